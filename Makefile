@@ -1,0 +1,47 @@
+# Every habit by name. `make demo` and `make test` make what they need.
+VENV := .venv
+PY := $(VENV)/bin/python
+PYTHON := $(shell for p in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3.12 2>/dev/null | sort -rV) python3.12 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$p" && break; done)
+STAMP := $(VENV)/.installed-for-analysis
+TEST_STAMP := $(VENV)/.installed-for-tests
+
+.PHONY: help setup demo test lint format bench clean
+help:            ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP)  ## create .venv with thdprof and what analysis needs
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.12 found: install one with pyenv (pyenv install 3.12)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+$(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e .
+	@touch $@
+$(TEST_STAMP): $(STAMP) pyproject.toml constraints.txt
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,megatron]'
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps megatron-bridge
+	@touch $@
+
+demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml
+	$(VENV)/bin/thdprof demo demo --force >/dev/null
+	$(VENV)/bin/thdprof analyze demo/bridge --pad-to-max-length --data-parallel-size 8 --global-batch-size 64 \
+		-o demo/plan.yaml --force
+
+test: $(TEST_STAMP)  ## run all tests (GPU tests are skipped without a GPU)
+	$(PY) -m pytest -q $(ARGS)
+
+lint: $(TEST_STAMP)  ## format check, lint, types, boundaries
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: $(TEST_STAMP)  ## rewrite files in the project's format
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+bench: $(TEST_STAMP)  ## time analysis beside its peers
+	$(PY) benchmarks/analyze.py
+
+clean:           ## remove what the targets above made
+	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,159 @@
+"""Times `thdprof analyze` beside its peers, both sides in one run, and prints a Markdown table.
+
+    python benchmarks/analyze.py [--documents 20000000] [--rows 40000]
+
+Peers: megatron-core's own index build of the same `.idx` (document shuffle, C++ sample index, sample shuffle), and a
+bare pyarrow script that reads `seq_start_id` of the same parquet file. Every figure is the best of `--repeat` whole
+processes, interpreter start and imports included, except megatron-core's, which is timed inside its process without
+imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+MEGATRON = """
+import logging, resource, sys, time, warnings
+warnings.simplefilter("ignore"); logging.disable(logging.CRITICAL)
+import numpy as np
+from megatron.core.datasets import helpers
+from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shuffle_index
+from megatron.core.datasets.indexed_dataset import _IndexReader
+path, seq_length = sys.argv[1], int(sys.argv[2])
+began = time.perf_counter()
+lengths = _IndexReader(path, False).sequence_lengths
+random = np.random.RandomState(1234)
+tokens = int(np.sum(lengths))
+documents = _build_document_index(np.arange(len(lengths), dtype=np.int32), 1, random, False)
+samples = helpers.build_sample_idx(lengths.copy(), documents, seq_length, 1, tokens, True, True)
+_build_shuffle_index(len(samples) - 1, len(samples) - 1, random)
+print(time.perf_counter() - began)
+"""
+PYARROW = "import sys, pyarrow.parquet as pq; pq.read_table(sys.argv[1], columns=['seq_start_id'])"
+
+
+def run(arguments: list[str]) -> tuple[float, float, str]:
+    """Seconds, peak MiB and stdout of one process."""
+    began = time.perf_counter()
+    child = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    output = child.stdout.read()
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    if child.returncode:
+        raise SystemExit(f"{' '.join(arguments)[:200]}: exit {child.returncode}")
+    return time.perf_counter() - began, usage.ru_maxrss / 1024, output
+
+
+def best(arguments: list[str], repeat: int) -> tuple[float, float, str]:
+    return min((run(arguments) for _ in range(repeat)), key=lambda r: r[0])
+
+
+def write_index(path: Path, num_documents: int) -> int:
+    """An `.idx` of log-normal lengths (mean about 640 tokens); its lengths' bytes."""
+    random = np.random.default_rng(0)
+    lengths = np.maximum(1, random.lognormal(5.7, 1.2, num_documents)).astype("<i4")
+    with path.open("wb") as file:
+        file.write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, num_documents, num_documents + 1))
+        lengths.tofile(file)
+        pointers = np.zeros(num_documents, dtype="<i8")
+        np.cumsum(lengths[:-1] * np.int64(2), out=pointers[1:])
+        pointers.tofile(file)
+        np.arange(num_documents + 1, dtype="<i8").tofile(file)
+    return lengths.nbytes
+
+
+def write_packed_parquet(path: Path, num_rows: int, pack: int = 4096) -> None:
+    """Rows of random tokens as Megatron-Bridge writes them: int64, int64 and int8 lists, groups of 500 rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    random = np.random.default_rng(0)
+    writer = None
+    for first in range(0, num_rows, 500):
+        count = min(500, num_rows - first)
+        starts, sizes = [], []
+        for _ in range(count):
+            documents = int(random.integers(4, 40))
+            cuts = np.sort(random.choice(np.arange(2, pack // 2), documents - 1, replace=False)) * 2
+            starts.append(np.concatenate(([0], cuts)))
+            sizes.append(pack + documents - int(random.integers(0, 30)))
+        ends = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+        tokens = pa.array(random.integers(0, 50_000, ends[-1], dtype=np.int64))
+        mask = pa.array(random.integers(0, 2, ends[-1], dtype=np.int8))
+        table = pa.table(
+            {
+                "input_ids": pa.ListArray.from_arrays(ends, tokens),
+                "loss_mask": pa.ListArray.from_arrays(ends, mask),
+                "seq_start_id": pa.array(starts, type=pa.list_(pa.int64())),
+            }
+        )
+        writer = writer or pq.ParquetWriter(path, table.schema)
+        writer.write_table(table, row_group_size=500)
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--documents", type=int, default=20_000_000)
+    parser.add_argument("--rows", type=int, default=40_000)
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    thdprof = [sys.executable, "-m", "thdprof"]
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        small, large, packed = folder / "small.idx", folder / "large.idx", folder / "training_4096.idx.parquet"
+        write_index(small, 10_000)
+        length_bytes = write_index(large, options.documents)
+        write_packed_parquet(packed, options.rows)
+        size_mb = packed.stat().st_size / 1e6
+
+        start, _, _ = best([sys.executable, "-c", "pass"], options.repeat)
+        seconds, _, _ = best([*thdprof, "--help"], options.repeat)
+        rows.append(("`thdprof --help`", f"{seconds:.2f} s", "0.30 s allowed"))
+        seconds, _, _ = best([*thdprof, "analyze", str(small)], options.repeat)
+        rows.append(("`analyze`, `.idx` of 10,000 documents", f"{seconds:.2f} s", "1.00 s allowed"))
+
+        seconds, peak, _ = best(
+            [*thdprof, "analyze", str(large), "--seq-length", "4096", "--split", "1"], options.repeat
+        )
+        _, _, printed = min(
+            (run([sys.executable, "-c", MEGATRON, str(large), "4096"]) for _ in range(options.repeat)),
+            key=lambda r: float(r[2]),
+        )
+        peer = float(printed)
+        allowed = 3 * length_bytes / 2**20 + 300e6 / 2**20
+        title = f"`analyze`, `.idx` of {options.documents:,} documents"
+        rows.append((title, f"{seconds:.2f} s", f"{peer:.2f} s megatron-core's index build, imports left out"))
+        rows.append((title + ", peak memory", f"{peak:.0f} MiB", f"{allowed:.0f} MiB allowed (3x lengths + 300 MB)"))
+
+        seconds, peak, _ = best([*thdprof, "analyze", str(packed), "--global-batch-size", "64"], options.repeat)
+        peer, peer_peak, _ = best([sys.executable, "-c", PYARROW, str(packed)], options.repeat)
+        limit = 1.3 * peer + start
+        title = f"`analyze`, packed parquet of {options.rows:,} rows, {size_mb:.0f} MB"
+        rows.append((title, f"{seconds:.2f} s", f"{limit:.2f} s allowed: 1.3 x {peer:.2f} s bare pyarrow + {start:.2f} s"))
+        rows.append((title + ", peak memory", f"{peak:.0f} MiB", f"{peer_peak:.0f} MiB bare pyarrow"))
+
+    packages = ", ".join(f"{p} {version(p)}" for p in ("numpy", "pyarrow", "megatron-core", "torch"))
+    print(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
+    print(f"command: python benchmarks/analyze.py --documents {options.documents} --rows {options.rows}")
+    print(f"best of {options.repeat} whole processes each\n")
+    print("| what | thdprof | beside it |\n|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()

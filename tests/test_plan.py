@@ -1,0 +1,113 @@
+"""The plan file: written whole or not at all, read strictly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.errors import DataError
+from thdprof.files import replacing
+from thdprof.plan import load_plan
+
+
+@pytest.fixture
+def plan(tmp_path):
+    (tmp_path / "packs.jsonl").write_text("[3, 4]\n[5]\n[1, 1, 1]\n[7, 2]\n")
+    return make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16))
+
+
+def test_round_trip(plan, tmp_path):
+    plan.save(tmp_path / "plan.yaml")
+    assert load_plan(tmp_path / "plan.yaml") == plan
+
+
+def test_every_field_is_documented():
+    from thdprof.plan import Plan
+
+    schema = Plan.model_json_schema()
+    undocumented = [
+        f"{name}.{field}"
+        for name, part in {"Plan": schema, **schema["$defs"]}.items()
+        for field, spec in part["properties"].items()
+        if not spec.get("description") and "$ref" not in spec
+    ]
+    assert not [
+        f
+        for f in undocumented
+        if f.split(".")[1]
+        not in {
+            *("mean", "p50", "p90", "p95", "p99", "p99_9", "max"),
+            *("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "seed", "hardware"),
+        }
+    ]
+
+
+def test_an_existing_plan_is_kept_without_force(plan, tmp_path):
+    target = tmp_path / "plan.yaml"
+    target.write_text("mine")
+    with pytest.raises(DataError, match="exists; give --force"):
+        plan.save(target)
+    assert target.read_text() == "mine"
+    plan.save(target, force=True)
+    assert load_plan(target) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "thdprof.plan/2", "written_by": "9.9"}, "schema thdprof.plan/2, written by thdprof 9.9; this"),
+        ({"schema": "something"}, "not a plan: schema is 'something'"),
+        ({"grpahs": {}}, r"grpahs: Extra inputs are not permitted"),
+        ({"graphs": {"buckets": []}}, "graphs.one_cap: Field required"),
+    ],
+)
+def test_other_files_are_refused(plan, tmp_path, change, message):
+    values = {**yaml.safe_load(plan.to_yaml()), **change}
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(DataError, match=message):
+        load_plan(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "a: [", "\x00", "- " * 3000])
+def test_what_is_no_plan_at_all(tmp_path, text):
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(DataError, match=r"plan\.yaml: "):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    target = tmp_path / "plan.yaml"
+    target.write_text("old")
+
+    def fail() -> None:
+        with replacing(target) as temporary:
+            temporary.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert target.read_text() == "old"
+    assert os.listdir(tmp_path) == ["plan.yaml"]
+
+
+def test_a_killed_write_leaves_the_old_file(tmp_path):
+    target = tmp_path / "plan.yaml"
+    target.write_text("old")
+    code = (
+        "import sys, time, pathlib; from thdprof.files import replacing\n"
+        f"with replacing(pathlib.Path({str(target)!r})) as t:\n"
+        "    t.write_text('half'); print('written', flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"written\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    time.sleep(0.05)
+    assert target.read_text() == "old"

@@ -1,0 +1,5 @@
+"""`python -m thdprof`."""
+
+from thdprof.cli import main
+
+main()

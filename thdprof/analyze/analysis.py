@@ -1,0 +1,270 @@
+"""The main job: a dataset and training settings -> prediction and recommendation, as one result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from thdprof import __version__
+from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
+from thdprof.analyze.microbatches import MicrobatchTable
+from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
+from thdprof.analyze.recommend import Limits, Recommendation, recommend
+from thdprof.analyze.schedule import Schedule, build_schedule
+from thdprof.analyze.settings import Assumption, Attention, Loader, TrainingSettings, resolve_settings
+from thdprof.analyze.slots import slots
+from thdprof.analyze.sources import read_dataset
+from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
+from thdprof.plan import Plan
+
+_DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSummary:
+    """The dataset that was read."""
+
+    format: str
+    uris: tuple[str, ...]
+    fingerprint: str
+    rows: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """Nearest-rank percentiles over micro-batches."""
+
+    mean: float
+    p50: int
+    p90: int
+    p95: int
+    p99: int
+    p99_9: int
+    max: int
+
+    @classmethod
+    def of(cls, histogram: Histogram) -> Percentiles:
+        """The percentiles of `histogram`."""
+        return cls(mean=histogram.mean, **{n: histogram.percentile(p) for n, p in PERCENTILES.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """Everything that `thdprof analyze` reports and writes."""
+
+    dataset: DatasetSummary
+    settings: TrainingSettings
+    assumptions: tuple[Assumption, ...]
+    """Settings that nobody gave."""
+    microbatches: MicrobatchTable
+    profile: Profile
+    n_seqs: Percentiles
+    """Documents of a micro-batch."""
+    max_seqlen: Percentiles
+    """Tokens of a micro-batch's longest document."""
+    n_tokens_max: int
+    """Tokens of the largest micro-batch."""
+    share_of_full_size: float
+    """Share of micro-batches that have n_tokens_max tokens."""
+    costs: CostTable
+    slots: list[list[int]]
+    """Micro-batches in flight for every pipeline rank and model chunk."""
+    recommendation: Recommendation
+    packing_efficiency: float | None
+    packing_efficiency_without_cap: float | None
+    warnings: tuple[str, ...]
+    """What the user should know before trusting the numbers."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps analysed."""
+        return self.microbatches.num_steps
+
+
+def analyze(
+    locations: Sequence[str],
+    given: Mapping[str, Any],
+    *,
+    format: str = "auto",
+    cost_table: Path | None = None,
+    attention: Attention = "transformer_engine",
+    limits: Limits | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Analysis:
+    """Read a dataset, replay its schedule, recommend buckets.
+
+    Args:
+        locations: files, globs, directories or Megatron prefixes of the dataset.
+        given: training settings by name (`thdprof.analyze.settings.NAMES`); None counts as not given.
+        format: name of the dataset's format, or "auto".
+        cost_table: measured costs; None takes the built-in ones of `attention`.
+        attention: attention backend whose built-in costs are taken.
+        limits: what the recommendation must keep to.
+        progress: called with a stage's name when it begins.
+
+    Raises:
+        DataError: the dataset, the cost table, or what they hold.
+        UsageError: settings that cannot be.
+    """
+    measured = load_costs(cost_table) if cost_table is not None else None
+    progress("reading")
+    dataset = read_dataset(locations, format=format)
+    settings, assumptions = resolve_settings(
+        given,
+        pack_tokens=dataset.pack_tokens,
+        dataset_format=dataset.format,
+        default_loader=_default_loader(dataset, given),
+        num_datasets=len(dataset.uris),
+    )
+    progress("replaying the schedule")
+    schedule = build_schedule(dataset, settings)
+    table = schedule.table
+    progress("recommending")
+    profile = Profile.of(table)
+    in_flight = slots(
+        pipeline_size=settings.pipeline_parallel_size,
+        num_chunks=settings.virtual_pipeline_size or 1,
+        num_microbatches=int(table.num_microbatches.max()),
+    )
+    n_tokens_max = int(table.n_tokens.max())
+    per_rank = max(1, n_tokens_max // settings.context_parallel_size)
+    costs = measured or built_in_costs(attention, per_rank)
+    recommendation = recommend(
+        table,
+        profile,
+        costs,
+        longest_possible=settings.seq_length,
+        pipeline_size=settings.pipeline_parallel_size,
+        num_slots=max(sum(rank) for rank in in_flight),
+        n_tokens_per_rank=per_rank,
+        limits=limits or Limits(),
+    )
+    full_size = float((table.n_tokens == n_tokens_max).mean()) if table.n_tokens.strides != (0,) else 1.0
+    return Analysis(
+        dataset=_summary(dataset),
+        settings=settings,
+        assumptions=assumptions,
+        microbatches=table,
+        profile=profile,
+        n_seqs=Percentiles.of(profile.n_seqs),
+        max_seqlen=Percentiles.of(profile.max_seqlen),
+        n_tokens_max=n_tokens_max,
+        share_of_full_size=full_size,
+        costs=costs,
+        slots=in_flight,
+        recommendation=recommendation,
+        packing_efficiency=schedule.packing_efficiency,
+        packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
+        warnings=tuple(_warnings(dataset, settings, schedule, costs, full_size, recommendation)),
+    )
+
+
+def _default_loader(dataset: Dataset, given: Mapping[str, Any]) -> Loader | None:
+    """The sampler that the format's own training code uses by default; None where the order is not known."""
+    if isinstance(dataset.content, UnpackedDocuments) and given.get("packer") == "dp_balanced":
+        return "single"
+    return _DEFAULT_LOADERS.get(dataset.format)
+
+
+def _summary(dataset: Dataset) -> DatasetSummary:
+    return DatasetSummary(
+        format=dataset.format,
+        uris=dataset.uris,
+        fingerprint=dataset.fingerprint,
+        rows=dataset.num_rows(),
+        documents=dataset.num_documents(),
+        tokens=dataset.num_tokens(),
+    )
+
+
+def _warnings(
+    dataset: Dataset,
+    settings: TrainingSettings,
+    schedule: Schedule,
+    costs: CostTable,
+    full_size: float,
+    recommendation: Recommendation,
+) -> list[str]:
+    found = [*dataset.notes, *schedule.notes]
+    if not schedule.table.exact:
+        found.append(
+            "the order in which training reads these rows is not known: micro-batches were drawn with "
+            f"--seed {settings.seed}; --loader single or cyclic replays one"
+        )
+    if full_size < 1:
+        remedy = "--pad-to-max-length" if dataset.format.startswith("bridge") else "--tail-policy append_dummy_seq"
+        found.append(
+            f"only {full_size:.1%} of micro-batches have the largest token count; a graph needs one count: train "
+            f"with {remedy}, and analyse with it"
+        )
+    if not costs.calibrated:
+        found.append(
+            f"times are of {costs.name} on {costs.hardware}, {costs.attention}, not of your model: "
+            "measure your own and give --cost-table"
+        )
+    top = max((b.max_seqs for b in recommendation.buckets), default=0)
+    if top > costs.measured_max_seqs()[-1]:
+        found.append(f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}")
+    if recommendation.steps_searched < schedule.table.num_steps:
+        found.append(
+            f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
+            f"{schedule.table.num_steps}; all figures are of all steps"
+        )
+    return found
+
+
+def make_plan(analysis: Analysis) -> Plan:
+    """The plan file of an analysis."""
+    chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
+    one_cap = chosen.one_cap
+    return Plan.model_validate(
+        {
+            "schema": "thdprof.plan/1",
+            "written_by": __version__,
+            "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
+            "training": {
+                **asdict(settings),
+                "weights": list(settings.weights) if settings.weights is not None else None,
+            },
+            "microbatches": {
+                "exact": analysis.microbatches.exact,
+                "count": len(analysis.microbatches),
+                "steps": analysis.steps,
+                "n_seqs": asdict(analysis.n_seqs),
+                "max_seqlen": asdict(analysis.max_seqlen),
+                "n_tokens_max": analysis.n_tokens_max,
+                "n_tokens_constant": analysis.share_of_full_size == 1.0,
+            },
+            "graphs": {
+                "impl": "module" if chosen.buckets else "none",
+                "buckets": [
+                    {"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "share": share}
+                    for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+                ],
+                "one_cap": None
+                if one_cap is None
+                else {"max_seqs": one_cap.max_seqs, "fallback_rate": asdict(one_cap.fallback_rate)},
+                "slots": analysis.slots,
+                "tail_policy": settings.tail_policy,
+            },
+            "predictions": {
+                "fallback_rate": asdict(chosen.fallback_rate),
+                "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
+                "relative_step_time": chosen.relative_step_time,
+                "step_ms": chosen.step_ms,
+                "eager_step_ms": chosen.eager_step_ms,
+                "graph_memory_bytes": chosen.graph_memory_bytes,
+            },
+            "costs": {
+                "name": costs.name,
+                "calibrated": costs.calibrated,
+                "hardware": costs.hardware,
+                "attention": costs.attention,
+                "n_tokens": costs.n_tokens,
+            },
+        }
+    )

@@ -1,0 +1,48 @@
+"""The analysis as a Python function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thdprof.analyze.analysis import Analysis, analyze
+from thdprof.analyze.recommend import Limits
+from thdprof.analyze.settings import Attention
+
+
+def analyze_dataset(
+    *locations: str | Path,
+    format: str = "auto",
+    cost_table: str | Path | None = None,
+    attention: Attention = "transformer_engine",
+    buckets: int = 3,
+    max_fallback_rate: float | None = None,
+    graph_memory_bytes: int | None = None,
+    **settings: Any,
+) -> Analysis:
+    """What `thdprof analyze` prints, as an object.
+
+    Args:
+        locations: files, globs, directories or Megatron prefixes of one dataset.
+        format: name of its format, or "auto".
+        cost_table: measured costs; the built-in ones of `attention` without it.
+        attention: attention backend whose built-in costs are taken.
+        buckets: most shapes to capture.
+        max_fallback_rate: largest share of steps with an eager micro-batch.
+        graph_memory_bytes: most graph memory of a pipeline rank.
+        settings: training settings, named as the command's options with underscores: `seq_length=4096`.
+
+    Raises:
+        DataError: the dataset or the cost table cannot be read or does not hold what it must.
+        UsageError: settings that cannot be.
+    """
+    names: Sequence[str] = [str(location) for location in locations]
+    return analyze(
+        names,
+        settings,
+        format=format,
+        cost_table=Path(cost_table) if cost_table is not None else None,
+        attention=attention,
+        limits=Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes),
+    )

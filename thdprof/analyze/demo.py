@@ -1,0 +1,205 @@
+"""A small sample dataset in every format, to try the commands on. Its tokens are noise, not text."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.errors import DataError
+
+SEED = 1234
+PACK_TOKENS = 2048
+NUM_ROWS = 2000
+ROWS_A_GROUP = 500
+"""Rows of a parquet row group, as Megatron-Bridge writes them."""
+VOCABULARY = 251
+"""Small, so that the files compress well; 0 is kept for the end of a document."""
+PERCENTILES = ((0.5, 12), (0.9, 43), (0.96, 64), (0.99, 106), (1.0, 358))
+"""Documents of a row by share of rows: the example distribution of Megatron-LM's pull request 3869."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoFiles:
+    """What `write_demo` wrote."""
+
+    megatron: Path
+    """IndexedDataset: the `.idx`, its `.bin` beside it."""
+    bridge: Path
+    """Megatron-Bridge packed parquet."""
+    bridge_metadata: Path
+    """Its metadata: a JSON list."""
+    trl: Path
+    """TRL `bfd` packed parquet."""
+    lengths: Path
+    """JSON lines, one document's length each."""
+
+
+def write_demo(directory: Path, *, force: bool = False) -> DemoFiles:
+    """Write the sample dataset under `directory`, the same bytes every time.
+
+    Raises:
+        DataError: `directory` is not empty and `force` is false, or it cannot be written.
+    """
+    files = DemoFiles(
+        megatron=directory / "megatron" / "documents.idx",
+        bridge=directory / "bridge" / f"training_{PACK_TOKENS}.idx.parquet",
+        bridge_metadata=directory / "bridge" / f"{PACK_TOKENS}_metadata.jsonl",
+        trl=directory / "trl" / "packed.parquet",
+        lengths=directory / "lengths" / "documents.jsonl",
+    )
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise DataError(f"{directory}: is a file; give the name of a directory")
+        if not force and directory.exists() and any(directory.iterdir()):
+            raise DataError(f"{directory}: is not empty; give --force to write into it, or another name")
+        for part in (files.megatron, files.bridge, files.trl, files.lengths):
+            part.parent.mkdir(parents=True, exist_ok=True)
+        _write_megatron(files.megatron)
+        _write_bridge(files.bridge, files.bridge_metadata)
+        _write_trl(files.trl)
+        _write_lengths(files.lengths)
+    except OSError as error:
+        raise DataError(f"{error.filename or directory}: cannot be written: {error.strerror}") from error
+    return files
+
+
+def _random(stream: int) -> np.random.Generator:
+    """A generator of its own for every file, so that one file's change leaves the others' bytes."""
+    return np.random.default_rng((SEED, stream))
+
+
+def documents_per_row() -> NDArray[np.int64]:
+    """Documents of every row as training sees them, a tail included: ascending, int64, shape [NUM_ROWS].
+
+    The inverse of the distribution function at (i + 1) / NUM_ROWS, straight in the logarithm between
+    PERCENTILES, so that nearest-rank percentiles meet them exactly.
+    """
+    shares = np.array([0.0, *(share for share, _ in PERCENTILES)])
+    logarithms = np.log([1.0, *(count for _, count in PERCENTILES)])
+    at = np.arange(1, NUM_ROWS + 1) / NUM_ROWS
+    return np.rint(np.exp(np.interp(at, shares, logarithms))).astype(np.int64)
+
+
+def _heavy_tailed(random: np.random.Generator, count: int, longest: int) -> NDArray[np.int32]:
+    """Document lengths in tokens, int32, shape [count]."""
+    lengths = np.rint(random.lognormal(mean=5.3, sigma=1.3, size=count))
+    return np.clip(lengths, 8, longest).astype(np.int32)
+
+
+def _split_rows(random: np.random.Generator, totals: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Lengths of `counts` uneven documents, each at least 1, that fill every row of `totals` tokens."""
+    row = np.repeat(np.arange(len(counts)), counts)
+    starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    weights = random.lognormal(sigma=1.0, size=len(row))
+    before = np.cumsum(weights)
+    row_weight = np.add.reduceat(weights, starts)
+    share = (before - np.repeat(before[starts] - weights[starts], counts)) / row_weight[row]
+    # The places of the cuts in what is left over once every document has its one token.
+    cuts = np.floor(np.clip(share, 0, 1) * (totals - counts)[row]).astype(np.int64)
+    cuts[starts + counts - 1] = totals - counts
+    lengths = np.diff(cuts, prepend=0)
+    lengths[starts] = cuts[starts]
+    return lengths + 1
+
+
+def _tokens(random: np.random.Generator, document_tokens: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Noise tokens, each document ending in 0, int64, shape [tokens]."""
+    tokens = random.integers(1, VOCABULARY, size=int(document_tokens.sum()), dtype=np.int64)
+    tokens[np.cumsum(document_tokens) - 1] = 0
+    return tokens
+
+
+def _write_megatron(index: Path) -> None:
+    random = _random(0)
+    lengths = _heavy_tailed(random, 5000, longest=20_000)
+    pointers = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64))) * 2
+    with index.open("wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, len(lengths), len(lengths) + 1))
+        file.write(lengths.astype("<i4").tobytes())
+        file.write(pointers.astype("<i8").tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    _tokens(random, lengths).astype("<u2").tofile(index.with_suffix(".bin"))
+
+
+def _write_bridge(parquet: Path, metadata: Path) -> None:
+    import pyarrow as pa
+
+    random = _random(1)
+    documents = documents_per_row()
+    # One row in nine is shorter than the pack, which gives it a tail as its last document. Never a row on a
+    # percentile, so that the stored documents meet PERCENTILES too.
+    fixed = [count for _, count in PERCENTILES]
+    short = (np.arange(NUM_ROWS) % 9 == 4) & (documents > 2) & ~np.isin(documents, fixed)
+    totals = np.full(NUM_ROWS, PACK_TOKENS, dtype=np.int64)
+    # Not a multiple of 16, to which Bridge rounds a row up: the row has its tail under any setting.
+    totals[short] -= 1 + 16 * random.integers(0, 12, size=int(short.sum()))
+    stored = documents - short
+    order = random.permutation(NUM_ROWS)
+    totals, stored = totals[order], stored[order]
+    trained = _split_rows(random, totals, stored)
+    lengths = trained + 1  # a document of L stored tokens trains L - 1
+    row_ends = np.concatenate(([0], np.cumsum(totals + stored)))
+    document_ends = np.concatenate(([0], np.cumsum(stored)))
+    seq_start_id = np.cumsum(lengths) - lengths - np.repeat(row_ends[:-1], stored)
+    tokens = _tokens(random, lengths)
+    table = pa.table(
+        {
+            "input_ids": _lists(row_ends, pa.array(tokens)),
+            "loss_mask": _lists(row_ends, pa.array((tokens != 0).astype(np.int8))),
+            "seq_start_id": _lists(document_ends, pa.array(seq_start_id)),
+        }
+    )
+    _write_parquet(table, parquet)
+    entry = {
+        "dataset_max_seqlen": int(trained.max()),
+        "max_samples_per_bin": int(stored.max()),
+        "packing_factor": round(float(stored.mean()), 2),
+        "packing_efficiency": round(float(totals.mean()) / PACK_TOKENS * 100, 2),
+        "pack_size": PACK_TOKENS,
+        "min_packed_seqlen": int(totals.min()),
+    }
+    metadata.write_text(json.dumps([entry]), encoding="utf-8")
+
+
+def _write_trl(parquet: Path) -> None:
+    import pyarrow as pa
+
+    random = _random(2)
+    rows = 1000
+    totals = np.full(rows, PACK_TOKENS, dtype=np.int64)
+    totals[::7] -= random.integers(1, 200, size=len(totals[::7]))
+    counts = np.clip(np.rint(random.lognormal(mean=2.0, sigma=0.7, size=rows)), 1, 200).astype(np.int64)
+    lengths = _split_rows(random, totals, counts)
+    row_ends = np.concatenate(([0], np.cumsum(totals)))
+    document_ends = np.concatenate(([0], np.cumsum(counts)))
+    table = pa.table(
+        {
+            "input_ids": _lists(row_ends, pa.array(_tokens(random, lengths).astype(np.int32))),
+            "seq_lengths": _lists(document_ends, pa.array(lengths)),
+        }
+    )
+    _write_parquet(table, parquet)
+
+
+def _lists(ends: NDArray[np.int64], values: object) -> object:
+    """An Arrow list array, one list a row; `ends` [rows + 1] in `values`."""
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), values)
+
+
+def _write_parquet(table: object, path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    pq.write_table(table, path, row_group_size=ROWS_A_GROUP)
+
+
+def _write_lengths(jsonl: Path) -> None:
+    lengths = _heavy_tailed(_random(3), 20_000, longest=4096)
+    lines = "".join(f'{{"length": {length}}}\n' for length in lengths.tolist())
+    jsonl.write_text(lines, encoding="utf-8")

@@ -1,0 +1,28 @@
+"""Plan -> the flags and files of other systems: one module a target."""
+
+from __future__ import annotations
+
+from thdprof.analyze.export import json_, megatron_bridge, megatron_lm, megatron_lm_dev
+from thdprof.analyze.export.base import Exported, Target, choose_cap
+from thdprof.errors import UsageError
+from thdprof.plan import Plan
+
+TARGETS = {
+    target.name: target for target in (megatron_lm.TARGET, megatron_lm_dev.TARGET, megatron_bridge.TARGET, json_.TARGET)
+}
+
+__all__ = ["TARGETS", "Exported", "Target", "export_plan"]
+
+
+def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exported:
+    """`plan` in the words of the system `target`, a key of TARGETS.
+
+    `max_seqs` overrides the cap (documents, a dummy tail included).
+
+    Raises:
+        UsageError: an unknown target, or a cap under which the system would fail.
+    """
+    if target not in TARGETS:
+        raise UsageError(f"--target {target}: unknown; choose one of {', '.join(TARGETS)}")
+    chosen = TARGETS[target]
+    return chosen.render(plan, choose_cap(chosen, plan, max_seqs))

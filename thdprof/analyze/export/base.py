@@ -1,0 +1,102 @@
+"""What every export target shares: its description, its result, and the choice of the cap."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from thdprof.errors import UsageError
+from thdprof.plan import Plan
+
+Flag = tuple[str, ...]
+"""A flag and its values, one shell word each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A plan in the words of another system."""
+
+    text: str
+    """The export itself, ending in a newline."""
+    extra_files: Mapping[str, str] = field(default_factory=dict)
+    """Further files that the text refers to or that say the same in another form: name to content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A system that a plan can be exported to."""
+
+    name: str
+    summary: str
+    """One line for the documentation."""
+    files: tuple[str, ...]
+    """Names of the extra files that an export can give."""
+    one_cap: bool
+    """Whether the system takes a single cap, not a list of buckets."""
+    needs_maximum: bool
+    """Whether a micro-batch over the cap fails, or goes wrong silently, instead of running eagerly."""
+    render: Callable[[Plan, int | None], Exported]
+    """The export under a cap in documents, a dummy tail included; None: run eagerly."""
+    least_cap: Callable[[Plan], int] | None = None
+    """Documents of the fullest micro-batch as this system forms it; given where `needs_maximum`."""
+
+
+def choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
+    """The cap in documents that `target` is given; None: run eagerly.
+
+    Raises:
+        UsageError: `max_seqs` cannot be, or is less than the target can survive.
+    """
+    if max_seqs is not None and not target.one_cap:
+        raise UsageError(
+            f"--max-seqs {max_seqs}: target {target.name} gives the plan as it is and takes no cap; leave it out"
+        )
+    if max_seqs is not None and not 1 <= max_seqs < 2**31:
+        raise UsageError(f"--max-seqs {max_seqs}: must be at least 1 and less than 2**31")
+    eager = plan.graphs.one_cap is None or plan.graphs.impl == "none"
+    if max_seqs is None and eager:
+        return None
+    if target.least_cap is None:
+        return max_seqs if max_seqs is not None or plan.graphs.one_cap is None else plan.graphs.one_cap.max_seqs
+    least = target.least_cap(plan)
+    if max_seqs is not None and max_seqs < least:
+        raise UsageError(
+            f"--max-seqs {max_seqs}: target {target.name} has no eager fallback, and the fullest micro-batch "
+            f"has {least} documents there: use --max-seqs {least}, or the megatron-lm target, which runs "
+            f"longer micro-batches eagerly, or repack with --max-docs-per-pack {max_seqs}"
+        )
+    return least if max_seqs is None else max_seqs
+
+
+def one_line(text: str) -> str:
+    """`text` on one line of printable characters, safe behind a comment sign."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def header(plan: Plan, name: str) -> list[str]:
+    """Comment lines on where an export comes from and for which run its cap holds."""
+    training = plan.training
+    exact = "exact" if plan.microbatches.exact else "drawn by simulation"
+    return [
+        f"{name}, exported by thdprof from a plan of thdprof {one_line(plan.written_by)}",
+        f"dataset {one_line(plan.dataset.fingerprint)} ({one_line(plan.dataset.format)}); micro-batches {exact}",
+        f"holds for sequence length {training.seq_length}, micro-batch size {training.micro_batch_size}, "
+        f"global batch size {training.global_batch_size}, data-parallel size {training.data_parallel_size}, "
+        f"context-parallel size {training.context_parallel_size}",
+    ]
+
+
+def eager_reason(plan: Plan) -> str:
+    """Why a plan without a cap has none."""
+    if plan.graphs.impl == "none" and plan.graphs.one_cap is not None:
+        return "the plan asks for no graphs (graphs.impl: none)"
+    return "no cap makes a step faster than running eagerly, by the plan's cost table"
+
+
+def shell_export(flags: Sequence[Flag], comments: Sequence[str], file: str) -> Exported:
+    """`flags` as a bash array under `comments`, and on one line as `file`."""
+    lines = [" ".join(shlex.quote(word) for word in flag) for flag in flags]
+    text = "".join(f"# {one_line(comment)}\n" for comment in comments)
+    text += "THDPROF_ARGS=(\n" + "".join(f"    {line}\n" for line in lines) + ")\n"
+    return Exported(text=text, extra_files={file: " ".join(lines) + "\n"})

@@ -1,0 +1,22 @@
+"""The plan itself, as JSON."""
+
+from __future__ import annotations
+
+from thdprof.analyze.export.base import Exported, Target
+from thdprof.plan import Plan
+
+
+def render(plan: Plan, cap: int | None) -> Exported:
+    """The whole plan, with the keys of the plan file; `cap` plays no part."""
+    del cap
+    return Exported(text=plan.model_dump_json(by_alias=True, indent=2) + "\n")
+
+
+TARGET = Target(
+    name="json",
+    summary="the whole plan as JSON, with the keys of the plan file",
+    files=(),
+    one_cap=False,
+    needs_maximum=False,
+    render=render,
+)

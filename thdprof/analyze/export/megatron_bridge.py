@@ -1,0 +1,134 @@
+"""Megatron-Bridge 0.6, offline packed SFT: overrides, and the metadata that says how far to pad `cu_seqlens`.
+
+With `pad_cu_seqlens`, Bridge's collate_fn pads every row to max_samples_per_bin + 2 entries, the largest
+max_samples_per_bin of the metadata's list. That is max_samples_per_bin + 1 documents: room for that many
+stored documents and a tail. A row with more goes silently unpadded: the cap is never under the fullest row.
+"""
+
+from __future__ import annotations
+
+import json
+
+from thdprof.analyze.export.base import Exported, Target, eager_reason, header, one_line
+from thdprof.plan import Plan
+
+LINES_FILE = "megatron_bridge_overrides.txt"
+METADATA_FILE = "megatron_bridge_metadata.jsonl"
+
+_Tree = dict[str, "Value"]
+Value = bool | int | str | list[str] | _Tree
+
+
+def least_cap(plan: Plan) -> int:
+    """Documents of the fullest row under pad_to_max_length, which pad_cu_seqlens requires."""
+    return plan.microbatches.n_seqs.max + (0 if _tails_counted(plan) else 1)
+
+
+def _tails_counted(plan: Plan) -> bool:
+    """Whether the plan's counts and lengths hold every row's tail, up to the pack size."""
+    if plan.dataset.format.startswith("bridge"):
+        return plan.training.pad_to_max_length
+    return plan.training.tail_policy == "append_dummy_seq"
+
+
+def metadata(plan: Plan, cap: int) -> dict[str, int | float]:
+    """One object of the metadata list, with every key that Bridge writes; it reads back the first three.
+
+    Bridge captures max(dataset_max_seqlen, pack size - min_packed_seqlen) as the longest document, the second
+    being the longest tail. The plan's longest document covers the tails that it counted, so min_packed_seqlen
+    is the least value that adds nothing to it, a lower bound of the true one. Where the plan did not count
+    tails it is 0, which captures the pack size: no document is longer.
+    """
+    pack = plan.training.seq_length
+    longest = min(plan.microbatches.max_seqlen.max, pack)
+    dataset = plan.dataset
+    packed_rows = 0 < dataset.rows < dataset.documents
+    documents_a_row = dataset.documents / dataset.rows if packed_rows else plan.microbatches.n_seqs.mean
+    rows = max(1.0, dataset.documents / documents_a_row)
+    return {
+        "max_samples_per_bin": cap - 1,
+        "dataset_max_seqlen": longest,
+        "min_packed_seqlen": pack - longest if _tails_counted(plan) else 0,
+        "pack_size": pack,
+        "packing_factor": round(documents_a_row, 2),
+        "packing_efficiency": round(min(100.0, 100 * dataset.tokens / rows / pack), 2),
+    }
+
+
+def render(plan: Plan, cap: int | None) -> Exported:
+    """Overrides and metadata under `cap` documents, the tail included; None: the override to no graphs."""
+    comments = header(plan, "Megatron-Bridge overrides")
+    if cap is None:
+        comments.append(f"no graphs: {eager_reason(plan)}")
+        return _export({"model": {"cuda_graph_impl": "none"}}, comments, {})
+    specs: _Tree = {
+        "packed_sequence_size": plan.training.seq_length,
+        "pad_cu_seqlens": True,
+        "packed_metadata_path": METADATA_FILE,
+    }
+    uris = plan.dataset.uris
+    if plan.dataset.format.startswith("bridge") and len(uris) == 1:
+        specs["packed_train_data_path"] = uris[0].replace("${", "\\${")  # else OmegaConf interpolates it
+    else:
+        comments.append("also set dataset.offline_packing_specs.packed_train_data_path to the packs analysed")
+    comments += [
+        "Bridge names its own pack directory by a hash over dataset_kwargs: without packed_train_data_path, "
+        "these settings would make it pack again",
+        f"{METADATA_FILE}: give its full path; Bridge takes the maxima over its list, so append the objects "
+        "of other splits (validation) if those have fuller or longer rows",
+        "on the command line, put ++ before a key that the recipe does not have yet",
+    ]
+    overrides: _Tree = {
+        "dataset": {
+            "enable_offline_packing": True,
+            "dataset_kwargs": {"pad_to_max_length": True},
+            "offline_packing_specs": specs,
+        },
+        "model": {
+            "cuda_graph_impl": "local" if plan.graphs.impl == "local" else "transformer_engine",
+            "cuda_graph_modules": ["attn"],
+            "use_te_rng_tracker": True,
+        },
+    }
+    extra = {METADATA_FILE: json.dumps([metadata(plan, cap)]) + "\n"}
+    return _export(overrides, comments, extra)
+
+
+def _export(overrides: _Tree, comments: list[str], extra: dict[str, str]) -> Exported:
+    import yaml
+
+    text = "".join(f"# {one_line(comment)}\n" for comment in comments)
+    text += yaml.safe_dump(overrides, sort_keys=False, width=10_000, allow_unicode=True)
+    lines = "".join(f"{line}\n" for line in _key_value_lines(overrides))
+    return Exported(text=text, extra_files={LINES_FILE: lines, **extra})
+
+
+def _key_value_lines(tree: _Tree, prefix: str = "") -> list[str]:
+    """The leaves of `tree` as dotted KEY=VALUE, in the grammar that OmegaConf and Hydra share."""
+    lines = []
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines += _key_value_lines(value, f"{prefix}{key}.")
+        else:
+            lines.append(f"{prefix}{key}={_value(value)}")
+    return lines
+
+
+def _value(value: bool | int | str | list[str]) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
+    if isinstance(value, str):
+        plain = value and all(c.isalnum() or c in "_./-" for c in value) and not value[0].isdigit()
+        return value if plain else json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)
+
+
+TARGET = Target(
+    name="megatron-bridge",
+    summary="overrides and pack metadata of Megatron-Bridge 0.6: padded to the fullest row, never under it",
+    files=(LINES_FILE, METADATA_FILE),
+    one_cap=True,
+    needs_maximum=True,
+    render=render,
+    least_cap=least_cap,
+)

@@ -1,0 +1,101 @@
+"""The micro-batch table: what every forward pass of every rank and step will see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+
+_ROWS_A_BATCH = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchTable:
+    """Micro-batches sorted by step, data-parallel rank and position in the step."""
+
+    n_seqs: NDArray[np.int32]
+    """Documents of every micro-batch, shape [micro-batches]."""
+    max_seqlen: NDArray[np.int32]
+    """Tokens of its longest document, shape [micro-batches]."""
+    n_tokens: NDArray[np.int64]
+    """Tokens of the micro-batch over all context-parallel ranks, shape [micro-batches]."""
+    data_parallel_size: int
+    num_microbatches: NDArray[np.int32]
+    """Micro-batches of one rank in every step, the same on all ranks, shape [steps]."""
+    exact: bool
+    """Whether training forms these micro-batches in this order; else they were drawn."""
+
+    def __len__(self) -> int:
+        """Micro-batches over all ranks and steps."""
+        return len(self.n_seqs)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps."""
+        return len(self.num_microbatches)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every step has the same number of micro-batches."""
+        return bool((self.num_microbatches == self.num_microbatches[0]).all())
+
+    def per_rank_step(self, values: NDArray[np.generic], reduce: np.ufunc) -> NDArray[np.generic]:
+        """`values` [micro-batches, ...] reduced over the micro-batches of each rank: [steps, ranks, ...]."""
+        ranks = self.data_parallel_size
+        rest = values.shape[1:]
+        if self.uniform:
+            shape = (self.num_steps, ranks, int(self.num_microbatches[0]), *rest)
+            return np.asarray(reduce.reduce(values.reshape(shape), axis=2))
+        counts = np.repeat(self.num_microbatches, ranks).astype(np.int64)
+        starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
+        return np.asarray(reduce.reduceat(values, starts, axis=0)).reshape(self.num_steps, ranks, *rest)
+
+    def record_batches(self) -> Iterator[pa.RecordBatch]:
+        """The table as Arrow record batches: `step`, `dp_rank`, `microbatch` and the three measures."""
+        import pyarrow as pa
+
+        counts = self.num_microbatches.astype(np.int64)
+        step_ends = np.cumsum(counts * self.data_parallel_size)
+        for start in range(0, len(self), _ROWS_A_BATCH):
+            stop = min(start + _ROWS_A_BATCH, len(self))
+            rows = np.arange(start, stop, dtype=np.int64)
+            step = np.searchsorted(step_ends, rows, side="right")
+            within = rows - (step_ends[step] - counts[step] * self.data_parallel_size)
+            yield pa.record_batch(
+                {
+                    "step": step.astype(np.int32),
+                    "dp_rank": (within // counts[step]).astype(np.int32),
+                    "microbatch": (within % counts[step]).astype(np.int32),
+                    "n_seqs": self.n_seqs[start:stop],
+                    "max_seqlen": self.max_seqlen[start:stop],
+                    "n_tokens": np.ascontiguousarray(self.n_tokens[start:stop]),
+                }
+            )
+
+    def to_pandas(self) -> pd.DataFrame:
+        """The table as a data frame with the columns of `record_batches`."""
+        import pyarrow as pa
+
+        frame: pd.DataFrame = pa.Table.from_batches(self.record_batches()).to_pandas()
+        return frame
+
+    def write_parquet(self, path: Path) -> None:
+        """Write the table to `path`, whole or not at all."""
+        import pyarrow.parquet as pq
+
+        from thdprof.files import replacing
+
+        batches = self.record_batches()
+        first = next(batches)
+        with replacing(path) as temporary, pq.ParquetWriter(temporary, first.schema) as writer:
+            writer.write_batch(first)
+            for batch in batches:
+                writer.write_batch(batch)

@@ -1,0 +1,353 @@
+"""Buckets that minimise the expected synchronous step time, over every subset of the candidates.
+
+A step costs the slowest rank's sum over its micro-batches, times 1 + (pp - 1) / num_microbatches for a pipeline. A
+micro-batch costs the replay of the smallest bucket that fits it, or its eager time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.cost import CostTable
+from thdprof.analyze.microbatches import MicrobatchTable
+from thdprof.analyze.profile import PERCENTILES, FallbackRate, Profile, fallback_rate, upper_bound
+from thdprof.errors import UsageError
+
+_MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
+_MAX_CANDIDATES = 16
+_SEARCH_WORK = 4_000_000_000
+"""Multiplications that the search over subsets may take; beyond it, it looks at evenly spaced steps."""
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """One static shape; buckets order as they are tried."""
+
+    max_seqs: int
+    max_seqlen: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A single cap and what it would do."""
+
+    max_seqs: int
+    coverage: float
+    """Share of micro-batches that replay."""
+    fallback_rate: FallbackRate
+    relative_step_time: float
+    """Mean step time divided by that of running all eagerly."""
+    padding_ms: float
+    """Mean milliseconds a replayed micro-batch pays over a graph of its own number of documents."""
+    names: tuple[str, ...]
+    """Percentiles of n_seqs that the cap equals, as in "p90"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the recommendation must keep to."""
+
+    num_buckets: int = 3
+    """Most buckets to choose."""
+    max_fallback_rate: float | None = None
+    """Largest share of steps with a fallback."""
+    graph_memory_bytes: int | None = None
+    """Most graph memory of a pipeline rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What to capture, and what that is expected to do."""
+
+    buckets: tuple[Bucket, ...]
+    """Ascending; empty where running eagerly is best."""
+    shares: tuple[float, ...]
+    """Share of micro-batches that replay each bucket."""
+    fallback_rate: FallbackRate
+    fallback_rate_upper_bound: float
+    """95% one-sided Clopper-Pearson bound of the micro-batch rate on unseen data."""
+    relative_step_time: float
+    step_ms: float
+    eager_step_ms: float
+    graph_memory_bytes: int | None
+    one_cap: Candidate | None
+    """The best single cap; None where running eagerly beats every one."""
+    candidates: tuple[Candidate, ...]
+    """The cap curve, ascending."""
+    steps_searched: int
+    """Steps of the table that the choice was made on; the figures are always of all of them."""
+
+
+class StepCosts:
+    """Expected step times of any buckets made of given caps, from counts of micro-batches in classes.
+
+    A class holds the micro-batches whose smallest fitting caps are the same pair; all of a class share their bucket.
+    """
+
+    def __init__(
+        self, table: MicrobatchTable, costs: CostTable, caps: Sequence[int], lengths: Sequence[int], pipeline: int
+    ) -> None:
+        self._table, self._costs, self._pipeline = table, costs, pipeline
+        self.caps, self.lengths = list(caps), list(lengths)
+        width = len(self.lengths) + 1
+        numbers = np.arange(int(table.n_seqs.max()) + 1)
+        pair = (np.searchsorted(self.caps, numbers) * width).astype(np.int16)[table.n_seqs]
+        if int(table.max_seqlen.max()) > self.lengths[0]:
+            sizes = np.arange(int(table.max_seqlen.max()) + 1)
+            pair += np.searchsorted(self.lengths, sizes).astype(np.int16)[table.max_seqlen]
+        used = np.flatnonzero(np.bincount(pair))
+        self._pairs = [divmod(int(p), width) for p in used]
+        renumber = np.zeros(int(used[-1]) + 1, dtype=np.int16)
+        renumber[used] = np.arange(len(used))
+        self._class = renumber[pair]
+        self.class_counts = np.bincount(self._class, minlength=len(used))
+        self._eager_ms = costs.eager_ms(numbers)
+
+    def bucket_of_class(self, buckets: Sequence[Bucket]) -> list[int | None]:
+        """Index of the first bucket that fits each class, or None: it falls back."""
+        found: list[int | None] = []
+        for seqs, length in self._pairs:
+            fits = (
+                i
+                for i, b in enumerate(buckets)
+                if seqs < len(self.caps)
+                and length < len(self.lengths)
+                and self.caps[seqs] <= b.max_seqs
+                and self.lengths[length] <= b.max_seqlen
+            )
+            found.append(next(fits, None))
+        return found
+
+    def falls_back(self, buckets: Sequence[Bucket]) -> NDArray[np.bool_]:
+        """Which micro-batches fit no bucket, shape [micro-batches]."""
+        uncovered = np.array([b is None for b in self.bucket_of_class(buckets)])
+        return np.asarray(uncovered[self._class])
+
+    def shares(self, buckets: Sequence[Bucket]) -> tuple[float, ...]:
+        """Share of micro-batches that replay each bucket."""
+        chosen = self.bucket_of_class(buckets)
+        counts = [0] * len(buckets)
+        for bucket, count in zip(chosen, self.class_counts, strict=True):
+            if bucket is not None:
+                counts[bucket] += int(count)
+        return tuple(c / len(self._table) for c in counts)
+
+    def step_ms(self, choices: Sequence[Sequence[Bucket]], stride: int = 1) -> NDArray[np.float64]:
+        """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, [choices]."""
+        weights = self._weights(choices)
+        table = self._table
+        if table.data_parallel_size == 1 and table.uniform:
+            # one rank: the mean of sums is the sum of means, so the classes' totals suffice
+            counts = self._counts(self._class, 1, table.n_seqs)
+            factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
+            totals: NDArray[np.float64] = (counts @ weights)[0] * (factor / table.num_steps)
+            return totals
+        sums = np.zeros(len(choices))
+        at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
+        steps = np.arange(0, table.num_steps, stride)
+        for first in range(0, len(steps), at_once):
+            part = steps[first : first + at_once]
+            by_rank = self._rank_step_counts(part) @ weights  # [steps, ranks, choices]
+            factor_by_step = 1 + (self._pipeline - 1) / table.num_microbatches[part]
+            sums += factor_by_step @ by_rank.max(axis=1)
+        return sums / len(steps)
+
+    def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
+        """What to multiply counts (first half) and eager milliseconds (second) of the classes with, [2c, choices]."""
+        classes = len(self._pairs)
+        weights = np.zeros((2 * classes, len(choices)))
+        replay = {b: self._costs.replay_ms(b.max_seqs, b.max_seqlen) for choice in choices for b in choice}
+        for column, choice in enumerate(choices):
+            for row, bucket in enumerate(self.bucket_of_class(choice)):
+                if bucket is None:
+                    weights[classes + row, column] = 1.0
+                else:
+                    weights[row, column] = replay[choice[bucket]]
+        return weights
+
+    def _counts(self, cells: NDArray[np.integer], groups: int, n_seqs: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Counts and eager milliseconds of every class: [groups, 2 * classes].
+
+        A micro-batch with n_seqs[i] documents is counted in cells[i] = group * classes + class.
+        """
+        shape = (groups, len(self._pairs))
+        counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+        if np.ptp(self._eager_ms) == 0:
+            eager = counts * self._eager_ms[0]
+        else:
+            eager = np.bincount(cells, self._eager_ms[n_seqs], minlength=counts.size).reshape(shape)
+        return np.concatenate((counts, eager), axis=1)
+
+    def _rank_step_counts(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Counts and eager milliseconds of every class on each rank of `steps`: [steps, ranks, 2 * classes]."""
+        table, classes = self._table, len(self._pairs)
+        ranks = table.data_parallel_size
+        per_step = table.num_microbatches.astype(np.int64) * ranks
+        starts = (np.cumsum(per_step) - per_step)[steps]
+        sizes = per_step[steps]
+        group = np.repeat(np.arange(len(steps)), sizes)
+        position = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        kept = np.repeat(starts, sizes) + position
+        rank = position // np.repeat(table.num_microbatches[steps], sizes)
+        cells = (group * ranks + rank) * classes + self._class[kept]
+        return self._counts(cells, len(steps) * ranks, table.n_seqs[kept]).reshape(len(steps), ranks, -1)
+
+
+def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
+    """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's granularity."""
+    histogram = profile.n_seqs
+    quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
+    top = max(quantiles)
+    measured = [n for n in costs.measured_max_seqs() if min(quantiles) <= n]
+    beyond = [n for n in measured if n >= top][:1]  # a larger shape can be cheaper
+    caps = quantiles | {n for n in measured if n < top} | set(beyond)
+    step = costs.max_seqs_granularity
+    return sorted({max(1, math.ceil(n / step) * step) for n in caps})[-_MAX_CANDIDATES:]
+
+
+def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
+    """Values of max_seqlen worth considering; only the longest possible document where costs do not depend on it."""
+    top = max(longest_possible, profile.max_seqlen.percentile(100.0))
+    if not costs.needs_max_seqlen:
+        return [top]
+    step = costs.max_seqlen_granularity
+    quantiles = {profile.max_seqlen.percentile(p) for p in _MAX_SEQLEN_PERCENTILES}
+    return sorted({min(top, max(1, math.ceil(n / step) * step)) for n in quantiles} | {top})
+
+
+def recommend(
+    table: MicrobatchTable,
+    profile: Profile,
+    costs: CostTable,
+    *,
+    longest_possible: int,
+    pipeline_size: int,
+    num_slots: int,
+    n_tokens_per_rank: int,
+    limits: Limits,
+) -> Recommendation:
+    """Choose buckets for `table`.
+
+    Args:
+        longest_possible: tokens of the longest document that a row can hold.
+        pipeline_size: pipeline-parallel size, for the bubble.
+        num_slots: slots of the pipeline rank that needs most, for the memory.
+        n_tokens_per_rank: tokens of a micro-batch on one context-parallel rank, for the memory.
+
+    Raises:
+        UsageError: no choice keeps to `limits`.
+    """
+    caps = candidate_caps(profile, costs)
+    lengths = candidate_lengths(profile, costs, longest_possible)
+    step_costs = StepCosts(table, costs, caps, lengths, pipeline_size)
+    eager_ms = float(step_costs.step_ms([()])[0])
+
+    def memory(buckets: Sequence[Bucket]) -> int | None:
+        return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
+
+    possible = [
+        choice
+        for choice in subsets([Bucket(n, s) for n in caps for s in lengths], limits.num_buckets)
+        if limits.graph_memory_bytes is None or (memory(choice) or 0) <= limits.graph_memory_bytes
+    ]
+    stride = _search_stride(table, step_costs, len(possible))
+    times = step_costs.step_ms(possible, stride)
+    chosen = _best(possible, times, step_costs, table, limits.max_fallback_rate)
+    curve = _cap_curve(table, profile, costs, step_costs, eager_ms)
+    singles = [c for c in curve if c.relative_step_time < 1.0]
+    falls_back = step_costs.falls_back(chosen)
+    step_ms = float(step_costs.step_ms([chosen])[0])
+    return Recommendation(
+        buckets=tuple(chosen),
+        shares=step_costs.shares(chosen),
+        fallback_rate=fallback_rate(table, falls_back),
+        fallback_rate_upper_bound=upper_bound(int(falls_back.sum()), len(table)),
+        relative_step_time=step_ms / eager_ms,
+        step_ms=step_ms,
+        eager_step_ms=eager_ms,
+        graph_memory_bytes=memory(chosen),
+        one_cap=min(singles, key=lambda c: (c.relative_step_time, c.max_seqs)) if singles else None,
+        candidates=curve,
+        steps_searched=-(-table.num_steps // stride),
+    )
+
+
+def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:
+    """Every choice of at most `most` of `buckets`, fewest first; the empty one is to run eagerly."""
+    ordered = sorted(buckets)
+    return [choice for size in range(min(most, len(ordered)) + 1) for choice in combinations(ordered, size)]
+
+
+def _search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> int:
+    """Every how many-th step to compare `choices` on: 1, unless all would take too long."""
+    if table.data_parallel_size == 1 and table.uniform:
+        return 1
+    work = table.num_steps * table.data_parallel_size * 2 * len(costs.class_counts) * choices
+    return -(-work // _SEARCH_WORK)
+
+
+def _best(
+    choices: Sequence[tuple[Bucket, ...]],
+    times: NDArray[np.float64],
+    costs: StepCosts,
+    table: MicrobatchTable,
+    max_fallback_rate: float | None,
+) -> tuple[Bucket, ...]:
+    """The quickest choice within the rate; among equals the one with fewest, then smallest, buckets."""
+    for index in np.argsort(times.round(9), kind="stable"):  # choices come fewest first
+        choice = choices[int(index)]
+        if max_fallback_rate is None:
+            return choice
+        if not choice and max_fallback_rate < 1:
+            continue  # all eager: every step falls back
+        if fallback_rate(table, costs.falls_back(choice)).step <= max_fallback_rate:
+            return choice
+    raise UsageError(
+        f"--max-fallback-rate {max_fallback_rate:g}: no choice of buckets within the graph-memory budget keeps to "
+        "it; raise --graph-memory-gib, or the rate"
+    )
+
+
+def _cap_curve(
+    table: MicrobatchTable, profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float
+) -> tuple[Candidate, ...]:
+    """What each single cap would do, with its best max_seqlen."""
+    options = [[(Bucket(n, s),) for s in step_costs.lengths] for n in step_costs.caps]
+    times = step_costs.step_ms([choice for row in options for choice in row]).reshape(len(options), -1)
+    named: dict[int, list[str]] = {}
+    for name, percent in PERCENTILES.items():
+        named.setdefault(profile.n_seqs.percentile(percent), []).append(name)
+    curve = []
+    for cap, row, row_times in zip(step_costs.caps, options, times, strict=True):
+        best = int(row_times.argmin())
+        bucket = row[best][0]
+        rate = fallback_rate(table, step_costs.falls_back([bucket]))
+        curve.append(
+            Candidate(
+                max_seqs=cap,
+                coverage=1 - rate.microbatch,
+                fallback_rate=rate,
+                relative_step_time=float(row_times[best]) / eager_ms,
+                padding_ms=_padding_ms(profile, costs, bucket),
+                names=tuple(named.get(cap, ())),
+            )
+        )
+    return tuple(curve)
+
+
+def _padding_ms(profile: Profile, costs: CostTable, bucket: Bucket) -> float:
+    """Mean milliseconds that a micro-batch within the cap pays over a graph of its own number of documents."""
+    counts = profile.n_seqs.counts[: bucket.max_seqs + 1]
+    present = np.flatnonzero(counts)
+    if not present.size:
+        return 0.0
+    own = np.array([costs.replay_ms(max(1, int(n)), bucket.max_seqlen) for n in present])
+    paid = costs.replay_ms(bucket.max_seqs, bucket.max_seqlen) - own
+    return float(paid @ counts[present] / counts[present].sum())

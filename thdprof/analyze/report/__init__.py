@@ -1,0 +1,1 @@
+"""Reporters: they lay out an Analysis and compute nothing."""

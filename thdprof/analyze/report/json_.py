@@ -1,0 +1,70 @@
+"""An analysis as one JSON object, schema `thdprof.analysis/1`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.recommend import Candidate
+
+SCHEMA = "thdprof.analysis/1"
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "max_seqs": candidate.max_seqs,
+        "coverage": candidate.coverage,
+        "fallback_rate": asdict(candidate.fallback_rate),
+        "relative_step_time": candidate.relative_step_time,
+        "padding_ms": candidate.padding_ms,
+    }
+
+
+def to_dict(analysis: Analysis) -> dict[str, Any]:
+    """The JSON object as a dict."""
+    chosen = analysis.recommendation
+    return {
+        "schema": SCHEMA,
+        "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
+        "training": asdict(analysis.settings),
+        "assumptions": [asdict(a) for a in analysis.assumptions],
+        "exact": analysis.microbatches.exact,
+        "microbatches": len(analysis.microbatches),
+        "steps": analysis.steps,
+        "n_seqs": asdict(analysis.n_seqs),
+        "max_seqlen": asdict(analysis.max_seqlen),
+        "n_tokens_max": analysis.n_tokens_max,
+        "packing_efficiency": analysis.packing_efficiency,
+        "packing_efficiency_without_cap": analysis.packing_efficiency_without_cap,
+        "candidates": [_candidate(c) for c in chosen.candidates],
+        "recommendation": {
+            "max_packed_seqs": max((b.max_seqs for b in chosen.buckets), default=None),
+            "buckets": [
+                {"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "share": share}
+                for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+            ],
+            "slots": analysis.slots,
+            "fallback_rate": asdict(chosen.fallback_rate),
+            "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
+            "relative_step_time": chosen.relative_step_time,
+            "step_ms": chosen.step_ms,
+            "eager_step_ms": chosen.eager_step_ms,
+            "graph_memory_bytes": chosen.graph_memory_bytes,
+            "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap),
+        },
+        "costs": {
+            "name": analysis.costs.name,
+            "calibrated": analysis.costs.calibrated,
+            "hardware": analysis.costs.hardware,
+            "attention": analysis.costs.attention,
+            "n_tokens": analysis.costs.n_tokens,
+        },
+        "warnings": list(analysis.warnings),
+    }
+
+
+def to_json(analysis: Analysis) -> str:
+    """The analysis as JSON text, indented."""
+    return json.dumps(to_dict(analysis), indent=2, allow_nan=False)

@@ -1,0 +1,167 @@
+"""An analysis for a terminal: what comes, what each cap costs, what to do, and what to doubt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.recommend import Candidate
+
+_BAR = 20
+
+
+def print_report(analysis: Analysis, console: Console) -> None:
+    """Write the report of `analysis` to `console`."""
+    for part in _parts(analysis):
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def _parts(analysis: Analysis) -> Iterator[str | Table | Text]:
+    data, table = analysis.dataset, analysis.microbatches
+    source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
+    yield Text(f"{source} ({data.format}): {data.rows:,} rows, {data.documents:,} documents, {data.tokens:,} tokens")
+    how = "replayed exactly" if table.exact else "drawn, not replayed"
+    yield Text(f"{len(table):,} micro-batches in {analysis.steps:,} steps, {how}")
+    for assumption in analysis.assumptions:
+        yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
+    if analysis.packing_efficiency is not None:
+        yield Text(_packing(analysis))
+    yield ""
+    yield _percentiles(analysis)
+    yield ""
+    yield _caps(analysis)
+    yield ""
+    yield Text(sentence(analysis), style="bold")
+    for reason in reasons(analysis):
+        yield Text(f"  - {reason}")
+    for warning in analysis.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
+
+
+def _packing(analysis: Analysis) -> str:
+    text = f"packed by {analysis.settings.packer}: {analysis.packing_efficiency:.2%} of the tokens hold documents"
+    if analysis.packing_efficiency_without_cap is not None and analysis.packing_efficiency is not None:
+        lost = analysis.packing_efficiency_without_cap - analysis.packing_efficiency
+        text += f"; --max-docs-per-pack {analysis.settings.max_docs_per_pack} loses {lost * 100:.2f} points"
+    return text
+
+
+def _percentiles(analysis: Analysis) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("micro-batch")
+    for name in ("mean", "P50", "P90", "P95", "P99", "P99.9", "max"):
+        table.add_column(name, justify="right")
+    for label, p in (("documents", analysis.n_seqs), ("longest document", analysis.max_seqlen)):
+        values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
+        table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
+    return table
+
+
+def _caps(analysis: Analysis) -> Table:
+    chosen = {b.max_seqs for b in analysis.recommendation.buckets}
+    table = Table(box=None, pad_edge=False)
+    table.add_column("one cap", justify="right")
+    table.add_column("")
+    for name in ("replayed", "eager steps"):
+        table.add_column(name, justify="right")
+    table.add_column("step time, eager = 1")
+    for candidate in analysis.recommendation.candidates:
+        label = ", ".join(_percentile_name(n) for n in candidate.names)
+        table.add_row(
+            f"{'*' if candidate.max_seqs in chosen else ''}{candidate.max_seqs:,}",
+            label,
+            _percent(candidate.coverage),
+            _percent(candidate.fallback_rate.step),
+            f"{candidate.relative_step_time:.3f} {_bar(candidate.relative_step_time)}",
+        )
+    return table
+
+
+def _bar(value: float) -> str:
+    return "█" * max(1, round(min(value, 1.5) * _BAR))
+
+
+def _percentile_name(name: str) -> str:
+    return "max" if name == "max" else name.upper().replace("_", ".")
+
+
+def _percent(share: float) -> str:
+    """`share` in per cent; never 0% or 100% unless it is exactly that."""
+    text = f"{share:.1%}"
+    if text == "100.0%" and share < 1:
+        return ">99.9%"
+    if text == "0.0%" and share > 0:
+        return "<0.1%"
+    return text
+
+
+def sentence(analysis: Analysis) -> str:
+    """The recommendation in one sentence."""
+    chosen = analysis.recommendation
+    if not chosen.buckets:
+        return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
+    caps = [f"{b.max_seqs} ({_percent(share)})" for b, share in zip(chosen.buckets, chosen.shares, strict=True)]
+    listed = caps[0] if len(caps) == 1 else ", ".join(caps[:-1]) + " and " + caps[-1]
+    fallbacks = (
+        "no micro-batch seen falls back"
+        if chosen.fallback_rate.microbatch == 0
+        else f"{_percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
+    )
+    return (
+        f"Capture graphs for {listed} documents: a step takes {chosen.relative_step_time:.3f} of its eager time, "
+        f"and {fallbacks}."
+    )
+
+
+def reasons(analysis: Analysis) -> list[str]:
+    """Why, in sentences."""
+    chosen = analysis.recommendation
+    found = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
+    one = chosen.one_cap
+    if one is None:
+        found.append("every single cap is slower than running eagerly")
+    elif len(chosen.buckets) > 1:
+        found.append(
+            f"with one cap only, {one.max_seqs} is best: {one.relative_step_time:.3f} of the eager step time, "
+            f"{_percent(one.fallback_rate.step)} of steps with an eager micro-batch"
+        )
+    if chosen.buckets:
+        found.append(
+            "unseen data: with 95% confidence fewer than "
+            f"{chosen.fallback_rate_upper_bound:.2g} of micro-batches will fall back; " + _coverage_of_run(analysis)
+        )
+        most = max(sum(rank) for rank in analysis.slots)
+        memory = ""
+        if chosen.graph_memory_bytes is not None:
+            memory = f", about {chosen.graph_memory_bytes / 2**30:.1f} GiB of graph memory for the measured model"
+        found.append(f"slots: at most {most} on a pipeline rank{memory}")
+    return found
+
+
+def _percentile_advice(analysis: Analysis, name: str) -> str | None:
+    """What the usual advice, a cap at a percentile with eager fallback, would do."""
+    candidate = next((c for c in analysis.recommendation.candidates if name in c.names), None)
+    if candidate is None or candidate.fallback_rate.step == 0:
+        return None
+    return _stall(candidate, _percentile_name(name))
+
+
+def _stall(candidate: Candidate, name: str) -> str:
+    rate = candidate.fallback_rate
+    return (
+        f"a cap at {name} ({candidate.max_seqs}) with eager fallback runs {_percent(rate.microbatch)} of "
+        f"micro-batches eagerly, and so stalls {_percent(rate.step)} of steps"
+    )
+
+
+def _coverage_of_run(analysis: Analysis) -> str:
+    if analysis.settings.train_samples is None:
+        return "one epoch was analysed; say how long the run is with --train-samples or --train-iters"
+    wanted = analysis.settings.train_samples // analysis.settings.global_batch_size
+    if not analysis.microbatches.exact:
+        return "the run was drawn, not replayed"
+    return f"the table covers {_percent(analysis.steps / wanted)} of the run's steps"

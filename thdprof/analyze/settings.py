@@ -1,0 +1,247 @@
+"""Training settings: what the schedule needs to know about the run, where each value came from, what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from thdprof.errors import DataError, UsageError
+
+Loader = Literal["single", "cyclic", "batch"]
+TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
+Packer = Literal["first_fit_decreasing", "first_fit_shuffle", "next_fit", "best_fit_decreasing", "dp_balanced"]
+Attention = Literal["transformer_engine", "torch"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """The run whose micro-batches are predicted. Sizes are counts unless a unit is given."""
+
+    seq_length: int
+    """Tokens of one row; for a packer, the pack size."""
+    micro_batch_size: int = 1
+    """Rows of one micro-batch."""
+    global_batch_size: int = 1
+    """Rows of one step over all data-parallel ranks (for `dp_balanced`: documents)."""
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    virtual_pipeline_size: int | None = None
+    """Model chunks a pipeline rank under the interleaved schedule."""
+    loader: Loader | None = None
+    """Sampler of the data loader; None: the order of rows is not known and is drawn."""
+    data_sharding: bool = True
+    """`cyclic` alone: every rank shuffles its own share, as Megatron does by default."""
+    drop_last: bool = True
+    """`batch` alone: drop the last partial global batch of an epoch, instead of padding it."""
+    seed: int = 1234
+    split: str = "969,30,1"
+    """Megatron's train, validation, test split; the training part is analysed."""
+    train_samples: int | None = None
+    """Rows that the run consumes; None: one epoch."""
+    weights: tuple[float, ...] | None = None
+    """Blend weights, one a dataset; None: the datasets' own sizes."""
+    add_extra_token: bool = True
+    """Whether GPTDataset draws seq_length + 1 tokens a sample (its default)."""
+    max_num_samples: int | None = None
+    """Megatron-Bridge's max_train_samples: rows drawn through its seeded mapping."""
+    tail_policy: TailPolicy = "none"
+    """What training does with the unused tail of a row that is packed from plain lengths."""
+    pad_to_max_length: bool = False
+    """Megatron-Bridge: every row is as long as the pack size."""
+    pad_seq_to_mult: int = 1
+    """Tokens: documents (TRL: micro-batches) are padded to a multiple of this."""
+    packer: Packer = "first_fit_decreasing"
+    """How unpacked lengths become rows."""
+    max_docs_per_pack: int | None = None
+    """A packer's own cap on documents of a row, a dummy tail included."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches of one rank and step (where the packer does not decide)."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumption:
+    """A setting that nobody gave."""
+
+    name: str
+    value: Any
+    flag: str
+    """The option that changes it."""
+    why: str
+
+
+FLAGS = {field.name: "--" + field.name.replace("_", "-") for field in fields(TrainingSettings)}
+FLAGS["add_extra_token"] = "--no-add-extra-token"
+NAMES = frozenset(FLAGS) | {"train_iters"}
+_CHOICES = {"loader": Loader, "tail_policy": TailPolicy, "packer": Packer}
+_SEQ_LENGTH_WITHOUT_PACKS = 4096
+
+
+def load_settings_file(path: Path) -> dict[str, Any]:
+    """The settings of a YAML mapping; keys are option names, with `-` or `_`.
+
+    Raises:
+        DataError: the file cannot be read or is not a mapping.
+        UsageError: an unknown key.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"--settings {path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise DataError(f"--settings {path}: not YAML: {' '.join(str(error).split())}") from error
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise DataError(f"--settings {path}: holds a {type(loaded).__name__}, not a mapping of options")
+    given = {}
+    for key, value in loaded.items():
+        name = str(key).lstrip("-").replace("-", "_")
+        if name not in NAMES:
+            raise UsageError(f"--settings {path}: unknown option {key!r}; known are {', '.join(sorted(NAMES))}")
+        given[name] = value
+    return given
+
+
+def resolve_settings(
+    given: Mapping[str, Any],
+    *,
+    pack_tokens: int | None,
+    dataset_format: str,
+    default_loader: Loader | None,
+    num_datasets: int,
+) -> tuple[TrainingSettings, tuple[Assumption, ...]]:
+    """Complete what was given with defaults, and say which were taken.
+
+    `given` maps names of TrainingSettings (and `train_iters`) to values; None counts as not given.
+    `pack_tokens` is the pack size that the dataset itself tells.
+
+    Raises:
+        UsageError: a value that cannot be, named with its flag.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    unknown = sorted(set(values) - NAMES)
+    if unknown:
+        raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(NAMES))}")
+    _check_types(values)
+    assumed: list[Assumption] = []
+
+    def assume(name: str, value: Any, why: str) -> None:
+        if name not in values:
+            values[name] = value
+            assumed.append(Assumption(name=name, value=value, flag=FLAGS[name], why=why))
+
+    if pack_tokens is not None:
+        assume("seq_length", pack_tokens, "the dataset's own pack size")
+    else:
+        assume("seq_length", _SEQ_LENGTH_WITHOUT_PACKS, "the dataset does not tell")
+    assume("micro_batch_size", 1, "not given")
+    assume("data_parallel_size", 1, "not given")
+    minimum = values["micro_batch_size"] * values["data_parallel_size"]
+    assume("global_batch_size", minimum, "one micro-batch a rank and step")
+    if default_loader is not None:
+        assume("loader", default_loader, f"the default loader of {dataset_format} data")
+    if "train_iters" in values:
+        if "train_samples" in values:
+            raise UsageError("--train-iters and --train-samples both say how long the run is; give one")
+        values["train_samples"] = values.pop("train_iters") * values["global_batch_size"]
+    if values.get("weights") is not None:
+        values["weights"] = tuple(float(w) for w in values["weights"])
+    settings = TrainingSettings(**values)
+    _check(settings, dataset_format, num_datasets)
+    return settings, tuple(assumed)
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+        if name in _CHOICES:
+            if value not in get_args(_CHOICES[name]):
+                raise UsageError(f"{flag} {value}: choose one of {', '.join(get_args(_CHOICES[name]))}")
+        elif name in ("drop_last", "data_sharding", "add_extra_token", "pad_to_max_length"):
+            if not isinstance(value, bool):
+                raise UsageError(f"{flag} {value!r}: must be true or false")
+        elif name == "split":
+            if not isinstance(value, str):
+                raise UsageError(f"{flag} {value!r}: must be text such as 969,30,1")
+        elif name == "weights":
+            if not isinstance(value, list | tuple) or not all(isinstance(w, int | float) for w in value):
+                raise UsageError(f"{flag} {value!r}: must be a list of numbers")
+        elif isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"{flag} {value!r}: must be a whole number")
+
+
+def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> None:
+    """Refuse what cannot be, naming the flag, its value and what to use instead."""
+    for name, value in asdict(settings).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            least = 0 if name == "seed" else 1
+            if value < least:
+                raise UsageError(f"{FLAGS[name]} {value}: must be at least {least}")
+            if value > 2**63 - 1:
+                raise UsageError(f"{FLAGS[name]} {value}: is larger than 2**63 - 1")
+    if settings.seed > 2**32 - 1:
+        raise UsageError(f"--seed {settings.seed}: NumPy takes seeds up to 2**32 - 1")
+    if settings.seq_length > 2**31 - 1:
+        raise UsageError(f"--seq-length {settings.seq_length}: is larger than 2**31 - 1")
+    _check_batch(settings)
+    _check_pipeline(settings)
+    if settings.context_parallel_size > 1 and settings.seq_length % (2 * settings.context_parallel_size):
+        multiple = 2 * settings.context_parallel_size
+        raise UsageError(
+            f"--seq-length {settings.seq_length}: with --context-parallel-size {settings.context_parallel_size} "
+            f"it must be a multiple of {multiple}"
+        )
+    if settings.weights is not None:
+        _check_weights(settings, dataset_format, num_datasets)
+    if dataset_format.startswith("bridge") and settings.micro_batch_size != 1:
+        raise UsageError(
+            f"--micro-batch-size {settings.micro_batch_size}: Megatron-Bridge trains packed rows with 1; "
+            "make the packs longer instead"
+        )
+    if settings.loader == "batch" and dataset_format == "megatron":
+        raise UsageError("--loader batch: Megatron's GPTDataset is read with single or cyclic")
+
+
+def _check_batch(settings: TrainingSettings) -> None:
+    step = settings.micro_batch_size * settings.data_parallel_size
+    if settings.global_batch_size % step:
+        lower = settings.global_batch_size // step * step
+        raise UsageError(
+            f"--global-batch-size {settings.global_batch_size}: not a multiple of --micro-batch-size "
+            f"{settings.micro_batch_size} x --data-parallel-size {settings.data_parallel_size} = {step}; "
+            f"use {lower or step} or {lower + step}"
+        )
+    if settings.train_samples is not None and settings.train_samples < settings.global_batch_size:
+        raise UsageError(
+            f"--train-samples {settings.train_samples}: not one step of --global-batch-size "
+            f"{settings.global_batch_size}"
+        )
+
+
+def _check_pipeline(settings: TrainingSettings) -> None:
+    if settings.virtual_pipeline_size is None:
+        return
+    if settings.pipeline_parallel_size == 1:
+        raise UsageError(
+            f"--virtual-pipeline-size {settings.virtual_pipeline_size}: needs --pipeline-parallel-size over 1"
+        )
+
+
+def _check_weights(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> None:
+    weights = settings.weights or ()
+    if dataset_format != "megatron":
+        raise UsageError(f"--weights: blends are for Megatron datasets, not for format {dataset_format}")
+    if len(weights) != num_datasets:
+        raise UsageError(f"--weights: {len(weights)} given for {num_datasets} datasets; give one each")
+    if not all(0 < w < float("inf") for w in weights):
+        raise UsageError(f"--weights {','.join(map(str, weights))}: every weight must be over 0")
+    if settings.train_samples is None:
+        raise UsageError("--weights: Megatron needs the run's length then; add --train-samples or --train-iters")

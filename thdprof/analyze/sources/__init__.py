@@ -1,0 +1,120 @@
+"""Dataset formats: finding the files of a dataset, recognising their format by content, reading documents per row.
+
+A new format is one module with a `FORMAT`, listed here.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from thdprof.analyze.sources.base import Dataset, Format
+from thdprof.errors import DataError, UsageError
+
+_MODULES = {
+    "megatron": "indexed",
+    "bridge": "bridge_parquet",
+    "bridge-npy": "bridge_npy",
+    "trl": "trl",
+    "lengths": "lengths",
+}
+FORMATS = tuple(_MODULES)
+"""Names of the formats, in the order in which a file is tried."""
+
+
+def get_format(name: str) -> Format:
+    """The format called `name`.
+
+    Raises:
+        UsageError: no such format.
+    """
+    if name not in _MODULES:
+        raise UsageError(f"--format {name}: not a known format; known are auto, {', '.join(FORMATS)}")
+    module = import_module(f"thdprof.analyze.sources.{_MODULES[name]}")
+    found: Format = module.FORMAT
+    return found
+
+
+def read_dataset(locations: Sequence[str], *, format: str = "auto") -> Dataset:
+    """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes without their `.idx`.
+
+    Raises:
+        DataError: nothing is there, the format is not recognised, or the content is not what it must be.
+        UsageError: no such format.
+    """
+    if not locations:
+        raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix")
+    paths = [path for location in locations for path in _files(location, format)]
+    chosen = get_format(format) if format != "auto" else _detect(paths)
+    try:
+        return chosen.read(paths)
+    except OSError as error:
+        raise DataError(f"{error.filename or paths[0]}: cannot be read: {error.strerror or error}") from error
+
+
+def _files(location: str, format: str) -> list[Path]:
+    """The data files that `location` stands for, sorted where it stands for several."""
+    path = Path(location)
+    if path.is_file():
+        return [path]
+    index = Path(f"{location}.idx")
+    if index.is_file():
+        return [index]
+    if path.is_dir():
+        return _files_of_directory(path, format)
+    matches = sorted(Path(p) for p in glob.glob(location) if Path(p).is_file())
+    if matches:
+        return matches
+    raise DataError(f"{location}: no such file, directory, glob or Megatron prefix")
+
+
+def _files_of_directory(directory: Path, format: str) -> list[Path]:
+    """The files of `directory` that belong to one format, those of its only one with `auto`."""
+    names = FORMATS if format == "auto" else (format,)
+    found: dict[str, list[Path]] = {}
+    claimed: set[Path] = set()
+    for name in names:
+        candidate = get_format(name)
+        files = [
+            p
+            for p in sorted(directory.iterdir())
+            if p.is_file()
+            and p not in claimed
+            and p.name.lower().endswith(candidate.suffixes)
+            and _recognised(candidate, p)
+        ]
+        claimed.update(files)
+        if files:
+            found[name] = files
+    if not found:
+        raise DataError(
+            f"{directory}: holds no file of a known format ({', '.join(names)}); name the files, or say --format"
+        )
+    if len(found) > 1:
+        kinds = ", ".join(f"{len(files)} of {name}" for name, files in found.items())
+        raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
+    return next(iter(found.values()))
+
+
+def _recognised(candidate: Format, path: Path) -> bool:
+    try:
+        return candidate.recognises(path)
+    except OSError:
+        return False
+
+
+def _detect(paths: Sequence[Path]) -> Format:
+    """The one format that recognises every path."""
+    first = paths[0]
+    if first.stat().st_size == 0:
+        raise DataError(f"{first}: is empty")
+    for name in FORMATS:
+        candidate = get_format(name)
+        if _recognised(candidate, first):
+            for path in paths[1:]:
+                if not _recognised(candidate, path):
+                    raise DataError(f"{path}: is not of format {name}, as {first} is; analyse them apart")
+            return candidate
+    raise DataError(f"{first}: format not recognised; known are {', '.join(FORMATS)}: say which with --format")

@@ -1,0 +1,152 @@
+"""What a source hands over: documents per row, or the document lengths that rows will be made of."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.errors import DataError
+
+RowRule = Literal["bridge", "concatenate", "trl"]
+"""How training turns a stored row into documents: `bridge` adds a document for an unused tail (Megatron-Bridge's
+collate_fn), `concatenate` takes the stored documents as they are, and `trl` too, but pads a micro-batch with
+tokens that are documents of their own (its collator's pad_to_multiple_of)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStream:
+    """One Megatron IndexedDataset: sequences that GPTDataset joins into one stream and cuts into samples."""
+
+    path: str
+    """The `.idx` file."""
+    sequence_tokens: NDArray[np.int32]
+    """Tokens of every stored sequence, shape [sequences], in file order; none negative."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Rows that are packed already."""
+
+    document_tokens: NDArray[np.int32]
+    """Tokens of every document as the attention kernel sees it, shape [documents], row after row."""
+    row_offsets: NDArray[np.int64]
+    """Row r holds documents row_offsets[r] to row_offsets[r + 1], shape [rows + 1]; no row is empty."""
+    rule: RowRule = "concatenate"
+
+    def num_rows(self) -> int:
+        """Stored rows."""
+        return len(self.row_offsets) - 1
+
+    def num_documents(self) -> NDArray[np.int32]:
+        """Documents of every row, shape [rows]."""
+        return np.diff(self.row_offsets).astype(np.int32)
+
+    def longest(self) -> NDArray[np.int32]:
+        """Tokens of every row's longest document, shape [rows]."""
+        return np.maximum.reduceat(self.document_tokens, self.row_offsets[:-1])
+
+    def last(self) -> NDArray[np.int32]:
+        """Tokens of every row's last document, shape [rows]."""
+        return self.document_tokens[self.row_offsets[1:] - 1]
+
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Tokens of every row, shape [rows]."""
+        return np.add.reduceat(self.document_tokens, self.row_offsets[:-1], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnpackedDocuments:
+    """Lengths of single documents, not packed yet: a packer makes rows of them."""
+
+    document_tokens: NDArray[np.int32]
+    """Tokens of every document, shape [documents], in file order."""
+
+
+Content = Sequence[TokenStream] | PackedRows | UnpackedDocuments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """A dataset read from disk, before any training setting is applied."""
+
+    format: str
+    """Name of the format, a key of `thdprof.analyze.sources.FORMATS`."""
+    uris: tuple[str, ...]
+    """The files read, in order."""
+    fingerprint: str
+    """blake2b of what was read to count documents; another dataset has another fingerprint."""
+    content: Content
+    pack_tokens: int | None = None
+    """Pack size in tokens, where the files tell it."""
+    notes: tuple[str, ...] = field(default=())
+    """What the reader noticed and the user should know."""
+
+    def num_rows(self) -> int:
+        """Stored rows; for token streams and unpacked documents, the stored sequences."""
+        match self.content:
+            case PackedRows():
+                return self.content.num_rows()
+            case UnpackedDocuments():
+                return len(self.content.document_tokens)
+            case streams:
+                return sum(len(s.sequence_tokens) for s in streams)
+
+    def num_documents(self) -> int:
+        """Stored documents (boundaries that training can see)."""
+        match self.content:
+            case PackedRows() | UnpackedDocuments():
+                return len(self.content.document_tokens)
+            case streams:
+                return sum(len(s.sequence_tokens) for s in streams)
+
+    def num_tokens(self) -> int:
+        """Stored tokens, as training counts them."""
+        match self.content:
+            case PackedRows() | UnpackedDocuments():
+                return int(self.content.document_tokens.sum(dtype=np.int64))
+            case streams:
+                return sum(int(s.sequence_tokens.sum(dtype=np.int64)) for s in streams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """One dataset format: how to recognise its files and how to read them."""
+
+    name: str
+    summary: str
+    """One line for the documentation: what is read."""
+    suffixes: tuple[str, ...]
+    """File name endings that a directory is searched for."""
+    recognises: Callable[[Path], bool]
+    """Whether a file, by its content, is of this format. Never raises for a file it cannot read."""
+    read: Callable[[Sequence[Path]], Dataset]
+    """Reads the files; raises DataError naming file, row and value."""
+
+
+def fingerprint(parts: Iterable[bytes | memoryview | NDArray[np.generic]]) -> str:
+    """A short blake2b digest over `parts`, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part)
+    return f"blake2b:{digest.hexdigest()}"
+
+
+def check_lengths(lengths: NDArray[np.integer], where: str, unit: str = "row") -> NDArray[np.int32]:
+    """`lengths` as int32, shape [n].
+
+    Raises:
+        DataError: one is negative or over 2**31 - 1; the message names `where`, the index and the value.
+    """
+    if lengths.size:
+        low, high = int(lengths.min()), int(lengths.max())
+        if low < 0 or high > np.iinfo(np.int32).max:
+            bad = low if low < 0 else high
+            at = int(np.flatnonzero(lengths == bad)[0])
+            raise DataError(f"{where}: {unit} {at}: length {bad} is not between 0 and 2**31 - 1")
+    return lengths.astype(np.int32, copy=False)

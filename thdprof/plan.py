@@ -1,0 +1,272 @@
+"""The plan file: what `thdprof analyze` recommends and training applies. YAML, schema `thdprof.plan/1`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from thdprof.errors import DataError
+from thdprof.files import write_text
+
+SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
+_MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class _Part(BaseModel):
+    """A part of the plan: unknown fields are refused, so that a misspelt one is never ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class DatasetPart(_Part):
+    """The dataset that was analysed."""
+
+    uris: list[str]
+    """Files read, in order."""
+    format: str
+    """Name of the format."""
+    fingerprint: str
+    """Digest of what was read; a changed dataset has another."""
+    rows: int = Field(ge=0)
+    """Stored rows (sequences, where the format stores no rows)."""
+    documents: int = Field(ge=0)
+    """Stored documents."""
+    tokens: int = Field(ge=0)
+    """Stored tokens, as training counts them."""
+
+
+class TrainingPart(_Part):
+    """The training arguments that the schedule used."""
+
+    seq_length: Count
+    """Tokens of a row."""
+    micro_batch_size: Count
+    """Rows of a micro-batch."""
+    global_batch_size: Count
+    """Rows of a step over all data-parallel ranks."""
+    data_parallel_size: Count
+    context_parallel_size: Count
+    pipeline_parallel_size: Count
+    virtual_pipeline_size: Count | None
+    """Model chunks a pipeline rank; null without interleaving."""
+    loader: Literal["single", "cyclic", "batch"] | None
+    """Sampler; null where the order of rows was drawn."""
+    data_sharding: bool
+    """Whether the cyclic sampler shuffles each rank's own share."""
+    drop_last: bool
+    """Whether the batch sampler drops an epoch's partial global batch."""
+    seed: int
+    split: str
+    """Train, validation, test weights; the training part was analysed."""
+    train_samples: Count | None
+    """Rows that the run consumes; null: one epoch was analysed."""
+    weights: list[float] | None
+    """Blend weights, one a dataset."""
+    add_extra_token: bool
+    """Whether a sample is drawn with one token more than seq_length."""
+    max_num_samples: Count | None
+    """Rows drawn through Megatron-Bridge's seeded mapping; null: all, unmapped."""
+    tail_policy: Literal["none", "append_dummy_seq", "extend_last"]
+    """What is done with a packed row's unused tail."""
+    pad_to_max_length: bool
+    """Whether every row is as long as the pack size."""
+    pad_seq_to_mult: Count
+    """Tokens to whose multiple documents are padded."""
+    packer: str
+    """How unpacked lengths become rows."""
+    max_docs_per_pack: Count | None
+    """The packer's own cap on documents of a row."""
+
+
+class Percentiles(_Part):
+    """Nearest-rank percentiles over micro-batches."""
+
+    mean: float
+    p50: int
+    p90: int
+    p95: int
+    p99: int
+    p99_9: int
+    max: int
+
+
+class MicrobatchesPart(_Part):
+    """The micro-batches that training will form."""
+
+    exact: bool
+    """Whether they equal training's, or were drawn by a seeded simulation."""
+    count: Count
+    """Micro-batches over all ranks and steps."""
+    steps: Count
+    """Optimizer steps."""
+    n_seqs: Percentiles
+    """Documents of a micro-batch."""
+    max_seqlen: Percentiles
+    """Tokens of a micro-batch's longest document."""
+    n_tokens_max: Count
+    """Tokens of the largest micro-batch, over all context-parallel ranks."""
+    n_tokens_constant: bool
+    """Whether all micro-batches have that many tokens, as a graph needs."""
+
+
+class FallbackRates(_Part):
+    """Shares that run eagerly."""
+
+    microbatch: Share
+    """Of micro-batches."""
+    rank_step: Share
+    """Of (rank, step) pairs with at least one."""
+    step: Share
+    """Of steps with at least one on any rank: what a synchronous run feels."""
+
+
+class BucketPart(_Part):
+    """One static shape to capture."""
+
+    max_seqs: Count
+    """Documents, a dummy tail included; `cu_seqlens` has one entry more."""
+    max_seqlen: Count
+    """Tokens of the longest document that the graph may see."""
+    cp_size: Count = 1
+    """Context-parallel size of the graph."""
+    share: Share
+    """Of micro-batches that are predicted to replay it."""
+
+
+class OneCapPart(_Part):
+    """The best single cap, for systems that take only one."""
+
+    max_seqs: Count
+    """Documents, a dummy tail included."""
+    fallback_rate: FallbackRates
+    """Predicted under this cap."""
+
+
+class GraphsPart(_Part):
+    """What training captures and how it dispatches."""
+
+    impl: Literal["none", "module", "chunk", "local", "transformer_engine"] = "module"
+    """What is captured: nothing, a wrapped torch module, a Megatron model chunk, or Megatron's layers."""
+    buckets: list[BucketPart]
+    """Shapes to capture, ascending; a micro-batch takes the first that fits. Empty: run eagerly."""
+    one_cap: OneCapPart | None
+    """Null where running eagerly is best."""
+    slots: list[list[Count]]
+    """Copies of the graphs for every pipeline rank and, within it, model chunk."""
+    tail_policy: Literal["none", "append_dummy_seq", "extend_last"]
+    """How training pads a row's unused tail; `append_dummy_seq` is counted in max_seqs."""
+    overflow: Literal["eager", "error"] = "eager"
+    """What to do with a micro-batch that fits no bucket."""
+    capture: Literal["startup", "first_use"] = "startup"
+    """When graphs are captured."""
+
+
+class PredictionsPart(_Part):
+    """What the recommendation is expected to do."""
+
+    fallback_rate: FallbackRates
+    """Predicted over the analysed micro-batches."""
+    fallback_rate_upper_bound: Share
+    """95% one-sided Clopper-Pearson bound of the micro-batch rate on unseen data."""
+    relative_step_time: float
+    """Mean step time divided by that of running all eagerly."""
+    step_ms: float
+    """Mean step time of the cost table's model in milliseconds, without optimizer and data loading."""
+    eager_step_ms: float
+    """The same, all eagerly."""
+    graph_memory_bytes: int | None
+    """Graph memory of the busiest pipeline rank; null where the cost table does not tell."""
+
+
+class CostsPart(_Part):
+    """Where the times come from."""
+
+    name: str
+    """The cost table's name."""
+    calibrated: bool
+    """Whether it was measured on the user's own GPU and model."""
+    hardware: str
+    attention: str
+    """Attention backend that was measured."""
+    n_tokens: Count
+    """Tokens of the micro-batches that were measured."""
+
+
+class Plan(_Part):
+    """Everything that training needs to capture and dispatch, and what is predicted to happen."""
+
+    schema_: Literal["thdprof.plan/1"] = Field(default=SCHEMA, alias="schema")
+    """Version of this file's layout."""
+    written_by: str
+    """thdprof version."""
+    dataset: DatasetPart
+    training: TrainingPart
+    microbatches: MicrobatchesPart
+    graphs: GraphsPart
+    predictions: PredictionsPart
+    costs: CostsPart
+
+    def to_yaml(self) -> str:
+        """The plan as YAML text."""
+        import yaml
+
+        values = self.model_dump(mode="json", by_alias=True)
+        return str(yaml.safe_dump(values, sort_keys=False, width=110))
+
+    def save(self, path: Path | str, *, force: bool = False) -> None:
+        """Write the plan whole or not at all.
+
+        Raises:
+            DataError: the file exists and `force` is false, or it cannot be written.
+        """
+        write_text(Path(path), self.to_yaml(), force=force)
+
+
+def load_plan(path: Path | str) -> Plan:
+    """Read a plan.
+
+    Raises:
+        DataError: it cannot be read, is of another schema version, or has a wrong or unknown field.
+    """
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    return parse_plan(loaded, where=str(path))
+
+
+def parse_plan(loaded: Any, *, where: str) -> Plan:
+    """The plan that the mapping `loaded` holds; `where` names it in errors.
+
+    Raises:
+        DataError: as `load_plan`.
+    """
+    if not isinstance(loaded, dict):
+        raise DataError(f"{where}: not a plan: holds a {type(loaded).__name__}, not a mapping")
+    schema = loaded.get("schema")
+    if schema != SCHEMA:
+        match = _MAJOR.fullmatch(str(schema))
+        if match is None:
+            raise DataError(f"{where}: not a plan: schema is {schema!r}, not {SCHEMA!r}")
+        writer = loaded.get("written_by", "an unnamed version")
+        raise DataError(
+            f"{where}: schema {schema}, written by thdprof {writer}; this thdprof reads {SCHEMA}: "
+            "install the version that wrote it, or analyse again"
+        )
+    try:
+        return Plan.model_validate(loaded)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+        raise DataError(f"{where}: {field}: {first['msg']}{value}") from error
