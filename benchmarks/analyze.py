@@ -33,7 +33,8 @@ from megatron.core.datasets.gpt_dataset import _build_document_index, _build_shu
 from megatron.core.datasets.indexed_dataset import _IndexReader
 path, seq_length = sys.argv[1], int(sys.argv[2])
 began = time.perf_counter()
-lengths = _IndexReader(path, False).sequence_lengths
+index = _IndexReader(path, False)
+lengths = index.sequence_lengths
 random = np.random.RandomState(1234)
 tokens = int(np.sum(lengths))
 documents = _build_document_index(np.arange(len(lengths), dtype=np.int32), 1, random, False)

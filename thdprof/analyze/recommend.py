@@ -206,8 +206,10 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
     top = max(quantiles)
     measured = [n for n in costs.measured_max_seqs() if min(quantiles) <= n]
-    beyond = [n for n in measured if n >= top][:1]  # a larger shape can be cheaper
-    caps = quantiles | {n for n in measured if n < top} | set(beyond)
+    longest = profile.max_seqlen.percentile(100.0)
+    at_top = costs.replay_ms(top, longest)
+    beyond = {n for n in measured if n > top and costs.replay_ms(n, longest) < at_top}  # a larger shape can be cheaper
+    caps = quantiles | {n for n in measured if n < top} | beyond
     step = costs.max_seqs_granularity
     return sorted({max(1, math.ceil(n / step) * step) for n in caps})[-_MAX_CANDIDATES:]
 
