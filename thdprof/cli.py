@@ -6,6 +6,7 @@ Heavy modules are imported inside the commands that use them, so that `--help` i
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -221,17 +222,23 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Turn a plan into the flags or overrides of a training system."""
-    from thdprof.analyze.export import export_plan
+    from thdprof.analyze.export import TARGETS, export_plan
     from thdprof.files import write_text
     from thdprof.plan import load_plan
 
     exported = export_plan(load_plan(plan), to, max_seqs=max_seqs)
     if output is None:
         _print(exported.text)
+        if exported.extra_files:
+            names = ", ".join(exported.extra_files)
+            _console(stderr=True).print(f"-o DIRECTORY writes this and {names}", highlight=False, soft_wrap=True)
         return
-    _refuse_existing([output / name for name in exported.files], force)
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"-o {output}: is a file; name a directory for the target's files")
+    files = {TARGETS[to].main_file: exported.text, **exported.extra_files}
+    _refuse_existing([output / name for name in files], force)
     output.mkdir(parents=True, exist_ok=True)
-    for name, text in exported.files.items():
+    for name, text in files.items():
         write_text(output / name, text, force=force)
         _console(stderr=True).print(f"written: {output / name}", highlight=False)
 
@@ -244,7 +251,7 @@ def demo(
     """Write a small sample dataset in every format."""
     from thdprof.analyze.demo import write_demo
 
-    for path in write_demo(directory, force=force).paths:
+    for path in dataclasses.astuple(write_demo(directory, force=force)):
         _print(f"{path}\n")
 
 
@@ -258,9 +265,15 @@ def _combine(
     """Datasets and settings by precedence: flags, then --settings, then --megatron-args."""
     given: dict[str, Any] = {}
     if megatron_args is not None:
-        from thdprof.analyze.megatron_args import load_megatron_args
+        from thdprof.analyze.megatron_args import parse_megatron_args
 
-        found = load_megatron_args(megatron_args, world_size=world_size)
+        known = {name for name, value in flags.items() if value is not None} | ({"data_paths"} if locations else set())
+        found = parse_megatron_args(
+            _read_text("--megatron-args", megatron_args),
+            where=str(megatron_args),
+            world_size=world_size,
+            given=dict.fromkeys(known, True),
+        )
         given.update(found.settings)
         if not locations:
             locations = found.data_paths
@@ -276,6 +289,17 @@ def _combine(
         _override(given, load_settings_file(settings))
     _override(given, {name: value for name, value in flags.items() if value is not None})
     return locations, given
+
+
+def _read_text(flag: str, path: Path) -> str:
+    from thdprof.errors import DataError
+
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{flag} {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{flag} {path}: is not text: {error}") from error
 
 
 def _override(given: dict[str, Any], stronger: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
 from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
@@ -17,7 +17,9 @@ from thdprof.analyze.settings import Assumption, Attention, Loader, TrainingSett
 from thdprof.analyze.slots import slots
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
-from thdprof.plan import Plan
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
 
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
 
@@ -219,6 +221,8 @@ def _warnings(
 
 def make_plan(analysis: Analysis) -> Plan:
     """The plan file of an analysis."""
+    from thdprof.plan import Plan
+
     chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
     one_cap = chosen.one_cap
     return Plan.model_validate(

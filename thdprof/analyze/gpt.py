@@ -6,7 +6,9 @@ Rules: megatron-core 0.19, `datasets/gpt_dataset.py` (order of the shuffles, `cu
 
 from __future__ import annotations
 
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,7 @@ from numpy.typing import NDArray
 from thdprof.errors import DataError, UsageError
 
 _LAST_EPOCH_THRESHOLD = 0.80
-_SEQUENCES_A_CHUNK = 1 << 20
+_SEQUENCES_A_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +131,9 @@ def _count(ends: NDArray[np.int64], seq_length: int, total: int, extra: int) -> 
     empty document when it ends there. Sequences that are empty count, unless they lie at the sample's end.
     """
     packed = np.empty((total, 2), dtype=np.int32)
-    chunk = max(1, min(_SEQUENCES_A_CHUNK, _SEQUENCES_A_CHUNK * total // len(ends)))
-    for low in range(0, total, chunk):
+    chunk = max(1, _SEQUENCES_A_CHUNK * total // len(ends))
+
+    def count_chunk(low: int) -> None:
         high = min(low + chunk, total)
         cuts = np.arange(low, high + 1, dtype=np.int64) * seq_length
         begin = np.searchsorted(ends, cuts[:-1] + extra, side="left")
@@ -139,6 +142,10 @@ def _count(ends: NDArray[np.int64], seq_length: int, total: int, extra: int) -> 
         end = np.searchsorted(ends, cuts[1:], side="left")
         packed[low:high, 0] = end - begin + 1
         packed[low:high, 1] = _longest(ends, cuts, begin, end)
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # NumPy lets go of the lock in these loops
+        for done in [threads.submit(count_chunk, low) for low in range(0, total, chunk)]:
+            done.result()
     return packed.reshape(-1).view(np.int64)
 
 
@@ -155,16 +162,11 @@ def _longest(
     inner = np.flatnonzero(end > begin + 1)
     if inner.size:
         first = int(begin[inner[0]])
-        lengths = np.diff(ends[first : int(end[inner[-1]])])  # of sequences first + 1 and on
-        pairs = np.empty(2 * inner.size, dtype=np.int64)
-        pairs[0::2] = begin[inner] - first
-        pairs[1::2] = end[inner] - 1 - first
-        longest[inner] = np.maximum(longest[inner], _reduce_pairs(lengths, pairs))
+        reach = ends[first : int(end[inner[-1]])]
+        lengths = np.zeros(len(reach), dtype=np.int64)  # of sequences first + 1 and on, and a 0 where a range may end
+        np.subtract(reach[1:], reach[:-1], out=lengths[:-1])
+        ranges = np.empty(2 * inner.size, dtype=np.int64)
+        ranges[0::2] = begin[inner] - first
+        ranges[1::2] = end[inner] - 1 - first
+        longest[inner] = np.maximum(longest[inner], np.maximum.reduceat(lengths, ranges)[0::2])
     return longest
-
-
-def _reduce_pairs(lengths: NDArray[np.int64], pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Maximum of lengths[pairs[2i]:pairs[2i + 1]] for every i; no range is empty."""
-    padded = np.append(lengths, 0)  # so that the last range may end at the end
-    reduced: NDArray[np.int64] = np.maximum.reduceat(padded, pairs)[0::2]
-    return reduced

@@ -45,7 +45,8 @@ class MicrobatchTable:
     @property
     def uniform(self) -> bool:
         """Whether every step has the same number of micro-batches."""
-        return bool((self.num_microbatches == self.num_microbatches[0]).all())
+        counts = self.num_microbatches
+        return counts.strides == (0,) or bool((counts == counts[0]).all())
 
     def per_rank_step(self, values: NDArray[np.generic], reduce: np.ufunc) -> NDArray[np.generic]:
         """`values` [micro-batches, ...] reduced over the micro-batches of each rank: [steps, ranks, ...]."""
@@ -53,6 +54,8 @@ class MicrobatchTable:
         rest = values.shape[1:]
         if self.uniform:
             shape = (self.num_steps, ranks, int(self.num_microbatches[0]), *rest)
+            if shape[2] == 1:
+                return values.reshape(self.num_steps, ranks, *rest)
             return np.asarray(reduce.reduce(values.reshape(shape), axis=2))
         counts = np.repeat(self.num_microbatches, ranks).astype(np.int64)
         starts = np.concatenate(([0], np.cumsum(counts)[:-1]))

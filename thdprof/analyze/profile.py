@@ -90,7 +90,7 @@ def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> Fall
     return FallbackRate(
         microbatch=float(falls_back.mean()),
         rank_step=float(per_rank_step.mean()),
-        step=float(per_rank_step.any(axis=1).mean()),
+        step=float((per_rank_step.any(axis=1) if table.data_parallel_size > 1 else per_rank_step).mean()),
     )
 
 

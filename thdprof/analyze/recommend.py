@@ -130,6 +130,15 @@ class StepCosts:
         uncovered = np.array([b is None for b in self.bucket_of_class(buckets)])
         return np.asarray(uncovered[self._class])
 
+    def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
+        """The three rates under `buckets`."""
+        table = self._table
+        if table.num_steps == len(table):  # one micro-batch a step: the rates are the same, and classes tell them
+            chosen = self.bucket_of_class(buckets)
+            eager = sum(int(n) for n, b in zip(self.class_counts, chosen, strict=True) if b is None) / len(table)
+            return FallbackRate(microbatch=eager, rank_step=eager, step=eager)
+        return fallback_rate(table, self.falls_back(buckets))
+
     def shares(self, buckets: Sequence[Bucket]) -> tuple[float, ...]:
         """Share of micro-batches that replay each bucket."""
         chosen = self.bucket_of_class(buckets)
@@ -261,16 +270,16 @@ def recommend(
     ]
     stride = _search_stride(table, step_costs, len(possible))
     times = step_costs.step_ms(possible, stride)
-    chosen = _best(possible, times, step_costs, table, limits.max_fallback_rate)
-    curve = _cap_curve(table, profile, costs, step_costs, eager_ms)
+    chosen = _best(possible, times, step_costs, limits.max_fallback_rate)
+    curve = _cap_curve(profile, costs, step_costs, eager_ms)
     singles = [c for c in curve if c.relative_step_time < 1.0]
-    falls_back = step_costs.falls_back(chosen)
     step_ms = float(step_costs.step_ms([chosen])[0])
+    rate = step_costs.fallback_rate(chosen)
     return Recommendation(
         buckets=tuple(chosen),
         shares=step_costs.shares(chosen),
-        fallback_rate=fallback_rate(table, falls_back),
-        fallback_rate_upper_bound=upper_bound(int(falls_back.sum()), len(table)),
+        fallback_rate=rate,
+        fallback_rate_upper_bound=upper_bound(round(rate.microbatch * len(table)), len(table)),
         relative_step_time=step_ms / eager_ms,
         step_ms=step_ms,
         eager_step_ms=eager_ms,
@@ -299,7 +308,6 @@ def _best(
     choices: Sequence[tuple[Bucket, ...]],
     times: NDArray[np.float64],
     costs: StepCosts,
-    table: MicrobatchTable,
     max_fallback_rate: float | None,
 ) -> tuple[Bucket, ...]:
     """The quickest choice within the rate; among equals the one with fewest, then smallest, buckets."""
@@ -309,7 +317,7 @@ def _best(
             return choice
         if not choice and max_fallback_rate < 1:
             continue  # all eager: every step falls back
-        if fallback_rate(table, costs.falls_back(choice)).step <= max_fallback_rate:
+        if costs.fallback_rate(choice).step <= max_fallback_rate:
             return choice
     raise UsageError(
         f"--max-fallback-rate {max_fallback_rate:g}: no choice of buckets within the graph-memory budget keeps to "
@@ -317,9 +325,7 @@ def _best(
     )
 
 
-def _cap_curve(
-    table: MicrobatchTable, profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float
-) -> tuple[Candidate, ...]:
+def _cap_curve(profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float) -> tuple[Candidate, ...]:
     """What each single cap would do, with its best max_seqlen."""
     options = [[(Bucket(n, s),) for s in step_costs.lengths] for n in step_costs.caps]
     times = step_costs.step_ms([choice for row in options for choice in row]).reshape(len(options), -1)
@@ -330,7 +336,7 @@ def _cap_curve(
     for cap, row, row_times in zip(step_costs.caps, options, times, strict=True):
         best = int(row_times.argmin())
         bucket = row[best][0]
-        rate = fallback_rate(table, step_costs.falls_back([bucket]))
+        rate = step_costs.fallback_rate([bucket])
         curve.append(
             Candidate(
                 max_seqs=cap,

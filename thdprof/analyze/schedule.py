@@ -161,7 +161,8 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
         read = mapping[read]
     if rows.rule == "bridge":
         return Schedule(table=_bridge_table(rows, read, settings), notes=notes)
-    documents, longest, totals = (a[read] for a in _plain_rows(rows, settings))
+    plain = _plain_rows(rows, settings)
+    documents, longest, totals = plain[0][read], plain[1][read], plain[2][read]
     shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
     n_seqs = documents.reshape(shape).sum(axis=3, dtype=np.int64)
     max_seqlen, tokens = longest.reshape(shape).max(axis=3), totals.reshape(shape).sum(axis=3)

@@ -23,6 +23,6 @@ def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exporte
         UsageError: an unknown target, or a cap under which the system would fail.
     """
     if target not in TARGETS:
-        raise UsageError(f"--target {target}: unknown; choose one of {', '.join(TARGETS)}")
+        raise UsageError(f"--to {target}: unknown; choose one of {', '.join(TARGETS)}")
     chosen = TARGETS[target]
     return chosen.render(plan, choose_cap(chosen, plan, max_seqs))

@@ -30,6 +30,8 @@ class Target:
     name: str
     summary: str
     """One line for the documentation."""
+    main_file: str
+    """Name that the export's text is written under."""
     files: tuple[str, ...]
     """Names of the extra files that an export can give."""
     one_cap: bool

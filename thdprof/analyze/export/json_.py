@@ -15,6 +15,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
 TARGET = Target(
     name="json",
     summary="the whole plan as JSON, with the keys of the plan file",
+    main_file="plan.json",
     files=(),
     one_cap=False,
     needs_maximum=False,

@@ -126,6 +126,7 @@ def _value(value: bool | int | str | list[str]) -> str:
 TARGET = Target(
     name="megatron-bridge",
     summary="overrides and pack metadata of Megatron-Bridge 0.6: padded to the fullest row, never under it",
+    main_file="megatron_bridge_overrides.yaml",
     files=(LINES_FILE, METADATA_FILE),
     one_cap=True,
     needs_maximum=True,

@@ -64,6 +64,7 @@ def _cap_comments(plan: Plan, cap: int) -> list[str]:
 TARGET = Target(
     name="megatron-lm",
     summary="flags of Megatron-LM with packed-sequence graphs (PR 3869, 5046): one cap, eager above it",
+    main_file="megatron_lm_args.sh",
     files=(FILE,),
     one_cap=True,
     needs_maximum=False,

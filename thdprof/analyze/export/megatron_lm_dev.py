@@ -63,6 +63,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
 TARGET = Target(
     name="megatron-lm-dev",
     summary="flags of Megatron-LM's dev branch: capacity for the fullest micro-batch, asserts above it",
+    main_file="megatron_lm_dev_args.sh",
     files=(FILE,),
     one_cap=True,
     needs_maximum=True,

@@ -80,7 +80,7 @@ class Dataset:
     uris: tuple[str, ...]
     """The files read, in order."""
     fingerprint: str
-    """blake2b of what was read to count documents; another dataset has another fingerprint."""
+    """SHA-256 of what was read to count documents; another dataset has another fingerprint."""
     content: Content
     pack_tokens: int | None = None
     """Pack size in tokens, where the files tell it."""
@@ -130,11 +130,11 @@ class Format:
 
 
 def fingerprint(parts: Iterable[bytes | memoryview | NDArray[np.generic]]) -> str:
-    """A short blake2b digest over `parts`, in order."""
-    digest = hashlib.blake2b(digest_size=16)
+    """A SHA-256 digest over `parts`, in order."""
+    digest = hashlib.sha256()
     for part in parts:
         digest.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part)
-    return f"blake2b:{digest.hexdigest()}"
+    return f"sha256:{digest.hexdigest()}"
 
 
 def check_lengths(lengths: NDArray[np.integer], where: str, unit: str = "row") -> NDArray[np.int32]:

@@ -1,0 +1,451 @@
+"""Every export target, read back by the parser of the system that it is for."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import shlex
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import yaml
+
+from thdprof.analyze.export import TARGETS, export_plan
+from thdprof.errors import UsageError
+from thdprof.plan import Plan, parse_plan
+
+
+def percentiles(most: int) -> dict:
+    return {"mean": most / 4, "p50": most, "p90": most, "p95": most, "p99": most, "p99_9": most, "max": most}
+
+
+RATES = {"microbatch": 0.04, "rank_step": 0.28, "step": 0.93}
+
+
+def make_plan(**changes) -> Plan:
+    """A plan of the example distribution; `changes` are dotted fields with `__` for the dot."""
+    values = {
+        "schema": "thdprof.plan/1",
+        "written_by": "0.1.0",
+        "dataset": {
+            "uris": ["packs/training_2048.idx.parquet"],
+            "format": "bridge",
+            "fingerprint": "blake2b:00",
+            "rows": 2000,
+            "documents": 40_000,
+            "tokens": 4_000_000,
+        },
+        "training": {
+            "seq_length": 2048,
+            "micro_batch_size": 1,
+            "global_batch_size": 8,
+            "data_parallel_size": 8,
+            "context_parallel_size": 2,
+            "pipeline_parallel_size": 1,
+            "virtual_pipeline_size": None,
+            "loader": "batch",
+            "data_sharding": True,
+            "drop_last": True,
+            "seed": 1234,
+            "split": "969,30,1",
+            "train_samples": None,
+            "weights": None,
+            "add_extra_token": True,
+            "max_num_samples": None,
+            "tail_policy": "none",
+            "pad_to_max_length": True,
+            "pad_seq_to_mult": 1,
+            "packer": "first_fit_decreasing",
+            "max_docs_per_pack": None,
+        },
+        "microbatches": {
+            "exact": True,
+            "count": 2000,
+            "steps": 250,
+            "n_seqs": percentiles(358),
+            "max_seqlen": percentiles(1500),
+            "n_tokens_max": 2048,
+            "n_tokens_constant": True,
+        },
+        "graphs": {
+            "impl": "module",
+            "buckets": [{"max_seqs": 64, "max_seqlen": 1500, "cp_size": 1, "share": 0.96}],
+            "one_cap": {"max_seqs": 64, "fallback_rate": RATES},
+            "slots": [[1]],
+            "tail_policy": "none",
+        },
+        "predictions": {
+            "fallback_rate": RATES,
+            "fallback_rate_upper_bound": 0.05,
+            "relative_step_time": 0.4,
+            "step_ms": 10.0,
+            "eager_step_ms": 25.0,
+            "graph_memory_bytes": None,
+        },
+        "costs": {"name": "x", "calibrated": False, "hardware": "h", "attention": "a", "n_tokens": 2048},
+    }
+    for name, value in changes.items():
+        *parts, last = name.split("__")
+        part = values
+        for key in parts:
+            part = part[key]
+        assert last in part or name == "graphs__overflow", name
+        part[last] = value
+    return parse_plan(values, where="plan")
+
+
+def words_of(exported) -> list[str]:
+    """The words of THDPROF_ARGS as bash has them, which must be those of the one-line file as well."""
+    script = exported.text + 'printf "%s\\0" "${THDPROF_ARGS[@]}"'
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+    words = done.stdout.split("\0")[:-1]
+    (line,) = exported.extra_files.values()
+    assert line.count("\n") == 1
+    assert line.endswith("\n")
+    assert shlex.split(line) == words
+    return words
+
+
+@pytest.fixture(scope="module")
+def megatron_parser():
+    argv, sys.argv = sys.argv, ["pytest"]
+    try:
+        arguments = pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
+    finally:
+        sys.argv = argv
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_targets_describe_what_they_give():
+    assert list(TARGETS) == ["megatron-lm", "megatron-lm-dev", "megatron-bridge", "json"]
+    for name, target in TARGETS.items():
+        assert target.name == name
+        assert target.summary
+        assert "\n" not in target.summary
+        exported = export_plan(make_plan(), name)
+        assert tuple(exported.extra_files) == target.files
+        assert exported.text.endswith("\n")
+        assert target.needs_maximum == (target.least_cap is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"dataset__format": "megatron"},
+            "--dataloader-inter-document-masking --cuda-graph-impl transformer_engine --cuda-graph-scope mamba attn "
+            "--te-rng-tracker --cuda-graph-max-packed-seqs 64",
+        ),
+        ({"graphs__impl": "local"}, "--cuda-graph-impl local --cuda-graph-max-packed-seqs 64"),
+        ({"graphs__one_cap": None}, "--cuda-graph-impl none"),
+        ({"graphs__impl": "none"}, "--cuda-graph-impl none"),
+    ],
+)
+def test_megatron_lm(changes, words):
+    assert words_of(export_plan(make_plan(**changes), "megatron-lm")) == words.split()
+
+
+def test_megatron_lm_says_what_to_expect():
+    text = export_plan(make_plan(), "megatron-lm").text
+    assert "# predicted to run eagerly: 4.000% of micro-batches, in 93.000% of steps\n" in text
+    text = export_plan(make_plan(graphs__one_cap=None), "megatron-lm").text
+    assert "# no graphs: no cap makes a step faster than running eagerly, by the plan's cost table\n" in text
+    text = export_plan(make_plan(graphs__impl="none"), "megatron-lm").text
+    assert "# no graphs: the plan asks for no graphs (graphs.impl: none)\n" in text
+    text = export_plan(make_plan(microbatches__n_tokens_constant=False), "megatron-lm").text
+    assert "pad every row to the sequence length" in text
+
+
+@pytest.mark.parametrize("one_cap", [None, {"max_seqs": 64, "fallback_rate": RATES}])
+def test_megatron_lm_takes_any_cap(one_cap):
+    exported = export_plan(make_plan(graphs__one_cap=one_cap), "megatron-lm", max_seqs=16)
+    assert words_of(exported)[-2:] == ["--cuda-graph-max-packed-seqs", "16"]
+    assert "the cap was given" in exported.text
+
+
+@pytest.mark.referee
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_released_megatron_knows_all_but_the_pull_requests_flag(megatron_parser, impl):
+    plan = make_plan(dataset__format="megatron", graphs__impl=impl)
+    args, unknown = megatron_parser.parse_known_args(words_of(export_plan(plan, "megatron-lm")))
+    assert unknown == ["--cuda-graph-max-packed-seqs", "64"]
+    assert args.cuda_graph_impl == impl
+    assert args.dataloader_inter_document_masking
+    modules = [m.name for m in args.cuda_graph_scope_deprecated or []]
+    assert modules == (["mamba", "attn"] if impl == "transformer_engine" else [])
+    eager = words_of(export_plan(make_plan(graphs__one_cap=None), "megatron-lm"))
+    assert megatron_parser.parse_known_args(eager)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "tail", "capacity"),
+    [
+        ({"graphs__tail_policy": "append_dummy_seq"}, "append_dummy_seq", 358),
+        ({"graphs__tail_policy": "none"}, "append_dummy_seq", 359),
+        ({"graphs__tail_policy": "extend_last"}, "extend_last", 358),
+        ({"graphs__tail_policy": "append_dummy_seq", "microbatches__n_seqs": percentiles(1)}, "append_dummy_seq", 2),
+    ],
+)
+def test_megatron_lm_dev_counts_the_dummy(changes, tail, capacity):
+    words = words_of(export_plan(make_plan(**changes), "megatron-lm-dev"))
+    expected = (
+        f"--max-seqlen-per-dp-cp-rank 1024 --pad-packed-seq-alignment max --thd-tail-padding-policy {tail} "
+        f"--thd-max-packed-sequences {capacity} --cuda-graph-impl transformer_engine --cuda-graph-modules attn "
+        "--te-rng-tracker"
+    )
+    assert words == expected.split()
+
+
+@pytest.mark.parametrize(("limit", "capacity"), [(358, 358), (359, 359), (1000, 359), (None, 358)])
+def test_megatron_lm_dev_keeps_the_packers_own_limit(limit, capacity):
+    plan = make_plan(
+        graphs__tail_policy="append_dummy_seq", training__packer="dp_balanced", training__max_docs_per_pack=limit
+    )
+    words = words_of(export_plan(plan, "megatron-lm-dev"))
+    assert words[:2] == ["--sequence-packing-scheduler", "dp_balanced"]
+    assert words[words.index("--thd-max-packed-sequences") + 1] == str(capacity)
+
+
+def test_megatron_lm_dev_without_graphs():
+    words = words_of(export_plan(make_plan(graphs__one_cap=None), "megatron-lm-dev"))
+    assert words == ["--max-seqlen-per-dp-cp-rank", "1024", "--cuda-graph-impl", "none"]
+
+
+@pytest.mark.referee
+def test_released_megatron_knows_all_but_the_dev_branchs_flags(megatron_parser):
+    plan = make_plan(training__packer="dp_balanced", graphs__tail_policy="append_dummy_seq")
+    args, unknown = megatron_parser.parse_known_args(words_of(export_plan(plan, "megatron-lm-dev")))
+    assert args.max_seqlen_per_dp_cp_rank == 1024
+    assert [w for w in unknown if w.startswith("--")] == [
+        "--sequence-packing-scheduler",
+        "--pad-packed-seq-alignment",
+        "--thd-tail-padding-policy",
+        "--thd-max-packed-sequences",
+    ]
+
+
+def overrides_of(exported):
+    """The nested overrides, which must be those of the KEY=VALUE lines as well."""
+    omegaconf = pytest.importorskip("omegaconf", reason="parses the Megatron-Bridge export")
+    nested = omegaconf.OmegaConf.create(yaml.safe_load(exported.text))
+    lines = exported.extra_files["megatron_bridge_overrides.txt"].splitlines()
+    dotted = omegaconf.OmegaConf.from_dotlist(lines)
+    assert dotted == nested
+    return omegaconf.OmegaConf.to_container(dotted, resolve=True)
+
+
+def metadata_of(exported) -> dict:
+    (entry,) = json.loads(exported.extra_files["megatron_bridge_metadata.jsonl"])
+    return entry
+
+
+def test_megatron_bridge():
+    exported = export_plan(make_plan(), "megatron-bridge")
+    assert overrides_of(exported) == {
+        "dataset": {
+            "enable_offline_packing": True,
+            "dataset_kwargs": {"pad_to_max_length": True},
+            "offline_packing_specs": {
+                "packed_sequence_size": 2048,
+                "pad_cu_seqlens": True,
+                "packed_metadata_path": "megatron_bridge_metadata.jsonl",
+                "packed_train_data_path": "packs/training_2048.idx.parquet",
+            },
+        },
+        "model": {
+            "cuda_graph_impl": "transformer_engine",
+            "cuda_graph_modules": ["attn"],
+            "use_te_rng_tracker": True,
+        },
+    }
+    assert metadata_of(exported) == {
+        "max_samples_per_bin": 357,
+        "dataset_max_seqlen": 1500,
+        "min_packed_seqlen": 548,
+        "pack_size": 2048,
+        "packing_factor": 20.0,
+        "packing_efficiency": 97.66,
+    }
+
+
+def test_megatron_bridge_without_graphs():
+    exported = export_plan(make_plan(graphs__one_cap=None), "megatron-bridge")
+    assert yaml.safe_load(exported.text) == {"model": {"cuda_graph_impl": "none"}}
+    assert exported.extra_files == {"megatron_bridge_overrides.txt": "model.cuda_graph_impl=none\n"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "samples"),
+    [
+        ({}, 357),
+        ({"training__pad_to_max_length": False}, 358),  # padded to the pack, the fullest row may gain a tail
+        ({"dataset__format": "lengths", "training__tail_policy": "append_dummy_seq"}, 357),
+        ({"dataset__format": "lengths"}, 358),
+    ],
+)
+def test_megatron_bridge_leaves_room_for_the_tail(changes, samples):
+    entry = metadata_of(export_plan(make_plan(**changes), "megatron-bridge"))
+    assert entry["max_samples_per_bin"] == samples
+    captured = max(entry["dataset_max_seqlen"], entry["pack_size"] - entry["min_packed_seqlen"])
+    assert captured == (1500 if samples == 357 else 2048)
+
+
+@pytest.mark.parametrize("uri", ["a b/c.parquet", "x=y,[z].parquet", "${HOME}/p.parquet", "q\"'.pq", "12", "ü: #.pq"])
+def test_megatron_bridge_paths_survive(uri):
+    overrides = overrides_of(export_plan(make_plan(dataset__uris=[uri]), "megatron-bridge"))
+    assert overrides["dataset"]["offline_packing_specs"]["packed_train_data_path"] == uri
+
+
+@pytest.fixture
+def bridge_collate(monkeypatch):
+    """Megatron-Bridge's own collate_fn: (pack size, alignment, metadata) -> function of a list of rows.
+
+    Its module is loaded by itself, for its package imports every model family.
+    """
+    pytest.importorskip("torch", reason="needs torch")
+    try:
+        distribution = importlib.metadata.distribution("megatron-bridge")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs megatron-bridge")
+
+    class Base:
+        def _collate_item(self, item, max_length, pad_id):
+            return [list(row) + [pad_id] * (max_length - len(row)) for row in item]
+
+        def _ceil_to_nearest(self, n, m):
+            return (n + m - 1) // m * m
+
+    for name, values in {
+        "megatron.core.msc_utils": {"MultiStorageClientFeature": None},
+        "megatron.bridge": {},
+        "megatron.bridge.data": {},
+        "megatron.bridge.data.datasets": {},
+        "megatron.bridge.data.datasets.gpt_sft": {"GPTSFTDataset": Base},
+        "megatron.bridge.training": {},
+        "megatron.bridge.training.tokenizers": {},
+        "megatron.bridge.training.tokenizers.tokenizer": {"MegatronTokenizer": object},
+        "megatron.bridge.utils": {},
+        "megatron.bridge.utils.safe_pickle": {"safe_load_npy": None},
+    }.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    path = distribution.locate_file("megatron/bridge/data/packing/gpt_sft.py")
+    spec = importlib.util.spec_from_file_location("bridge_gpt_sft", str(path))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def collate(pack_size, alignment, metadata):
+        dataset = object.__new__(module.GPTSFTPackedDataset)
+        vars(dataset).update(
+            tokenizer=SimpleNamespace(eos_id=0),
+            answer_only_loss=True,
+            pad_to_max_length=True,
+            max_seq_length=pack_size,
+            pad_seq_length_to_mult=16,
+            _pad_seq_to_mult=alignment,
+            pad_cu_seqlens=True,
+            pack_metadata=metadata,
+            return_cu_seqlen=True,
+        )
+        return dataset.collate_fn
+
+    return collate
+
+
+@pytest.mark.referee
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("fullest_has_tail", [False, True])
+def test_bridges_own_collate_pads_every_row_to_the_cap(bridge_collate, fullest_has_tail, alignment):
+    random = np.random.default_rng(5)
+    pack = 64
+    rows, documents, longest = [], [], []
+    for index in range(30):
+        count = 12 - fullest_has_tail if index == 0 else int(random.integers(1, 11))
+        tail = fullest_has_tail if index == 0 else index % 3 == 0
+        lengths = np.full(count, 4)
+        lengths[-1] += pack - lengths.sum() - (20 if tail else 0)
+        assert lengths.min() > 0
+        starts = np.concatenate(([0], np.cumsum(lengths + 1)))
+        tokens = random.integers(1, 9, size=starts[-1])
+        rows.append({"input_ids": tokens, "seq_boundaries": starts.tolist(), "loss_mask": np.ones(len(tokens))})
+        documents.append(count + bool(tail))
+        longest.append(max(lengths.max(), 20 * bool(tail)))
+    cap = max(documents)
+    plan = make_plan(
+        training__seq_length=pack,
+        microbatches__n_seqs=percentiles(cap),
+        microbatches__max_seqlen=percentiles(int(max(longest))),
+    )
+    entry = metadata_of(export_plan(plan, "megatron-bridge"))
+    collate = bridge_collate(pack, alignment, [entry])
+    key = "cu_seqlens_q" if alignment == 1 else "cu_seqlens_q_padded"
+    for row, count in zip(rows, documents, strict=True):
+        batch = collate([row])
+        assert batch[key].shape[1] == cap + 1
+        lengths = batch[key][0].diff()
+        assert int((lengths > 0).sum()) == count
+        assert int(batch["max_seqlen_q"][0]) == max(longest)
+    assert documents[0] == cap
+
+
+@pytest.mark.parametrize(
+    ("target", "least"), [("megatron-lm-dev", 359), ("megatron-bridge", 358)]
+)  # the plan's fullest micro-batch has 358 documents; the dev branch appends a dummy to it
+def test_a_cap_that_would_fail_is_refused(target, least):
+    with pytest.raises(UsageError) as error:
+        export_plan(make_plan(), target, max_seqs=64)
+    assert str(error.value) == (
+        f"--max-seqs 64: target {target} has no eager fallback, and the fullest micro-batch has {least} documents "
+        f"there: use --max-seqs {least}, or the megatron-lm target, which runs longer micro-batches eagerly, or "
+        "repack with --max-docs-per-pack 64"
+    )
+    assert error.value.exit_code == 2
+    text = export_plan(make_plan(), target, max_seqs=least)
+    assert text == export_plan(make_plan(), target)
+    higher = export_plan(make_plan(graphs__one_cap=None), target, max_seqs=400)
+    if target == "megatron-bridge":
+        assert metadata_of(higher)["max_samples_per_bin"] == 399
+    else:
+        assert "400" in words_of(higher)
+
+
+@pytest.mark.parametrize(
+    ("target", "max_seqs", "message"),
+    [
+        ("nemo", None, "--to nemo: unknown; choose one of megatron-lm, megatron-lm-dev, megatron-bridge, json"),
+        ("json", 5, "--max-seqs 5: target json gives the plan as it is and takes no cap; leave it out"),
+        ("megatron-lm", 0, "--max-seqs 0: must be at least 1 and less than 2**31"),
+    ],
+)
+def test_usage_errors(target, max_seqs, message):
+    with pytest.raises(UsageError) as error:
+        export_plan(make_plan(), target, max_seqs)
+    assert str(error.value) == message
+
+
+def test_json_is_the_plan():
+    plan = make_plan()
+    exported = export_plan(plan, "json")
+    assert parse_plan(json.loads(exported.text), where="export") == plan
+    assert json.loads(exported.text)["schema"] == "thdprof.plan/1"
+
+
+@pytest.mark.parametrize("target", ["megatron-lm", "megatron-lm-dev", "megatron-bridge"])
+def test_nothing_of_a_plan_runs_in_a_shell(target, tmp_path):
+    hostile = f"x\n$(touch {tmp_path}/a) `touch {tmp_path}/b`\n; touch {tmp_path}/c\u2028\x85\r touch"
+    plan = make_plan(dataset__fingerprint=hostile, written_by=hostile, dataset__format=f"bridge{hostile}")
+    exported = export_plan(plan, target)
+    assert all(
+        line.startswith(("#", " ", "THDPROF_ARGS", ")", "dataset", "model")) for line in exported.text.split("\n")[:-1]
+    )
+    if target == "megatron-bridge":
+        overrides_of(exported)
+    else:
+        words_of(exported)
+    assert not list(tmp_path.iterdir())
