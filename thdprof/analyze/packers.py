@@ -19,7 +19,7 @@ _TRL_BATCH = 1000
 """Documents that TRL packs together: one batch of `datasets.Dataset.map`."""
 
 Place = Callable[[NDArray[np.int64], int, int], NDArray[np.int64]]
-"""(document tokens in placing order, pack tokens, cap) -> the pack of each, int64, shape [documents]."""
+"""(document tokens in placing order, pack tokens, cap) -> the pack of each, -1 for none, int64, shape [documents]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +82,12 @@ def pack_rows(
             lengths = _longest_first(_cut(lengths, pack_tokens, 1, notes), notes)
         case _:
             raise UsageError(f"--packer {packer}: makes no rows ahead of training")
-    if len(lengths) == 0:
-        raise DataError(f"no document is left to pack into rows of {pack_tokens} tokens; {'; '.join(notes) or 'none given'}")
     cap = _NO_CAP if max_documents is None else _free_documents(max_documents, tail_documents)
-    rows = _rows(lengths, place(lengths, pack_tokens, cap), rule)
+    packs = place(lengths, pack_tokens, cap)
+    if not (packs >= 0).any():
+        why = "; ".join(notes) or "there are none"
+        raise DataError(f"no document is left to pack into rows of {pack_tokens} tokens: {why}")
+    rows = _rows(lengths[packs >= 0], packs[packs >= 0], rule)
     without_cap = None
     if max_documents is not None:
         num_rows = int(place(lengths, pack_tokens, _NO_CAP).max()) + 1
@@ -114,9 +116,7 @@ def dp_balanced(
     """
     capacity, ranks, size = settings.seq_length, settings.data_parallel_size, settings.global_batch_size
     if capacity % settings.pad_seq_to_mult:
-        raise UsageError(
-            f"--seq-length {capacity}: must be a multiple of --pad-seq-to-mult {settings.pad_seq_to_mult}"
-        )
+        raise UsageError(f"--seq-length {capacity}: must be a multiple of --pad-seq-to-mult {settings.pad_seq_to_mult}")
     steps = (settings.train_samples or len(document_tokens)) // size
     if steps == 0 or len(document_tokens) == 0:
         raise DataError(
@@ -194,15 +194,14 @@ def _fit_bridge(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, not
 
 
 def _longest_first(lengths: NDArray[np.int64], notes: list[str]) -> NDArray[np.int64]:
-    """Lengths without empty documents, every batch of TRL's sorted for itself, longest first."""
-    batches = [lengths[start : start + _TRL_BATCH] for start in range(0, len(lengths), _TRL_BATCH)]
+    """Lengths with every batch of TRL's sorted for itself, longest first."""
+    batches = [np.sort(lengths[start : start + _TRL_BATCH])[::-1] for start in range(0, len(lengths), _TRL_BATCH)]
     empty = int((lengths == 0).sum())
     if empty:
         notes.append(f"{empty} empty documents were left out")
     if len(batches) > 1:
         notes.append(f"packed {_TRL_BATCH} documents at a time, as TRL does")
-    # An empty document takes no part, but a batch keeps its place: TRL counts it before dropping it.
-    return np.concatenate([np.sort(batch)[::-1] for batch in batches]) if batches else lengths
+    return np.concatenate(batches) if batches else lengths
 
 
 def _first_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
@@ -259,7 +258,8 @@ def _next_fit_loop(lengths, pack_tokens, cap, packs):  # type: ignore[no-untyped
 
 
 def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
-    """Each document into the fullest pack with room, of several the one that came to this fill first.
+    """Each document into the fullest pack with room, of several the one that came to this fill first; empty ones
+    into none.
 
     A batch's packs with room are a sorted list of numbers, the free tokens above and the time of the last document
     below, so that one search finds both.
@@ -273,6 +273,9 @@ def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray
         with_room: list[int] = []
         counts: dict[int, int] = {}
         for time, need in enumerate(batch):
+            if need == 0:
+                chosen.append(-1)
+                continue
             at = bisect_left(with_room, need << shift)
             if at < len(with_room):
                 found = with_room.pop(at)

@@ -161,11 +161,10 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
         read = mapping[read]
     if rows.rule == "bridge":
         return Schedule(table=_bridge_table(rows, read, settings), notes=notes)
-    plain = _plain_rows(rows, settings)
-    documents, longest, totals = plain[0][read], plain[1][read], plain[2][read]
+    documents, longest, tokens_by_row = _plain_rows(rows, settings)
     shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
-    n_seqs = documents.reshape(shape).sum(axis=3, dtype=np.int64)
-    max_seqlen, tokens = longest.reshape(shape).max(axis=3), totals.reshape(shape).sum(axis=3)
+    n_seqs = documents[read].reshape(shape).sum(axis=3, dtype=np.int64)
+    max_seqlen, tokens = longest[read].reshape(shape).max(axis=3), tokens_by_row[read].reshape(shape).sum(axis=3)
     if rows.rule == "trl":
         padding = -tokens % settings.pad_seq_to_mult  # tokens at position 0, each of which begins a document
         n_seqs, tokens = n_seqs + padding, tokens + padding

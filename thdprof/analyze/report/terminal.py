@@ -17,7 +17,7 @@ _BAR = 20
 def print_report(analysis: Analysis, console: Console) -> None:
     """Write the report of `analysis` to `console`."""
     for part in _parts(analysis):
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+        console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))
 
 
 def _parts(analysis: Analysis) -> Iterator[str | Table | Text]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.sources.parquet_pages import CorruptPage, num_values, pages
 from thdprof.errors import DataError
 
-_MAGIC = b"PAR1"
+PARQUET_MAGIC = b"PAR1"
 _FREE_VALUES = 2**24
 _VALUES_PER_BYTE = 64
 """Values believed of a byte of the file, beyond `_FREE_VALUES`: run-length encoding packs many into one."""
@@ -22,18 +22,18 @@ _VALUES_PER_BYTE = 64
 def is_parquet(path: Path) -> bool:
     """Whether the file begins as parquet files do."""
     with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+        return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
 
 
-def parquet_names(path: Path) -> tuple[str, ...]:
-    """Top-level column names of a parquet file; empty if it is none, or broken."""
+def parquet_schema(path: Path) -> Any:
+    """The `pyarrow.Schema` of a parquet file; None if it is none, or broken."""
     if not is_parquet(path):
-        return ()
+        return None
     try:
         with open_parquet(path) as file:
-            return tuple(file.schema_arrow.names)
+            return file.schema_arrow
     except DataError:
-        return ()
+        return None
 
 
 @contextmanager
@@ -61,13 +61,13 @@ def open_parquet(path: Path) -> Iterator[Any]:
 
     size = path.stat().st_size
     with path.open("rb") as raw:
-        head = raw.read(len(_MAGIC))
+        head = raw.read(len(PARQUET_MAGIC))
         raw.seek(max(0, size - 8))
         tail = raw.read()
-    if head != _MAGIC:
-        raise DataError(f"{path}: not a parquet file: it begins with {head!r}, not {_MAGIC!r}")
-    if size < 12 or tail[4:] != _MAGIC:
-        raise DataError(f"{path}: truncated: it does not end with {_MAGIC!r} as a parquet file does")
+    if head != PARQUET_MAGIC:
+        raise DataError(f"{path}: not a parquet file: it begins with {head!r}, not {PARQUET_MAGIC!r}")
+    if size < 12 or tail[4:] != PARQUET_MAGIC:
+        raise DataError(f"{path}: truncated: it does not end with {PARQUET_MAGIC!r} as a parquet file does")
     footer = int.from_bytes(tail[:4], "little")
     if footer > size - 12:
         raise DataError(f"{path}: corrupt: a footer of {footer} bytes in a file of {size}")
@@ -86,8 +86,8 @@ def leaf_of(file: Any, name: str) -> int:
     return leaves[0] if len(leaves) == 1 else -1
 
 
-def column_chunks(path: Path, file: Any, leaf: int) -> Iterator[tuple[Any, memoryview]]:
-    """Metadata and raw bytes of every chunk of a leaf column, row group by row group.
+def column_chunks(path: Path, file: Any, leaf: int) -> Iterator[tuple[int, Any, memoryview]]:
+    """Row group, metadata and raw bytes of every chunk of a leaf column; row groups without rows are left out.
 
     Raises:
         DataError: a chunk lies outside the file, or its counts cannot be.
@@ -101,6 +101,8 @@ def column_chunks(path: Path, file: Any, leaf: int) -> Iterator[tuple[Any, memor
             if leaf >= row_group.num_columns:
                 raise DataError(f"{where}: missing")
             chunk = row_group.column(leaf)
+            if row_group.num_rows == 0 and chunk.num_values == 0:
+                continue
             start, length = chunk.data_page_offset, chunk.total_compressed_size
             if chunk.dictionary_page_offset is not None and 0 < chunk.dictionary_page_offset < start:
                 start = chunk.dictionary_page_offset
@@ -109,7 +111,7 @@ def column_chunks(path: Path, file: Any, leaf: int) -> Iterator[tuple[Any, memor
             if not row_group.num_rows <= chunk.num_values <= _FREE_VALUES + _VALUES_PER_BYTE * size:
                 raise DataError(f"{where}: {chunk.num_values} values for {row_group.num_rows} rows")
             raw.seek(start)
-            yield chunk, memoryview(raw.read(length))
+            yield group, chunk, memoryview(raw.read(length))
 
 
 def check_column(path: Path, file: Any, leaf: int) -> None:
@@ -119,7 +121,7 @@ def check_column(path: Path, file: Any, leaf: int) -> None:
         DataError: a chunk or page that cannot be.
     """
     values = 0
-    for chunk, data in column_chunks(path, file, leaf):
+    for _, chunk, data in column_chunks(path, file, leaf):
         try:
             held = sum(num_values(page) for page in pages(data))
         except CorruptPage as error:
@@ -145,7 +147,12 @@ def read_parquet_column(path: Path, file: Any, name: str) -> Any:
         )
     check_column(path, file, leaf)
     with arrow_errors(path):
-        return file.read(columns=[file.schema.column(leaf).path]).column(0)
+        column = file.read(columns=[file.schema.column(leaf).path]).column(0)
+    if len(column) != file.metadata.num_rows:  # pyarrow stops at an empty page without a word
+        raise DataError(
+            f"{path}: column {name}: holds {len(column)} rows of the {file.metadata.num_rows} in the footer"
+        )
+    return column
 
 
 def is_list(kind: Any) -> bool:
@@ -167,7 +174,6 @@ def integers(column: Any, where: str) -> NDArray[np.int64]:
         raise DataError(f"{where}: is {column.type}, not integers")
     parts, row = [np.empty(0, dtype=np.int64)], 0
     for chunk in column.chunks:
-        _validate(chunk, where)
         if chunk.null_count:
             raise DataError(f"{where}: row {row + _first_null(chunk)}: is null")
         parts.append(_int64(chunk, where))
@@ -179,7 +185,7 @@ def list_integers(column: Any, where: str) -> tuple[NDArray[np.int64], NDArray[n
     """A `ChunkedArray` of integer lists: the values, int64 [values], and row offsets into them, int64 [rows + 1].
 
     Raises:
-        DataError: another type, a null row, a null in a list, offsets that cannot be.
+        DataError: another type, a null row, a null in a list.
     """
     import pyarrow.types as types
 
@@ -200,9 +206,8 @@ def list_lengths(lists: Any, where: str, first_row: int) -> NDArray[np.int64]:
     """Lengths of the lists of an `Array`, int64, shape [rows]; `first_row` is the number of its first row.
 
     Raises:
-        DataError: a null row, a null in a list, offsets that cannot be.
+        DataError: a null row, a null in a list.
     """
-    _validate(lists, where)
     if lists.null_count:
         raise DataError(f"{where}: row {first_row + _first_null(lists)}: is null")
     lengths = _int64(lists.value_lengths(), where)
@@ -224,13 +229,19 @@ def _int64(array: Any, where: str) -> NDArray[np.int64]:
     return values.astype(np.int64, copy=False)
 
 
-def _validate(array: Any, where: str) -> None:
+def validate(array: Any, where: str) -> Any:
+    """`array`, whose buffers came as they are from a file, after a check that its offsets stay inside them.
+
+    Raises:
+        DataError: they do not.
+    """
     import pyarrow as pa
 
     try:
         array.validate(full=True)
     except pa.ArrowInvalid as error:
         raise DataError(f"{where}: corrupt: {' '.join(str(error).split())}") from error
+    return array
 
 
 def _first_null(array: Any) -> int:

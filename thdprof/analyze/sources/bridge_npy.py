@@ -10,11 +10,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources import bridge_rows, plain_pickle
+from thdprof.analyze.sources import bridge_rows, plain_pickle, row_lists
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
 from thdprof.errors import DataError
 
-_MAGIC = b"\x93NUMPY"
+MAGIC = b"\x93NUMPY"
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
@@ -31,7 +31,7 @@ def read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
 def recognises(path: Path) -> bool:
     """Whether the file is `.npy` with an array of objects, of at most one dimension."""
     with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
+        if file.read(len(MAGIC)) != MAGIC:
             return False
         file.seek(0)
         header = read_header(file)
@@ -45,7 +45,7 @@ def read(paths: Sequence[Path]) -> Dataset:
         DataError: not such a file, anything but plain data in it, or a row that training could not read.
     """
     parts = [_read_rows(path) for path in paths]
-    rows = bridge_rows.join_rows(parts)
+    rows = row_lists.join_rows(parts, "bridge")
     return Dataset(
         format=FORMAT.name,
         uris=tuple(str(path) for path in paths),
@@ -55,7 +55,7 @@ def read(paths: Sequence[Path]) -> Dataset:
     )
 
 
-def _read_rows(path: Path) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _read_rows(path: Path) -> row_lists.Rows:
     """Document tokens and row offsets of one file."""
     with path.open("rb") as file:
         header = read_header(file)
@@ -73,7 +73,7 @@ def _read_rows(path: Path) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
             return _rows_of(array.data, data, path)
 
 
-def _rows_of(elements: plain_pickle.Items, data: mmap.mmap, path: Path) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _rows_of(elements: plain_pickle.Items, data: mmap.mmap, path: Path) -> row_lists.Rows:
     if elements.length != len(elements.parts):
         raise DataError(f"{path}: row 0: is a number; rows are dicts with {', '.join(bridge_rows.KEYS)}")
     starts: list[NDArray[np.int64]] = []

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources import arrow_columns, bridge_rows, parquet_pages
+from thdprof.analyze.sources import arrow_columns, bridge_rows, parquet_pages, row_lists
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
 from thdprof.errors import DataError
 
 
 def recognises(path: Path) -> bool:
     """Whether the file is parquet with Bridge's three columns."""
-    return set(bridge_rows.KEYS) <= set(arrow_columns.parquet_names(path))
+    schema = arrow_columns.parquet_schema(path)
+    return schema is not None and set(bridge_rows.KEYS) <= set(schema.names)
 
 
 def read(paths: Sequence[Path]) -> Dataset:
@@ -30,7 +31,7 @@ def read(paths: Sequence[Path]) -> Dataset:
         with arrow_columns.open_parquet(path) as file:
             parts.append(_read_rows(path, file))
         digests += [str(path.stat().st_size).encode(), _footer(path)]
-    rows = bridge_rows.join_rows(parts)
+    rows = row_lists.join_rows(parts, "bridge")
     return Dataset(
         format=FORMAT.name,
         uris=tuple(str(path) for path in paths),
@@ -40,7 +41,7 @@ def read(paths: Sequence[Path]) -> Dataset:
     )
 
 
-def _read_rows(path: Path, file: Any) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def _read_rows(path: Path, file: Any) -> row_lists.Rows:
     """Document tokens and row offsets of one file."""
     schema = file.schema_arrow
     for name in bridge_rows.KEYS:
@@ -64,7 +65,7 @@ def _row_lengths(path: Path, file: Any) -> NDArray[np.int64]:
     leaf = arrow_columns.leaf_of(file, "loss_mask")
     column = file.schema.column(leaf)
     lengths, row = [], 0
-    for group, (chunk, data) in enumerate(arrow_columns.column_chunks(path, file, leaf)):
+    for group, chunk, data in arrow_columns.column_chunks(path, file, leaf):
         rows = file.metadata.row_group(group).num_rows
         try:
             if column.max_repetition_level != 1:

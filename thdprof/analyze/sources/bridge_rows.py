@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.base import PackedRows
 from thdprof.errors import DataError
 
 KEYS = ("input_ids", "seq_start_id", "loss_mask")
@@ -71,17 +70,6 @@ def _row(offsets: NDArray[np.int64], document: int) -> int:
 def _refuse(bad: NDArray[np.bool_], message: Callable[[int], str]) -> None:
     if bad.any():
         raise DataError(message(int(bad.argmax())))
-
-
-def join_rows(parts: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]]) -> PackedRows:
-    """The rows of several files, in order; each part is document tokens and row offsets."""
-    ends = np.cumsum([0, *(len(tokens) for tokens, _ in parts)])
-    offsets = [offsets[:-1] + end for (_, offsets), end in zip(parts, ends, strict=False)]
-    return PackedRows(
-        document_tokens=np.concatenate([tokens for tokens, _ in parts]),
-        row_offsets=np.concatenate((*offsets, ends[-1:])).astype(np.int64),
-        rule="bridge",
-    )
 
 
 def pack_size(paths: Sequence[Path], longest_row: int) -> int | None:

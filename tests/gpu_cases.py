@@ -1,0 +1,207 @@
+"""Scenarios that need a GPU, each run in a process of its own: `python tests/gpu_cases.py NAME`."""
+
+from __future__ import annotations
+
+import gc
+import sys
+
+import numpy as np
+import torch
+
+from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack
+from thdprof.runtime.padding import pad_cu_seqlens
+from thdprof.runtime.stack import PackedStack
+
+TOKENS, HIDDEN, HEADS = 512, 256, 4
+BUCKETS = [Bucket(8, 512, TOKENS), Bucket(32, 512, TOKENS)]
+
+
+def make_stack(dropout: float = 0.0, layers: int = 3) -> PackedStack:
+    torch.manual_seed(0)
+    return PackedStack(num_layers=layers, hidden=HIDDEN, heads=HEADS, dropout=dropout).cuda().bfloat16().train()
+
+
+def boundaries(rng: np.random.Generator, documents: int, tokens: int = TOKENS) -> np.ndarray:
+    cuts = np.sort(rng.choice(np.arange(1, tokens), documents - 1, replace=False))
+    return np.concatenate(([0], cuts, [tokens])).astype(np.int32)
+
+
+def padded_for(stack: GraphedModule, cu: np.ndarray):
+    """The metadata that an eager run must get to use the same kernels: padded to the bucket that would be replayed."""
+    documents = len(cu) - 1
+    for bucket in sorted(BUCKETS):
+        if documents <= bucket.max_seqs:
+            host = pad_cu_seqlens(cu, max_seqs=bucket.max_seqs, n_tokens=TOKENS)
+            return pack(host, max_seqlen=bucket.max_seqlen)
+    return pack(cu)
+
+
+def run_orders(dropout: float, num_microbatches: int = 60) -> None:
+    """Mixed buckets, fallbacks and 1F1B orders: bit for bit equal to eager of the same padded input."""
+    rng = np.random.default_rng(1)
+    plain, wrapped = make_stack(dropout), make_stack(dropout)
+    graphs = GraphedModule(wrapped, BUCKETS, num_slots=2, sample_every=0)
+    batches = []
+    for _ in range(num_microbatches):
+        documents = int(rng.choice([3, 8, 9, 20, 32, 33, 60]))
+        batches.append((boundaries(rng, documents), torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)))
+    orders = []  # forward 1, forward 2, backward 1, forward 3, backward 2, ...
+    for first in range(0, num_microbatches, 6):
+        group = list(range(first, first + 6))
+        orders += [("f", group[0])]
+        for left, right in zip(group, group[1:], strict=False):
+            orders += [("f", right), ("b", left)]
+        orders += [("b", group[-1]), ("step", 0)]
+    results = []
+    for model, replayed in ((plain, False), (graphs, True)):
+        torch.manual_seed(7)
+        held, seen = {}, []
+        for kind, index in orders:
+            if kind == "f":
+                cu, x = batches[index]
+                x = x.clone().requires_grad_()
+                y = model(x, pack(cu)) if replayed else eager_of_same_shape(model, x, cu)
+                held[index] = (x, y)
+                seen.append(y.detach().clone())
+            elif kind == "b":
+                x, y = held.pop(index)
+                y.float().square().mean().backward()
+                seen.append(x.grad.clone())
+            else:
+                parameters = list((model.module if replayed else model).parameters())
+                seen += [p.grad.clone() for p in parameters]
+                for p in parameters:
+                    p.grad = None
+        results.append(seen)
+    compared = 0
+    differing = [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
+    compared = len(results[0])
+    print(graphs.stats())
+    assert not differing, f"{len(differing)} of {compared} tensors differ, first {differing[:5]}"
+    assert compared > 400
+    stats = graphs.stats()
+    assert stats.fallbacks[FallbackReason.too_many_seqs] > 5
+    assert len(stats.replays) == 2
+    assert stats.fallbacks[FallbackReason.no_free_slot] == 0
+    graphs.close()
+
+
+def eager_of_same_shape(model, x, cu):
+    metadata = padded_for(model, cu)
+    device = x.device
+    from thdprof.runtime.padding import to_device
+
+    return model(x, to_device(metadata, metadata.host, TOKENS, device))
+
+
+def orders_without_dropout() -> None:
+    run_orders(0.0)
+
+
+def orders_with_dropout() -> None:
+    run_orders(0.1)
+
+
+def capture_changes_nothing() -> None:
+    """Weights, gradients, buffers and random state are as they were."""
+    stack = make_stack(0.1)
+    stack.register_buffer("calls", torch.zeros(3, device="cuda"))
+    for p in stack.parameters():
+        p.grad = torch.randn_like(p)
+    before = [(p.detach().clone(), p.grad.clone()) for p in stack.parameters()]
+    torch.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    graphs = GraphedModule(stack, BUCKETS, num_slots=2)
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    graphs._decide((x, pack([0, TOKENS])), {}, graphs._describe((x, pack([0, TOKENS])), {})[2], [x])
+    assert graphs.stats().captures == 4
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    for p, (weight, grad) in zip(stack.parameters(), before, strict=True):
+        assert torch.equal(p, weight)
+        assert torch.equal(p.grad, grad)
+    graphs.close()
+
+
+def slots_and_leases() -> None:
+    """A slot in use is never replayed; a dropped output gives it back; a second backward is refused."""
+    graphs = GraphedModule(make_stack(), BUCKETS, num_slots=2)
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    packed = pack([0, 100, TOKENS])
+    with graphs.stats().expect(captures=4, replays=2, fallbacks=1):
+        first, second, third = (graphs(x, packed) for _ in range(3))
+    assert graphs.stats().fallbacks[FallbackReason.no_free_slot] == 1
+    kept = first.detach().clone()
+    with graphs.stats().expect(replays=1):
+        del second
+        gc.collect()
+        graphs(x * 2, packed)
+    assert torch.equal(first, kept)
+    first.sum().backward(retain_graph=True)
+    try:
+        first.sum().backward()
+    except RuntimeError as error:
+        assert "second time" in str(error)
+    else:
+        raise AssertionError("a second backward was let through")
+    third.sum().backward()
+    graphs.close()
+
+
+def hooks_and_main_grad() -> None:
+    """Post-accumulate hooks fire once a backward; main_grad gets what a hook would add."""
+    stack = make_stack()
+    fired = []
+    for i, p in enumerate(stack.parameters()):
+        p.main_grad = torch.zeros(p.shape, device="cuda", dtype=torch.float32)
+
+        def add(parameter, i=i):
+            fired.append(i)
+            if parameter.grad is not None:
+                parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+
+        p.register_post_accumulate_grad_hook(add)
+    graphs = GraphedModule(stack, BUCKETS)
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    rng = np.random.default_rng(0)
+    batches = [boundaries(rng, n) for n in (4, 40, 20)]
+    for cu in batches:
+        graphs(x, pack(cu)).float().square().mean().backward()
+    count = len(list(stack.parameters()))
+    assert sorted(fired) == sorted(list(range(count)) * 3)
+    ours = [p.main_grad.clone() for p in stack.parameters()]
+    for p in stack.parameters():
+        p.main_grad.zero_()
+    for cu in batches:
+        eager_of_same_shape(stack, x, cu).float().square().mean().backward()
+    assert all(torch.equal(p.main_grad, o) for p, o in zip(stack.parameters(), ours, strict=True))
+    assert any(o.abs().sum() > 0 for o in ours)
+    graphs.close()
+
+
+def memory() -> None:
+    """Three buckets cost hardly more than the largest, two slots twice one."""
+    buckets = [Bucket(n, 512, 2048) for n in (16, 64, 256)]
+    measured = {}
+    for name, chosen, slots in (("largest", buckets[-1:], 1), ("three", buckets, 1), ("two slots", buckets, 2)):
+        torch.manual_seed(0)
+        stack = PackedStack(num_layers=8, hidden=1024, heads=16).cuda().bfloat16().train()
+        graphs = GraphedModule(stack, chosen, num_slots=slots)
+        x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        cu = pack(np.arange(9) * 256)
+        graphs(x, cu).sum().backward()
+        measured[name] = graphs._bank.pool_bytes()
+        graphs.close()
+        del graphs, stack, x
+        gc.collect()
+        torch.cuda.empty_cache()
+    print({k: f"{v / 2**20:.0f} MiB" for k, v in measured.items()})
+    assert measured["three"] <= 1.05 * measured["largest"]
+    assert measured["two slots"] <= 2.05 * measured["three"]
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print("ok")

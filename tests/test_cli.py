@@ -1,0 +1,253 @@
+"""The command line as people and pipes use it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from thdprof.plan import load_plan
+
+PACKS = "[3, 4]\n[5]\n[1, 1, 1]\n[7, 2]\n[6]\n[2, 2, 2, 2]\n[8]\n[1, 7]\n"
+
+
+@pytest.fixture
+def packs(tmp_path):
+    path = tmp_path / "packs.jsonl"
+    path.write_text(PACKS)
+    return path
+
+
+def analyze(thdprof, packs, *more):
+    return thdprof("analyze", packs, "--loader", "single", "--seq-length", 8, *more)
+
+
+REPORT = """\
+{path} (lengths): 8 rows, 16 documents, 54 tokens
+4 micro-batches in 2 steps, replayed exactly
+
+micro-batch       mean  P50  P90  P95  P99  P99.9  max
+documents          4.0    3    6    6    6      6    6
+longest document   6.8    7    8    8    8      8    8
+
+one cap                                     replayed  eager steps  step time, eager = 1
+      3  P50                                   50.0%       100.0%  1.000 ████████████████████
+     *4                                        75.0%        50.0%  0.637 █████████████
+      6  P90, P95, P99, P99.9, max            100.0%         0.0%  0.275 █████
+     16                                       100.0%         0.0%  0.263 █████
+    *64                                       100.0%         0.0%  0.244 █████
+"""
+
+
+def test_whole_report(thdprof, packs):
+    done = analyze(
+        thdprof, packs, "--micro-batch-size", 2, "--data-parallel-size", 2, "--global-batch-size", 4,
+        "--tail-policy", "extend_last", "--train-iters", 2,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stderr == ""
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    head = lines[: lines.index("") + 4]
+    assert head[0] == f"{packs} (lengths): 8 rows, 16 documents, 54 tokens"
+    assert head[1] == "4 micro-batches in 2 steps, replayed exactly"
+    assert head[-2].split() == ["documents", "4.0", "3", "5", "5", "5", "5", "5"]
+    assert any(line.startswith("Capture graphs for 64 (100.0%) documents: a step takes 0.244") for line in lines)
+    assert any("a cap at P90" not in line for line in lines)
+    assert lines[-1].startswith("warning: times are of 24 layers")
+
+
+def test_json_is_one_object_with_the_documented_keys(thdprof, packs):
+    done = analyze(thdprof, packs, "--json")
+    result = json.loads(done.stdout)
+    assert result["schema"] == "thdprof.analysis/1"
+    assert result["dataset"].items() >= {"format": "lengths", "rows": 8, "documents": 16, "tokens": 54}.items()
+    assert (result["exact"], result["microbatches"], result["steps"]) == (True, 8, 8)
+    for name in ("n_seqs", "max_seqlen"):
+        assert set(result[name]) == {"mean", "p50", "p90", "p95", "p99", "p99_9", "max"}
+    candidate = {"max_seqs", "coverage", "fallback_rate", "relative_step_time"}
+    assert all(set(c) >= candidate for c in result["candidates"])
+    recommendation = {"max_packed_seqs", "buckets", "slots", "fallback_rate", "relative_step_time"}
+    assert set(result["recommendation"]) >= recommendation
+    assert result["recommendation"]["slots"] == [[1]]
+
+
+def test_the_table_is_written_as_documented(thdprof, packs, tmp_path):
+    analyze(thdprof, packs, "--microbatches", tmp_path / "table.parquet", "--data-parallel-size", 2)
+    table = pq.read_table(tmp_path / "table.parquet")
+    assert [(f.name, str(f.type)) for f in table.schema] == [
+        ("step", "int32"), ("dp_rank", "int32"), ("microbatch", "int32"),
+        ("n_seqs", "int32"), ("max_seqlen", "int32"), ("n_tokens", "int64"),
+    ]  # fmt: skip
+    assert table["n_seqs"].to_pylist() == [2, 1, 3, 2, 1, 4, 1, 2]
+    assert table["n_tokens"].to_pylist() == [7, 5, 3, 9, 6, 8, 8, 8]
+
+
+def test_plan_on_stdout_and_in_a_file_are_the_same(thdprof, packs, tmp_path):
+    piped = analyze(thdprof, packs, "-o", "-")
+    assert yaml.safe_load(piped.stdout)["schema"] == "thdprof.plan/1"
+    assert "micro-batches in" in piped.stderr
+    done = analyze(thdprof, packs, "-o", tmp_path / "plan.yaml")
+    assert done.returncode == 0
+    assert (tmp_path / "plan.yaml").read_text() == piped.stdout
+    assert load_plan(tmp_path / "plan.yaml").dataset.documents == 16
+
+
+def test_an_existing_plan_is_not_replaced(thdprof, packs, tmp_path):
+    (tmp_path / "plan.yaml").write_text("mine")
+    done = analyze(thdprof, packs, "-o", tmp_path / "plan.yaml")
+    assert done.returncode == 2
+    assert "exists; give --force" in done.stderr
+    assert (tmp_path / "plan.yaml").read_text() == "mine"
+    assert analyze(thdprof, packs, "-o", tmp_path / "plan.yaml", "--force").returncode == 0
+
+
+USAGE = [
+    (["--micro-batch-size", "0"], "--micro-batch-size 0: must be at least 1"),
+    (
+        ["--data-parallel-size", "3", "--global-batch-size", "4"],
+        "--global-batch-size 4: not a multiple of --micro-batch-size 1 x --data-parallel-size 3 = 3; use 3 or 6",
+    ),
+    (["--weights", "1,2"], "--weights: blends are for Megatron datasets, not for format lengths"),
+    (["--weights", "a"], "--weights a: must be numbers separated by commas"),
+    (["--train-iters", "2", "--train-samples", "2"], "--train-iters and --train-samples both say how long"),
+    (["--train-samples", "0"], "--train-samples 0: must be at least 1"),
+    (["--virtual-pipeline-size", "2"], "--virtual-pipeline-size 2: needs --pipeline-parallel-size over 1"),
+    (["--context-parallel-size", "3"], "--seq-length 8: with --context-parallel-size 3 it must be a multiple of 6"),
+    (["--max-fallback-rate", "7%%"], "--max-fallback-rate 7%%: must be a share such as 0.005 or 0.5%"),
+    (["--format", "csv"], "--format csv: not a known format; known are auto, megatron, bridge"),
+    (["--json", "-o", "-"], "--json and -o - both print on stdout"),
+    (["--world-size", "8"], "--world-size: only completes --megatron-args"),
+    (["--seed", "-1"], "--seed -1: must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), USAGE)
+def test_settings_that_cannot_be(thdprof, packs, tmp_path, options, message):
+    written = [] if "-o" in options else ["-o", tmp_path / "plan.yaml"]
+    done = analyze(thdprof, packs, *written, *options)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"thdprof: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"[3, -4]\n", "-4"),
+        (b"MMIDIDX\0\0" + b"\1" + b"\0" * 7, "truncated"),
+        (b"MMIDIDX\0\0" + b"\2" + b"\0" * 24, "version 2"),
+        (b"PAR1 not parquet PAR1", ""),
+        (b"\x93NUMPY\x01\x00", ""),
+    ],
+)
+def test_bad_data(thdprof, tmp_path, content, message):
+    path = tmp_path / "data"
+    path.write_bytes(content)
+    done = thdprof("analyze", path, "-o", tmp_path / "plan.yaml")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("thdprof: ")
+    assert str(path) in done.stderr
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "plan.yaml").exists()
+
+
+def test_a_missing_dataset(thdprof, tmp_path):
+    done = thdprof("analyze", tmp_path / "nothing")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"thdprof: {tmp_path}/nothing: no such file, directory, glob or Megatron prefix\n",
+    )
+
+
+def test_settings_come_from_flags_then_file_then_launch_script(thdprof, packs, tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(
+        f"torchrun --nproc_per_node 4 pretrain_gpt.py --seq-length 64 --micro-batch-size 1 \\\n"
+        f"  --global-batch-size 8 --seed 5 --train-iters 1 --data-path {packs}\n"
+    )
+    (tmp_path / "settings.yaml").write_text("global-batch-size: 4\nseed: 6\nloader: single\n")
+    done = thdprof(
+        "analyze", "--megatron-args", script, "--settings", tmp_path / "settings.yaml", "--seed", 7, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    training = json.loads(done.stdout)["training"]
+    assert training["seq_length"] == 64
+    assert training["data_parallel_size"] == 4
+    assert training["global_batch_size"] == 4
+    assert training["seed"] == 7
+    assert training["train_samples"] == 4
+
+
+def test_a_blend_from_the_command_line(thdprof, tmp_path):
+    from megatron_referee import write_indexed_dataset
+
+    for name in "ab":
+        write_indexed_dataset(tmp_path / name, np.full(50, 9))
+    done = thdprof(
+        "analyze", tmp_path / "a", f"{tmp_path / 'b'}.idx", "--seq-length", 16, "--split", "1",
+        "--weights", "0.3,0.7", "--train-samples", 20, "--json",
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    assert (result["steps"], result["dataset"]["rows"]) == (20, 100)
+    done = thdprof("analyze", tmp_path, "--seq-length", 16, "--split", "1", "--json")
+    assert json.loads(done.stdout)["steps"] == 2 * ((50 * 9 - 1) // 16)
+
+
+def test_a_max_documents_cap_reports_what_it_costs(thdprof, tmp_path):
+    (tmp_path / "documents.jsonl").write_text("\n".join(["1"] * 100) + "\n")
+    done = thdprof("analyze", tmp_path, "--seq-length", 50, "--packer", "next_fit", "--max-docs-per-pack", 10)
+    assert done.returncode == 0, done.stderr
+    assert "20.00% of the tokens hold documents; --max-docs-per-pack 10 loses 80.00 points" in done.stdout
+
+
+def test_dp_balanced_from_the_command_line(thdprof, tmp_path):
+    (tmp_path / "documents.jsonl").write_text("\n".join(["3", "4", "5", "2", "6", "1", "1", "1"]) + "\n")
+    done = thdprof(
+        "analyze", tmp_path, "--seq-length", 8, "--packer", "dp_balanced", "--data-parallel-size", 2,
+        "--global-batch-size", 8, "--json",
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    assert (result["steps"], result["exact"]) == (1, True)
+
+
+def test_analysis_needs_no_torch():
+    code = (
+        "import sys, runpy; sys.modules['torch'] = None; sys.modules['megatron'] = None\n"
+        "import thdprof.cli, thdprof.analyze.analysis, thdprof.analyze.demo, thdprof.analyze.export\n"
+        "from thdprof.analyze.sources import FORMATS, get_format\n"
+        "[get_format(name) for name in FORMATS]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_python_and_command_give_the_same(thdprof, packs):
+    from thdprof.analyze import analyze_dataset
+    from thdprof.analyze.report.json_ import to_json
+
+    done = analyze(thdprof, packs, "--json", "--buckets", 1)
+    assert to_json(analyze_dataset(packs, loader="single", seq_length=8, buckets=1)) + "\n" == done.stdout
+
+
+def test_help_names_every_option(thdprof):
+    """A renamed or lost option is a break for users: change this list on purpose only."""
+    import re
+
+    found = set(re.findall(r"--[a-z][a-z-]+", thdprof("analyze", "--help").stdout))
+    assert found == set(
+        "--format --seq-length --micro-batch-size --global-batch-size --data-parallel-size --context-parallel-size "
+        "--pipeline-parallel-size --virtual-pipeline-size --loader --data-sharding --no-data-sharding --drop-last "
+        "--no-drop-last --seed --split --train-samples --train-iters --weights --add-extra-token --no-add-extra-token "
+        "--max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer "
+        "--max-docs-per-pack --settings --megatron-args --world-size --buckets --cost-table --attention "
+        "--max-fallback-rate --graph-memory-gib --output --force --json --microbatches --help".split()
+    )

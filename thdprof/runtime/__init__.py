@@ -1,0 +1,24 @@
+"""The training half: padded CUDA graphs with eager fallback, and the proof that the prediction held. Needs torch."""
+
+from __future__ import annotations
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as error:  # pragma: no cover - tested in an environment without torch
+    raise ModuleNotFoundError("thdprof.runtime needs torch: pip install 'thdprof[runtime]'") from error
+
+from thdprof.runtime.dispatch import Bucket, FallbackReason
+from thdprof.runtime.module import FallbackError, GraphedModule, graphed
+from thdprof.runtime.padding import PackedSequence, pack
+from thdprof.runtime.stats import Stats
+
+__all__ = [
+    "Bucket",
+    "FallbackError",
+    "FallbackReason",
+    "GraphedModule",
+    "PackedSequence",
+    "Stats",
+    "graphed",
+    "pack",
+]

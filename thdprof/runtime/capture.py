@@ -1,0 +1,256 @@
+"""One captured forward/backward pair over static buffers.
+
+Buffers and who owns them: the slot owns the static inputs and output gradients and shares them among its buckets; the
+pass owns its outputs and input gradients, which live in the slot's memory pool and are copied out after every replay;
+the bank owns the gradient buffers of the parameters, one a parameter, which every pass adds to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+WARMUP_PASSES = 2
+"""Passes before a capture: libraries make their handles and workspaces, and kernels tune themselves, in the first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CapturedPass:
+    """Two graphs: replay `forward` after writing the inputs, `backward` after writing the output gradients."""
+
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+    outputs: tuple[torch.Tensor, ...]
+    """Written by every forward replay; the next replay in the slot overwrites them."""
+    differentiable: tuple[bool, ...]
+    """Which outputs take a gradient."""
+    spec: Any
+    """How to put the outputs together as the module returned them."""
+    input_grads: tuple[torch.Tensor | None, ...]
+    """Written by every backward replay, one for every input; None where no gradient flows."""
+    touched: tuple[bool, ...]
+    """Which of the parameters the backward pass adds a gradient to."""
+    pool_bytes: int
+    """What the slot's pool grew by."""
+
+
+@dataclass(slots=True)
+class GradientBuffers:
+    """Persistent gradient accumulators of a module's parameters, shared by all its graphs."""
+
+    parameters: list[nn.Parameter]
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    uses_main_grad: list[bool] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter]) -> GradientBuffers:
+        """Buffers for `parameters`: `main_grad` where a parameter has one, else a new one that becomes `.grad`."""
+        made = cls(list(parameters))
+        for parameter in made.parameters:
+            main_grad = getattr(parameter, "main_grad", None)
+            made.uses_main_grad.append(main_grad is not None)
+            made.buffers.append(main_grad if main_grad is not None else torch.zeros_like(parameter))
+        return made
+
+    def collect(self, aliases: Sequence[nn.Parameter]) -> set[int]:
+        """Make the next backward pass over `aliases` add each gradient to its buffer as soon as it is there.
+
+        Gives the set of positions that will have got one; it fills while the pass runs.
+        """
+        touched: set[int] = set()
+
+        def hook(position: int, buffer: torch.Tensor | None) -> Callable[[torch.Tensor], None]:
+            def arrived(alias: torch.Tensor) -> None:
+                touched.add(position)
+                if buffer is not None and alias.grad is not None:
+                    buffer.add_(alias.grad)
+                    alias.grad = None
+
+            return arrived
+
+        for position, (alias, buffer, main) in enumerate(
+            zip(aliases, self.buffers, self.uses_main_grad, strict=True)
+        ):
+            if not main:
+                alias.grad = buffer  # autograd adds to it in place
+            alias.register_post_accumulate_grad_hook(hook(position, buffer if main else None))
+        return touched
+
+    def attach(self, touched: Sequence[bool]) -> None:
+        """Make each buffer its parameter's `.grad`, so that a backward graph adds to what is there.
+
+        A `.grad` of None means zero; one that an eager pass or the user made is copied into the buffer.
+        """
+        empty, targets, sources = [], [], []
+        for parameter, buffer, main, used in zip(
+            self.parameters, self.buffers, self.uses_main_grad, touched, strict=True
+        ):
+            if main or not used:
+                continue
+            grad = parameter.grad
+            if grad is buffer:
+                continue
+            if grad is None:
+                empty.append(buffer)
+            else:
+                targets.append(buffer)
+                sources.append(grad)
+            parameter.grad = buffer
+        if empty:
+            torch._foreach_zero_(empty)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def run_hooks(self, touched: Sequence[bool]) -> None:
+        """Fire the parameters' post-accumulate hooks, as autograd would after adding to `.grad`."""
+        for parameter, used in zip(self.parameters, touched, strict=True):
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks and used:
+                for hook in tuple(hooks.values()):
+                    hook(parameter)
+
+
+@contextmanager
+def unchanged_state(module: nn.Module, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Put back generators' states and the module's buffers after the block, so that warming up changes no number."""
+    states = [generator.get_state() for generator in generators]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        with torch.no_grad():
+            for buffer, saved in buffers:
+                buffer.copy_(saved)
+
+
+@contextmanager
+def aliased_parameters(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
+    """Replace the module's parameters by fresh ones over the same memory; id of the original -> its alias.
+
+    Autograd keeps, with a parameter, the stream that its gradient was first made on; a capture on another stream then
+    fails. Fresh parameters have no past.
+    """
+    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    aliases: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in aliases:
+                alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                alias.__dict__.update(parameter.__dict__)
+                aliases[id(parameter)] = alias
+            originals.append((owner, name, parameter))
+    try:
+        for owner, name, parameter in originals:
+            owner._parameters[name] = aliases[id(parameter)]
+        yield aliases
+    finally:
+        for owner, name, parameter in originals:
+            owner._parameters[name] = parameter
+
+
+def capture_pass(
+    module: nn.Module,
+    call: Callable[[], Any],
+    *,
+    inputs: Sequence[torch.Tensor],
+    static_output_grads: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    gradients: GradientBuffers,
+    generators: Sequence[torch.Generator],
+    pool: Any,
+    stream: torch.cuda.Stream,
+) -> CapturedPass:
+    """Warm up and capture one forward and one backward pass of `call()`, which runs `module` on static inputs.
+
+    Args:
+        module: the module that `call` runs; its parameters' gradients go to `gradients`.
+        call: runs the module on its static inputs and metadata.
+        inputs: the static input tensors, leaves; those that require grad get a gradient.
+        static_output_grads: gives static gradient buffers for the differentiable outputs.
+        gradients: accumulators of the parameters.
+        generators: every random generator that the module draws from; all are registered with both graphs.
+        pool: handle of the memory pool to capture into.
+        stream: side stream for warm-up and capture.
+
+    Raises:
+        RuntimeError: whatever the module does that a capture does not allow.
+    """
+    device = stream.device
+    with aliased_parameters(module) as aliases, unchanged_state(module, generators):
+        parameters = [aliases[id(p)] for p in gradients.parameters]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_PASSES):
+                heads = _heads(_tensors(call()))
+                torch.autograd.backward(heads, static_output_grads(heads))
+                del heads
+                for leaf in (*inputs, *parameters):
+                    leaf.grad = None
+        torch.cuda.synchronize(device)
+        before = _pool_bytes(device, pool)
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        for generator in generators:
+            if generator is not torch.cuda.default_generators[device.index]:  # which registers itself
+                forward.register_generator_state(generator)
+                backward.register_generator_state(generator)
+        with torch.cuda.graph(forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            result = call()
+        outputs, spec = _tensors(result), tree_flatten(result)[1]
+        heads = _heads(outputs)
+        output_grads = static_output_grads(heads)
+        touched = gradients.collect(parameters)
+        with torch.cuda.graph(backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            torch.autograd.backward(heads, output_grads)
+        captured = CapturedPass(
+            forward=forward,
+            backward=backward,
+            outputs=tuple(o.detach() for o in outputs),
+            differentiable=tuple(o.requires_grad for o in outputs),
+            spec=spec,
+            input_grads=tuple(x.grad for x in inputs),
+            touched=tuple(i in touched for i in range(len(parameters))),
+            pool_bytes=_pool_bytes(device, pool) - before,
+        )
+        for leaf in (*inputs, *parameters):
+            leaf.grad = None
+        return captured
+
+
+def _heads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    heads = [o for o in outputs if o.requires_grad]
+    if not heads:
+        raise RuntimeError("no output of the module takes a gradient; there is no backward pass to capture")
+    return heads
+
+
+def restore(outputs: Sequence[torch.Tensor], spec: Any) -> Any:
+    """The outputs as the module returned them."""
+    return tree_unflatten(list(outputs), spec)
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    flat, _ = tree_flatten(result)
+    for value in flat:
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"a graphed module must return tensors only, got a {type(value).__name__}")
+    return flat
+
+
+def _pool_bytes(device: torch.device, pool: Any) -> int:
+    """Bytes that the pool has reserved."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(
+        s["total_size"]
+        for s in segments
+        if tuple(s["segment_pool_id"]) == tuple(pool) and s["device"] == device.index
+    )

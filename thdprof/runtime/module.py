@@ -1,0 +1,360 @@
+"""GraphedModule: wraps a module that takes tensors and packed-sequence metadata, and trains as the module does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import nn
+
+from thdprof.runtime.bank import Bank, BankOptions, Lease
+from thdprof.runtime.capture import restore
+from thdprof.runtime.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.runtime.padding import PackedSequence, TailPolicy, shape_of, to_device, with_tail
+from thdprof.runtime.stats import Stats
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+class FallbackError(RuntimeError):
+    """A micro-batch that must not run eagerly (`overflow: error`) would."""
+
+
+class _Replay(torch.autograd.Function):
+    """Replays a leased pass inside autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, lease: Lease, host: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.lease = lease
+        outputs = lease.forward(tensors, host)
+        captured = lease.captured
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, captured.differentiable, strict=True) if not d))
+        ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *output_grads: torch.Tensor | None) -> Any:
+        return (None, None, None, *ctx.lease.backward(output_grads))
+
+
+class _Mark(torch.autograd.Function):
+    """Identity whose backward records an event."""
+
+    @staticmethod
+    def forward(ctx: Any, event: torch.cuda.Event, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.event = event
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.event.record()
+        return None, grad
+
+
+class GraphedModule(nn.Module):
+    """Runs `module` through a bank of padded CUDA graphs, and eagerly where none fits.
+
+    Call it as the module: tensors, and one `PackedSequence` from `thdprof.runtime.pack`. The first tensor's dimension
+    `token_dim` is the micro-batch's tokens. Outputs and input gradients are copies, the caller's to keep.
+
+    The parameters are the module's own. A replayed backward adds to their `.grad` (or `main_grad`) in place, in
+    buffers that stay the same across steps; their post-accumulate hooks fire once a backward.
+
+    Close it before the process groups that the module communicates over: a graph holds their communicators.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Sequence[Bucket],
+        *,
+        num_slots: int = 1,
+        tail_policy: TailPolicy = "none",
+        overflow: Literal["eager", "error"] = "eager",
+        capture: Literal["startup", "first_use"] = "startup",
+        generators: Sequence[torch.Generator] = (),
+        token_dim: int = 0,
+        sample_every: int = 16,
+    ) -> None:
+        super().__init__()
+        if num_slots < 1:
+            raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
+        self.module = module
+        self.enabled = True
+        """Set to False to run eagerly, with reason `disabled_by_user`."""
+        self._dispatcher = Dispatcher(buckets)
+        self._num_slots, self._policy = num_slots, tail_policy
+        self._overflow, self._capture = overflow, capture
+        self._generators, self._token_dim, self._sample_every = tuple(generators), token_dim, sample_every
+        self._bank: Bank | None = None
+        self._signature: tuple[Any, ...] | None = None
+        self._stats = Stats()
+        self._explained: set[FallbackReason] = set()
+        self._timed: list[tuple[bool, list[torch.cuda.Event]]] = []
+        self._anchor: torch.Tensor | None = None
+
+    def stats(self) -> Stats:
+        """Counters so far; times are those of passes that have ended."""
+        self._collect_times()
+        return self._stats
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module eagerly, whatever the plan says; not counted."""
+        return self._run_eagerly(args, kwargs, *self._describe(args, kwargs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own output.
+
+        Raises:
+            TypeError: not exactly one PackedSequence, or no tensor, among the arguments.
+            ValueError: boundaries that reach past the tokens.
+            FallbackError: under `overflow: error`, a micro-batch that fits no bucket.
+        """
+        packed, host, shape, tensors = self._describe(args, kwargs)
+        choice = self._decide(args, kwargs, shape, tensors)
+        if isinstance(choice, Bucket):
+            lease = self._lease(choice)
+            if isinstance(lease, Lease):
+                self._stats.replays[choice] += 1
+                return self._replay(lease, host, tensors)
+            choice = lease
+        self._note_fallback(choice, shape)
+        return self._run_eagerly(args, kwargs, packed, host, shape, tensors)
+
+    def _describe(self, args: Any, kwargs: Any) -> tuple[PackedSequence, Any, Shape, list[torch.Tensor]]:
+        values = (*args, *kwargs.values())
+        found = [v for v in values if isinstance(v, PackedSequence)]
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        if len(found) != 1 or not tensors:
+            raise TypeError("call with tensors and one thdprof.runtime.pack(...), all at the top level")
+        packed = found[0]
+        if packed.host is None:
+            raise TypeError("the PackedSequence was not made by thdprof.runtime.pack")
+        n_tokens = tensors[0].shape[self._token_dim]
+        host = with_tail(packed.host, n_tokens, self._policy)
+        return packed, host, shape_of(packed, host, n_tokens), tensors
+
+    def _decide(self, args: Any, kwargs: Any, shape: Shape, tensors: Sequence[torch.Tensor]) -> Bucket | FallbackReason:
+        if not self.enabled:
+            return FallbackReason.disabled_by_user
+        if not tensors[0].is_cuda:
+            return FallbackReason.no_cuda
+        if not self.module.training or not torch.is_grad_enabled():
+            return FallbackReason.not_training
+        choice = self._dispatcher.decide(shape)
+        if isinstance(choice, Bucket):
+            signature = self._sign(args, kwargs)
+            if self._bank is None:
+                self._signature = signature
+                self._open(args, kwargs, tensors)
+            elif signature != self._signature:
+                return FallbackReason.input_differs
+        return choice
+
+    def _sign(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """What must not change between captures and replays, but for the values of tensors and boundaries."""
+        described = tuple(
+            (v.shape, v.dtype, v.device, v.requires_grad)
+            if isinstance(v, torch.Tensor)
+            else v.seq_idx is not None
+            if isinstance(v, PackedSequence)
+            else v
+            for v in (*args, *kwargs.values())
+        )
+        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        return described, tuple(kwargs), autocast
+
+    def _open(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> None:
+        device = tensors[0].device
+        default = torch.cuda.default_generators[device.index]
+        generators = [default, *(g for g in self._generators if g is not default)]
+        packed = next(v for v in (*args, *kwargs.values()) if isinstance(v, PackedSequence))
+
+        def call(static: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
+            return self.module(*_substitute(args, static, metadata), **_substitute_named(args, kwargs, static, metadata))
+
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._bank = Bank(
+            self.module,
+            call,
+            tensors,
+            BankOptions(
+                buckets=self._dispatcher.buckets,
+                num_slots=self._num_slots,
+                generators=generators,
+                with_seq_idx=packed.seq_idx is not None,
+            ),
+        )
+        if self._capture == "startup":
+            self._bank.capture_all()
+        self._count_captures()
+
+    def _lease(self, bucket: Bucket) -> Lease | FallbackReason:
+        assert self._bank is not None
+        lease = self._bank.lease(bucket)
+        if self._capture == "first_use":
+            self._count_captures()
+        if lease is not None:
+            return lease
+        return FallbackReason.capture_failed if bucket in self._bank.failures else FallbackReason.no_free_slot
+
+    def _count_captures(self) -> None:
+        assert self._bank is not None
+        self._stats.captures = sum(len(slot.passes) for slot in self._bank.slots)
+
+    def _replay(self, lease: Lease, host: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        captured = lease.captured
+        if self._sampled():
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+            events[0].record()
+            marked = [_Mark.apply(events[3], t) if i == self._first_grad(tensors) else t for i, t in enumerate(tensors)]
+            outputs = _Replay.apply(lease, host, self._anchor, *marked)
+            events[1].record()
+            outputs = _mark_outputs(outputs, events[2])
+            self._timed.append((True, events))
+        else:
+            outputs = _Replay.apply(lease, host, self._anchor, *tensors)
+        return restore(outputs, captured.spec)
+
+    def _run_eagerly(
+        self, args: Any, kwargs: Any, packed: PackedSequence, host: Any, shape: Shape, tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        moved = to_device(packed, host, shape.n_tokens, tensors[0].device)
+        if not (tensors[0].is_cuda and torch.is_grad_enabled() and self._sampled()):
+            return self.module(*_swap_packed(args, moved), **dict(zip(kwargs, _swap_packed(kwargs.values(), moved))))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        first = self._first_grad(tensors)
+        given = [_Mark.apply(events[3], t) if i == first else t for i, t in enumerate(tensors)]
+        events[0].record()
+        result = self.module(*_substitute(args, given, moved), **_substitute_named(args, kwargs, given, moved))
+        events[1].record()
+        if first is not None and isinstance(result, torch.Tensor):
+            result = _Mark.apply(events[2], result)
+            self._timed.append((False, events))
+        return result
+
+    @staticmethod
+    def _first_grad(tensors: Sequence[torch.Tensor]) -> int | None:
+        return next((i for i, t in enumerate(tensors) if t.requires_grad), None)
+
+    def _sampled(self) -> bool:
+        return self._sample_every > 0 and self._stats.microbatches % self._sample_every == 0
+
+    def _collect_times(self) -> None:
+        waiting = []
+        for replayed, events in self._timed:
+            try:
+                done = all(e.query() for e in events) and events[3].elapsed_time(events[3]) == 0
+                ms = events[0].elapsed_time(events[1]) + events[2].elapsed_time(events[3]) if done else 0.0
+            except (RuntimeError, ValueError):  # not recorded yet: its backward has not run
+                waiting.append((replayed, events))
+                continue
+            if done:
+                (self._stats.replay_ms if replayed else self._stats.eager_ms).append(ms)
+            else:
+                waiting.append((replayed, events))
+        self._timed = waiting[-100:]
+
+    def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:
+        self._stats.fallbacks[reason] += 1
+        if reason not in self._explained:
+            self._explained.add(reason)
+            logger.warning("%s", advice(reason, shape, self._dispatcher.buckets))
+        if self._overflow == "error" and (reason in BY_SHAPE or reason is FallbackReason.capture_failed):
+            raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
+
+    def recapture(self) -> None:
+        """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
+        if self._bank is not None:
+            self._bank.close()
+        self._bank = self._signature = None
+
+    def close(self) -> None:
+        """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
+        self.recapture()
+        self.enabled = False
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self.recapture()
+        return super()._apply(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def graphed(
+    module: nn.Module,
+    plan: Plan,
+    *,
+    pipeline_rank: int = 0,
+    chunk: int = 0,
+    generators: Sequence[torch.Generator] = (),
+    token_dim: int = 0,
+) -> GraphedModule:
+    """`module` run through the graphs of `plan`.
+
+    Args:
+        module: takes tensors and one PackedSequence.
+        plan: what `thdprof analyze` wrote.
+        pipeline_rank: which pipeline rank's slots are needed.
+        chunk: which of its model chunks this module is.
+        generators: CUDA generators, besides the default one, that the module draws from.
+        token_dim: dimension of the first tensor that runs over tokens.
+    """
+    graphs = plan.graphs
+    buckets = [
+        Bucket(
+            max_seqs=b.max_seqs,
+            max_seqlen=b.max_seqlen,
+            n_tokens=plan.microbatches.n_tokens_max // plan.training.context_parallel_size,
+            cp_size=b.cp_size,
+        )
+        for b in graphs.buckets
+    ]
+    return GraphedModule(
+        module,
+        buckets if graphs.impl != "none" else [],
+        num_slots=graphs.slots[pipeline_rank][chunk],
+        tail_policy=graphs.tail_policy,
+        overflow=graphs.overflow,
+        capture=graphs.capture,
+        generators=generators,
+        token_dim=token_dim,
+    )
+
+
+def _swap_packed(values: Any, packed: PackedSequence) -> list[Any]:
+    return [packed if isinstance(v, PackedSequence) else v for v in values]
+
+
+def _substitute(values: Any, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> list[Any]:
+    """`values` with its tensors and metadata replaced, in order."""
+    given = iter(tensors)
+    return [
+        next(given) if isinstance(v, torch.Tensor) else packed if isinstance(v, PackedSequence) else v for v in values
+    ]
+
+
+def _substitute_named(
+    args: Any, kwargs: Any, tensors: Sequence[torch.Tensor], packed: PackedSequence
+) -> dict[str, Any]:
+    positional = sum(isinstance(v, torch.Tensor) for v in args)
+    return dict(zip(kwargs, _substitute(kwargs.values(), tensors[positional:], packed), strict=True))
+
+
+def _mark_outputs(outputs: tuple[torch.Tensor, ...], event: torch.cuda.Event) -> tuple[torch.Tensor, ...]:
+    marked = list(outputs)
+    for i, output in enumerate(marked):
+        if output.requires_grad:
+            marked[i] = _Mark.apply(event, output)
+            break
+    return tuple(marked)

@@ -1,0 +1,145 @@
+"""Packed-sequence metadata, and its padding to a bucket's static shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from thdprof.runtime.dispatch import Shape
+
+TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSequence:
+    """What a module's attention needs to know about a packed micro-batch."""
+
+    cu_seqlens: torch.Tensor
+    """int32, shape [documents + 1]: where each document begins, and the end; repeated end entries are padding."""
+    max_seqlen: int
+    """Tokens of the longest document, or more: attention kernels size their grid by it."""
+    seq_idx: torch.Tensor | None = None
+    """int32, shape [tokens]: the document of every token, for state-space layers; made outside any graph."""
+    cp_size: int = 1
+    host: NDArray[np.int32] | None = None
+    """cu_seqlens on the host, shape [documents + 1]; None inside a captured module."""
+
+
+def pack(
+    cu_seqlens: torch.Tensor | Sequence[int] | NDArray[np.integer],
+    *,
+    max_seqlen: int | None = None,
+    cp_size: int = 1,
+    with_seq_idx: bool = False,
+) -> PackedSequence:
+    """Metadata of one micro-batch, from the boundaries that its data loader has on the host.
+
+    Args:
+        cu_seqlens: document boundaries on the host, shape [documents + 1]; begins with 0, never falls.
+        max_seqlen: tokens of the longest document; worked out if it is not given.
+        cp_size: context-parallel size of this micro-batch.
+        with_seq_idx: whether the module also wants the document of every token.
+
+    Raises:
+        ValueError: the boundaries are on a GPU (reading them there would wait for it), or are not boundaries.
+    """
+    if isinstance(cu_seqlens, torch.Tensor):
+        if cu_seqlens.is_cuda:
+            raise ValueError("cu_seqlens is on the GPU: give the data loader's own copy, on the host")
+        host = cu_seqlens.detach().numpy().astype(np.int32, copy=False).reshape(-1)
+    else:
+        host = np.asarray(cu_seqlens, dtype=np.int32).reshape(-1)
+    lengths = host[1:] - host[:-1]
+    if host.size == 0 or host[0] != 0 or (lengths.size and lengths.min() < 0):
+        raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {host[:8].tolist()}...")
+    longest = int(lengths.max(initial=0))
+    if max_seqlen is None:
+        max_seqlen = longest
+    elif max_seqlen < longest:
+        raise ValueError(f"max_seqlen {max_seqlen} is less than the longest document, {longest}")
+    idx = torch.from_numpy(_seq_idx(host, int(host[-1]))) if with_seq_idx else None
+    boundaries = torch.from_numpy(host)
+    return PackedSequence(
+        cu_seqlens=boundaries, max_seqlen=int(max_seqlen), seq_idx=idx, cp_size=cp_size, host=host
+    )
+
+
+def _seq_idx(host: NDArray[np.int32], n_tokens: int) -> NDArray[np.int32]:
+    """Document of every token, int32, shape [n_tokens]; tokens past the last boundary are a document of their own."""
+    ends = np.append(host[1:], n_tokens)
+    sizes = np.diff(np.concatenate((host[:1], ends)))
+    return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+
+
+def with_tail(host: NDArray[np.int32], n_tokens: int, policy: TailPolicy) -> NDArray[np.int32]:
+    """Boundaries after the tail policy for tokens past the last boundary, int32.
+
+    Raises:
+        ValueError: the boundaries reach past `n_tokens`.
+    """
+    end = int(host[-1])
+    if end > n_tokens:
+        raise ValueError(f"cu_seqlens ends at {end}, but the micro-batch has {n_tokens} tokens")
+    if end == n_tokens or policy == "none":
+        return host
+    if policy == "append_dummy_seq" or len(host) == 1:
+        return np.append(host, np.int32(n_tokens))
+    extended = host.copy()
+    extended[-1] = n_tokens
+    return extended
+
+
+def shape_of(packed: PackedSequence, host: NDArray[np.int32], n_tokens: int) -> Shape:
+    """What the micro-batch asks for, `host` being its boundaries after the tail policy."""
+    longest = packed.max_seqlen
+    if packed.host is not host and len(host) > 1:  # the tail policy made or grew the last document
+        longest = max(longest, int(host[-1] - host[-2]))
+    return Shape(n_seqs=len(host) - 1, max_seqlen=longest, n_tokens=n_tokens, cp_size=packed.cp_size)
+
+
+def fill_padded(target: NDArray[np.int32], host: NDArray[np.int32]) -> None:
+    """Write boundaries into `target`, shape [max_seqs + 1], repeating the last one: documents without tokens."""
+    target[: len(host)] = host
+    target[len(host) :] = host[-1]
+
+
+def pad_cu_seqlens(
+    host: NDArray[np.int32], *, max_seqs: int, n_tokens: int, policy: TailPolicy = "none"
+) -> NDArray[np.int32]:
+    """Boundaries as a bucket of `max_seqs` documents sees them, int32, shape [max_seqs + 1].
+
+    Raises:
+        ValueError: there are more documents than `max_seqs`.
+    """
+    tailed = with_tail(host, n_tokens, policy)
+    if len(tailed) - 1 > max_seqs:
+        raise ValueError(f"{len(tailed) - 1} documents do not fit a bucket of {max_seqs}")
+    target = np.empty(max_seqs + 1, dtype=np.int32)
+    fill_padded(target, tailed)
+    return target
+
+
+def to_device(packed: PackedSequence, host: NDArray[np.int32], n_tokens: int, device: torch.device) -> PackedSequence:
+    """The metadata for an eager pass: boundaries after the tail policy, unpadded, on `device`."""
+    shape = shape_of(packed, host, n_tokens)
+    idx = None
+    if packed.seq_idx is not None:
+        idx = _move(torch.from_numpy(_seq_idx(host, n_tokens)), device)
+    return PackedSequence(
+        cu_seqlens=_move(torch.from_numpy(host), device),
+        max_seqlen=shape.max_seqlen,
+        seq_idx=idx,
+        cp_size=packed.cp_size,
+        host=host,
+    )
+
+
+def _move(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
