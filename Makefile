@@ -24,7 +24,7 @@ $(TEST_STAMP): $(STAMP) pyproject.toml constraints.txt
 
 demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml
 	$(VENV)/bin/thdprof demo demo --force >/dev/null
-	$(VENV)/bin/thdprof analyze demo/bridge --pad-to-max-length --data-parallel-size 8 --global-batch-size 64 \
+	$(VENV)/bin/thdprof analyze demo/bridge --loader single --pad-to-max-length --data-parallel-size 8 --global-batch-size 64 \
 		-o demo/plan.yaml --force
 
 test: $(TEST_STAMP)  ## run all tests (GPU tests are skipped without a GPU)

@@ -144,11 +144,15 @@ def main() -> None:
         peer, peer_peak, _ = best([sys.executable, "-c", PYARROW, str(packed)], options.repeat)
         limit = 1.3 * peer + start
         title = f"`analyze`, packed parquet of {options.rows:,} rows, {size_mb:.0f} MB"
-        rows.append((title, f"{seconds:.2f} s", f"{limit:.2f} s allowed: 1.3 x {peer:.2f} s bare pyarrow + {start:.2f} s"))
+        rows.append(
+            (title, f"{seconds:.2f} s", f"{limit:.2f} s allowed: 1.3 x {peer:.2f} s bare pyarrow + {start:.2f} s")
+        )
         rows.append((title + ", peak memory", f"{peak:.0f} MiB", f"{peer_peak:.0f} MiB bare pyarrow"))
 
     packages = ", ".join(f"{p} {version(p)}" for p in ("numpy", "pyarrow", "megatron-core", "torch"))
-    print(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}")
+    print(
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {packages}"
+    )
     print(f"command: python benchmarks/analyze.py --documents {options.documents} --rows {options.rows}")
     print(f"best of {options.repeat} whole processes each\n")
     print("| what | thdprof | beside it |\n|---|---|---|")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import bridge_referee as referee  # skips without megatron-bridge, fails where that does not import
 import numpy as np
 import pytest
 
@@ -11,7 +12,6 @@ from thdprof.analyze.schedule import build_schedule
 from thdprof.analyze.settings import TrainingSettings
 from thdprof.analyze.sources import read_dataset
 
-referee = pytest.importorskip("bridge_referee")
 pytestmark = pytest.mark.referee
 
 

@@ -77,9 +77,9 @@ class TestByHand:
     def test_refusals(self):
         with pytest.raises(DataError, match=r"no document is left to pack into rows of 10 tokens: 1 documents longer"):
             pack([11], "first_fit_decreasing")
-        with pytest.raises(DataError, match="no document is left to pack .* 2 empty documents were left out"):
+        with pytest.raises(DataError, match=r"no document is left to pack .* 2 empty documents were left out"):
             pack([0, 0], "best_fit_decreasing")
-        with pytest.raises(UsageError, match="--max-docs-per-pack 1: leaves no document .* use 2 or more"):
+        with pytest.raises(UsageError, match=r"--max-docs-per-pack 1: leaves no document .* use 2 or more"):
             pack([1], max_documents=1, tail_documents=1)
         with pytest.raises(UsageError, match="--packer dp_balanced"):
             pack([1], "dp_balanced")
@@ -158,7 +158,8 @@ def test_compiled_loops_equal_plain_ones(packer, rng, monkeypatch):
 @pytest.mark.referee
 @pytest.mark.parametrize("packer", ["first_fit_decreasing", "first_fit_shuffle"])
 def test_first_fit_equals_megatron_bridge(packer, rng):
-    referee = pytest.importorskip("bridge_referee")
+    import bridge_referee as referee  # skips without megatron-bridge, fails where that does not import
+
     compared = 0
     for seed in range(60):
         pack_size = int(rng.integers(4, 200))
@@ -260,7 +261,7 @@ class TestDpBalanced:
         few = np.array([1, 1], dtype=np.int32)
         with pytest.raises(DataError, match="2 documents do not make one step of --global-batch-size 4"):
             dp_balanced(few, settings=dp_settings(global_batch_size=4))
-        with pytest.raises(DataError, match="step 0: its 2 documents .* multiple of 4 packs"):
+        with pytest.raises(DataError, match=r"step 0: its 2 documents .* multiple of 4 packs"):
             dp_balanced(
                 few,
                 settings=dp_settings(

@@ -102,7 +102,9 @@ def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
         n_seqs = rng.integers(1, 30, size)
         lengths = rng.integers(1, 60, size)
         table = make_table(n_seqs, ranks=ranks, num_microbatches=per_step, max_seqlen=lengths)
-        replay = [(n, s, float(rng.uniform(5, 90))) for n in (1, 10, 40) for s in ((8, 64) if with_lengths else (None,))]
+        replay = [
+            (n, s, float(rng.uniform(5, 90))) for n in (1, 10, 40) for s in ((8, 64) if with_lengths else (None,))
+        ]
         costs = make_costs(eager=[(1, float(rng.uniform(20, 60))), (30, float(rng.uniform(20, 90)))], replay=replay)
         found = recommend_for(table, costs, pipeline_size=2)
         caps = [c.max_seqs for c in found.candidates]

@@ -164,7 +164,8 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     documents, longest, tokens_by_row = _plain_rows(rows, settings)
     shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
     n_seqs = documents[read].reshape(shape).sum(axis=3, dtype=np.int64)
-    max_seqlen, tokens = longest[read].reshape(shape).max(axis=3), tokens_by_row[read].reshape(shape).sum(axis=3)
+    max_seqlen = longest[read].reshape(shape).max(axis=3)
+    tokens = tokens_by_row[read].reshape(shape).sum(axis=3)
     if rows.rule == "trl":
         padding = -tokens % settings.pad_seq_to_mult  # tokens at position 0, each of which begins a document
         n_seqs, tokens = n_seqs + padding, tokens + padding
@@ -189,7 +190,8 @@ def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingS
     Rows that are collated together (the whole share of a rank under `batch`, else one row) get one length, and
     `cu_seqlens` as long as that of the row with the most documents.
     """
-    documents, longest, totals = (a[read] for a in (rows.num_documents(), rows.longest(), rows.num_tokens()))
+    documents, longest = rows.num_documents()[read], rows.longest()[read]
+    totals = rows.num_tokens()[read]
     together = settings.loader == "batch"
     if settings.pad_to_max_length:
         length = np.full_like(totals, settings.seq_length)

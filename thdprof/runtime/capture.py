@@ -74,9 +74,7 @@ class GradientBuffers:
 
             return arrived
 
-        for position, (alias, buffer, main) in enumerate(
-            zip(aliases, self.buffers, self.uses_main_grad, strict=True)
-        ):
+        for position, (alias, buffer, main) in enumerate(zip(aliases, self.buffers, self.uses_main_grad, strict=True)):
             if not main:
                 alias.grad = buffer  # autograd adds to it in place
             alias.register_post_accumulate_grad_hook(hook(position, buffer if main else None))
@@ -250,7 +248,5 @@ def _pool_bytes(device: torch.device, pool: Any) -> int:
     """Bytes that the pool has reserved."""
     segments = torch.cuda.memory_snapshot()
     return sum(
-        s["total_size"]
-        for s in segments
-        if tuple(s["segment_pool_id"]) == tuple(pool) and s["device"] == device.index
+        s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool) and s["device"] == device.index
     )

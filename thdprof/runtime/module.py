@@ -38,7 +38,7 @@ class _Replay(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *output_grads: torch.Tensor | None) -> Any:
         return (None, None, None, *ctx.lease.backward(output_grads))
 
@@ -177,7 +177,9 @@ class GraphedModule(nn.Module):
         packed = next(v for v in (*args, *kwargs.values()) if isinstance(v, PackedSequence))
 
         def call(static: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
-            return self.module(*_substitute(args, static, metadata), **_substitute_named(args, kwargs, static, metadata))
+            return self.module(
+                *_substitute(args, static, metadata), **_substitute_named(args, kwargs, static, metadata)
+            )
 
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._bank = Bank(
@@ -227,7 +229,7 @@ class GraphedModule(nn.Module):
     ) -> Any:
         moved = to_device(packed, host, shape.n_tokens, tensors[0].device)
         if not (tensors[0].is_cuda and torch.is_grad_enabled() and self._sampled()):
-            return self.module(*_swap_packed(args, moved), **dict(zip(kwargs, _swap_packed(kwargs.values(), moved))))
+            return self.module(*_substitute(args, tensors, moved), **_substitute_named(args, kwargs, tensors, moved))
         events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
         first = self._first_grad(tensors)
         given = [_Mark.apply(events[3], t) if i == first else t for i, t in enumerate(tensors)]
@@ -282,7 +284,8 @@ class GraphedModule(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         self.recapture()
-        return super()._apply(*args, **kwargs)
+        super()._apply(*args, **kwargs)
+        return self
 
     def __enter__(self) -> Self:
         return self
@@ -330,10 +333,6 @@ def graphed(
         generators=generators,
         token_dim=token_dim,
     )
-
-
-def _swap_packed(values: Any, packed: PackedSequence) -> list[Any]:
-    return [packed if isinstance(v, PackedSequence) else v for v in values]
 
 
 def _substitute(values: Any, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> list[Any]:

@@ -64,9 +64,7 @@ def pack(
         raise ValueError(f"max_seqlen {max_seqlen} is less than the longest document, {longest}")
     idx = torch.from_numpy(_seq_idx(host, int(host[-1]))) if with_seq_idx else None
     boundaries = torch.from_numpy(host)
-    return PackedSequence(
-        cu_seqlens=boundaries, max_seqlen=int(max_seqlen), seq_idx=idx, cp_size=cp_size, host=host
-    )
+    return PackedSequence(cu_seqlens=boundaries, max_seqlen=int(max_seqlen), seq_idx=idx, cp_size=cp_size, host=host)
 
 
 def _seq_idx(host: NDArray[np.int32], n_tokens: int) -> NDArray[np.int32]:

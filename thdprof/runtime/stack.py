@@ -38,8 +38,10 @@ def _masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSeq
     position = torch.arange(q.shape[0], device=q.device)
     document = torch.searchsorted(packed.cu_seqlens[1:].contiguous(), position, right=True)
     mask = (document[:, None] == document[None, :]) & (position[:, None] >= position[None, :])
-    heads_first = (t.transpose(0, 1) for t in (q, k, v))
-    return functional.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(0, 1)
+    attended = functional.scaled_dot_product_attention(
+        q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=mask
+    )
+    return attended.transpose(0, 1)
 
 
 class PackedLayer(nn.Module):
@@ -55,7 +57,8 @@ class PackedLayer(nn.Module):
     def forward(self, x: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
         """`x` [tokens, hidden] -> [tokens, hidden]."""
         x = x + self.dropout(self.attention(self.norm1(x), packed))
-        return x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
+        forwarded: torch.Tensor = self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
+        return x + forwarded
 
 
 class PackedStack(nn.Module):

@@ -5,35 +5,20 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import bridge_rows, plain_pickle, row_lists
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
+from thdprof.analyze.sources.npy_header import read_header
 from thdprof.errors import DataError
-
-MAGIC = b"\x93NUMPY"
-
-
-def read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-    """Shape and dtype of a `.npy` file, which then stands at its content; None if the header is not one."""
-    try:
-        version = np.lib.format.read_magic(file)
-        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-        shape, _, dtype = read(file)
-    except (ValueError, KeyError, EOFError, TypeError, SyntaxError, RecursionError, MemoryError, OverflowError):
-        return None
-    return shape, dtype
 
 
 def recognises(path: Path) -> bool:
     """Whether the file is `.npy` with an array of objects, of at most one dimension."""
     with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            return False
-        file.seek(0)
         header = read_header(file)
     return header is not None and header[1].hasobject and len(header[0]) <= 1
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources import arrow_columns, bridge_npy, row_lists
+from thdprof.analyze.sources import arrow_columns, npy_header, row_lists
 from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths, fingerprint
 from thdprof.errors import DataError
 
@@ -41,8 +41,8 @@ def recognises(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(_SNIFFED_BYTES)
         file.seek(0)
-        if head.startswith(bridge_npy.MAGIC):
-            header = bridge_npy.read_header(file)
+        if head.startswith(npy_header.MAGIC):
+            header = npy_header.read_header(file)
             return header is not None and len(header[0]) == 1 and header[1].kind in "iu"
     if head.startswith(arrow_columns.PARQUET_MAGIC):
         schema = arrow_columns.parquet_schema(path)
@@ -74,10 +74,10 @@ def read(paths: Sequence[Path]) -> Dataset:
 
 def _read_file(path: Path) -> Lengths:
     with path.open("rb") as file:
-        head = file.read(len(bridge_npy.MAGIC))
+        head = file.read(len(npy_header.MAGIC))
     if head.startswith(arrow_columns.PARQUET_MAGIC):
         return _read_parquet(path)
-    return _read_npy(path) if head == bridge_npy.MAGIC else _read_lines(path)
+    return _read_npy(path) if head == npy_header.MAGIC else _read_lines(path)
 
 
 def _read_parquet(path: Path) -> Lengths:
@@ -106,7 +106,7 @@ def _column_of(schema: Any) -> str | None:
 
 def _read_npy(path: Path) -> Lengths:
     with path.open("rb") as file:
-        header = bridge_npy.read_header(file)
+        header = npy_header.read_header(file)
         if header is None or len(header[0]) != 1 or header[1].kind not in "iu":
             raise DataError(f"{path}: is no .npy of integers of one dimension")
         (count,), dtype = header
