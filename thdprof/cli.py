@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -20,6 +21,8 @@ from thdprof.errors import ThdprofError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from thdprof.analyze.analysis import Progress
 
 app = typer.Typer(
     name="thdprof",
@@ -191,7 +194,7 @@ def analyze(
             progress=progress,
         )
         if microbatches is not None:
-            progress("writing the table")
+            progress("writing the table", 1.0, 0)
             result.microbatches.write_parquet(microbatches)
     if output is not None:
         plan = make_plan(result)
@@ -354,17 +357,24 @@ def _console(*, stderr: bool) -> Console:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Any]:
-    """A callback that shows the stage on a terminal, with the time it takes, and nothing elsewhere."""
+def _progress() -> Iterator[Progress]:
+    """Shows the stage, a rate and the time left on a terminal, and nothing elsewhere."""
     if not sys.stderr.isatty():
-        yield lambda stage: None
+        yield lambda stage, done, documents: None
         return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    began = time.monotonic()
     with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda stage: bar.update(task, description=stage)
+        task = bar.add_task("starting", total=1.0, rate="")
+
+        def show(stage: str, done: float, documents: int) -> None:
+            rate = documents * done / max(1e-6, time.monotonic() - began)
+            text = f"{rate:,.0f} documents/s" if documents else ""
+            bar.update(task, description=stage, completed=done, rate=text)
+
+        yield show
 
 
 def main() -> NoReturn:

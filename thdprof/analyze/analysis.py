@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
 
 
+Progress = Callable[[str, float, int], None]
+"""Told the stage, the share of the whole work that is done, and the documents it is about (0: not known yet)."""
+_READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
+"""Of the time, what is over after reading and after replaying."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSummary:
     """The dataset that was read."""
@@ -95,7 +101,7 @@ def analyze(
     cost_table: Path | None = None,
     attention: Attention = "transformer_engine",
     limits: Limits | None = None,
-    progress: Callable[[str], None] = lambda stage: None,
+    progress: Progress = lambda stage, done, documents: None,
 ) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
 
@@ -106,15 +112,16 @@ def analyze(
         cost_table: measured costs; None takes the built-in ones of `attention`.
         attention: attention backend whose built-in costs are taken.
         limits: what the recommendation must keep to.
-        progress: called with a stage's name when it begins.
+        progress: called with the stage, the share of the whole work that is done, and the documents it is about.
 
     Raises:
         DataError: the dataset, the cost table, or what they hold.
         UsageError: settings that cannot be.
     """
     measured = load_costs(cost_table) if cost_table is not None else None
-    progress("reading")
+    progress("reading", 0.0, 0)
     dataset = read_dataset(locations, format=format)
+    documents = dataset.num_documents()
     settings, assumptions = resolve_settings(
         given,
         pack_tokens=dataset.pack_tokens,
@@ -122,10 +129,14 @@ def analyze(
         default_loader=_default_loader(dataset, given),
         num_datasets=len(dataset.uris),
     )
-    progress("replaying the schedule")
-    schedule = build_schedule(dataset, settings)
+
+    def tick(done: float) -> None:
+        progress("replaying the schedule", _READ_SHARE + (_REPLAYED_SHARE - _READ_SHARE) * done, documents)
+
+    tick(0.0)
+    schedule = build_schedule(dataset, settings, tick)
     table = schedule.table
-    progress("recommending")
+    progress("recommending", _REPLAYED_SHARE, documents)
     profile = Profile.of(table)
     in_flight = slots(
         pipeline_size=settings.pipeline_parallel_size,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from thdprof.errors import DataError, UsageError
 
 _LAST_EPOCH_THRESHOLD = 0.80
 _SEQUENCES_A_CHUNK = 1 << 18
+_SHUFFLE_SHARE = 0.7
+"""Of the time, what shuffling takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,7 @@ def gpt_samples(
     seed: int,
     add_extra_token: bool = True,
     where: str = "dataset",
+    tick: Callable[[float], None] = lambda done: None,
 ) -> Samples:
     """What GPTDataset serves for the sequences of one split.
 
@@ -70,6 +74,7 @@ def gpt_samples(
         seed: of the one RandomState that shuffles sequences first, then samples.
         add_extra_token: whether a sample is drawn with one token more.
         where: names the dataset in errors.
+        tick: called with the share of the work that is done.
 
     Raises:
         DataError: the split has too few tokens for one sample.
@@ -97,7 +102,8 @@ def gpt_samples(
             )
     random = np.random.RandomState(seed)
     ends = _shuffled_ends(sequence_tokens, epochs, last_apart=last_apart, random=random)
-    packed = _count(ends, seq_length, total, extra)
+    tick(_SHUFFLE_SHARE)
+    packed = _count(ends, seq_length, total, extra, lambda done: tick(_SHUFFLE_SHARE + (1 - _SHUFFLE_SHARE) * done))
     del ends
     # one 64-bit value a sample: shuffling the values is shuffling the samples, and NumPy is quickest on 8 bytes
     random.shuffle(packed[:before] if last_apart else packed)
@@ -123,7 +129,9 @@ def _shuffled_ends(
     return np.cumsum(stream, out=stream)
 
 
-def _count(ends: NDArray[np.int64], seq_length: int, total: int, extra: int) -> NDArray[np.int64]:
+def _count(
+    ends: NDArray[np.int64], seq_length: int, total: int, extra: int, tick: Callable[[float], None]
+) -> NDArray[np.int64]:
     """Documents (low 32 bits) and longest document (high 32 bits) of every sample, unshuffled, shape [total].
 
     Sample k holds stream tokens k*S up to (k+1)*S. It begins in the sequence that holds the last token drawn for the
@@ -144,8 +152,10 @@ def _count(ends: NDArray[np.int64], seq_length: int, total: int, extra: int) -> 
         packed[low:high, 1] = _longest(ends, cuts, begin, end)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # NumPy lets go of the lock in these loops
-        for done in [threads.submit(count_chunk, low) for low in range(0, total, chunk)]:
-            done.result()
+        counted = [threads.submit(count_chunk, low) for low in range(0, total, chunk)]
+        for done, chunk_counted in enumerate(counted, start=1):
+            chunk_counted.result()
+            tick(done / len(counted))
     return packed.reshape(-1).view(np.int64)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,11 @@ class Schedule:
     """The same packer's without --max-docs-per-pack; None without the cap."""
 
 
-def build_schedule(dataset: Dataset, settings: TrainingSettings) -> Schedule:
+Tick = Callable[[float], None]
+"""Called with the share of the work that is done."""
+
+
+def build_schedule(dataset: Dataset, settings: TrainingSettings, tick: Tick = lambda done: None) -> Schedule:
     """The micro-batches of the run that `settings` describe on `dataset`.
 
     Raises:
@@ -45,14 +50,14 @@ def build_schedule(dataset: Dataset, settings: TrainingSettings) -> Schedule:
         case UnpackedDocuments():
             return _schedule_documents(dataset.content, settings)
         case streams:
-            return _schedule_streams(streams, settings)
+            return _schedule_streams(streams, settings, tick)
 
 
-def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings) -> Schedule:
+def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick) -> Schedule:
     samples = (
-        _blended(streams, settings)
+        _blended(streams, settings, tick)
         if len(streams) > 1 or settings.weights
-        else _samples_of(streams[0], settings.train_samples, settings)
+        else _samples_of(streams[0], settings.train_samples, settings, tick)
     )
     if int(samples.n_seqs.max()) > settings.seq_length:
         raise DataError(
@@ -69,7 +74,7 @@ def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings
     return Schedule(table=_merge(n_seqs, max_seqlen, tokens, settings), notes=notes)
 
 
-def _samples_of(stream: TokenStream, num_samples: int | None, settings: TrainingSettings) -> Samples:
+def _samples_of(stream: TokenStream, num_samples: int | None, settings: TrainingSettings, tick: Tick) -> Samples:
     lengths = stream.sequence_tokens
     return gpt_samples(
         lengths[train_share(settings.split, len(lengths))],
@@ -78,19 +83,22 @@ def _samples_of(stream: TokenStream, num_samples: int | None, settings: Training
         seed=settings.seed,
         add_extra_token=settings.add_extra_token,
         where=stream.path,
+        tick=tick,
     )
 
 
-def _blended(streams: Sequence[TokenStream], settings: TrainingSettings) -> Samples:
+def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick) -> Samples:
     """The samples of a blend, in the order of its top-level dataset."""
+    ends = np.cumsum([len(s.sequence_tokens) for s in streams]) / sum(len(s.sequence_tokens) for s in streams)
+    ticks = [partial(_tick_between, tick, low, high) for low, high in zip([0.0, *ends], ends, strict=False)]
     if settings.weights is not None:
         assert settings.train_samples is not None  # settings refuse weights without it
         weights: Sequence[float] = blend.normalize(settings.weights)
         sizes = blend.drawn_and_built(weights, settings.train_samples)
-        parts = [_samples_of(s, built, settings) for s, (_, built) in zip(streams, sizes, strict=True)]
+        parts = [_samples_of(s, n, settings, t) for s, (_, n), t in zip(streams, sizes, ticks, strict=True)]
         order = blend.blend_order(weights, sum(drawn for drawn, _ in sizes))
     else:
-        parts = [_samples_of(s, None, settings) for s in streams]
+        parts = [_samples_of(s, None, settings, t) for s, t in zip(streams, ticks, strict=True)]
         weights = [len(p) for p in parts]
         if settings.train_samples is None:
             order = blend.exhaustive_order([len(p) for p in parts])
@@ -103,6 +111,11 @@ def _blended(streams: Sequence[TokenStream], settings: TrainingSettings) -> Samp
         count = int(here.sum())
         n_seqs[here], max_seqlen[here] = part.n_seqs[:count], part.max_seqlen[:count]
     return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen)
+
+
+def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
+    """Tell `tick` of a part that reaches from share `low` to `high` of the whole."""
+    tick(low + (high - low) * done)
 
 
 def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:

@@ -1,4 +1,4 @@
-"""Careful reading of integer columns with pyarrow: nothing is believed that the file's size does not bear out."""
+"""Columns of pyarrow as NumPy arrays, checked; its own conversion would import pandas."""
 
 from __future__ import annotations
 
@@ -10,30 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.parquet_pages import CorruptPage, num_values, pages
 from thdprof.errors import DataError
-
-PARQUET_MAGIC = b"PAR1"
-_FREE_VALUES = 2**24
-_VALUES_PER_BYTE = 64
-"""Values believed of a byte of the file, beyond `_FREE_VALUES`: run-length encoding packs many into one."""
-
-
-def is_parquet(path: Path) -> bool:
-    """Whether the file begins as parquet files do."""
-    with path.open("rb") as file:
-        return file.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
-
-
-def parquet_schema(path: Path) -> Any:
-    """The `pyarrow.Schema` of a parquet file; None if it is none, or broken."""
-    if not is_parquet(path):
-        return None
-    try:
-        with open_parquet(path) as file:
-            return file.schema_arrow
-    except DataError:
-        return None
 
 
 @contextmanager
@@ -48,111 +25,6 @@ def arrow_errors(path: Path) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split()).split(" Detail:")[0][:200] or type(error).__name__
         raise DataError(f"{path}: cannot be read, truncated or corrupt: {reason}") from error
-
-
-@contextmanager
-def open_parquet(path: Path) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile` whose footer fits the file.
-
-    Raises:
-        DataError: no parquet file, truncated, or a footer that does not hold together.
-    """
-    import pyarrow.parquet as pq
-
-    size = path.stat().st_size
-    with path.open("rb") as raw:
-        head = raw.read(len(PARQUET_MAGIC))
-        raw.seek(max(0, size - 8))
-        tail = raw.read()
-    if head != PARQUET_MAGIC:
-        raise DataError(f"{path}: not a parquet file: it begins with {head!r}, not {PARQUET_MAGIC!r}")
-    if size < 12 or tail[4:] != PARQUET_MAGIC:
-        raise DataError(f"{path}: truncated: it does not end with {PARQUET_MAGIC!r} as a parquet file does")
-    footer = int.from_bytes(tail[:4], "little")
-    if footer > size - 12:
-        raise DataError(f"{path}: corrupt: a footer of {footer} bytes in a file of {size}")
-    with arrow_errors(path), pq.ParquetFile(path) as file:
-        metadata = file.metadata
-        groups = sum(metadata.row_group(g).num_rows for g in range(metadata.num_row_groups))
-        if groups != metadata.num_rows:
-            raise DataError(f"{path}: corrupt: {metadata.num_rows} rows, but its row groups hold {groups}")
-        yield file
-
-
-def leaf_of(file: Any, name: str) -> int:
-    """Index of the one leaf column below top-level column `name`, or -1 if there is not exactly one."""
-    paths = [file.schema.column(i).path for i in range(len(file.schema))]
-    leaves = [i for i, p in enumerate(paths) if p == name or p.startswith(name + ".")]
-    return leaves[0] if len(leaves) == 1 else -1
-
-
-def column_chunks(path: Path, file: Any, leaf: int) -> Iterator[tuple[int, Any, memoryview]]:
-    """Row group, metadata and raw bytes of every chunk of a leaf column; row groups without rows are left out.
-
-    Raises:
-        DataError: a chunk lies outside the file, or its counts cannot be.
-    """
-    size = path.stat().st_size
-    name = file.schema.column(leaf).path
-    with path.open("rb") as raw:
-        for group in range(file.metadata.num_row_groups):
-            where = f"{path}: corrupt: row group {group}, column {name}"
-            row_group = file.metadata.row_group(group)
-            if leaf >= row_group.num_columns:
-                raise DataError(f"{where}: missing")
-            chunk = row_group.column(leaf)
-            if row_group.num_rows == 0 and chunk.num_values == 0:
-                continue
-            start, length = chunk.data_page_offset, chunk.total_compressed_size
-            if chunk.dictionary_page_offset is not None and 0 < chunk.dictionary_page_offset < start:
-                start = chunk.dictionary_page_offset
-            if start < 4 or length < 0 or start + length > size:
-                raise DataError(f"{where}: bytes {start} to {start + length} of a file of {size}")
-            if not row_group.num_rows <= chunk.num_values <= _FREE_VALUES + _VALUES_PER_BYTE * size:
-                raise DataError(f"{where}: {chunk.num_values} values for {row_group.num_rows} rows")
-            raw.seek(start)
-            yield group, chunk, memoryview(raw.read(length))
-
-
-def check_column(path: Path, file: Any, leaf: int) -> None:
-    """Walk the page headers of a leaf column, so that decoding it takes memory in proportion to the file.
-
-    Raises:
-        DataError: a chunk or page that cannot be.
-    """
-    values = 0
-    for _, chunk, data in column_chunks(path, file, leaf):
-        try:
-            held = sum(num_values(page) for page in pages(data))
-        except CorruptPage as error:
-            raise DataError(f"{path}: corrupt: column {file.schema.column(leaf).path}: {error}") from error
-        values += held
-        if held != chunk.num_values or values > _FREE_VALUES + _VALUES_PER_BYTE * path.stat().st_size:
-            raise DataError(
-                f"{path}: corrupt: column {file.schema.column(leaf).path}: its pages hold {held} values where the "
-                f"footer has {chunk.num_values}"
-            )
-
-
-def read_parquet_column(path: Path, file: Any, name: str) -> Any:
-    """Top-level column `name` as a `pyarrow.ChunkedArray`.
-
-    Raises:
-        DataError: nested deeper than lists, or corrupt.
-    """
-    leaf = leaf_of(file, name)
-    if leaf < 0:
-        raise DataError(
-            f"{path}: column {name}: is {file.schema_arrow.field(name).type}, not integers or lists of them"
-        )
-    check_column(path, file, leaf)
-    with arrow_errors(path):
-        column = file.read(columns=[file.schema.column(leaf).path]).column(0)
-    if len(column) != file.metadata.num_rows:  # pyarrow stops at an empty page without a word
-        raise DataError(
-            f"{path}: column {name}: holds {len(column)} rows of the {file.metadata.num_rows} in the footer"
-        )
-    return column
 
 
 def is_list(kind: Any) -> bool:

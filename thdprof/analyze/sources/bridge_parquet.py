@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources import arrow_columns, bridge_rows, parquet_pages, row_lists
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
+from thdprof.analyze.sources.parquet_file import ParquetFile, open_parquet, parquet_schema
 from thdprof.errors import DataError
 
 
 def recognises(path: Path) -> bool:
     """Whether the file is parquet with Bridge's three columns."""
-    schema = arrow_columns.parquet_schema(path)
+    schema = parquet_schema(path)
     return schema is not None and set(bridge_rows.KEYS) <= set(schema.names)
 
 
@@ -28,9 +28,9 @@ def read(paths: Sequence[Path]) -> Dataset:
     """
     parts, digests = [], []
     for path in paths:
-        with arrow_columns.open_parquet(path) as file:
-            parts.append(_read_rows(path, file))
-        digests += [str(path.stat().st_size).encode(), _footer(path)]
+        with open_parquet(path) as file:
+            parts.append(_read_rows(file))
+            digests += [str(path.stat().st_size).encode(), file.footer]
     rows = row_lists.join_rows(parts, "bridge")
     return Dataset(
         format=FORMAT.name,
@@ -41,67 +41,53 @@ def read(paths: Sequence[Path]) -> Dataset:
     )
 
 
-def _read_rows(path: Path, file: Any) -> row_lists.Rows:
+def _read_rows(file: ParquetFile) -> row_lists.Rows:
     """Document tokens and row offsets of one file."""
-    schema = file.schema_arrow
+    path, names = file.path, file.schema.names
     for name in bridge_rows.KEYS:
-        if name not in schema.names:
-            raise DataError(f"{path}: column {name} is missing; it has {', '.join(schema.names)}")
-    kind = schema.field("loss_mask").type
-    if not arrow_columns.is_list(kind) or arrow_columns.leaf_of(file, "loss_mask") < 0:
+        if name not in names:
+            raise DataError(f"{path}: column {name} is missing; it has {', '.join(names)}")
+    kind = file.schema.field("loss_mask").type
+    if not arrow_columns.is_list(kind) or file.leaf("loss_mask") < 0:
         raise DataError(f"{path}: column loss_mask: is {kind}, not lists of numbers")
-    column = arrow_columns.read_parquet_column(path, file, "seq_start_id")
-    starts, offsets = arrow_columns.list_integers(column, f"{path}: column seq_start_id")
+    where = f"{path}: column seq_start_id"
+    starts, offsets = arrow_columns.list_integers(file.read_column("seq_start_id"), where)
     if len(offsets) == 1:
         raise DataError(f"{path}: holds no rows; pack it again with data")
-    lengths = _row_lengths(path, file)
-    if len(lengths) != len(offsets) - 1:
-        raise DataError(f"{path}: corrupt: {len(offsets) - 1} rows of seq_start_id, {len(lengths)} of loss_mask")
-    return bridge_rows.document_tokens(starts, offsets, lengths, str(path)), offsets
+    return bridge_rows.document_tokens(starts, offsets, _row_lengths(file), str(path)), offsets
 
 
-def _row_lengths(path: Path, file: Any) -> NDArray[np.int64]:
+def _row_lengths(file: ParquetFile) -> NDArray[np.int64]:
     """Tokens of every row, int64, shape [rows]: the lengths of the lists of `loss_mask`."""
-    leaf = arrow_columns.leaf_of(file, "loss_mask")
-    column = file.schema.column(leaf)
+    leaf = file.leaf("loss_mask")
+    column = file.arrow.schema.column(leaf)
     lengths, row = [], 0
-    for group, chunk, data in arrow_columns.column_chunks(path, file, leaf):
-        rows = file.metadata.row_group(group).num_rows
+    for chunk in file.chunks(leaf):
         try:
             if column.max_repetition_level != 1:
                 raise parquet_pages.UnsupportedPage("nested lists")
             found = parquet_pages.list_lengths(
-                data, codec=chunk.compression, max_definition=column.max_definition_level, rows=rows
+                chunk.content, codec=chunk.codec, max_definition=column.max_definition_level, rows=chunk.num_rows
             )
         except parquet_pages.CorruptPage as error:
-            raise DataError(f"{path}: corrupt: row group {group}, column loss_mask: {error}") from error
+            raise DataError(f"{file.path}: corrupt: row group {chunk.group}, column loss_mask: {error}") from error
         except parquet_pages.UnsupportedPage:
-            found = _decoded_lengths(path, file, group, row)
+            found = _decoded_lengths(file, chunk.group, row)
         lengths.append(found)
-        row += rows
+        row += chunk.num_rows
     return np.concatenate(lengths)
 
 
-def _decoded_lengths(path: Path, file: Any, group: int, row: int) -> NDArray[np.int64]:
+def _decoded_lengths(file: ParquetFile, group: int, row: int) -> NDArray[np.int64]:
     """The same of one row group by decoding the column, for whatever parquet allows; `row` is its first row."""
-    arrow_columns.check_column(path, file, arrow_columns.leaf_of(file, "loss_mask"))
-    with arrow_columns.arrow_errors(path):
-        lists = file.read_row_group(group, columns=["loss_mask"]).column(0)
-    where = f"{path}: column loss_mask"
-    lengths = []
-    for chunk in lists.chunks:
-        lengths.append(arrow_columns.list_lengths(chunk, where, row))
-        row += len(chunk)
+    file.check_pages(file.leaf("loss_mask"))
+    with arrow_columns.arrow_errors(file.path):
+        lists = file.arrow.read_row_group(group, columns=["loss_mask"]).column(0)
+    lengths, where = [], f"{file.path}: column loss_mask"
+    for part in lists.chunks:
+        lengths.append(arrow_columns.list_lengths(part, where, row))
+        row += len(part)
     return np.concatenate(lengths)
-
-
-def _footer(path: Path) -> bytes:
-    """The parquet footer: sizes, offsets and statistics of every chunk."""
-    with path.open("rb") as raw:
-        raw.seek(-8, 2)
-        size = int.from_bytes(raw.read(4), "little")
-        raw.seek(-8 - size, 2)
-        return raw.read(size)
 
 
 FORMAT = Format(

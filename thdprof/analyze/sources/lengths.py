@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources import arrow_columns, npy_header, row_lists
+from thdprof.analyze.sources import arrow_columns, npy_header, parquet_file, row_lists
 from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths, fingerprint
 from thdprof.errors import DataError
 
@@ -44,8 +44,8 @@ def recognises(path: Path) -> bool:
         if head.startswith(npy_header.MAGIC):
             header = npy_header.read_header(file)
             return header is not None and len(header[0]) == 1 and header[1].kind in "iu"
-    if head.startswith(arrow_columns.PARQUET_MAGIC):
-        schema = arrow_columns.parquet_schema(path)
+    if head.startswith(parquet_file.MAGIC):
+        schema = parquet_file.parquet_schema(path)
         return schema is not None and _column_of(schema) is not None
     return _begins_with_lengths(head)
 
@@ -75,21 +75,20 @@ def read(paths: Sequence[Path]) -> Dataset:
 def _read_file(path: Path) -> Lengths:
     with path.open("rb") as file:
         head = file.read(len(npy_header.MAGIC))
-    if head.startswith(arrow_columns.PARQUET_MAGIC):
+    if head.startswith(parquet_file.MAGIC):
         return _read_parquet(path)
     return _read_npy(path) if head == npy_header.MAGIC else _read_lines(path)
 
 
 def _read_parquet(path: Path) -> Lengths:
-    with arrow_columns.open_parquet(path) as file:
-        name = _column_of(file.schema_arrow)
+    with parquet_file.open_parquet(path) as file:
+        name = _column_of(file.schema)
         if name is None:
             raise DataError(f"{path}: no column of integers or lists of them is named {', '.join(KEYS)}")
-        column = arrow_columns.read_parquet_column(path, file, name)
-    where = f"{path}: column {name}"
-    if arrow_columns.is_list(column.type):
-        return row_lists.check_rows(*arrow_columns.list_integers(column, where), where)
-    return _documents(arrow_columns.integers(column, where), where)
+        column, where = file.read_column(name), f"{path}: column {name}"
+        if arrow_columns.is_list(column.type):
+            return row_lists.check_rows(*arrow_columns.list_integers(column, where), where)
+        return _documents(arrow_columns.integers(column, where), where)
 
 
 def _column_of(schema: Any) -> str | None:

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources.parquet_thrift import CorruptThrift, read_struct, read_varint
+
 _DATA_PAGE, _INDEX_PAGE, _DICTIONARY_PAGE, _DATA_PAGE_V2 = range(4)
 _RLE = 3
 _CODECS = {
@@ -21,10 +23,9 @@ _CODECS = {
     "GZIP": "gzip",
     "BROTLI": "brotli",
     "ZSTD": "zstd",
-    "LZ4": "lz4_raw",
+    "LZ4_RAW": "lz4_raw",
     "UNCOMPRESSED": None,
 }
-_DEEPEST_STRUCT = 4
 _INFLATION = 64
 """Uncompressed bytes believed of a compressed byte, beyond a free allowance."""
 _FREE_BYTES = 2**26
@@ -57,7 +58,10 @@ def pages(chunk: memoryview) -> Iterator[Page]:
     """
     position, allowance = 0, _FREE_BYTES + _INFLATION * len(chunk)
     while position < len(chunk):
-        header, position = _struct(chunk, position)
+        try:
+            header, position = read_struct(chunk, position)
+        except CorruptThrift as error:
+            raise CorruptPage(f"a page header {error}") from error
         kind, inflated, size = header.get(1), header.get(2), header.get(3)
         if not (isinstance(kind, int) and isinstance(inflated, int) and isinstance(size, int)):
             raise CorruptPage("a page header lacks its type or sizes")
@@ -82,7 +86,7 @@ def num_values(page: Page) -> int:
 def list_lengths(chunk: memoryview, *, codec: str, max_definition: int, rows: int) -> NDArray[np.int64]:
     """Lengths of the lists of one column chunk without nulls and without empty lists, int64, shape [rows].
 
-    `codec` is pyarrow's name of the chunk's compression, `max_definition` the column's highest definition level.
+    `codec` is parquet's name of the chunk's compression, `max_definition` the column's highest definition level.
 
     Raises:
         CorruptPage: the levels do not hold together, or do not make `rows` lists.
@@ -93,7 +97,11 @@ def list_lengths(chunk: memoryview, *, codec: str, max_definition: int, rows: in
         count = num_values(page)
         if count:
             repetition, definition = _levels(page, codec)
-            if not _all_equal(definition, count, max_definition):
+            try:
+                all_there = _all_equal(definition, count, max_definition)
+            except (IndexError, CorruptThrift) as error:
+                raise CorruptPage("the definition levels end early") from error
+            if not all_there:
                 raise UnsupportedPage("nulls or empty lists")
             starts.append(_zeros(repetition, count) + total)
             total += count
@@ -138,8 +146,6 @@ def _decompress(page: Page, codec: str) -> memoryview:
     try:
         return memoryview(pa.Codec(name).decompress(page.body, decompressed_size=page.uncompressed_bytes))
     except (pa.ArrowException, OSError, MemoryError) as error:
-        if codec == "LZ4":  # Hadoop's framing goes by the same name
-            raise UnsupportedPage("compression LZ4 with frames") from error
         raise CorruptPage(f"a page does not decompress ({codec})") from error
 
 
@@ -147,7 +153,7 @@ def _zeros(encoded: bytes, count: int) -> NDArray[np.int64]:
     """Positions of the zeros among `count` levels of one bit each, int64, ascending."""
     try:
         packed_at, packed_groups, packed, runs = _split_runs(encoded, count)
-    except IndexError as error:
+    except (IndexError, CorruptThrift) as error:
         raise CorruptPage("the repetition levels end early") from error
     zeros = [np.arange(at, min(at + length, count), dtype=np.int64) for at, length in runs]
     if packed:
@@ -181,7 +187,7 @@ def _split_runs(encoded: bytes, count: int) -> tuple[list[int], list[int], list[
                 header += (second - 1) << 7
                 position += 2
             else:
-                header, position = _varint(encoded, position)
+                header, position = read_varint(encoded, position)
         else:
             position += 1
         if header < 2:
@@ -206,7 +212,7 @@ def _all_equal(encoded: bytes, count: int, level: int) -> bool:
     width = level.bit_length()
     position = at = 0
     while at < count:
-        header, position = _varint(encoded, position)
+        header, position = read_varint(encoded, position)
         if header & 1:
             size = (header >> 1) * width
             valid_bits = min(size * 8, (count - at) * width)
@@ -219,62 +225,10 @@ def _all_equal(encoded: bytes, count: int, level: int) -> bool:
             position += size
             at += (header >> 1) * 8
         else:
-            if not header or position >= len(encoded):
-                raise CorruptPage("the definition levels end early")
+            if not header:
+                raise CorruptPage("the definition levels have an empty run")
             if encoded[position] != level:
                 return False
             position += 1
             at += header >> 1
     return True
-
-
-def _varint(data: bytes | memoryview, position: int) -> tuple[int, int]:
-    """An unsigned LEB128 number of at most 64 bits, and the position after it."""
-    value = shift = 0
-    while position < len(data) and shift < 64:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-    raise CorruptPage("a number runs past its end")
-
-
-def _struct(data: memoryview, position: int, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """A struct of thrift's compact protocol as {field id: value}, and the position after it."""
-    if depth > _DEEPEST_STRUCT:
-        raise CorruptPage("a page header is nested too deeply")
-    fields: dict[int, Any] = {}
-    identifier = 0
-    while position < len(data):
-        head = data[position]
-        position += 1
-        if head == 0:
-            return fields, position
-        if head >> 4:
-            identifier += head >> 4
-        else:
-            identifier, position = _zigzag(data, position)
-        match head & 0x0F:
-            case 1 | 2:
-                fields[identifier] = (head & 0x0F) == 1
-            case 3:
-                position += 1
-            case 4 | 5 | 6:
-                fields[identifier], position = _zigzag(data, position)
-            case 7:
-                position += 8
-            case 8:
-                size, position = _varint(data, position)
-                position += size
-            case 12:
-                fields[identifier], position = _struct(data, position, depth + 1)
-            case kind:
-                raise CorruptPage(f"a page header has a field of unknown kind {kind}")
-    raise CorruptPage("a page header runs past its end")
-
-
-def _zigzag(data: memoryview, position: int) -> tuple[int, int]:
-    value, position = _varint(data, position)
-    return (value >> 1) ^ -(value & 1), position

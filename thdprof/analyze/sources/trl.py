@@ -15,6 +15,7 @@ import numpy as np
 
 from thdprof.analyze.sources import arrow_columns, row_lists
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
+from thdprof.analyze.sources.parquet_file import is_parquet, open_parquet, parquet_schema
 from thdprof.errors import DataError
 
 COLUMN = "seq_lengths"
@@ -24,8 +25,8 @@ _STREAM_MAGIC = b"\xff\xff\xff\xff"
 
 def recognises(path: Path) -> bool:
     """Whether the file has a column `seq_lengths` of lists; not one that `datasets` cached beside its data."""
-    if arrow_columns.is_parquet(path):
-        schema = arrow_columns.parquet_schema(path)
+    if is_parquet(path):
+        schema = parquet_schema(path)
     else:
         schema = _arrow_schema(path) if _is_arrow(path) and _belongs(path) else None
     if schema is None or schema.get_field_index(COLUMN) < 0 or "seq_start_id" in schema.names:
@@ -56,13 +57,14 @@ def read(paths: Sequence[Path]) -> Dataset:
 def _read_rows(path: Path) -> row_lists.Rows:
     """Document tokens and row offsets of one file."""
     where = f"{path}: column {COLUMN}"
-    if arrow_columns.is_parquet(path):
-        with arrow_columns.open_parquet(path) as file:
-            _require(file.schema_arrow, path)
-            column = arrow_columns.read_parquet_column(path, file, COLUMN)
+    if is_parquet(path):
+        with open_parquet(path) as file:
+            _require(file.schema, path)
+            column = file.read_column(COLUMN)
     else:
         column = _read_arrow(path)
-    values, offsets = arrow_columns.list_integers(column, where)
+    with arrow_columns.arrow_errors(path):
+        values, offsets = arrow_columns.list_integers(column, where)
     return row_lists.check_rows(values, offsets, where)
 
 
@@ -70,7 +72,7 @@ def _arrow_schema(path: Path) -> Any:
     """The schema of an Arrow file; None if it is broken."""
     try:
         with _open_arrow(path) as reader:
-            return reader.schema
+            return reader.schema if reader.schema.names else None  # names that are no UTF-8 raise here
     except DataError:
         return None
 
