@@ -271,13 +271,13 @@ class TestTrl:
         assert dataset.format == "trl"
         assert dataset.pack_tokens == 11
         assert dataset.notes == ("pack size taken from the fullest row, 11 tokens; TRL's max_length is that or more",)
-        assert_rows(dataset, ROWS, "concatenate")
+        assert_rows(dataset, ROWS, "trl")
 
     @settings(max_examples=30, deadline=None)
     @given(rows=strategies.rows, kind=st.sampled_from(["parquet", "file", "stream"]))
     def test_equals_what_was_written(self, tmp_path_factory, rows, kind):
         path = files.write_trl(tmp_path_factory.mktemp("trl") / "a.data", rows, kind=kind)
-        assert_rows(read_dataset([str(path)]), rows, "concatenate")
+        assert_rows(read_dataset([str(path)]), rows, "trl")
 
     def test_reads_a_directory_of_save_to_disk(self, tmp_path):
         huggingface.disable_progress_bars()
@@ -286,7 +286,7 @@ class TestTrl:
         files.write_trl(tmp_path / "d" / "cache-0123.arrow", ROWS, kind="stream")  # as Dataset.map leaves behind
         dataset = read_dataset([str(tmp_path / "d")])
         assert len(dataset.uris) == 2
-        assert_rows(dataset, ROWS, "concatenate")
+        assert_rows(dataset, ROWS, "trl")
 
     @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
     @pytest.mark.parametrize(

@@ -247,6 +247,33 @@ def export(
 
 
 @app.command(no_args_is_help=True)
+def compare(
+    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    stats: Annotated[Path, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.")],
+    tolerance: Annotated[str, typer.Option(help="Largest difference of a share: 0.01 or 1%.")] = "0.01",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Hold a run's statistics against its plan's prediction; exit 3 where they differ."""
+    from thdprof.compare import compare as run
+    from thdprof.compare import print_comparison, read_stats, to_json
+    from thdprof.errors import GateError
+    from thdprof.plan import load_plan
+
+    allowed = _rate("--tolerance", tolerance)
+    assert allowed is not None
+    result = run(load_plan(plan), read_stats(stats), tolerance=allowed, where=str(stats))
+    if json:
+        _print(to_json(result) + "\n")
+    else:
+        print_comparison(result, _console(stderr=False))
+    if not result.holds:
+        raise GateError(
+            f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "
+            f"{allowed:.3%}: analyse the data and settings that were trained on"
+        )
+
+
+@app.command(no_args_is_help=True)
 def demo(
     directory: Annotated[Path, typer.Argument(help="Where to write the sample datasets.")],
     force: Annotated[bool, typer.Option("--force", help="Write into a directory that is not empty.")] = False,

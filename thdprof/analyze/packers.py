@@ -78,7 +78,7 @@ def pack_rows(
             place = _next_fit
             lengths = _cut(lengths, pack_tokens, pad_to_multiple, notes)
         case "best_fit_decreasing":
-            place = _best_fit
+            rule, place = "trl", _best_fit
             lengths = _longest_first(_cut(lengths, pack_tokens, 1, notes), notes)
         case _:
             raise UsageError(f"--packer {packer}: makes no rows ahead of training")

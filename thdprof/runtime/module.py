@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from thdprof.runtime.bank import Bank, BankOptions, Lease
 from thdprof.runtime.capture import restore
 from thdprof.runtime.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime.padding import PackedSequence, TailPolicy, shape_of, to_device, with_tail
 from thdprof.runtime.stats import Stats
+from thdprof.runtime.timing import PassTimer, mark_first
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
 
 logger = logging.getLogger(__name__)
+
+_TIMERS_KEPT = 1000
 
 
 class FallbackError(RuntimeError):
@@ -41,20 +46,6 @@ class _Replay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *output_grads: torch.Tensor | None) -> Any:
         return (None, None, None, *ctx.lease.backward(output_grads))
-
-
-class _Mark(torch.autograd.Function):
-    """Identity whose backward records an event."""
-
-    @staticmethod
-    def forward(ctx: Any, event: torch.cuda.Event, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.event = event
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.event.record()
-        return None, grad
 
 
 class GraphedModule(nn.Module):
@@ -89,6 +80,7 @@ class GraphedModule(nn.Module):
         self.enabled = True
         """Set to False to run eagerly, with reason `disabled_by_user`."""
         self._dispatcher = Dispatcher(buckets)
+        self._buckets = self._dispatcher.buckets
         self._num_slots, self._policy = num_slots, tail_policy
         self._overflow, self._capture = overflow, capture
         self._generators, self._token_dim, self._sample_every = tuple(generators), token_dim, sample_every
@@ -96,7 +88,7 @@ class GraphedModule(nn.Module):
         self._signature: tuple[Any, ...] | None = None
         self._stats = Stats()
         self._explained: set[FallbackReason] = set()
-        self._timed: list[tuple[bool, list[torch.cuda.Event]]] = []
+        self._timers: list[PassTimer] = []
         self._anchor: torch.Tensor | None = None
 
     def stats(self) -> Stats:
@@ -187,7 +179,7 @@ class GraphedModule(nn.Module):
             call,
             tensors,
             BankOptions(
-                buckets=self._dispatcher.buckets,
+                buckets=self._buckets,
                 num_slots=self._num_slots,
                 generators=generators,
                 with_seq_idx=packed.seq_idx is not None,
@@ -211,57 +203,47 @@ class GraphedModule(nn.Module):
         self._stats.captures = sum(len(slot.passes) for slot in self._bank.slots)
 
     def _replay(self, lease: Lease, host: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        captured = lease.captured
-        if self._sampled():
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-            events[0].record()
-            marked = [_Mark.apply(events[3], t) if i == self._first_grad(tensors) else t for i, t in enumerate(tensors)]
-            outputs = _Replay.apply(lease, host, self._anchor, *marked)
-            events[1].record()
-            outputs = _mark_outputs(outputs, events[2])
-            self._timed.append((True, events))
-        else:
-            outputs = _Replay.apply(lease, host, self._anchor, *tensors)
-        return restore(outputs, captured.spec)
+        spec = lease.captured.spec
+        timer = self._timer(replayed=True)
+        marked = mark_first(tensors, timer.backward_ends) if timer is not None else None
+        if timer is None or marked is None:
+            return restore(_Replay.apply(lease, host, self._anchor, *tensors), spec)
+        timer.forward_begins()
+        outputs = _Replay.apply(lease, host, self._anchor, *marked)
+        timer.forward_ends()
+        return restore(mark_first(outputs, timer.backward_begins) or outputs, spec)
 
     def _run_eagerly(
         self, args: Any, kwargs: Any, packed: PackedSequence, host: Any, shape: Shape, tensors: Sequence[torch.Tensor]
     ) -> Any:
         moved = to_device(packed, host, shape.n_tokens, tensors[0].device)
-        if not (tensors[0].is_cuda and torch.is_grad_enabled() and self._sampled()):
+        timer = self._timer(replayed=False) if tensors[0].is_cuda and torch.is_grad_enabled() else None
+        marked = mark_first(tensors, timer.backward_ends) if timer is not None else None
+        if timer is None or marked is None:
             return self.module(*_substitute(args, tensors, moved), **_substitute_named(args, kwargs, tensors, moved))
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        first = self._first_grad(tensors)
-        given = [_Mark.apply(events[3], t) if i == first else t for i, t in enumerate(tensors)]
-        events[0].record()
-        result = self.module(*_substitute(args, given, moved), **_substitute_named(args, kwargs, given, moved))
-        events[1].record()
-        if first is not None and isinstance(result, torch.Tensor):
-            result = _Mark.apply(events[2], result)
-            self._timed.append((False, events))
-        return result
+        timer.forward_begins()
+        result = self.module(*_substitute(args, marked, moved), **_substitute_named(args, kwargs, marked, moved))
+        timer.forward_ends()
+        outputs, spec = tree_flatten(result)
+        return restore(mark_first(outputs, timer.backward_begins) or outputs, spec)
 
-    @staticmethod
-    def _first_grad(tensors: Sequence[torch.Tensor]) -> int | None:
-        return next((i for i, t in enumerate(tensors) if t.requires_grad), None)
-
-    def _sampled(self) -> bool:
-        return self._sample_every > 0 and self._stats.microbatches % self._sample_every == 0
+    def _timer(self, *, replayed: bool) -> PassTimer | None:
+        """A timer for every `sample_every`-th micro-batch."""
+        if self._sample_every == 0 or self._stats.microbatches % self._sample_every:
+            return None
+        timer = PassTimer(replayed=replayed)
+        self._timers = [*self._timers[-_TIMERS_KEPT:], timer]
+        return timer
 
     def _collect_times(self) -> None:
         waiting = []
-        for replayed, events in self._timed:
-            try:
-                done = all(e.query() for e in events) and events[3].elapsed_time(events[3]) == 0
-                ms = events[0].elapsed_time(events[1]) + events[2].elapsed_time(events[3]) if done else 0.0
-            except (RuntimeError, ValueError):  # not recorded yet: its backward has not run
-                waiting.append((replayed, events))
-                continue
-            if done:
-                (self._stats.replay_ms if replayed else self._stats.eager_ms).append(ms)
+        for timer in self._timers:
+            ms = timer.ms()
+            if ms is None:
+                waiting.append(timer)
             else:
-                waiting.append((replayed, events))
-        self._timed = waiting[-100:]
+                (self._stats.replay_ms if timer.replayed else self._stats.eager_ms).append(ms)
+        self._timers = waiting
 
     def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:
         self._stats.fallbacks[reason] += 1
@@ -270,6 +252,16 @@ class GraphedModule(nn.Module):
             logger.warning("%s", advice(reason, shape, self._dispatcher.buckets))
         if self._overflow == "error" and (reason in BY_SHAPE or reason is FallbackReason.capture_failed):
             raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
+
+    @contextmanager
+    def only(self, bucket: Bucket | None) -> Iterator[None]:
+        """Replay `bucket` alone in the block, or nothing with None: to measure what each costs."""
+        dispatcher, enabled = self._dispatcher, self.enabled
+        self._dispatcher, self.enabled = Dispatcher([bucket] if bucket else []), bucket is not None
+        try:
+            yield
+        finally:
+            self._dispatcher, self.enabled = dispatcher, enabled
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
@@ -348,12 +340,3 @@ def _substitute_named(
 ) -> dict[str, Any]:
     positional = sum(isinstance(v, torch.Tensor) for v in args)
     return dict(zip(kwargs, _substitute(kwargs.values(), tensors[positional:], packed), strict=True))
-
-
-def _mark_outputs(outputs: tuple[torch.Tensor, ...], event: torch.cuda.Event) -> tuple[torch.Tensor, ...]:
-    marked = list(outputs)
-    for i, output in enumerate(marked):
-        if output.requires_grad:
-            marked[i] = _Mark.apply(event, output)
-            break
-    return tuple(marked)

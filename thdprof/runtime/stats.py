@@ -4,16 +4,49 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from thdprof.reasons import SHAPE_NOT_ASKED
 from thdprof.runtime.dispatch import BY_SHAPE, Bucket, FallbackReason
 
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
 SCHEMA = "thdprof.stats/1"
+
+
+class ScalarWriter(Protocol):
+    """What is used of torch.utils.tensorboard.SummaryWriter."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None:
+        """Write one value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan predicts of the counters."""
+
+    fallback_rate: float
+    """Share of micro-batches whose shape fits no bucket."""
+    shares: Mapping[tuple[int, int, int], float]
+    """Share of micro-batches that replay a bucket, by (max_seqs, max_seqlen, cp_size)."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Prediction:
+        """The prediction of `plan`."""
+        return cls(
+            fallback_rate=plan.predictions.fallback_rate.microbatch,
+            shares={(b.max_seqs, b.max_seqlen, b.cp_size): b.share for b in plan.graphs.buckets},
+        )
+
+    def share(self, bucket: Bucket) -> float:
+        """Predicted share of `bucket`; 0 where the plan has none such."""
+        return self.shares.get((bucket.max_seqs, bucket.max_seqlen, bucket.cp_size), 0.0)
 
 
 @dataclass(slots=True)
@@ -30,6 +63,11 @@ class Stats:
     """Sampled milliseconds of forward and backward replays."""
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Sampled milliseconds of eager forwards and backwards."""
+    decided: Counter[Bucket | FallbackReason] = field(default_factory=Counter)
+    """What shapes alone decide, where the caller counts `Dispatcher.decide` itself: on a machine without CUDA nothing
+    is dispatched, and only this can be held against a plan."""
+    prediction: Prediction | None = None
+    """What the plan predicts, to be shown beside what happened."""
 
     @property
     def microbatches(self) -> int:
@@ -40,6 +78,16 @@ class Stats:
     def shape_fallbacks(self) -> int:
         """Fallbacks that the data alone explains, as a plan predicts them."""
         return sum(n for reason, n in self.fallbacks.items() if reason in BY_SHAPE)
+
+    @property
+    def dispatched(self) -> int:
+        """Micro-batches whose shape was looked at: all but those that ran eagerly before it mattered."""
+        return self.microbatches - sum(n for reason, n in self.fallbacks.items() if reason in SHAPE_NOT_ASKED)
+
+    @property
+    def shape_fallback_rate(self) -> float | None:
+        """Share of the dispatched micro-batches that fell back by shape; None where none was dispatched."""
+        return self.shape_fallbacks / self.dispatched if self.dispatched else None
 
     @contextmanager
     def expect(self, *, captures: int = 0, replays: int = 0, fallbacks: int = 0) -> Iterator[None]:
@@ -61,14 +109,18 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as one JSON object, schema `thdprof.stats/1`."""
+        decided = None
+        if self.decided:
+            decided = {
+                "replays": _replays({key: n for key, n in self.decided.items() if isinstance(key, Bucket)}),
+                "fallbacks": _fallbacks({key: n for key, n in self.decided.items() if not isinstance(key, Bucket)}),
+            }
         return {
             "schema": SCHEMA,
             "microbatches": self.microbatches,
-            "replays": [
-                {"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "cp_size": b.cp_size, "count": n}
-                for b, n in sorted(self.replays.items())
-            ],
-            "fallbacks": {str(reason): n for reason, n in sorted(self.fallbacks.items())},
+            "replays": _replays(self.replays),
+            "fallbacks": _fallbacks(self.fallbacks),
+            "decided": decided,
             "captures": self.captures,
             "replay_ms": fmean(self.replay_ms) if self.replay_ms else None,
             "eager_ms": fmean(self.eager_ms) if self.eager_ms else None,
@@ -79,12 +131,74 @@ class Stats:
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({**self.to_dict(), **extra}) + "\n")
 
+    def write_tensorboard(self, target: ScalarWriter | Path | str, step: int) -> None:
+        """Write the counters so far as scalars under `thdprof/`.
+
+        Args:
+            target: a torch.utils.tensorboard.SummaryWriter, or a directory, for which one is opened and closed here.
+            step: the training step.
+
+        Raises:
+            ModuleNotFoundError: a directory is given and tensorboard is not installed.
+        """
+        if isinstance(target, Path | str):
+            writer = _open_tensorboard(target)
+            try:
+                self.write_tensorboard(writer, step)
+            finally:
+                writer.close()
+            return
+        for tag, value in self._scalars():
+            target.add_scalar(f"thdprof/{tag}", value, step)
+
+    def _scalars(self) -> Iterator[tuple[str, float]]:
+        yield "microbatches", self.microbatches
+        yield "captures", self.captures
+        if self.shape_fallback_rate is not None:
+            yield "shape_fallback_rate/observed", self.shape_fallback_rate
+        if self.prediction is not None:
+            yield "shape_fallback_rate/predicted", self.prediction.fallback_rate
+        for bucket, n in sorted(self.replays.items()):
+            context = f"_cp{bucket.cp_size}" if bucket.cp_size > 1 else ""
+            yield f"replays/{bucket.max_seqs}_documents_{bucket.max_seqlen}_tokens{context}", n
+        for reason, n in sorted(self.fallbacks.items()):
+            yield f"fallbacks/{reason}", n
+        for name, sampled in (("replay_ms", self.replay_ms), ("eager_ms", self.eager_ms)):
+            if sampled:
+                yield name, fmean(sampled)
+
     def __str__(self) -> str:
-        """One line a bucket and reason."""
-        total = max(1, self.microbatches)
+        """One line a bucket and reason, the prediction beside it where there is one."""
+        total, plan = max(1, self.microbatches), self.prediction
         lines = [f"{self.microbatches} micro-batches, {self.captures} captures"]
         for bucket, n in sorted(self.replays.items()):
-            lines.append(f"  replayed {bucket.max_seqs} documents of {bucket.max_seqlen} tokens: {n} ({n / total:.1%})")
+            beside = f", predicted {plan.share(bucket):.1%}" if plan is not None else ""
+            lines.append(
+                f"  replayed {bucket.max_seqs} documents of {bucket.max_seqlen} tokens: {n} ({n / total:.1%}{beside})"
+            )
         for reason, n in sorted(self.fallbacks.items()):
             lines.append(f"  eager, {reason}: {n} ({n / total:.1%})")
+        if plan is not None:
+            rate = self.shape_fallback_rate
+            seen = "none dispatched" if rate is None else f"{rate:.1%}"
+            lines.append(f"  eager by shape: {seen}, predicted {plan.fallback_rate:.1%}")
         return "\n".join(lines)
+
+
+def _replays(counts: Mapping[Bucket, int]) -> list[dict[str, int]]:
+    return [
+        {"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "cp_size": b.cp_size, "count": n}
+        for b, n in sorted(counts.items())
+    ]
+
+
+def _fallbacks(counts: Mapping[FallbackReason, int]) -> dict[str, int]:
+    return {str(reason): n for reason, n in sorted(counts.items())}
+
+
+def _open_tensorboard(directory: Path | str) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ModuleNotFoundError("Stats.write_tensorboard needs tensorboard: pip install tensorboard") from error
+    return SummaryWriter(str(directory))

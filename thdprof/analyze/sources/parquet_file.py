@@ -57,7 +57,7 @@ class ParquetFile:
             groups: list[Struct] = footer.get(4, [])
             if footer[3] != sum(group[3] for group in groups):
                 raise DataError(f"{self.path}: corrupt: {footer[3]} rows, but its row groups hold others")
-        except (CorruptThrift, KeyError, TypeError) as error:
+        except (CorruptThrift, KeyError, IndexError, TypeError, AttributeError) as error:
             raise DataError(f"{self.path}: corrupt: its footer does not hold together") from error
         return groups
 

@@ -339,7 +339,8 @@ class _Machine:
     def push_global(self, module: Any, name: Any) -> None:
         known = _GLOBALS.get((module, name)) if isinstance(module, str) and isinstance(name, str) else None
         if known is None:
-            raise PickleRefused(f"the pickle asks for {str(module)[:40]}.{str(name)[:40]}; only NumPy arrays are read")
+            asked = f"{module}.{name}"[:80].encode("unicode_escape").decode()
+            raise PickleRefused(f"the pickle asks for {asked}; only NumPy arrays are read")
         self.stack.append(Global(known))
 
     def structure(self, value: Any) -> list[Any]:

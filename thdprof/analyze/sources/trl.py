@@ -40,7 +40,7 @@ def read(paths: Sequence[Path]) -> Dataset:
     Raises:
         DataError: the column is missing or of another type, a null, an empty row, a length that cannot be.
     """
-    rows = row_lists.join_rows([_read_rows(path) for path in paths], "concatenate")
+    rows = row_lists.join_rows([_read_rows(path) for path in paths], "trl")
     fullest = int(rows.num_tokens().max())
     told = 0 < fullest <= np.iinfo(np.int32).max
     note = f"pack size taken from the fullest row, {fullest} tokens; TRL's max_length is that or more"

@@ -1,0 +1,40 @@
+"""Capture and replay on a GPU: every scenario of gpu_cases.py in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+ROOT = Path(__file__).parents[1]
+CASES = [
+    "orders_without_dropout",
+    "orders_with_dropout",
+    "capture_changes_nothing",
+    "slots_and_leases",
+    "hooks_and_main_grad",
+    "memory",
+]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "tests/gpu_cases.py", name],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "ok"

@@ -1,0 +1,168 @@
+"""Measures what eager and replayed micro-batches cost on this GPU: a cost table for `thdprof analyze --cost-table`."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from thdprof.runtime.dispatch import Bucket
+from thdprof.runtime.module import GraphedModule
+from thdprof.runtime.padding import PackedSequence, pack
+from thdprof.runtime.stack import PackedStack
+
+SCHEMA = "thdprof.costs/1"
+TYPICAL = ((0.0, 1), (0.5, 12), (0.9, 43), (0.96, 64), (0.99, 106), (1.0, 358))
+"""Share of micro-batches -> documents: the example distribution of Megatron-LM's pull request 3869."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What to measure."""
+
+    n_tokens: int
+    """Tokens of a micro-batch."""
+    n_seqs: Sequence[int]
+    """Documents of the eagerly run micro-batches."""
+    max_seqs: Sequence[int]
+    """Documents of the buckets."""
+    max_seqlen: Sequence[int]
+    """Longest documents of the buckets, in tokens."""
+
+
+def typical_documents(rng: np.random.Generator, *, at_most: int) -> int:
+    """Documents of a micro-batch drawn from TYPICAL, among those with `at_most` documents."""
+    shares, counts = zip(*TYPICAL, strict=True)
+    limit = float(np.interp(np.log(at_most), np.log(counts), shares))
+    return max(1, round(float(np.exp(np.interp(rng.random() * limit, shares, np.log(counts))))))
+
+
+def random_pack(rng: np.random.Generator, *, documents: int, n_tokens: int, longest: int) -> NDArray[np.int32]:
+    """Boundaries of `documents` random documents, none over `longest` tokens, shape [documents + 1].
+
+    They fill `n_tokens` where so many can hold them; where random cuts would make one too long, they are equal.
+    """
+    documents = min(n_tokens, documents)
+    if documents * longest < n_tokens:
+        return (np.arange(documents + 1) * longest).astype(np.int32)
+    cuts = np.sort(rng.choice(np.arange(1, n_tokens), documents - 1, replace=False))
+    bounds = np.concatenate(([0], cuts, [n_tokens]))
+    if np.diff(bounds).max() > longest:
+        bounds = np.round(np.linspace(0, n_tokens, documents + 1))
+    return bounds.astype(np.int32)
+
+
+def built_in_stack(*, layers: int, hidden: int, heads: int) -> nn.Module:
+    """The transformer stack of thdprof.runtime.stack in bfloat16 on the current GPU."""
+    return PackedStack(num_layers=layers, hidden=hidden, heads=heads).cuda().bfloat16().train()
+
+
+def load_module(name: str) -> nn.Module:
+    """The module that `package.module:callable` makes.
+
+    Raises:
+        ValueError: the name is not of that form, or what it makes is not a torch module.
+    """
+    path, _, attribute = name.partition(":")
+    if not path or not attribute:
+        raise ValueError(f"--module {name}: must be package.module:callable")
+    module = getattr(importlib.import_module(path), attribute)()
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"--module {name}: gives a {type(module).__name__}, not a torch.nn.Module")
+    return module
+
+
+def measure(
+    module: nn.Module,
+    make_input: Callable[[], torch.Tensor],
+    grid: Grid,
+    *,
+    name: str,
+    attention: str,
+    repeat: int = 7,
+    microbatches: int = 8,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """A cost table (schema `thdprof.costs/1`) of `module`, as a dict.
+
+    Every variant, eager or a bucket, runs `microbatches` random micro-batches back to back, `repeat` times, the
+    variants in turn; the median counts. A bucket is measured with typical numbers of documents that it would get.
+
+    Args:
+        module: takes one tensor and one PackedSequence, in training mode, on a GPU.
+        make_input: gives the tensor, tokens first, with requires_grad.
+        grid: what to measure.
+        name: a line that says what was measured.
+        attention: name of the attention backend.
+        repeat: rounds over all variants.
+        microbatches: micro-batches of one timing.
+        seed: of the random packs.
+        progress: called with rounds done and in all.
+
+    Raises:
+        RuntimeError: a bucket could not be captured.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = [(n, s) for s in grid.max_seqlen for n in grid.max_seqs]
+    eager = {n: _packs(rng, microbatches, [n], grid.n_tokens, grid.n_tokens) for n in grid.n_seqs}
+    buckets = {}
+    for n, s in sizes:
+        documents = [typical_documents(rng, at_most=n) for _ in range(microbatches)]
+        buckets[Bucket(n, s, grid.n_tokens)] = _packs(rng, microbatches, documents, grid.n_tokens, s)
+    x = make_input()
+    times: dict[Any, list[float]] = {key: [] for key in (*eager, *buckets)}
+    with GraphedModule(module, list(buckets), sample_every=0) as graphs:
+        for done in range(repeat + 1):
+            progress(done, repeat + 1)
+            for key, packs in (*eager.items(), *buckets.items()):
+                with graphs.only(key if isinstance(key, Bucket) else None):
+                    ms = _time(graphs, x, packs)
+                if done > 0:  # the first round warms up and captures
+                    times[key].append(ms)
+        progress(repeat + 1, repeat + 1)
+        expected = len(buckets) * microbatches * (repeat + 1)
+        if graphs.stats().replays.total() != expected:
+            raise RuntimeError(f"not every bucket was replayed: {graphs.stats()}")
+    median = {key: statistics.median(values) for key, values in times.items()}
+    return {
+        "schema": SCHEMA,
+        "name": name,
+        "calibrated": True,
+        "hardware": torch.cuda.get_device_name(),
+        "attention": attention,
+        "n_tokens": grid.n_tokens,
+        "eager": [{"n_seqs": n, "ms": round(median[n], 4)} for n in eager],
+        "replay": [{"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "ms": round(median[b], 4)} for b in buckets],
+        "slot_bytes": None,
+        "bucket_overhead": 0.0,
+    }
+
+
+def _packs(
+    rng: np.random.Generator, count: int, documents: Sequence[int], n_tokens: int, longest: int
+) -> list[PackedSequence]:
+    return [
+        pack(random_pack(rng, documents=documents[i % len(documents)], n_tokens=n_tokens, longest=longest))
+        for i in range(count)
+    ]
+
+
+def _time(runner: GraphedModule, x: torch.Tensor, packs: Iterable[PackedSequence]) -> float:
+    """Mean milliseconds of a micro-batch's forward and backward, back to back."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    count = 0
+    for packed in packs:
+        runner(x, packed).backward(x.detach())
+        count += 1
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1000 / count
