@@ -62,7 +62,7 @@ def test_tables_equal_megatron_bridge(rng, tmp_path, loader):
             "max_num_samples": mapped,
             "train_samples": max(batch, epochs * available - batch),
         }
-        settings, _ = resolve_settings(
+        settings, *_ = resolve_settings(
             given, pack_tokens=None, dataset_format="bridge", default_loader="batch", num_datasets=1
         )
         table = build_schedule(read_dataset([str(path)]), settings).table

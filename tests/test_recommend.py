@@ -45,7 +45,14 @@ def make_costs(eager=100.0, replay=((1, None, 10.0), (100, None, 40.0)), **field
 
 
 def recommend_for(table, costs, **options):
-    settings = {"longest_possible": 64, "pipeline_size": 1, "num_slots": 1, "n_tokens_per_rank": 64, "limits": Limits()}
+    settings = {
+        "longest_possible": 64,
+        "pipeline_size": 1,
+        "num_slots": 1,
+        "n_tokens_per_rank": 64,
+        "independent": len(table),
+        "limits": Limits(),
+    }
     return recommend(table, Profile.of(table), costs, **{**settings, **options})
 
 

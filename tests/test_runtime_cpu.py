@@ -175,7 +175,7 @@ hardware: none
 attention: none
 n_tokens: 8
 eager: [{n_seqs: 1, ms: 10.0}]
-replay: [{max_seqs: 1, ms: 0.5}, {max_seqs: 2, ms: 1.0}, {max_seqs: 3, ms: 30.0}]
+replay: [{max_seqs: 2, ms: 1.0}, {max_seqs: 3, ms: 2.0}, {max_seqs: 4, ms: 30.0}]
 """
 PACKS = "[3, 5]\n[8]\n[1, 6, 1]\n[7, 1]\n[8]\n[2, 2, 2, 2]\n[8]\n[1, 7]\n"
 
@@ -197,17 +197,17 @@ def analysis(tmp_path):
 
 def test_graphed_takes_everything_from_the_plan(analysis):
     plan = make_plan(analysis)
-    assert [(b.max_seqs, b.share) for b in plan.graphs.buckets] == [(1, 3 / 8), (2, 3 / 8)]
-    assert plan.predictions.fallback_rate.microbatch == 2 / 8
+    assert [(b.max_seqs, b.share) for b in plan.graphs.buckets] == [(2, 6 / 8), (3, 1 / 8)]
+    assert plan.predictions.fallback_rate.microbatch == 1 / 8
     wrapped = graphed(Sums(), plan)
     buckets = wrapped._dispatcher.buckets
-    assert buckets == (Bucket(1, 8, 8), Bucket(2, 8, 8))
+    assert buckets == (Bucket(2, 8, 8), Bucket(3, 8, 8))
     table = analysis.microbatches
     decided = Counter(
         wrapped._dispatcher.decide(Shape(int(n), int(longest), int(tokens)))
         for n, longest, tokens in zip(table.n_seqs, table.max_seqlen, table.n_tokens, strict=True)
     )
-    assert decided == {buckets[0]: 3, buckets[1]: 3, FallbackReason.too_many_seqs: 2}
+    assert decided == {buckets[0]: 6, buckets[1]: 1, FallbackReason.too_many_seqs: 1}
     x = torch.ones(8, 2, requires_grad=True)
     assert wrapped(x, pack([0, 3, 7]))[:, 0].tolist() == [3, 5]
 
@@ -220,7 +220,7 @@ def test_graphed_plans_that_capture_nothing(analysis):
 
 def counted() -> Stats:
     stats = Stats(captures=2)
-    stats.replays.update({Bucket(2, 8, 8): 2, Bucket(1, 8, 8): 5})
+    stats.replays.update({Bucket(3, 8, 8): 2, Bucket(2, 8, 8): 5})
     stats.fallbacks.update({FallbackReason.too_many_seqs: 1, FallbackReason.not_training: 2})
     stats.replay_ms.extend([1.0, 2.0])
     return stats
@@ -230,45 +230,45 @@ def test_statistics_as_text(analysis):
     stats = counted()
     assert str(stats).splitlines() == [
         "10 micro-batches, 2 captures",
-        "  replayed 1 documents of 8 tokens: 5 (50.0%)",
-        "  replayed 2 documents of 8 tokens: 2 (20.0%)",
+        "  replayed 2 documents of 8 tokens: 5 (50.0%)",
+        "  replayed 3 documents of 8 tokens: 2 (20.0%)",
         "  eager, not_training: 2 (20.0%)",
         "  eager, too_many_seqs: 1 (10.0%)",
     ]
     stats.prediction = Prediction.of(make_plan(analysis))
     assert str(stats).splitlines() == [
         "10 micro-batches, 2 captures",
-        "  replayed 1 documents of 8 tokens: 5 (50.0%, predicted 37.5%)",
-        "  replayed 2 documents of 8 tokens: 2 (20.0%, predicted 37.5%)",
+        "  replayed 2 documents of 8 tokens: 5 (50.0%, predicted 75.0%)",
+        "  replayed 3 documents of 8 tokens: 2 (20.0%, predicted 12.5%)",
         "  eager, not_training: 2 (20.0%)",
         "  eager, too_many_seqs: 1 (10.0%)",
-        "  eager by shape: 12.5%, predicted 25.0%",
+        "  eager by shape: 12.5%, predicted 12.5%",
     ]
     assert str(Stats(prediction=stats.prediction)).splitlines()[-1] == (
-        "  eager by shape: none dispatched, predicted 25.0%"
+        "  eager by shape: none dispatched, predicted 12.5%"
     )
 
 
 def test_expect():
     stats = counted()
     with stats.expect(replays=1, fallbacks=1):
-        stats.replays[Bucket(1, 8, 8)] += 1
+        stats.replays[Bucket(2, 8, 8)] += 1
         stats.fallbacks[FallbackReason.no_free_slot] += 1
     with pytest.raises(AssertionError) as raised, stats.expect(captures=1, replays=1):
-        stats.replays[Bucket(1, 8, 8)] += 2
+        stats.replays[Bucket(2, 8, 8)] += 2
     assert str(raised.value) == "captures 0 (expected 1), replays 2 (expected 1), fallbacks 0 (expected 0)"
 
 
 def test_json_lines_are_what_compare_reads(tmp_path):
     stats, path = counted(), tmp_path / "stats.jsonl"
     stats.append_jsonl(path, step=0)
-    stats.decided.update({Bucket(1, 8, 8): 9, FallbackReason.document_too_long: 1})
+    stats.decided.update({Bucket(2, 8, 8): 9, FallbackReason.document_too_long: 1})
     stats.fallbacks[FallbackReason.too_many_seqs] += 1
     stats.append_jsonl(path, step=1, loss=0.5)
     first, last = (json.loads(line) for line in path.read_text().splitlines())
     replays = [
-        {"max_seqs": 1, "max_seqlen": 8, "cp_size": 1, "count": 5},
-        {"max_seqs": 2, "max_seqlen": 8, "cp_size": 1, "count": 2},
+        {"max_seqs": 2, "max_seqlen": 8, "cp_size": 1, "count": 5},
+        {"max_seqs": 3, "max_seqlen": 8, "cp_size": 1, "count": 2},
     ]
     assert first == {
         "schema": "thdprof.stats/1", "microbatches": 10, "replays": replays,
@@ -300,9 +300,9 @@ def test_tensorboard_scalars(analysis):
         ("thdprof/microbatches", 7): 10,
         ("thdprof/captures", 7): 2,
         ("thdprof/shape_fallback_rate/observed", 7): 1 / 8,
-        ("thdprof/shape_fallback_rate/predicted", 7): 2 / 8,
-        ("thdprof/replays/1_documents_8_tokens", 7): 5,
-        ("thdprof/replays/2_documents_8_tokens", 7): 2,
+        ("thdprof/shape_fallback_rate/predicted", 7): 1 / 8,
+        ("thdprof/replays/2_documents_8_tokens", 7): 5,
+        ("thdprof/replays/3_documents_8_tokens", 7): 2,
         ("thdprof/fallbacks/not_training", 7): 2,
         ("thdprof/fallbacks/too_many_seqs", 7): 1,
         ("thdprof/replay_ms", 7): 1.5,

@@ -13,7 +13,7 @@ from thdprof.errors import DataError, UsageError
 
 def schedule(content, **given):
     dataset = Dataset(format="lengths", uris=("x",), fingerprint="", content=content)
-    settings, _ = resolve_settings(
+    settings, *_ = resolve_settings(
         {"loader": "single", **given}, pack_tokens=None, dataset_format="lengths", default_loader=None, num_datasets=1
     )
     return build_schedule(dataset, settings)
@@ -50,7 +50,7 @@ def test_tail_policies(policy, expected):
 
 
 def test_rows_longer_than_the_target_are_named():
-    with pytest.raises(DataError, match="row 1: 9 tokens are more than --seq-length 8"):
+    with pytest.raises(DataError, match="row 1: 9 tokens are more than --seq-length 8; give --seq-length 9"):
         schedule(rows([3], [9]), seq_length=8, tail_policy="extend_last")
 
 

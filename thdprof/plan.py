@@ -55,6 +55,8 @@ class TrainingPart(_Part):
     pipeline_parallel_size: Count
     virtual_pipeline_size: Count | None
     """Model chunks a pipeline rank; null without interleaving."""
+    microbatch_group_size: Count | None = None
+    """Contiguous micro-batches of a chunk under interleaving; null: the pipeline-parallel size."""
     loader: Literal["single", "cyclic", "batch"] | None
     """Sampler; null where the order of rows was drawn."""
     data_sharding: bool

@@ -13,10 +13,10 @@ from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
 from thdprof.analyze.recommend import Limits, Recommendation, recommend
 from thdprof.analyze.schedule import Schedule, build_schedule
-from thdprof.analyze.settings import Assumption, Attention, Loader, TrainingSettings, resolve_settings
+from thdprof.analyze.settings import Assumption, Attention, Kind, Loader, TrainingSettings, resolve_settings
 from thdprof.analyze.slots import slots
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import Dataset, UnpackedDocuments
+from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -28,6 +28,14 @@ Progress = Callable[[str, float, int], None]
 """Told the stage, the share of the whole work that is done, and the documents it is about (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
 """Of the time, what is over after reading and after replaying."""
+
+_PADDING_REMEDY: dict[Kind, str] = {
+    "streams": "train with one sequence length",
+    "bridge": "train and analyse with --pad-to-max-length",
+    "trl": "TRL's collator cannot do that: pad in your own, with one dummy document",
+    "packs": "train and analyse with a --tail-policy",
+    "documents": "train and analyse with a --tail-policy (Megatron-Bridge's packers: --pad-to-max-length)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +130,14 @@ def analyze(
     progress("reading", 0.0, 0)
     dataset = read_dataset(locations, format=format)
     documents = dataset.num_documents()
-    settings, assumptions = resolve_settings(
+    kind = _kind(dataset)
+    settings, assumptions, vain = resolve_settings(
         given,
-        pack_tokens=dataset.pack_tokens,
+        pack_tokens=_pack_tokens(dataset),
         dataset_format=dataset.format,
         default_loader=_default_loader(dataset, given),
         num_datasets=len(dataset.uris),
+        kind=kind,
     )
 
     def tick(done: float) -> None:
@@ -142,7 +152,9 @@ def analyze(
         pipeline_size=settings.pipeline_parallel_size,
         num_chunks=settings.virtual_pipeline_size or 1,
         num_microbatches=int(table.num_microbatches.max()),
+        group=settings.microbatch_group_size,
     )
+    num_parts = settings.pipeline_parallel_size * (settings.virtual_pipeline_size or 1)  # of the model, a chunk each
     n_tokens_max = int(table.n_tokens.max())
     per_rank = max(1, n_tokens_max // settings.context_parallel_size)
     costs = measured or built_in_costs(attention, per_rank)
@@ -152,8 +164,9 @@ def analyze(
         costs,
         longest_possible=settings.seq_length,
         pipeline_size=settings.pipeline_parallel_size,
-        num_slots=max(sum(rank) for rank in in_flight),
+        num_slots=max(sum(rank) for rank in in_flight) / num_parts,
         n_tokens_per_rank=per_rank,
+        independent=schedule.independent,
         limits=limits or Limits(),
     )
     full_size = float((table.n_tokens == n_tokens_max).mean()) if table.n_tokens.strides != (0,) else 1.0
@@ -172,7 +185,7 @@ def analyze(
         recommendation=recommendation,
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-        warnings=tuple(_warnings(dataset, settings, schedule, costs, full_size, recommendation)),
+        warnings=(*vain, *_warnings(dataset, settings, schedule, costs, full_size, recommendation)),
     )
 
 
@@ -181,6 +194,27 @@ def _default_loader(dataset: Dataset, given: Mapping[str, Any]) -> Loader | None
     if isinstance(dataset.content, UnpackedDocuments) and given.get("packer") == "dp_balanced":
         return "single"
     return _DEFAULT_LOADERS.get(dataset.format)
+
+
+def _kind(dataset: Dataset) -> Kind:
+    match dataset.content:
+        case PackedRows(rule="bridge"):
+            return "bridge"
+        case PackedRows(rule="trl"):
+            return "trl"
+        case PackedRows():
+            return "packs"
+        case UnpackedDocuments():
+            return "documents"
+        case _:
+            return "streams"
+
+
+def _pack_tokens(dataset: Dataset) -> int | None:
+    """The dataset's pack size: as its files tell it, else its fullest row."""
+    if dataset.pack_tokens is None and isinstance(dataset.content, PackedRows):
+        return max(1, int(dataset.content.num_tokens().max()))
+    return dataset.pack_tokens
 
 
 def _summary(dataset: Dataset) -> DatasetSummary:
@@ -209,15 +243,23 @@ def _warnings(
             f"--seed {settings.seed}; --loader single or cyclic replays one"
         )
     if full_size < 1:
-        remedy = "--pad-to-max-length" if dataset.format.startswith("bridge") else "--tail-policy append_dummy_seq"
         found.append(
-            f"only {full_size:.1%} of micro-batches have the largest token count; a graph needs one count: train "
-            f"with {remedy}, and analyse with it"
+            f"only {full_size:.1%} of micro-batches have the largest token count, and a graph replays one count only: "
+            f"the figures hold once all are padded to it; {_PADDING_REMEDY[_kind(dataset)]}"
         )
     if not costs.calibrated:
         found.append(
             f"times are of {costs.name} on {costs.hardware}, {costs.attention}, not of your model: "
             "measure your own and give --cost-table"
+        )
+    if recommendation.relative_step_time > recommendation.unlimited_relative_step_time + 1e-9:
+        found.append(
+            "the limits on memory or fallbacks decided: without them a step would take "
+            f"{recommendation.unlimited_relative_step_time:.3f} of its eager time"
+        )
+    if recommendation.relative_step_time > 1:
+        found.append(
+            "the recommended graphs are slower than running eagerly; only the limit on fallbacks asks for them"
         )
     top = max((b.max_seqs for b in recommendation.buckets), default=0)
     if top > costs.measured_max_seqs()[-1]:

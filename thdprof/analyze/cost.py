@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thdprof.analyze.settings import Attention
-from thdprof.errors import DataError
+from thdprof.errors import DataError, UsageError
 
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -92,8 +92,8 @@ class CostTable(_Part):
         """The caps that were measured, ascending."""
         return sorted({p.max_seqs for p in self.replay})
 
-    def graph_memory_bytes(self, *, num_slots: int, num_buckets: int, n_tokens: int) -> int | None:
-        """Graph memory of a pipeline rank that holds `num_slots` slots, in proportion to its `n_tokens`."""
+    def graph_memory_bytes(self, *, num_slots: float, num_buckets: int, n_tokens: int) -> int | None:
+        """Graph memory of a pipeline rank that holds `num_slots` slots of the whole model, in proportion to its `n_tokens`."""
         if self.slot_bytes is None or num_buckets == 0:
             return None if self.slot_bytes is None else 0
         one_slot = self.slot_bytes * n_tokens / self.n_tokens * (1 + self.bucket_overhead * (num_buckets - 1))
@@ -120,7 +120,7 @@ def load_costs(path: Path) -> CostTable:
         loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DataError(f"--cost-table {path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"--cost-table {path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, dict) or loaded.get("schema") != SCHEMA:
         found = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
@@ -185,4 +185,6 @@ def _built_in(attention: Attention) -> list[CostTable]:
 
 def built_in_costs(attention: Attention, n_tokens: int) -> CostTable:
     """The built-in table for an attention backend whose measured token count is nearest to `n_tokens`."""
+    if attention not in get_args(Attention):
+        raise UsageError(f"--attention {attention}: choose one of {', '.join(get_args(Attention))}")
     return min(_built_in(attention), key=lambda table: abs(math.log(table.n_tokens / n_tokens)))

@@ -24,6 +24,7 @@ _MAX_CANDIDATES = 16
 _SEARCH_WORK = 4_000_000_000
 """Multiplications that the search over subsets may take; beyond it, it looks at evenly spaced steps."""
 _CHUNK = 1 << 22
+_MOST_CHOICES = 50_000
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,6 +62,13 @@ class Limits:
     graph_memory_bytes: int | None = None
     """Most graph memory of a pipeline rank."""
 
+    def __post_init__(self) -> None:
+        """Refuse limits that cannot be."""
+        if self.num_buckets < 1:
+            raise UsageError(f"--buckets {self.num_buckets}: must be at least 1")
+        if self.max_fallback_rate is not None and not 0 <= self.max_fallback_rate <= 1:
+            raise UsageError(f"--max-fallback-rate {self.max_fallback_rate}: must be between 0 and 1")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
@@ -78,7 +86,9 @@ class Recommendation:
     eager_step_ms: float
     graph_memory_bytes: int | None
     one_cap: Candidate | None
-    """The best single cap; None where running eagerly beats every one."""
+    """The best single cap within the limits; None where running eagerly beats every one."""
+    unlimited_relative_step_time: float
+    """relative_step_time of the best choice without limits on memory and fallbacks."""
     candidates: tuple[Candidate, ...]
     """The cap curve, ascending."""
     steps_searched: int
@@ -218,9 +228,12 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     longest = profile.max_seqlen.percentile(100.0)
     at_top = costs.replay_ms(top, longest)
     beyond = {n for n in measured if n > top and costs.replay_ms(n, longest) < at_top}  # a larger shape can be cheaper
-    caps = quantiles | {n for n in measured if n < top} | beyond
+    optional = sorted({n for n in measured if n < top and n not in quantiles} | beyond)
+    room = max(1, _MAX_CANDIDATES - len(quantiles))
+    spread = optional[:: -(-len(optional) // room)] if optional else []
+    cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
     step = costs.max_seqs_granularity
-    return sorted({max(1, math.ceil(n / step) * step) for n in caps})[-_MAX_CANDIDATES:]
+    return sorted({max(1, math.ceil(n / step) * step) for n in (*quantiles, *spread, cheapest)})
 
 
 def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
@@ -240,8 +253,9 @@ def recommend(
     *,
     longest_possible: int,
     pipeline_size: int,
-    num_slots: int,
+    num_slots: float,
     n_tokens_per_rank: int,
+    independent: int,
     limits: Limits,
 ) -> Recommendation:
     """Choose buckets for `table`.
@@ -249,8 +263,9 @@ def recommend(
     Args:
         longest_possible: tokens of the longest document that a row can hold.
         pipeline_size: pipeline-parallel size, for the bubble.
-        num_slots: slots of the pipeline rank that needs most, for the memory.
+        num_slots: slots of the pipeline rank that needs most, in whole models, for the memory.
         n_tokens_per_rank: tokens of a micro-batch on one context-parallel rank, for the memory.
+        independent: micro-batches of `table` that are independent draws, for the confidence bound.
 
     Raises:
         UsageError: no choice keeps to `limits`.
@@ -263,29 +278,37 @@ def recommend(
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
 
-    possible = [
-        choice
-        for choice in subsets([Bucket(n, s) for n in caps for s in lengths], limits.num_buckets)
-        if limits.graph_memory_bytes is None or (memory(choice) or 0) <= limits.graph_memory_bytes
-    ]
-    stride = _search_stride(table, step_costs, len(possible))
-    times = step_costs.step_ms(possible, stride)
-    chosen = _best(possible, times, step_costs, limits.max_fallback_rate)
+    shapes = [Bucket(n, s) for n in caps for s in lengths]
+    _refuse_long_search(len(shapes), limits.num_buckets)
+    choices = subsets(shapes, limits.num_buckets)
+    stride = _search_stride(table, step_costs, len(choices))
+    times = step_costs.step_ms(choices, stride)
+    within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
+    chosen = _best(choices, np.where(within, times, np.inf), step_costs, limits.max_fallback_rate)
     curve = _cap_curve(profile, costs, step_costs, eager_ms)
-    singles = [c for c in curve if c.relative_step_time < 1.0]
+    one_graph_fits = limits.graph_memory_bytes is None or (memory(shapes[:1]) or 0) <= limits.graph_memory_bytes
+    most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
+    singles = [
+        c
+        for c in curve
+        if one_graph_fits
+        and c.fallback_rate.step <= most_fallbacks
+        and (c.relative_step_time < 1.0 or limits.max_fallback_rate is not None)
+    ]
     step_ms = float(step_costs.step_ms([chosen])[0])
     rate = step_costs.fallback_rate(chosen)
     return Recommendation(
         buckets=tuple(chosen),
         shares=step_costs.shares(chosen),
         fallback_rate=rate,
-        fallback_rate_upper_bound=upper_bound(round(rate.microbatch * len(table)), len(table)),
+        fallback_rate_upper_bound=upper_bound(math.ceil(rate.microbatch * independent), independent),
         relative_step_time=step_ms / eager_ms,
         step_ms=step_ms,
         eager_step_ms=eager_ms,
         graph_memory_bytes=memory(chosen),
         one_cap=min(singles, key=lambda c: (c.relative_step_time, c.max_seqs)) if singles else None,
         candidates=curve,
+        unlimited_relative_step_time=float(times.min()) / eager_ms if stride == 1 else step_ms / eager_ms,
         steps_searched=-(-table.num_steps // stride),
     )
 
@@ -294,6 +317,15 @@ def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:
     """Every choice of at most `most` of `buckets`, fewest first; the empty one is to run eagerly."""
     ordered = sorted(buckets)
     return [choice for size in range(min(most, len(ordered)) + 1) for choice in combinations(ordered, size)]
+
+
+def _refuse_long_search(num_shapes: int, num_buckets: int) -> None:
+    choices = sum(math.comb(num_shapes, k) for k in range(min(num_shapes, num_buckets) + 1))
+    if choices > _MOST_CHOICES:
+        raise UsageError(
+            f"--buckets {num_buckets}: {choices:,} choices of {num_shapes} shapes are more than the {_MOST_CHOICES:,} "
+            "that are compared; give a smaller number"
+        )
 
 
 def _search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> int:
@@ -313,6 +345,8 @@ def _best(
     """The quickest choice within the rate; among equals the one with fewest, then smallest, buckets."""
     for index in np.argsort(times.round(9), kind="stable"):  # choices come fewest first
         choice = choices[int(index)]
+        if not np.isfinite(times[index]):
+            break
         if max_fallback_rate is None:
             return choice
         if not choice and max_fallback_rate < 1:
@@ -326,25 +360,23 @@ def _best(
 
 
 def _cap_curve(profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float) -> tuple[Candidate, ...]:
-    """What each single cap would do, with its best max_seqlen."""
-    options = [[(Bucket(n, s),) for s in step_costs.lengths] for n in step_costs.caps]
-    times = step_costs.step_ms([choice for row in options for choice in row]).reshape(len(options), -1)
+    """What each single cap would do, captured for the longest document: systems with one cap know no other limit."""
+    options = [Bucket(n, step_costs.lengths[-1]) for n in step_costs.caps]
+    times = step_costs.step_ms([(bucket,) for bucket in options])
     named: dict[int, list[str]] = {}
     for name, percent in PERCENTILES.items():
         named.setdefault(profile.n_seqs.percentile(percent), []).append(name)
     curve = []
-    for cap, row, row_times in zip(step_costs.caps, options, times, strict=True):
-        best = int(row_times.argmin())
-        bucket = row[best][0]
+    for bucket, ms in zip(options, times, strict=True):
         rate = step_costs.fallback_rate([bucket])
         curve.append(
             Candidate(
-                max_seqs=cap,
+                max_seqs=bucket.max_seqs,
                 coverage=1 - rate.microbatch,
                 fallback_rate=rate,
-                relative_step_time=float(row_times[best]) / eager_ms,
+                relative_step_time=float(ms) / eager_ms,
                 padding_ms=_padding_ms(profile, costs, bucket),
-                names=tuple(named.get(cap, ())),
+                names=tuple(named.get(bucket.max_seqs, ())),
             )
         )
     return tuple(curve)

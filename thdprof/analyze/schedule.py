@@ -27,6 +27,8 @@ class Schedule:
     table: MicrobatchTable
     notes: tuple[str, ...]
     """What the user should know about the prediction."""
+    independent: int
+    """Micro-batches that are independent draws of the data: not repeated over epochs, nor collated together."""
     packing_efficiency: float | None = None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None = None
@@ -71,7 +73,8 @@ def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings
     else:
         n_seqs, max_seqlen = (_in_file_order(a, steps, settings) for a in (samples.n_seqs, samples.max_seqlen))
     tokens = settings.micro_batch_size * settings.seq_length
-    return Schedule(table=_merge(n_seqs, max_seqlen, tokens, settings), notes=notes)
+    table = _merge(n_seqs, max_seqlen, tokens, settings)
+    return Schedule(table=table, notes=notes, independent=len(table))
 
 
 def _samples_of(stream: TokenStream, num_samples: int | None, settings: TrainingSettings, tick: Tick) -> Samples:
@@ -133,7 +136,9 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
             exact=settings.loader == "single",
         )
         used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
-        return Schedule(table=table, notes=(), packing_efficiency=used)
+        one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
+        independent = max(1, min(len(table), one_epoch))
+        return Schedule(table=table, notes=(), independent=independent, packing_efficiency=used)
     adds_tail = settings.packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
     packing = packers.pack_rows(
         documents.document_tokens,
@@ -148,6 +153,7 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     return Schedule(
         table=schedule.table,
         notes=packing.notes + schedule.notes,
+        independent=schedule.independent,
         packing_efficiency=packing.efficiency,
         packing_efficiency_without_cap=packing.efficiency_without_cap,
     )
@@ -155,11 +161,11 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
 
 def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     totals = rows.num_tokens()
-    if rows.rule == "bridge" and int(totals.max()) > settings.seq_length:
-        row = int(totals.argmax())
+    if int(totals.max()) > settings.seq_length:
+        row = int((totals > settings.seq_length).argmax())
         raise DataError(
-            f"row {row}: {totals[row]} tokens are more than the pack size {settings.seq_length}; Megatron-Bridge "
-            f"stops on it: give --seq-length {totals[row]} or more"
+            f"row {row}: {totals[row]} tokens are more than --seq-length {settings.seq_length}"
+            f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
         )
     mapping = _sample_mapping(rows.num_rows(), settings)
     num_rows = rows.num_rows() if mapping is None else len(mapping)
@@ -173,7 +179,9 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     if mapping is not None:
         read = mapping[read]
     if rows.rule == "bridge":
-        return Schedule(table=_bridge_table(rows, read, settings), notes=notes)
+        table = _bridge_table(rows, read, settings)
+        together = settings.num_microbatches if settings.loader == "batch" else 1
+        return Schedule(table=table, notes=notes, independent=max(1, min(len(table), rows.num_rows()) // together))
     documents, longest, tokens_by_row = _plain_rows(rows, settings)
     shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
     n_seqs = documents[read].reshape(shape).sum(axis=3, dtype=np.int64)
@@ -182,7 +190,9 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     if rows.rule == "trl":
         padding = -tokens % settings.pad_seq_to_mult  # tokens at position 0, each of which begins a document
         n_seqs, tokens = n_seqs + padding, tokens + padding
-    return Schedule(table=_table(n_seqs, max_seqlen, tokens, settings), notes=notes)
+    table = _table(n_seqs, max_seqlen, tokens, settings)
+    distinct = max(1, rows.num_rows() // settings.micro_batch_size)
+    return Schedule(table=table, notes=notes, independent=min(len(table), distinct))
 
 
 def _sample_mapping(num_rows: int, settings: TrainingSettings) -> NDArray[np.int64] | None:
@@ -227,12 +237,6 @@ def _plain_rows(
     if settings.tail_policy == "none":
         return documents, longest, totals
     tail = settings.seq_length - totals
-    if tail.min() < 0:
-        row = int(tail.argmin())
-        raise DataError(
-            f"row {row}: {totals[row]} tokens are more than --seq-length {settings.seq_length}, to which "
-            f"--tail-policy {settings.tail_policy} pads; give --seq-length {int(totals.max())} or more"
-        )
     if settings.tail_policy == "append_dummy_seq":
         documents = documents + (tail > 0).astype(np.int32)
         return documents, np.maximum(longest, tail).astype(np.int32), totals + tail

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -30,6 +30,8 @@ class TrainingSettings:
     pipeline_parallel_size: int = 1
     virtual_pipeline_size: int | None = None
     """Model chunks a pipeline rank under the interleaved schedule."""
+    microbatch_group_size: int | None = None
+    """Contiguous micro-batches of one chunk in the interleaved schedule; None: the pipeline-parallel size."""
     loader: Loader | None = None
     """Sampler of the data loader; None: the order of rows is not known and is drawn."""
     data_sharding: bool = True
@@ -76,8 +78,34 @@ class Assumption:
 
 
 FLAGS = {field.name: "--" + field.name.replace("_", "-") for field in fields(TrainingSettings)}
+_DEFAULTS = {f.name: f.default for f in fields(TrainingSettings)}
 FLAGS["add_extra_token"] = "--no-add-extra-token"
 NAMES = frozenset(FLAGS) | {"train_iters"}
+Kind = Literal["streams", "bridge", "trl", "packs", "documents"]
+"""What a dataset holds: sequences that GPTDataset joins, rows packed by Megatron-Bridge, by TRL or by somebody else,
+or documents that are not packed yet."""
+_APPLIES_TO: dict[str, tuple[Kind, ...]] = {
+    "split": ("streams",),
+    "add_extra_token": ("streams",),
+    "drop_last": ("bridge", "documents", "packs", "trl"),
+    "max_num_samples": ("bridge", "documents"),
+    "pad_to_max_length": ("bridge", "documents"),
+    "pad_seq_to_mult": ("bridge", "trl", "documents"),
+    "tail_policy": ("packs", "documents"),
+    "packer": ("documents",),
+    "max_docs_per_pack": ("documents",),
+}
+_LARGEST = {
+    "seed": 2**32 - 1,
+    "seq_length": 2**31 - 1,
+    "pipeline_parallel_size": 4096,
+    "virtual_pipeline_size": 1024,
+    "data_parallel_size": 2**20,
+    "global_batch_size": 2**31 - 1,
+    "micro_batch_size": 2**20,
+}
+"""Values beyond which nobody trains, and which would only take memory and time."""
+_MOST_MICROBATCHES = 2_000_000_000
 _CHOICES = {"loader": Loader, "tail_policy": TailPolicy, "packer": Packer}
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
 
@@ -117,11 +145,13 @@ def resolve_settings(
     dataset_format: str,
     default_loader: Loader | None,
     num_datasets: int,
-) -> tuple[TrainingSettings, tuple[Assumption, ...]]:
-    """Complete what was given with defaults, and say which were taken.
+    kind: Kind | None = None,
+) -> tuple[TrainingSettings, tuple[Assumption, ...], tuple[str, ...]]:
+    """Complete what was given with defaults; also which were taken, and notes on what was given in vain.
 
     `given` maps names of TrainingSettings (and `train_iters`) to values; None counts as not given.
-    `pack_tokens` is the pack size that the dataset itself tells.
+    `pack_tokens` is the pack size that the dataset itself tells. `kind` is what the dataset holds; without it every
+    setting is taken as it is given.
 
     Raises:
         UsageError: a value that cannot be, named with its flag.
@@ -130,7 +160,8 @@ def resolve_settings(
     unknown = sorted(set(values) - NAMES)
     if unknown:
         raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(NAMES))}")
-    _check_types(values)
+    _check_values(values)
+    notes = _drop_what_has_no_effect(values, kind, dataset_format)
     assumed: list[Assumption] = []
 
     def assume(name: str, value: Any, why: str) -> None:
@@ -142,12 +173,22 @@ def resolve_settings(
         assume("seq_length", pack_tokens, "the dataset's own pack size")
     else:
         assume("seq_length", _SEQ_LENGTH_WITHOUT_PACKS, "the dataset does not tell")
-    assume("micro_batch_size", 1, "not given")
-    assume("data_parallel_size", 1, "not given")
+    for name in ("micro_batch_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
+        assume(name, 1, "not given")
+    if kind == "documents":
+        assume("packer", "first_fit_decreasing", "Megatron-Bridge's default")
+        if values["packer"] == "dp_balanced" and "global_batch_size" not in values:
+            raise UsageError("--packer dp_balanced packs the documents of one step together: give --global-batch-size")
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
+    if kind == "streams":
+        assume("split", "969,30,1", "Megatron-LM's default")
+    if kind == "bridge":
+        assume("pad_to_max_length", False, "Megatron-Bridge's default")
+    if kind == "streams" or values.get("loader") == "batch":
+        assume("seed", 1234, "the usual default")
     if "train_iters" in values:
         if "train_samples" in values:
             raise UsageError("--train-iters and --train-samples both say how long the run is; give one")
@@ -156,10 +197,24 @@ def resolve_settings(
         values["weights"] = tuple(float(w) for w in values["weights"])
     settings = TrainingSettings(**values)
     _check(settings, dataset_format, num_datasets)
-    return settings, tuple(assumed)
+    return settings, tuple(assumed), notes
 
 
-def _check_types(values: Mapping[str, Any]) -> None:
+def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_format: str) -> tuple[str, ...]:
+    """Take out of `values` what does not apply to a dataset of `kind`; a note for each."""
+    notes = []
+    for name in sorted(values):
+        kinds = _APPLIES_TO.get(name)
+        if kind is None or kinds is None or kind in kinds:
+            continue
+        if values[name] != _DEFAULTS.get(name):
+            notes.append(f"{FLAGS[name]} has no effect on format {dataset_format} and was left out")
+        del values[name]
+    return tuple(notes)
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Refuse values of a wrong type or out of range, naming the flag that was given."""
     for name, value in values.items():
         flag = FLAGS.get(name, "--" + name.replace("_", "-"))
         if name in _CHOICES:
@@ -176,21 +231,19 @@ def _check_types(values: Mapping[str, Any]) -> None:
                 raise UsageError(f"{flag} {value!r}: must be a list of numbers")
         elif isinstance(value, bool) or not isinstance(value, int):
             raise UsageError(f"{flag} {value!r}: must be a whole number")
+        elif value < (least := 0 if name == "seed" else 1):
+            raise UsageError(f"{flag} {value}: must be at least {least}")
+        elif value > _LARGEST.get(name, 2**63 - 1):
+            raise UsageError(f"{flag} {value}: is larger than {_LARGEST.get(name, 2**63 - 1)}")
 
 
 def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> None:
     """Refuse what cannot be, naming the flag, its value and what to use instead."""
-    for name, value in asdict(settings).items():
-        if isinstance(value, int) and not isinstance(value, bool):
-            least = 0 if name == "seed" else 1
-            if value < least:
-                raise UsageError(f"{FLAGS[name]} {value}: must be at least {least}")
-            if value > 2**63 - 1:
-                raise UsageError(f"{FLAGS[name]} {value}: is larger than 2**63 - 1")
-    if settings.seed > 2**32 - 1:
-        raise UsageError(f"--seed {settings.seed}: NumPy takes seeds up to 2**32 - 1")
-    if settings.seq_length > 2**31 - 1:
-        raise UsageError(f"--seq-length {settings.seq_length}: is larger than 2**31 - 1")
+    if (settings.train_samples or 0) > _MOST_MICROBATCHES * settings.micro_batch_size:
+        raise UsageError(
+            f"--train-samples {settings.train_samples}: more than {_MOST_MICROBATCHES:,} micro-batches; analyse a part "
+            "of the run"
+        )
     _check_batch(settings)
     _check_pipeline(settings)
     if settings.context_parallel_size > 1 and settings.seq_length % (2 * settings.context_parallel_size):
@@ -227,7 +280,10 @@ def _check_batch(settings: TrainingSettings) -> None:
 
 
 def _check_pipeline(settings: TrainingSettings) -> None:
+    group = settings.microbatch_group_size
     if settings.virtual_pipeline_size is None:
+        if group is not None:
+            raise UsageError(f"--microbatch-group-size {group}: needs --virtual-pipeline-size")
         return
     if settings.pipeline_parallel_size == 1:
         raise UsageError(

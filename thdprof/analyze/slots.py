@@ -1,7 +1,7 @@
 """Slots: how many micro-batches are between forward and backward in each model chunk of each pipeline rank.
 
 The orders are those of megatron-core 0.19, `pipeline_parallel/schedules.py`: 1F1B without interleaving, and the
-interleaved schedule with groups of pipeline_parallel_size micro-batches (its default).
+interleaved schedule with groups of contiguous micro-batches (pipeline_parallel_size of them by default).
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ def forward_chunks(num_microbatches: int, num_chunks: int, group: int) -> list[i
     return order
 
 
-def passes(*, rank: int, pipeline_size: int, num_chunks: int, num_microbatches: int) -> Iterator[tuple[str, int]]:
+def passes(
+    *, rank: int, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int
+) -> Iterator[tuple[str, int]]:
     """("forward" | "backward", chunk) of one pipeline rank and step, in execution order."""
-    forwards = forward_chunks(num_microbatches, num_chunks, pipeline_size if num_chunks > 1 else num_microbatches)
+    forwards = forward_chunks(num_microbatches, num_chunks, group if num_chunks > 1 else num_microbatches)
     backwards = [num_chunks - 1 - chunk for chunk in forwards]
-    if num_chunks == 1:
-        warmup = pipeline_size - rank - 1
-    else:
-        warmup = (pipeline_size - rank - 1) * 2 + (num_chunks - 1) * pipeline_size
-    warmup = min(warmup, len(forwards))
+    behind = pipeline_size - rank - 1
+    warmup = min(len(forwards), behind if num_chunks == 1 else 2 * behind + (num_chunks - 1) * group)
     for chunk in forwards[:warmup]:
         yield "forward", chunk
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
@@ -38,25 +37,33 @@ def passes(*, rank: int, pipeline_size: int, num_chunks: int, num_microbatches: 
         yield "backward", chunk
 
 
-def slots(*, pipeline_size: int, num_chunks: int, num_microbatches: int) -> list[list[int]]:
+def slots(*, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int | None = None) -> list[list[int]]:
     """Largest number of micro-batches in flight, for every pipeline rank and, within it, model chunk.
+
+    `group` is the number of contiguous micro-batches of a chunk under interleaving; None: the pipeline size.
 
     Raises:
         UsageError: megatron-core refuses this number of micro-batches for the interleaved schedule.
     """
+    group = group or pipeline_size
     if num_chunks > 1:
-        rest = num_microbatches % pipeline_size
-        if num_microbatches < pipeline_size or rest:
-            nearest = max(pipeline_size, num_microbatches - rest)
+        rest = num_microbatches % group
+        if not pipeline_size <= group <= num_microbatches or 0 < rest < pipeline_size:
+            nearest = max(group, num_microbatches - rest)
             raise UsageError(
-                f"{num_microbatches} micro-batches a step: the interleaved schedule needs a multiple of "
-                f"--pipeline-parallel-size {pipeline_size}; a --global-batch-size that gives {nearest} would do"
+                f"{num_microbatches} micro-batches a step: the interleaved schedule needs at least one group of "
+                f"{group} (at least --pipeline-parallel-size {pipeline_size}), and no rest smaller than that; "
+                f"a --global-batch-size that gives {nearest} would do"
             )
     needed = []
     for rank in range(pipeline_size):
         in_flight, most = [0] * num_chunks, [0] * num_chunks
         for kind, chunk in passes(
-            rank=rank, pipeline_size=pipeline_size, num_chunks=num_chunks, num_microbatches=num_microbatches
+            rank=rank,
+            pipeline_size=pipeline_size,
+            num_chunks=num_chunks,
+            num_microbatches=num_microbatches,
+            group=group,
         ):
             in_flight[chunk] += 1 if kind == "forward" else -1
             most[chunk] = max(most[chunk], in_flight[chunk])
