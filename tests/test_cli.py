@@ -239,7 +239,7 @@ def test_python_and_command_give_the_same(thdprof, packs):
 
 OPTIONS = """
 --format --seq-length --micro-batch-size --global-batch-size --data-parallel-size --context-parallel-size
---pipeline-parallel-size --virtual-pipeline-size --loader --data-sharding --no-data-sharding --drop-last
+--pipeline-parallel-size --virtual-pipeline-size --microbatch-group-size --loader --data-sharding --no-data-sharding --drop-last
 --no-drop-last --seed --split --train-samples --train-iters --weights --add-extra-token --no-add-extra-token
 --max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
 --max-docs-per-pack --settings --megatron-args --world-size --buckets --cost-table --attention

@@ -132,7 +132,8 @@ def test_arrays_as_in_megatron_examples():
     assert found.data_paths == ["/data/my-gpt2_text_document"]
     assert found.weights is None
     assert found.notes == [
-        "run.sh, line 36: --rampup-batch-size: the batch size ramp is not followed; the final global batch size is used"
+        "run.sh, line 36: --rampup-batch-size: the batch size ramp is not followed; the final global batch size is used",
+        "run.sh: --dataloader-inter-document-masking is not found: without it every sample is one document in training; add the flag",
     ]
     assert set(found.settings) <= NAMES
 
@@ -170,7 +171,10 @@ def test_appended_arrays_and_arguments_that_are_not_seen():
         "data_parallel_size": 4,
     }
     assert found.data_paths == ["a", "b", "c"]
-    assert found.notes == ["run.sh, line 14: $@ is an argument of the script; flags in it are not seen"]
+    assert found.notes == [
+        "run.sh: --dataloader-inter-document-masking is not found: without it every sample is one document in training; add the flag",
+        "run.sh, line 14: $@ is an argument of the script; flags in it are not seen",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ CASES = [
     "slots_and_leases",
     "hooks_and_main_grad",
     "memory",
+    "weights_are_read_anew",
+    "what_changes_is_noticed",
+    "document_indexes",
 ]
 
 

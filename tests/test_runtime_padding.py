@@ -13,7 +13,7 @@ import torch
 from strategies import documents
 
 from thdprof.runtime.dispatch import Shape
-from thdprof.runtime.padding import _seq_idx, fill_padded, pack, pad_cu_seqlens, shape_of, to_device, with_tail
+from thdprof.runtime.padding import document_of_tokens, fill_padded, pack, pad_cu_seqlens, shape_of, to_device, with_tail
 
 POLICIES = ("none", "append_dummy_seq", "extend_last")
 
@@ -186,7 +186,7 @@ def test_seq_idx_of_any_documents():
         nonlocal checked
         host = int32(np.concatenate(([0], np.cumsum(lengths))))
         n_tokens = int(host[-1]) + tail
-        found = _seq_idx(host, n_tokens)
+        found = document_of_tokens(host, n_tokens)
         assert found.dtype == np.int32
         assert found.tolist() == brute_force(host.tolist(), n_tokens)
         packed = pack(host, with_seq_idx=True)

@@ -376,7 +376,7 @@ class TestLengths:
             ('{"length": 3}\n{"lengths": [4]}\n', "line 2: has no key length"),
             ('{"length": 3}\n{"length": [4]}\n', "line 2: [4] is of another kind"),
             ('{"length": 3}\n{"length": "x"}\n', 'line 2: "x" is no length; every line is an integer'),
-            ("3\n4.0\n", "line 2: 4.0 is no length"),
+            ("3\n4.0\n", "line 2: 4.0 is not a whole number"),
             ("3\ntrue\n", "line 2: true is no length"),
             ("[3]\n[true]\n", "line 2: true is no length"),
             ("[3]\n[]\n", "line 2: its list is empty; a row needs a document"),

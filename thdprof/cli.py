@@ -5,24 +5,19 @@ Heavy modules are imported inside the commands that use them, so that `--help` i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
+import signal
 import sys
-import time
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
+from thdprof import streams
 from thdprof.errors import ThdprofError, UsageError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from thdprof.analyze.analysis import Progress
 
 app = typer.Typer(
     name="thdprof",
@@ -32,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class LoaderName(StrEnum):
@@ -90,7 +86,9 @@ def analyze(
         list[str] | None,
         typer.Argument(help="Files, globs, directories or Megatron prefixes of one dataset.", metavar="DATASET"),
     ] = None,
-    format: Annotated[str, typer.Option(help="auto, megatron, bridge, bridge-npy, trl or lengths.")] = "auto",
+    format: Annotated[
+        str | None, typer.Option(help="auto, megatron, bridge, bridge-npy, trl or lengths [auto].")
+    ] = None,
     seq_length: Annotated[int | None, typer.Option(help="Tokens of a row; the pack size.")] = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Rows of a step over all ranks.")] = None,
@@ -98,6 +96,9 @@ def analyze(
     context_parallel_size: Annotated[int | None, typer.Option()] = None,
     pipeline_parallel_size: Annotated[int | None, typer.Option()] = None,
     virtual_pipeline_size: Annotated[int | None, typer.Option(help="Model chunks a pipeline rank.")] = None,
+    microbatch_group_size: Annotated[
+        int | None, typer.Option(help="Micro-batches of a group of the interleaved schedule [pipeline size].")
+    ] = None,
     loader: Annotated[LoaderName | None, typer.Option(help="Sampler of the data loader.")] = None,
     data_sharding: Annotated[
         bool | None, typer.Option("--data-sharding/--no-data-sharding", help="cyclic: shuffle within ranks.")
@@ -129,16 +130,16 @@ def analyze(
         Path | None, typer.Option(help="Launch script or argument list to take Megatron-LM's flags from.")
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="GPUs of the run, for --megatron-args.")] = None,
-    buckets: Annotated[int, typer.Option(min=1, help="Most graph shapes to capture.")] = 3,
+    buckets: Annotated[int | None, typer.Option(help="Most graph shapes to capture [3].")] = None,
     cost_table: Annotated[Path | None, typer.Option(help="Measured costs.")] = None,
     attention: Annotated[
-        AttentionName, typer.Option(help="Attention backend of the built-in costs.")
-    ] = AttentionName.transformer_engine,
+        AttentionName | None, typer.Option(help="Attention backend of the built-in costs [transformer_engine].")
+    ] = None,
     max_fallback_rate: Annotated[
         str | None, typer.Option(help="Largest share of steps with a fallback: 0.005 or 0.5%.")
     ] = None,
     graph_memory_gib: Annotated[
-        float | None, typer.Option(min=0, help="Most graph memory of a pipeline rank, in GiB.")
+        float | None, typer.Option(help="Most graph memory of a pipeline rank, in GiB.")
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
@@ -148,13 +149,16 @@ def analyze(
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
     from thdprof.analyze.analysis import make_plan
-    from thdprof.analyze.recommend import Limits
+    from thdprof.analyze.request import read_request
+    from thdprof.files import check_targets
 
     to_stdout = output is not None and str(output) == "-"
     if json and to_stdout:
         raise UsageError("--json and -o - both print on stdout; give one")
-    _refuse_existing([p for p in (output, microbatches) if p is not None and str(p) != "-"], force)
-    flags: dict[str, Any] = {
+    if str(microbatches) == "-":
+        raise UsageError("--microbatches -: a parquet table cannot go to stdout; name a file")
+    check_targets([p for p in (None if to_stdout else output, microbatches) if p is not None], force=force)
+    flags = {
         "seq_length": seq_length,
         "micro_batch_size": micro_batch_size,
         "global_batch_size": global_batch_size,
@@ -162,6 +166,7 @@ def analyze(
         "context_parallel_size": context_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
         "virtual_pipeline_size": virtual_pipeline_size,
+        "microbatch_group_size": microbatch_group_size,
         "loader": loader and loader.value,
         "data_sharding": data_sharding,
         "drop_last": drop_last,
@@ -169,7 +174,7 @@ def analyze(
         "split": split,
         "train_samples": train_samples,
         "train_iters": train_iters,
-        "weights": _weights(weights),
+        "weights": weights,
         "add_extra_token": add_extra_token,
         "max_num_samples": max_num_samples,
         "tail_policy": tail_policy and tail_policy.value,
@@ -177,20 +182,25 @@ def analyze(
         "pad_seq_to_mult": pad_seq_to_mult,
         "packer": packer and packer.value,
         "max_docs_per_pack": max_docs_per_pack,
+        "format": format,
+        "buckets": buckets,
+        "cost_table": cost_table,
+        "attention": attention and attention.value,
+        "max_fallback_rate": max_fallback_rate,
+        "graph_memory_gib": graph_memory_gib,
+        "world_size": world_size,
     }
-    locations, given = _combine(list(datasets or []), flags, settings, megatron_args, world_size)
-    with _progress() as progress:
+    asked = read_request(datasets or [], flags, settings=settings, megatron_args=megatron_args)
+    for note in asked.notes:
+        streams.say(note)
+    with streams.progress_bar() as progress:
         result = run(
-            locations,
-            given,
-            format=format,
-            cost_table=cost_table,
-            attention=attention.value,
-            limits=Limits(
-                num_buckets=buckets,
-                max_fallback_rate=_rate("--max-fallback-rate", max_fallback_rate),
-                graph_memory_bytes=None if graph_memory_gib is None else int(graph_memory_gib * 2**30),
-            ),
+            asked.locations,
+            asked.given,
+            format=asked.format,
+            cost_table=asked.cost_table,
+            attention=asked.attention,
+            limits=asked.limits,
             progress=progress,
         )
         if microbatches is not None:
@@ -199,19 +209,19 @@ def analyze(
     if output is not None:
         plan = make_plan(result)
         if to_stdout:
-            _print(plan.to_yaml())
+            streams.write(plan.to_yaml())
         else:
             plan.save(output, force=force)
     if json:
         from thdprof.analyze.report.json_ import to_json
 
-        _print(to_json(result) + "\n")
+        streams.write(to_json(result) + "\n")
     else:
         from thdprof.analyze.report.terminal import print_report
 
-        print_report(result, _console(stderr=to_stdout))
+        print_report(result, streams.console(stderr=to_stdout))
         if output is not None and not to_stdout:
-            _console(stderr=True).print(f"plan written to {output}", highlight=False)
+            streams.say(f"plan written to {output}")
 
 
 @app.command(no_args_is_help=True)
@@ -226,24 +236,24 @@ def export(
 ) -> None:
     """Turn a plan into the flags or overrides of a training system."""
     from thdprof.analyze.export import TARGETS, export_plan
-    from thdprof.files import write_text
+    from thdprof.files import check_targets, write_text
     from thdprof.plan import load_plan
 
     exported = export_plan(load_plan(plan), to, max_seqs=max_seqs)
     if output is None:
-        _print(exported.text)
+        streams.write(exported.text)
         if exported.extra_files:
             names = ", ".join(exported.extra_files)
-            _console(stderr=True).print(f"-o DIRECTORY writes this and {names}", highlight=False, soft_wrap=True)
+            streams.say(f"-o DIRECTORY writes this and {names}")
         return
     if output.exists() and not output.is_dir():
         raise UsageError(f"-o {output}: is a file; name a directory for the target's files")
     files = {TARGETS[to].main_file: exported.text, **exported.extra_files}
-    _refuse_existing([output / name for name in files], force)
     output.mkdir(parents=True, exist_ok=True)
+    check_targets([output / name for name in files], force=force)
     for name, text in files.items():
         write_text(output / name, text, force=force)
-        _console(stderr=True).print(f"written: {output / name}", highlight=False)
+        streams.say(f"written: {output / name}")
 
 
 @app.command(no_args_is_help=True)
@@ -254,18 +264,18 @@ def compare(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Hold a run's statistics against its plan's prediction; exit 3 where they differ."""
+    from thdprof.analyze.request import share_of
     from thdprof.compare import compare as run
     from thdprof.compare import print_comparison, read_stats, to_json
     from thdprof.errors import GateError
     from thdprof.plan import load_plan
 
-    allowed = _rate("--tolerance", tolerance)
-    assert allowed is not None
+    allowed = share_of("--tolerance", tolerance)
     result = run(load_plan(plan), read_stats(stats), tolerance=allowed, where=str(stats))
     if json:
-        _print(to_json(result) + "\n")
+        streams.write(to_json(result) + "\n")
     else:
-        print_comparison(result, _console(stderr=False))
+        print_comparison(result, streams.console(stderr=False))
     if not result.holds:
         raise GateError(
             f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "
@@ -282,138 +292,37 @@ def demo(
     from thdprof.analyze.demo import write_demo
 
     for path in dataclasses.astuple(write_demo(directory, force=force)):
-        _print(f"{path}\n")
+        streams.write(f"{path}\n")
 
 
-def _combine(
-    locations: list[str],
-    flags: dict[str, Any],
-    settings: Path | None,
-    megatron_args: Path | None,
-    world_size: int | None,
-) -> tuple[list[str], dict[str, Any]]:
-    """Datasets and settings by precedence: flags, then --settings, then --megatron-args."""
-    given: dict[str, Any] = {}
-    if megatron_args is not None:
-        from thdprof.analyze.megatron_args import parse_megatron_args
-
-        known = {name for name, value in flags.items() if value is not None} | ({"data_paths"} if locations else set())
-        found = parse_megatron_args(
-            _read_text("--megatron-args", megatron_args),
-            where=str(megatron_args),
-            world_size=world_size,
-            given=dict.fromkeys(known, True),
-        )
-        given.update(found.settings)
-        if not locations:
-            locations = found.data_paths
-            if found.weights is not None:
-                given["weights"] = found.weights
-        for note in found.notes:
-            _console(stderr=True).print(note, highlight=False)
-    elif world_size is not None:
-        raise UsageError("--world-size: only completes --megatron-args; give --data-parallel-size instead")
-    if settings is not None:
-        from thdprof.analyze.settings import load_settings_file
-
-        _override(given, load_settings_file(settings))
-    _override(given, {name: value for name, value in flags.items() if value is not None})
-    return locations, given
+class _Ended(BaseException):
+    """A signal asks the process to end; raised so that temporary files are removed first."""
 
 
-def _read_text(flag: str, path: Path) -> str:
-    from thdprof.errors import DataError
-
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{flag} {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{flag} {path}: is not text: {error}") from error
-
-
-def _override(given: dict[str, Any], stronger: dict[str, Any]) -> None:
-    """Put `stronger` over `given`; the two ways to say a run's length replace each other."""
-    length = {"train_samples", "train_iters"}
-    if length & set(stronger):
-        for name in length:
-            given.pop(name, None)
-    given.update(stronger)
-
-
-def _weights(text: str | None) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--weights {text}: must be numbers separated by commas, as in 0.3,0.7") from None
-
-
-def _rate(flag: str, text: str | None) -> float | None:
-    """A share, given as 0.005 or 0.5%."""
-    if text is None:
-        return None
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise UsageError(f"{flag} {text}: must be a share such as 0.005 or 0.5%")
-    return value
-
-
-def _refuse_existing(paths: list[Path], force: bool) -> None:
-    """Refuse before the work, not after it, to replace a file."""
-    for path in paths:
-        if path.is_dir():
-            raise UsageError(f"{path}: is a directory; name a file")
-        if not force and os.path.lexists(path):
-            raise UsageError(f"{path}: exists; give --force to replace it, or another name")
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def _console(*, stderr: bool) -> Console:
-    from rich.console import Console
-
-    return Console(stderr=stderr)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Shows the stage, a rate and the time left on a terminal, and nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda stage, done, documents: None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    began = time.monotonic()
-    with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=1.0, rate="")
-
-        def show(stage: str, done: float, documents: int) -> None:
-            rate = documents * done / max(1e-6, time.monotonic() - began)
-            text = f"{rate:,.0f} documents/s" if documents else ""
-            bar.update(task, description=stage, completed=done, rate=text)
-
-        yield show
+def _end(number: int, frame: FrameType | None) -> None:
+    for other in _ENDING:
+        signal.signal(other, signal.SIG_IGN)  # `timeout` sends it twice
+    raise _Ended(number)
 
 
 def main() -> NoReturn:
     """Run the command line; the one place where an error becomes a message and an exit code."""
+    streams.prepare_streams()
+    for number in _ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _end)
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()
     except ThdprofError as error:
         code = _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         code = _fail("interrupted", 130)
+    except _Ended as ended:
+        number = signal.Signals(ended.args[0])
+        code = _fail(f"ended by {number.name}", 128 + number)
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the interpreter's own flush at exit
+        streams.discard_output()
         code = 1
     except MemoryError:
         code = _fail("out of memory: analyse fewer files at a time or on a larger machine", 1)
@@ -423,7 +332,7 @@ def main() -> NoReturn:
 
 
 def _other(error: Exception) -> int:
-    """Exit code of an error that is not thdprof's own: the parser's, or a defect."""
+    """Exit code of an error that is not thdprof's own: the parser's, the system's, or a defect."""
     show = getattr(error, "show", None)
     if show is not None and hasattr(error, "exit_code"):  # click's usage errors
         show()
@@ -432,12 +341,17 @@ def _other(error: Exception) -> int:
         return 1
     if os.environ.get("THDPROF_DEBUG"):
         raise error
+    if isinstance(error, OSError) and error.strerror:
+        if error.filename is not None:
+            return _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", 1)
+        streams.discard_output()
+        return _fail(f"stdout: cannot be written: {error.strerror}", 1)
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     return _fail(f"internal error, please report it: {text} (THDPROF_DEBUG=1 shows where)", 1)
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"thdprof: {message}\n")
+    streams.say(f"thdprof: {message}")
     return code
 
 

@@ -14,7 +14,11 @@ _WORTH_COMPILING = 200_000
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     import numba
 
-    return cast("Callable[..., Any]", numba.njit(cache=True, nogil=True)(function))
+    try:
+        compiled = numba.njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no directory for the cache can be written
+        compiled = numba.njit(nogil=True)(function)
+    return cast("Callable[..., Any]", compiled)
 
 
 def run[R](function: Callable[..., R], work: int, /, *args: Any) -> R:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from thdprof.analyze.shell_text import (
     ShellText,
     UnclosedQuoteError,
     Word,
+    defaulted,
     read_shell,
     resplit,
+    unmarked,
 )
 from thdprof.errors import UsageError
 
@@ -35,11 +38,13 @@ _INTERLEAVING = (
     "--num-virtual-stages-per-pipeline-rank",
     "--num-layers-per-virtual-pipeline-stage",
     "--num-layers",
+    "--microbatch-group-size-per-virtual-pipeline-stage",
 )
 _LAYER_COUNTING = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 _NODES = ("--nnodes",)
 _LOCAL_RANKS = ("--nproc-per-node", "--nproc_per_node")
 _DATA = ("--data-path", "--train-data-path")
+_MASKING = "--dataloader-inter-document-masking"
 _NOT_FOLLOWED = {
     "--rampup-batch-size": "the batch size ramp is not followed; the final global batch size is used",
     "--data-args-path": "the file is not read; name the datasets on the command line",
@@ -47,6 +52,8 @@ _NOT_FOLLOWED = {
     "--mock-data": "there is no dataset to analyse; name one on the command line",
     "--pipeline-model-parallel-layout": "the layout is not followed; give --virtual-pipeline-size",
     "--hybrid-layer-pattern": "pipeline stages in the pattern are not followed; give --virtual-pipeline-size",
+    "--overlap-moe-expert-parallel-comm": "its schedule is not followed; it keeps one more micro-batch in flight",
+    "--sft": "its dataset, made of conversations while training, is not followed",
 }
 _WANTED = frozenset(
     (
@@ -61,10 +68,13 @@ _WANTED = frozenset(
         "--tensor-model-parallel-size",
         "--dataloader-type",
         "--no-data-sharding",
+        _MASKING,
     )
 )
 _TRAINING = _WANTED - {*_NODES, *_LOCAL_RANKS}
-_VALUELESS = frozenset((*_LAYER_COUNTING, "--no-data-sharding", "--mock-data"))
+_VALUELESS = frozenset(
+    (*_LAYER_COUNTING, "--no-data-sharding", "--mock-data", "--overlap-moe-expert-parallel-comm", "--sft", _MASKING)
+)
 _SILENT = frozenset(("echo", "printf", "cat", "[", "[[", "test", ":", "set", "shift", "let", "logger"))
 _WORLD_VARIABLES = (("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"))
 _FLAG = re.compile(r"--[A-Za-z]")
@@ -94,6 +104,8 @@ class _Given:
     line: int
     values: tuple[Word, ...]
     conditional: bool
+    defaulted: frozenset[str]
+    """Variables whose defaults in the script it is made of."""
 
 
 def parse_megatron_args(
@@ -131,6 +143,9 @@ def parse_megatron_args(
     _interleaving(flags, settings)
     _data_parallel(flags, script, settings, world_size)
     paths, weights = _blend(flags, settings)
+    if flags.defaulted:
+        names = ", ".join(sorted(flags.defaulted))
+        flags.notes.append(f"{where}: the script's own defaults are taken for {names}")
     notes = list(dict.fromkeys(flags.notes))
     return MegatronArgs(settings=settings, data_paths=paths, weights=weights, notes=notes)
 
@@ -142,6 +157,8 @@ class _Flags:
         self.where = where
         self.given = {name: value for name, value in given.items() if value is not None}
         self.notes: list[str] = []
+        self.defaulted: set[str] = set()
+        """Variables whose defaults in the script are in the values of flags that were asked for."""
         self.found: dict[str, list[_Given]] = {}
         # In a script, a "command" that begins with a flag is a pattern of a case statement.
         commands = [w for w in script.commands if script.is_list or not w[0].text.startswith("-")]
@@ -149,7 +166,7 @@ class _Flags:
         training = [found for found in launches if _TRAINING.intersection(g.flag for g in found)]
         if not training:
             loose = [list(words) for words in script.arrays.values()]
-            loose += [[Word(text=text, line=1)] for text in script.variables.values()]
+            loose += [[Word(marked=text, line=1)] for text in script.variables.values()]
             training = [found for words in loose if (found := _flags_of(words, any_head=True))]
             if training:
                 self.notes.append(f"{where}: no command uses the flags; all of its variables are read")
@@ -165,12 +182,14 @@ class _Flags:
     def _note(self, script: ShellText) -> None:
         for word in script.sourced:
             self.notes.append(f"{self.where}, line {word.line}: the file that it sources is not read")
-        if script.defaulted:
-            names = ", ".join(sorted(script.defaulted))
-            self.notes.append(f"{self.where}: the script's own defaults are taken for {names}")
         for flag, reason in _NOT_FOLLOWED.items():
             for g in self.found.get(flag, [])[:1]:
                 self.notes.append(f"{self.where}, line {g.line}: {flag}: {reason}")
+        if any(flag in self.found for flag in _DATA) and not {_MASKING, "--sft"} & set(self.found):
+            self.notes.append(
+                f"{self.where}: {_MASKING} is not found: without it every sample is one document in training; add the "
+                "flag"
+            )
         for words in script.commands:
             if any(_flag_of(w) in _TRAINING for w in words):
                 self._note_unseen(words)
@@ -207,6 +226,7 @@ class _Flags:
                 raise UsageError(f"{self.where}, line {word.line}: {flag}: {unknown} {reason}; give {option}")
         if not last.values and flag not in _VALUELESS:
             raise UsageError(f"{self.where}, line {last.line}: {flag} has no value; give {option}")
+        self.defaulted |= last.defaulted
         return last
 
     def text(self, flag: str, name: str, option: str | None = None) -> str | None:
@@ -230,7 +250,8 @@ class _Flags:
 
     def size(self, settings: Mapping[str, Any], name: str) -> int:
         """A parallel size, the caller's before the script's; 1 where neither has it."""
-        return int(self.given.get(name) or settings.get(name, 1))
+        value = self.given.get(name, settings.get(name, 1))
+        return value if isinstance(value, int) and value > 0 else 1
 
     def has(self, flag: str, name: str) -> bool:
         """Whether a flag without a value is given."""
@@ -264,7 +285,7 @@ def _flags_of(words: list[Word], *, any_head: bool = False) -> list[_Given]:
             continue
         values: list[Word] = []
         if "=" in word.text:
-            values.append(Word(text=word.text.partition("=")[2], line=word.line))
+            values.append(Word(marked=word.marked.partition("=")[2], line=word.line))
         elif flag not in _VALUELESS:
             many = flag in _DATA
             while index < len(words) and not _ends_values(words[index], many):
@@ -273,7 +294,10 @@ def _flags_of(words: list[Word], *, any_head: bool = False) -> list[_Given]:
                 if not many:
                     break
         conditional = word.text.startswith(CONDITIONAL)
-        found.append(_Given(flag=flag, line=word.line, values=tuple(values), conditional=conditional))
+        names = frozenset(name for w in (word, *values) for name in defaulted(w.marked))
+        found.append(
+            _Given(flag=flag, line=word.line, values=tuple(values), conditional=conditional, defaulted=names)
+        )
     return found
 
 
@@ -284,7 +308,7 @@ def _ends_values(word: Word, many: bool) -> bool:
 
 
 def _unconditional(word: Word) -> Word:
-    return Word(text=word.text.lstrip(CONDITIONAL), line=word.line)
+    return Word(marked=word.marked.lstrip(CONDITIONAL), line=word.line)
 
 
 def _flatten(words: list[Word]) -> Iterator[Word]:
@@ -309,7 +333,7 @@ def _loader(flags: _Flags, settings: dict[str, Any]) -> None:
 
 
 def _interleaving(flags: _Flags, settings: dict[str, Any]) -> None:
-    """Model chunks a pipeline rank; Megatron treats one chunk as no interleaving."""
+    """Model chunks a pipeline rank and their order; Megatron treats one chunk as no interleaving."""
     name = "virtual_pipeline_size"
     chunks = flags.count("--num-virtual-stages-per-pipeline-rank", name)
     layers_a_chunk = flags.count("--num-layers-per-virtual-pipeline-stage", name)
@@ -328,6 +352,10 @@ def _interleaving(flags: _Flags, settings: dict[str, Any]) -> None:
         chunks = layers // stages // layers_a_chunk
     if chunks is not None and chunks > 1:
         settings[name] = chunks
+    if name in settings or name in flags.given:  # else Megatron passes it over
+        group = flags.count("--microbatch-group-size-per-virtual-pipeline-stage", "microbatch_group_size")
+        if group is not None:
+            settings["microbatch_group_size"] = group
 
 
 def _data_parallel(flags: _Flags, script: ShellText, settings: dict[str, Any], world_size: int | None) -> None:
@@ -360,11 +388,9 @@ def _world_size(flags: _Flags, script: ShellText) -> int | None:
         return (local[-1] or 1) * (nodes or 1)
     for names in (("WORLD_SIZE",), *_WORLD_VARIABLES):
         values = [script.variables.get(variable, "") for variable in names]
-        if all(re.fullmatch(r"[1-9][0-9]{0,8}", value) for value in values):
-            world = 1
-            for value in values:
-                world *= int(value)
-            return world
+        if all(re.fullmatch(r"[1-9][0-9]{0,8}", unmarked(value)) for value in values):
+            flags.defaulted.update(*map(defaulted, values))
+            return math.prod(int(unmarked(value)) for value in values)
     return None
 
 

@@ -110,32 +110,42 @@ _CHOICES = {"loader": Loader, "tail_policy": TailPolicy, "packer": Packer}
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
 
 
-def load_settings_file(path: Path) -> dict[str, Any]:
-    """The settings of a YAML mapping; keys are option names, with `-` or `_`.
+def load_settings_file(path: Path, names: frozenset[str] = NAMES) -> dict[str, Any]:
+    """The settings of a YAML mapping; keys are option names, with `-` or `_`. Null counts as not given.
 
     Raises:
         DataError: the file cannot be read or is not a mapping.
-        UsageError: an unknown key.
+        UsageError: a key that is not one of `names`, or is given twice.
     """
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        node, loaded = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
     except OSError as error:
         raise DataError(f"--settings {path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError as error:
+        raise DataError(f"--settings {path}: is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, a number too long, no UTF-8
         raise DataError(f"--settings {path}: not YAML: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
         raise DataError(f"--settings {path}: holds a {type(loaded).__name__}, not a mapping of options")
-    given = {}
-    for key, value in loaded.items():
-        name = str(key).lstrip("-").replace("-", "_")
-        if name not in NAMES:
-            raise UsageError(f"--settings {path}: unknown option {key!r}; known are {', '.join(sorted(NAMES))}")
-        given[name] = value
-    return given
+    given: dict[str, Any] = {}
+    for key, _ in node.value:  # what is loaded has lost keys that are repeated
+        name = _option_name(key.value)
+        if name not in names:
+            raise UsageError(f"--settings {path}: unknown option {key.value!r}; known are {', '.join(sorted(names))}")
+        if name in given:
+            raise UsageError(f"--settings {path}: option {name} is given twice")
+        given[name] = None
+    given.update((_option_name(key), value) for key, value in loaded.items())
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _option_name(key: Any) -> str:
+    return str(key).lstrip("-").replace("-", "_")
 
 
 def resolve_settings(

@@ -17,7 +17,10 @@ OPEN, CLOSE = "\ue000", "\ue001"
 """Around a part that is not known: its name and the reason, in hex so that nothing splits them."""
 CONDITIONAL = "\ue002"
 """Before a word that was added only under a condition."""
-_PRIVATE = re.compile("[\ue000-\ue002]")
+_DEFAULTED = "\ue003"
+"""Around the name, in hex, of a variable whose default in the script the text before it is."""
+_DEFAULT_MARK = re.compile(f"{_DEFAULTED}([0-9a-f]*){_DEFAULTED}")
+_PRIVATE = re.compile("[\ue000-\ue003]")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _PARAMETER = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#?$!-])(\[[@*]\])?(?:(:?[-=?+])(.*))?", re.DOTALL)
@@ -33,9 +36,15 @@ _LINKING = ("then", "else", "elif", "do", "{", "}", "!", "time", "exec", "nohup"
 class Word:
     """One word of a command after expansion."""
 
-    text: str
+    marked: str
+    """Its text, with marks of the defaults in it."""
     line: int
     """Line of the script where the word is written, from 1."""
+
+    @property
+    def text(self) -> str:
+        """The word as a command would see it."""
+        return unmarked(self.marked)
 
     @property
     def unknown(self) -> tuple[str, str] | None:
@@ -50,6 +59,16 @@ class Word:
     def wholly_unknown(self) -> bool:
         """Whether the word is one part that is not known, which may stand for several words."""
         return self.text.startswith(OPEN) and self.text.index(CLOSE) == len(self.text) - 1
+
+
+def unmarked(text: str) -> str:
+    """`text` without the marks of defaults."""
+    return _DEFAULT_MARK.sub("", text) if _DEFAULTED in text else text
+
+
+def defaulted(text: str) -> set[str]:
+    """The variables whose defaults in the script, ${X:-default}, stand in the marked `text`."""
+    return {bytes.fromhex(name).decode() for name in _DEFAULT_MARK.findall(text)}
 
 
 class UnclosedQuoteError(ValueError):
@@ -69,13 +88,11 @@ class ShellText:
     is_list: bool
     """Whether the text is an argument list alone, all of it one command."""
     variables: dict[str, str]
-    """Last values of plain variables."""
+    """Last values of plain variables, with marks of the defaults in them."""
     arrays: dict[str, list[Word]]
     """Last values of arrays."""
     sourced: list[Word]
     """Files that the script sources; they are not read."""
-    defaulted: list[str]
-    """Variables whose default in the script, ${X:-default}, was taken."""
 
 
 @dataclass(slots=True)
@@ -138,15 +155,14 @@ def read_shell(text: str) -> ShellText:
         variables=dict(reader.scalars),
         arrays=reader.arrays,
         sourced=reader.sourced,
-        defaulted=list(reader.defaulted),
     )
 
 
 def resplit(word: Word) -> list[Word]:
     """The words inside one word that holds a whole command line, as eval and bash -c take it."""
-    inner = _Lexer(word.text, newline_ends=False).commands()
+    inner = _Lexer(word.marked, newline_ends=False).commands()
     raw = [w for command in inner for w in command.words]
-    return [Word(text="".join(p.text for p in w.parts), line=word.line) for w in raw]
+    return [Word(marked="".join(p.text for p in w.parts), line=word.line) for w in raw]
 
 
 def _unknown(name: str, reason: str) -> str:
@@ -366,7 +382,6 @@ class _Reader:
         self.arrays: dict[str, list[Word]] = {}
         self.commands: list[list[Word]] = []
         self.sourced: list[Word] = []
-        self.defaulted: dict[str, None] = {}
         self.depth = 0
 
     def run(self, command: _Command) -> None:
@@ -414,12 +429,12 @@ class _Reader:
         rest = _RawWord(word.line, [_Part(word.parts[0].text[match.end() :], False), *word.parts[1:]])
         value = "".join(self._text(part) for part in rest.parts)
         if append and name in self.arrays and name not in self.scalars:
-            self._assign_array(name, [Word(text=value, line=word.line)], append, conditional, word.line)
+            self._assign_array(name, [Word(marked=value, line=word.line)], append, conditional, word.line)
             return
         old = self.scalars.get(name)
         if append:
             value = (old or "") + value
-        if conditional and value != old:
+        if conditional and (old is None or unmarked(value) != unmarked(old)):
             if old is not None and value.startswith(old):
                 added = value[len(old) :]
                 value = old + re.sub(r"(?<!\S)(?=\S)", CONDITIONAL, added)
@@ -431,11 +446,11 @@ class _Reader:
     def _assign_array(self, name: str, elements: list[Word], append: bool, conditional: bool, line: int) -> None:
         old = self.arrays.get(name, []) if append else []
         if conditional and append:
-            elements = [Word(text=CONDITIONAL + w.text, line=w.line) for w in elements]
+            elements = [Word(marked=CONDITIONAL + w.marked, line=w.line) for w in elements]
         elif conditional and [w.text for w in elements] != [w.text for w in self.arrays.get(name, [])]:
-            elements = [Word(text=_unknown(f"${name}", f"is set under a condition (line {line})"), line=line)]
-        if sum(len(w.text) + 1 for w in old) + sum(len(w.text) + 1 for w in elements) > _MOST_CHARACTERS:
-            old, elements = [], [Word(text=_unknown(f"${name}", "is too long"), line=line)]
+            elements = [Word(marked=_unknown(f"${name}", f"is set under a condition (line {line})"), line=line)]
+        if sum(len(w.marked) + 1 for w in old) + sum(len(w.marked) + 1 for w in elements) > _MOST_CHARACTERS:
+            old, elements = [], [Word(marked=_unknown(f"${name}", "is too long"), line=line)]
         self.scalars.pop(name, None)
         self.arrays[name] = old + elements
 
@@ -447,7 +462,7 @@ class _Reader:
         for part in raw.parts:
             array = self._array_of(part)
             if array is not None:
-                split = [(t, w.line) for w in array for t in ([w.text] if part.quoted else w.text.split())]
+                split = [(t, w.line) for w in array for t in ([w.marked] if part.quoted else w.marked.split())]
                 pieces = [text for text, _ in split]
                 lines = [line for _, line in split]
                 if not pieces:
@@ -467,13 +482,13 @@ class _Reader:
             for number, piece in enumerate(pieces):
                 if number:
                     if current:
-                        words.append(Word(text=current, line=line))
+                        words.append(Word(marked=current, line=line))
                     current = None
                 current = (current or "") + piece
                 line = lines[number]
         quoted = any(p.quoted for p in raw.parts) and not any(self._array_of(p) is not None for p in raw.parts)
         if current or (current is not None and quoted):
-            words.append(Word(text=_bounded(current, "value"), line=line))
+            words.append(Word(marked=_bounded(current, "value"), line=line))
         return words
 
     def _array_of(self, part: _Part) -> list[Word] | None:
@@ -496,10 +511,9 @@ class _Reader:
         name, _, operation, other = match.groups()
         value = self.scalars.get(name)
         if value is None and name in self.arrays:
-            value = " ".join(w.text for w in self.arrays[name]) if match[2] else self._first(name)
+            value = " ".join(w.marked for w in self.arrays[name]) if match[2] else self._first(name)
         if operation in (":-", "-", ":=", "=") and (value is None or (operation[0] == ":" and not value)):
-            self.defaulted[name] = None
-            value = self._inner(other)
+            value = _mark_defaulted(self._inner(other), name)
             if "=" in operation:
                 self.scalars[name] = value
             return value
@@ -511,7 +525,7 @@ class _Reader:
         return value
 
     def _first(self, name: str) -> str:
-        return self.arrays[name][0].text if self.arrays[name] else ""
+        return self.arrays[name][0].marked if self.arrays[name] else ""
 
     def _inner(self, text: str) -> str:
         """The default of an expansion, itself expanded as inside double quotes."""
@@ -524,14 +538,16 @@ class _Reader:
         text = "".join(self._text(p) for p in parts)
         if OPEN in text:
             return text[text.index(OPEN) : text.index(CLOSE) + 1]
+        marks, text = _marks(text), unmarked(text)
         names = sorted(set(_NAME.findall(text)))
         for name in names:
             value = self._value(f"${name}")
             if OPEN in value:
                 return value
-            text = re.sub(rf"\b{name}\b", f"({value})", text)
+            marks += _marks(value)
+            text = re.sub(rf"\b{name}\b", f"({unmarked(value)})", text)
         try:
-            return str(_integer(ast.parse(text.strip().replace("/", "//"), mode="eval").body))
+            return str(_integer(ast.parse(text.strip().replace("/", "//"), mode="eval").body)) + marks
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return _unknown(_short(expansion), "is arithmetic that is not followed")
 
@@ -560,6 +576,16 @@ def _integer(node: ast.expr) -> int:
     if not 0 <= result < 2**63:
         raise ValueError("out of range")
     return result
+
+
+def _mark_defaulted(value: str, name: str) -> str:
+    """`value`, the default of variable `name`, marked as that where it is not blank."""
+    text = value.rstrip()
+    return f"{text}{_DEFAULTED}{name.encode().hex()}{_DEFAULTED}{value[len(text) :]}" if text else value
+
+
+def _marks(text: str) -> str:
+    return "".join(mark[0] for mark in _DEFAULT_MARK.finditer(text))
 
 
 def _bounded(value: str, name: str) -> str:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import nn
 
 from thdprof.runtime.capture import CapturedPass, GradientBuffers, capture_pass
-from thdprof.runtime.dispatch import Bucket
-from thdprof.runtime.padding import PackedSequence, _seq_idx, fill_padded
+from thdprof.runtime.dispatch import Bucket, FallbackReason
+from thdprof.runtime.padding import PackedSequence, document_of_tokens, fill_padded
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ class _Staging:
     """A pinned buffer and the event after which the host may write it again."""
 
     def __init__(self, size: int) -> None:
-        self.tensor = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        self.array: NDArray[np.int32] = self.tensor.numpy()
+        self.pinned = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.array: NDArray[np.int32] = self.pinned.numpy()
         self.copied = torch.cuda.Event()
 
 
@@ -38,51 +38,60 @@ class Slot:
     """Static buffers and the graphs over them. Only one of its buckets is alive at a time."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], buckets: Sequence[Bucket], *, with_seq_idx: bool, device: torch.device
+        self,
+        tensors: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
+        *,
+        with_seq_idx: bool,
+        device: torch.device,
     ) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.passes: dict[Bucket, CapturedPass] = {}
-        self.busy = False
+        self.busy = self.closed = False
         self.inputs = [
             torch.zeros_like(t, memory_format=torch.contiguous_format).requires_grad_(t.requires_grad) for t in tensors
         ]
-        self._output_grads: list[torch.Tensor] = []
+        self._output_grads: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         self._num_boundaries = max(b.max_seqs for b in buckets) + 1
-        self._num_tokens = max(b.n_tokens for b in buckets) if with_seq_idx else 0
-        size = self._num_boundaries + self._num_tokens
+        self._with_seq_idx = with_seq_idx
+        size = self._num_boundaries + (max(b.n_tokens * b.cp_size for b in buckets) if with_seq_idx else 0)
         self._metadata = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [_Staging(size) for _ in range(_STAGING_BUFFERS)]
         self._next = 0
 
     def packed(self, bucket: Bucket) -> PackedSequence:
         """The metadata that the graphs of `bucket` read: views of this slot's buffers."""
-        idx = self._metadata[self._num_boundaries : self._num_boundaries + bucket.n_tokens]
+        idx = self._metadata[self._num_boundaries : self._num_boundaries + bucket.n_tokens * bucket.cp_size]
         return PackedSequence(
             cu_seqlens=self._metadata[: bucket.max_seqs + 1],
             max_seqlen=bucket.max_seqlen,
-            seq_idx=idx if self._num_tokens else None,
+            seq_idx=idx if self._with_seq_idx else None,
             cp_size=bucket.cp_size,
         )
 
     def output_grads(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Static buffers for the gradients of `heads`, shared by the slot's buckets where they fit."""
-        fits = [(g.shape, g.dtype) for g in self._output_grads] == [(h.shape, h.dtype) for h in heads]
-        if not fits:
-            self._output_grads = [torch.zeros_like(h, memory_format=torch.contiguous_format) for h in heads]
-        return self._output_grads
+        """Static buffers for the gradients of `heads`, shared by the slot's buckets whose outputs are alike."""
+        key = tuple((h.shape, h.dtype) for h in heads)
+        if key not in self._output_grads:
+            self._output_grads[key] = [torch.zeros_like(h, memory_format=torch.contiguous_format) for h in heads]
+        return self._output_grads[key]
 
-    def stage(self, tensors: Sequence[torch.Tensor], host: NDArray[np.int32], bucket: Bucket) -> None:
-        """Queue the copies of one micro-batch's inputs and padded metadata into the static buffers."""
+    def stage_metadata(self, host: NDArray[np.int32], bucket: Bucket) -> None:
+        """Queue the padded boundaries of one micro-batch into the static buffers; never waits for the GPU's queue."""
         staging = self._staging[self._next]
         self._next = (self._next + 1) % _STAGING_BUFFERS
-        staging.copied.synchronize()
-        fill_padded(staging.array[: bucket.max_seqs + 1], host)
+        staging.copied.synchronize()  # the pinned memory may be written again
         used = bucket.max_seqs + 1
-        if self._num_tokens:
-            staging.array[self._num_boundaries :][: bucket.n_tokens] = _seq_idx(host, bucket.n_tokens)
-            used = self._num_boundaries + bucket.n_tokens
-        self._metadata[:used].copy_(staging.tensor[:used], non_blocking=True)
+        fill_padded(staging.array[:used], host)
+        if self._with_seq_idx:
+            n_tokens = bucket.n_tokens * bucket.cp_size
+            staging.array[self._num_boundaries :][:n_tokens] = document_of_tokens(host, n_tokens)
+            used = self._num_boundaries + n_tokens
+        self._metadata[:used].copy_(staging.pinned[:used], non_blocking=True)
         staging.copied.record()
+
+    def stage_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Queue the copies of one micro-batch's tensors into the static inputs."""
         for static, given in zip(self.inputs, tensors, strict=True):
             static.detach().copy_(given)
 
@@ -98,7 +107,8 @@ class Lease:
 
     def forward(self, tensors: Sequence[torch.Tensor], host: NDArray[np.int32]) -> tuple[torch.Tensor, ...]:
         """Replay the forward graph; the outputs are copies, the caller's to keep."""
-        self.slot.stage(tensors, host, self.bucket)
+        self.slot.stage_metadata(host, self.bucket)
+        self.slot.stage_inputs(tensors)
         self.captured.forward.replay()
         return tuple(o.clone() for o in self.captured.outputs)
 
@@ -113,8 +123,10 @@ class Lease:
                 "a replayed micro-batch was backpropagated a second time; its slot is given back after the first: "
                 "run it eagerly (thdprof.runtime.GraphedModule.eager) where a graph must be kept"
             )
+        if self.slot.closed:
+            raise RuntimeError("the graphs were closed or dropped before the backward of a replayed micro-batch")
         heads = (i for i, d in enumerate(self.captured.differentiable) if d)
-        for static, position in zip(self.slot._output_grads, heads, strict=True):
+        for static, position in zip(self.captured.output_grads, heads, strict=True):
             grad = output_grads[position]
             if grad is None:
                 static.zero_()
@@ -147,6 +159,8 @@ class BankOptions:
     generators: Sequence[torch.Generator]
     """Every CUDA generator that the module draws from."""
     with_seq_idx: bool = False
+    on_capture: Callable[[], None] = lambda: None
+    """Called after every capture."""
 
 
 class Bank:
@@ -158,7 +172,6 @@ class Bank:
         self._stream = torch.cuda.Stream(device)
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
         self._pointers = [(p, p.data_ptr()) for p in module.parameters()]
-        self._checked = 0
         self.slots = [
             Slot(tensors, options.buckets, with_seq_idx=options.with_seq_idx, device=device)
             for _ in range(options.num_slots)
@@ -173,7 +186,7 @@ class Bank:
         if bucket in self.failures:
             return None
         packed = slot.packed(bucket)
-        slot.stage([x.detach() for x in slot.inputs], _sample_boundaries(bucket), bucket)
+        slot.stage_metadata(_sample_boundaries(bucket), bucket)
         try:
             slot.passes[bucket] = capture_pass(
                 self._module,
@@ -190,6 +203,7 @@ class Bank:
             logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self.failures[bucket])
             return None
         logger.info("captured %s: %.1f MiB", bucket, slot.passes[bucket].pool_bytes / 2**20)
+        self._options.on_capture()
         return slot.passes[bucket]
 
     def capture_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -200,34 +214,33 @@ class Bank:
             self.capture(slot, bucket)
         progress(len(work), len(work))
 
-    def lease(self, bucket: Bucket) -> Lease | None:
-        """A free slot for `bucket`; None if all are in use."""
-        self._check_parameters()
-        for slot in self.slots:
-            if not slot.busy and self.capture(slot, bucket) is not None:
-                return Lease(slot, bucket, self._gradients)
-        return None
+    def lease(self, bucket: Bucket) -> Lease | FallbackReason:
+        """A free slot for `bucket`, or why there is none.
 
-    def _check_parameters(self) -> None:
-        """Look at one parameter a call, in turn: graphs hold addresses, and would read memory given back."""
-        if not self._pointers:
-            return
-        self._checked = (self._checked + 1) % len(self._pointers)
-        parameter, pointer = self._pointers[self._checked]
-        if parameter.data_ptr() != pointer:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} moved in memory after its graphs were captured; "
-                "load and move weights before the first micro-batch, or call recapture()"
-            )
+        Raises:
+            RuntimeError: a parameter moved in memory since the captures: graphs would read what is given back.
+        """
+        for parameter, pointer in self._pointers:
+            if parameter.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} moved in memory after its graphs were captured; "
+                    "load and move weights before the first micro-batch, or call recapture()"
+                )
+        free = [slot for slot in self.slots if not slot.busy]
+        for slot in free:
+            if self.capture(slot, bucket) is not None:
+                return Lease(slot, bucket, self._gradients)
+        return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def pool_bytes(self) -> int:
         """Bytes that all slots' pools hold."""
         return sum(p.pool_bytes for slot in self.slots for p in slot.passes.values())
 
     def close(self) -> None:
-        """Free all graphs and their memory; the parameters' gradients stay."""
+        """Free all graphs and their memory; the parameters' gradients stay. Leases still held become useless."""
         torch.cuda.synchronize()
         for slot in self.slots:
+            slot.closed = True
             for captured in slot.passes.values():
                 captured.forward.reset()
                 captured.backward.reset()
@@ -237,5 +250,5 @@ class Bank:
 
 def _sample_boundaries(bucket: Bucket) -> NDArray[np.int32]:
     """Boundaries for warming up: as many equal documents as the bucket holds."""
-    length = min(bucket.max_seqlen, max(1, bucket.n_tokens // bucket.max_seqs))
-    return np.minimum(np.arange(bucket.max_seqs + 1) * length, bucket.n_tokens).astype(np.int32)
+    length = min(bucket.max_seqlen, max(1, bucket.n_tokens * bucket.cp_size // bucket.max_seqs))
+    return np.minimum(np.arange(bucket.max_seqs + 1) * length, bucket.n_tokens * bucket.cp_size).astype(np.int32)

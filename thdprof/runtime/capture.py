@@ -34,6 +34,8 @@ class CapturedPass:
     """How to put the outputs together as the module returned them."""
     input_grads: tuple[torch.Tensor | None, ...]
     """Written by every backward replay, one for every input; None where no gradient flows."""
+    output_grads: tuple[torch.Tensor, ...]
+    """To be written before a backward replay, one for every differentiable output; the slot owns them."""
     touched: tuple[bool, ...]
     """Which of the parameters the backward pass adds a gradient to."""
     pool_bytes: int
@@ -183,8 +185,9 @@ def capture_pass(
     Raises:
         RuntimeError: whatever the module does that a capture does not allow.
     """
+    _refuse_hooks(gradients.parameters)
     device = stream.device
-    with aliased_parameters(module) as aliases, unchanged_state(module, generators):
+    with aliased_parameters(module) as aliases, unchanged_state(module, generators), _no_autocast_cache():
         parameters = [aliases[id(p)] for p in gradients.parameters]
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -216,6 +219,7 @@ def capture_pass(
             differentiable=tuple(o.requires_grad for o in outputs),
             spec=spec,
             input_grads=tuple(x.grad for x in inputs),
+            output_grads=tuple(output_grads),
             touched=tuple(i in touched for i in range(len(parameters))),
             pool_bytes=_pool_bytes(device, pool) - before,
         )
@@ -229,6 +233,28 @@ def _heads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not heads:
         raise RuntimeError("no output of the module takes a gradient; there is no backward pass to capture")
     return heads
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Cast weights anew in every pass: a graph that reads a cached cast would never see the weights change."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
+    """Gradient hooks run in Python, which a replay does not: ignoring them would give wrong numbers."""
+    for parameter in parameters:
+        if parameter._backward_hooks:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} has a gradient hook (Tensor.register_hook), which a "
+                "replay cannot run; use register_post_accumulate_grad_hook"
+            )
 
 
 def restore(outputs: Sequence[torch.Tensor], spec: Any) -> Any:

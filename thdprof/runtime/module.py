@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -15,7 +16,7 @@ from thdprof.runtime.bank import Bank, BankOptions, Lease
 from thdprof.runtime.capture import restore
 from thdprof.runtime.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime.padding import PackedSequence, TailPolicy, shape_of, to_device, with_tail
-from thdprof.runtime.stats import Stats
+from thdprof.runtime.stats import Prediction, Stats
 from thdprof.runtime.timing import PassTimer, mark_first
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class GraphedModule(nn.Module):
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module eagerly, whatever the plan says; not counted."""
-        return self._run_eagerly(args, kwargs, *self._describe(args, kwargs))
+        return self._run_eagerly(args, kwargs, *self._describe(args, kwargs), timed=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own output.
@@ -111,7 +112,8 @@ class GraphedModule(nn.Module):
         packed, host, shape, tensors = self._describe(args, kwargs)
         choice = self._decide(args, kwargs, shape, tensors)
         if isinstance(choice, Bucket):
-            lease = self._lease(choice)
+            assert self._bank is not None  # opened by _decide
+            lease = self._bank.lease(choice)
             if isinstance(lease, Lease):
                 self._stats.replays[choice] += 1
                 return self._replay(lease, host, tensors)
@@ -128,8 +130,8 @@ class GraphedModule(nn.Module):
         packed = found[0]
         if packed.host is None:
             raise TypeError("the PackedSequence was not made by thdprof.runtime.pack")
-        n_tokens = tensors[0].shape[self._token_dim]
-        host = with_tail(packed.host, n_tokens, self._policy)
+        n_tokens = tensors[0].shape[self._token_dim]  # of this rank; the boundaries are of all that share the rows
+        host = with_tail(packed.host, n_tokens * packed.cp_size, self._policy)
         return packed, host, shape_of(packed, host, n_tokens), tensors
 
     def _decide(self, args: Any, kwargs: Any, shape: Shape, tensors: Sequence[torch.Tensor]) -> Bucket | FallbackReason:
@@ -183,24 +185,14 @@ class GraphedModule(nn.Module):
                 num_slots=self._num_slots,
                 generators=generators,
                 with_seq_idx=packed.seq_idx is not None,
+                on_capture=self._count_capture,
             ),
         )
         if self._capture == "startup":
-            self._bank.capture_all()
-        self._count_captures()
+            self._bank.capture_all(_show_captures)
 
-    def _lease(self, bucket: Bucket) -> Lease | FallbackReason:
-        assert self._bank is not None
-        lease = self._bank.lease(bucket)
-        if self._capture == "first_use":
-            self._count_captures()
-        if lease is not None:
-            return lease
-        return FallbackReason.capture_failed if bucket in self._bank.failures else FallbackReason.no_free_slot
-
-    def _count_captures(self) -> None:
-        assert self._bank is not None
-        self._stats.captures = sum(len(slot.passes) for slot in self._bank.slots)
+    def _count_capture(self) -> None:
+        self._stats.captures += 1
 
     def _replay(self, lease: Lease, host: Any, tensors: Sequence[torch.Tensor]) -> Any:
         spec = lease.captured.spec
@@ -214,10 +206,19 @@ class GraphedModule(nn.Module):
         return restore(mark_first(outputs, timer.backward_begins) or outputs, spec)
 
     def _run_eagerly(
-        self, args: Any, kwargs: Any, packed: PackedSequence, host: Any, shape: Shape, tensors: Sequence[torch.Tensor]
+        self,
+        args: Any,
+        kwargs: Any,
+        packed: PackedSequence,
+        host: Any,
+        shape: Shape,
+        tensors: Sequence[torch.Tensor],
+        *,
+        timed: bool = True,
     ) -> Any:
-        moved = to_device(packed, host, shape.n_tokens, tensors[0].device)
-        timer = self._timer(replayed=False) if tensors[0].is_cuda and torch.is_grad_enabled() else None
+        moved = to_device(packed, host, shape.n_tokens * packed.cp_size, tensors[0].device)
+        timed = timed and tensors[0].is_cuda and torch.is_grad_enabled()
+        timer = self._timer(replayed=False) if timed else None
         marked = mark_first(tensors, timer.backward_ends) if timer is not None else None
         if timer is None or marked is None:
             return self.module(*_substitute(args, tensors, moved), **_substitute_named(args, kwargs, tensors, moved))
@@ -315,7 +316,7 @@ def graphed(
         )
         for b in graphs.buckets
     ]
-    return GraphedModule(
+    made = GraphedModule(
         module,
         buckets if graphs.impl != "none" else [],
         num_slots=graphs.slots[pipeline_rank][chunk],
@@ -325,6 +326,15 @@ def graphed(
         generators=generators,
         token_dim=token_dim,
     )
+    made.stats().prediction = Prediction.of(plan)
+    return made
+
+
+def _show_captures(done: int, total: int) -> None:
+    """A line on a terminal that says how far the captures are."""
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        print(f"\rthdprof: captured {done} of {total} graph pairs", end=end, file=sys.stderr, flush=True)
 
 
 def _substitute(values: Any, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> list[Any]:

@@ -41,7 +41,8 @@ def pack(
 
     Args:
         cu_seqlens: document boundaries on the host, shape [documents + 1]; begins with 0, never falls.
-        max_seqlen: tokens of the longest document; worked out if it is not given.
+        max_seqlen: tokens of the longest document; worked out if it is not given. A larger one, as of a loader that
+            always says the sequence length, asks for a bucket of that length.
         cp_size: context-parallel size of this micro-batch.
         with_seq_idx: whether the module also wants the document of every token.
 
@@ -51,9 +52,12 @@ def pack(
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.is_cuda:
             raise ValueError("cu_seqlens is on the GPU: give the data loader's own copy, on the host")
-        host = cu_seqlens.detach().numpy().astype(np.int32, copy=False).reshape(-1)
+        given = cu_seqlens.detach().numpy().reshape(-1)
     else:
-        host = np.asarray(cu_seqlens, dtype=np.int32).reshape(-1)
+        given = np.asarray(cu_seqlens).reshape(-1)
+    if given.size and (given.dtype.kind not in "iu" or int(given[-1]) > np.iinfo(np.int32).max):
+        raise ValueError(f"cu_seqlens must be whole numbers below 2**31, got {given.dtype} up to {given[-1]}")
+    host = given.astype(np.int32, copy=False)
     lengths = host[1:] - host[:-1]
     if host.size == 0 or host[0] != 0 or (lengths.size and lengths.min() < 0):
         raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {host[:8].tolist()}...")
@@ -62,12 +66,12 @@ def pack(
         max_seqlen = longest
     elif max_seqlen < longest:
         raise ValueError(f"max_seqlen {max_seqlen} is less than the longest document, {longest}")
-    idx = torch.from_numpy(_seq_idx(host, int(host[-1]))) if with_seq_idx else None
+    idx = torch.from_numpy(document_of_tokens(host, int(host[-1]))) if with_seq_idx else None
     boundaries = torch.from_numpy(host)
     return PackedSequence(cu_seqlens=boundaries, max_seqlen=int(max_seqlen), seq_idx=idx, cp_size=cp_size, host=host)
 
 
-def _seq_idx(host: NDArray[np.int32], n_tokens: int) -> NDArray[np.int32]:
+def document_of_tokens(host: NDArray[np.int32], n_tokens: int) -> NDArray[np.int32]:
     """Document of every token, int32, shape [n_tokens]; tokens past the last boundary are a document of their own."""
     ends = np.append(host[1:], n_tokens)
     sizes = np.diff(np.concatenate((host[:1], ends)))
@@ -127,7 +131,7 @@ def to_device(packed: PackedSequence, host: NDArray[np.int32], n_tokens: int, de
     shape = shape_of(packed, host, n_tokens)
     idx = None
     if packed.seq_idx is not None:
-        idx = _move(torch.from_numpy(_seq_idx(host, n_tokens)), device)
+        idx = _move(torch.from_numpy(document_of_tokens(host, n_tokens)), device)
     return PackedSequence(
         cu_seqlens=_move(torch.from_numpy(host), device),
         max_seqlen=shape.max_seqlen,

@@ -16,11 +16,12 @@ _BAR = 20
 
 def print_report(analysis: Analysis, console: Console) -> None:
     """Write the report of `analysis` to `console`."""
-    for part in _parts(analysis):
+    block = "█" if console.encoding.lower().startswith("utf") else "#"
+    for part in _parts(analysis, block):
         console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))
 
 
-def _parts(analysis: Analysis) -> Iterator[str | Table | Text]:
+def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
     yield Text(f"{source} ({data.format}): {data.rows:,} rows, {data.documents:,} documents, {data.tokens:,} tokens")
@@ -33,7 +34,7 @@ def _parts(analysis: Analysis) -> Iterator[str | Table | Text]:
     yield ""
     yield _percentiles(analysis)
     yield ""
-    yield _caps(analysis)
+    yield _caps(analysis, block)
     yield ""
     yield Text(sentence(analysis), style="bold")
     for reason in reasons(analysis):
@@ -61,7 +62,7 @@ def _percentiles(analysis: Analysis) -> Table:
     return table
 
 
-def _caps(analysis: Analysis) -> Table:
+def _caps(analysis: Analysis, block: str) -> Table:
     chosen = {b.max_seqs for b in analysis.recommendation.buckets}
     table = Table(box=None, pad_edge=False)
     table.add_column("one cap", justify="right")
@@ -76,13 +77,13 @@ def _caps(analysis: Analysis) -> Table:
             label,
             _percent(candidate.coverage),
             _percent(candidate.fallback_rate.step),
-            f"{candidate.relative_step_time:.3f} {_bar(candidate.relative_step_time)}",
+            f"{candidate.relative_step_time:.3f} {_bar(candidate.relative_step_time, block)}",
         )
     return table
 
 
-def _bar(value: float) -> str:
-    return "█" * max(1, round(min(value, 1.5) * _BAR))
+def _bar(value: float, block: str) -> str:
+    return block * max(1, round(min(value, 1.5) * _BAR))
 
 
 def _percentile_name(name: str) -> str:

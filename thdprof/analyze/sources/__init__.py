@@ -41,17 +41,21 @@ def read_dataset(locations: Sequence[str], *, format: str = "auto") -> Dataset:
     """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes without their `.idx`.
 
     Raises:
-        DataError: nothing is there, the format is not recognised, or the content is not what it must be.
-        UsageError: no such format.
+        DataError: nothing is there, it cannot be read, the format is not recognised, or the content is not what it
+            must be.
+        UsageError: no such format, or no location.
     """
-    if not locations:
+    if not locations or "" in locations:
         raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix")
-    paths = [path for location in locations for path in _files(location, format)]
-    chosen = get_format(format) if format != "auto" else _detect(paths)
     try:
-        return chosen.read(paths)
+        paths = [path for location in locations for path in _files(location, format)]
+        chosen = get_format(format) if format != "auto" else _detect(paths)
+        dataset = chosen.read(paths)
     except OSError as error:
-        raise DataError(f"{error.filename or paths[0]}: cannot be read: {error.strerror or error}") from error
+        raise DataError(f"{error.filename or locations[0]}: cannot be read: {error.strerror or error}") from error
+    if dataset.num_tokens() == 0:
+        raise DataError(f"{dataset.uris[0]}: has no tokens: every length in the dataset is 0")
+    return dataset
 
 
 def _files(location: str, format: str) -> list[Path]:
@@ -67,11 +71,16 @@ def _files(location: str, format: str) -> list[Path]:
     matches = sorted(Path(p) for p in glob.glob(location) if Path(p).is_file())
     if matches:
         return matches
+    if path.exists():
+        raise DataError(f"{location}: not a regular file; write what it gives to a file first")
     raise DataError(f"{location}: no such file, directory, glob or Megatron prefix")
 
 
 def _files_of_directory(directory: Path, format: str) -> list[Path]:
-    """The files of `directory` that belong to one format, those of its only one with `auto`."""
+    """The files of `directory` that belong to one format, those of its only one with `auto`.
+
+    A file that cannot be read may be of the dataset: its OSError passes.
+    """
     names = FORMATS if format == "auto" else (format,)
     found: dict[str, list[Path]] = {}
     claimed: set[Path] = set()
@@ -83,7 +92,7 @@ def _files_of_directory(directory: Path, format: str) -> list[Path]:
             if p.is_file()
             and p not in claimed
             and p.name.lower().endswith(candidate.suffixes)
-            and _recognised(candidate, p)
+            and candidate.recognises(p)
         ]
         claimed.update(files)
         if files:
@@ -98,13 +107,6 @@ def _files_of_directory(directory: Path, format: str) -> list[Path]:
     return next(iter(found.values()))
 
 
-def _recognised(candidate: Format, path: Path) -> bool:
-    try:
-        return candidate.recognises(path)
-    except OSError:
-        return False
-
-
 def _detect(paths: Sequence[Path]) -> Format:
     """The one format that recognises every path."""
     first = paths[0]
@@ -112,9 +114,9 @@ def _detect(paths: Sequence[Path]) -> Format:
         raise DataError(f"{first}: is empty")
     for name in FORMATS:
         candidate = get_format(name)
-        if _recognised(candidate, first):
+        if candidate.recognises(first):
             for path in paths[1:]:
-                if not _recognised(candidate, path):
+                if not candidate.recognises(path):
                     raise DataError(f"{path}: is not of format {name}, as {first} is; analyse them apart")
             return candidate
     raise DataError(f"{first}: format not recognised; known are {', '.join(FORMATS)}: say which with --format")

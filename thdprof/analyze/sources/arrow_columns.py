@@ -34,8 +34,8 @@ def is_list(kind: Any) -> bool:
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
-def integers(column: Any, where: str) -> NDArray[np.int64]:
-    """A `ChunkedArray` of integers as int64, shape [n]; `where` names it in messages.
+def integers(column: Any, where: str) -> NDArray[np.integer]:
+    """A `ChunkedArray` of integers, shape [n]: int32 if they all fit, else int64; `where` names it in messages.
 
     Raises:
         DataError: another type, a null, a number over 2**63 - 1.
@@ -44,11 +44,12 @@ def integers(column: Any, where: str) -> NDArray[np.int64]:
 
     if not types.is_integer(column.type):
         raise DataError(f"{where}: is {column.type}, not integers")
-    parts, row = [np.empty(0, dtype=np.int64)], 0
+    parts: list[NDArray[np.integer]] = [np.empty(0, dtype=np.int32)]
+    row = 0
     for chunk in column.chunks:
         if chunk.null_count:
             raise DataError(f"{where}: row {row + _first_null(chunk)}: is null")
-        parts.append(_int64(chunk, where))
+        parts.append(_narrow(_int64(chunk, where)))
         row += len(chunk)
     return np.concatenate(parts)
 
@@ -99,6 +100,12 @@ def _int64(array: Any, where: str) -> NDArray[np.int64]:
     if values.dtype == np.uint64 and values.size and int(values.max()) > np.iinfo(np.int64).max:
         raise DataError(f"{where}: {int(values.max())} is larger than 2**63 - 1")
     return values.astype(np.int64, copy=False)
+
+
+def _narrow(values: NDArray[np.int64]) -> NDArray[np.integer]:
+    limits = np.iinfo(np.int32)
+    fits = not values.size or limits.min <= values.min() and values.max() <= limits.max
+    return values.astype(np.int32) if fits else values
 
 
 def validate(array: Any, where: str) -> Any:

@@ -124,7 +124,7 @@ class Format:
     suffixes: tuple[str, ...]
     """File name endings that a directory is searched for."""
     recognises: Callable[[Path], bool]
-    """Whether a file, by its content, is of this format. Never raises for a file it cannot read."""
+    """Whether a file, by its content, is of this format. Raises nothing but the OSError of a file it cannot open."""
     read: Callable[[Sequence[Path]], Dataset]
     """Reads the files; raises DataError naming file, row and value."""
 

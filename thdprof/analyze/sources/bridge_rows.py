@@ -93,12 +93,16 @@ def pack_size(paths: Sequence[Path], longest_row: int) -> int | None:
 def _metadata_sizes(directory: Path) -> set[int]:
     """Every pack_size of Bridge's metadata files in `directory`: JSON lists of objects, though named .jsonl."""
     sizes: set[int] = set()
-    for path in sorted(directory.iterdir()):
-        if path.suffix not in (".json", ".jsonl") or not path.is_file():
-            continue
-        if path.stat().st_size > _LARGEST_METADATA_BYTES:
+    try:
+        beside = sorted(directory.iterdir())
+    except OSError:  # may be searched, not listed
+        return sizes
+    for path in beside:
+        if path.suffix not in (".json", ".jsonl"):
             continue
         try:
+            if not path.is_file() or path.stat().st_size > _LARGEST_METADATA_BYTES:
+                continue
             entries = json.loads(path.read_bytes())
         except (ValueError, RecursionError, OSError):
             continue

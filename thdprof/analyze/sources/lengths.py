@@ -27,6 +27,9 @@ KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens")
 """Names of a key or column with lengths, tried in this order."""
 _CHUNK_BYTES = 2**23
 _SNIFFED_BYTES = 2**16
+_LONGEST_SNIFFED_LINE = 2**25
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BEFORE_A_VALUE = _BYTE_ORDER_MARK + b" \t\r\n"
 _REGULAR = re.compile(rb"(?:(?:\d++|\[[^\[\]{}\n]*+\]|\{[^{}\n]*+\})[ \t]*+\r?+(?:\n|\Z))++")
 """Lines that each hold one whole value, so that a chunk of them can be parsed as one list."""
 _LONG_LIST = re.compile(rb"\[[\s\d,]*\Z")
@@ -44,6 +47,9 @@ def recognises(path: Path) -> bool:
         if head.startswith(npy_header.MAGIC):
             header = npy_header.read_header(file)
             return header is not None and len(header[0]) == 1 and header[1].kind in "iu"
+        if len(head) == _SNIFFED_BYTES and head.lstrip(_BEFORE_A_VALUE).startswith(b"{") and b"\n" not in head:
+            file.seek(len(head))
+            head += file.readline(_LONGEST_SNIFFED_LINE)
     if head.startswith(parquet_file.MAGIC):
         schema = parquet_file.parquet_schema(path)
         return schema is not None and _column_of(schema) is not None
@@ -125,16 +131,16 @@ def _documents(lengths: NDArray[np.integer], where: str) -> NDArray[np.int32]:
 
 def _begins_with_lengths(head: bytes) -> bool:
     """Whether the first line of text is a value of lengths, or the beginning of a long list of them."""
-    lines = head.removeprefix(b"\xef\xbb\xbf").lstrip().split(b"\n", 1)
-    if len(lines) == 1 and len(head) == _SNIFFED_BYTES:
-        return _LONG_LIST.match(lines[0]) is not None
+    lines = head.removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)
+    if len(lines) == 1 and len(head) == _SNIFFED_BYTES and _LONG_LIST.match(lines[0]):
+        return True
     try:
-        value = json.loads(lines[0])
+        value = json.loads(lines[0], parse_int=len)  # any whole number, however long; the reader looks at it
     except (ValueError, RecursionError):
         return False
     if isinstance(value, dict):
         value = next((value[key] for key in KEYS if key in value), None)
-    return all(type(n) is int for n in (value if isinstance(value, list) else [value]))
+    return all(type(n) in (int, float) for n in (value if isinstance(value, list) else [value]))
 
 
 def _read_lines(path: Path) -> Lengths:
@@ -144,7 +150,7 @@ def _read_lines(path: Path) -> Lengths:
     with path.open("rb") as file:
         while lines := file.readlines(_CHUNK_BYTES):
             if first == 1:
-                lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
+                lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
             values, numbers = _parse(lines, first, path)
             first += len(lines)
             if not values:
@@ -186,7 +192,11 @@ def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArr
         try:
             values.append(json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}: line {number}: {_shown(line)} is not JSON; every line is {_WHAT}") from error
+            if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
+                fault = f"{_shown(line)} is not JSON; every line is {_WHAT}"
+            else:  # Python's limit on the digits of a number
+                fault = f"{_shown(line)} has a number that is not between 0 and 2**31 - 1"
+            raise DataError(f"{path}: line {number}: {fault}") from error
         kept.append(number)
     return values, np.array(kept, dtype=np.int64)
 
@@ -214,7 +224,8 @@ def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Pa
     where = f"{path}: line {numbers[at]}"
     if type(value) in (int, list, dict):
         raise DataError(f"{where}: {_shown(value)} is of another kind than the lines before it; do not mix them")
-    raise DataError(f"{where}: {_shown(value)} is no length; every line is {_WHAT}")
+    fault = "is not a whole number" if type(value) is float else "is no length"
+    raise DataError(f"{where}: {_shown(value)} {fault}; every line is {_WHAT}")
 
 
 def _in_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDArray[np.int32]:

@@ -16,9 +16,10 @@ from thdprof.errors import DataError
 
 MAGIC = b"PAR1"
 _CODECS = ("UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4", "ZSTD", "LZ4_RAW")
-_FREE_VALUES = 2**24
+_FREE_VALUES = 2**26
 _VALUES_PER_BYTE = 64
-"""Values believed of a byte of the file, beyond `_FREE_VALUES`: run-length encoding packs many into one."""
+"""Values believed of a byte of the file, beyond `_FREE_VALUES`: run-length encoding packs many into one.
+Decoding takes some 16 bytes of memory a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,26 @@ class ParquetFile:
                     if 0 < meta.get(11, 0) < start:  # the dictionary lies before the data
                         start = meta[11]
                     inside = 4 <= start <= start + length <= size
-                    possible = 0 < fields[3] <= values <= _FREE_VALUES + _VALUES_PER_BYTE * size
+                    possible = 0 < fields[3] <= values
                 except (KeyError, IndexError, TypeError, AttributeError) as error:
                     raise DataError(f"{where}: its place is missing") from error
                 if not inside or not possible:
                     raise DataError(f"{where}: {values} values in bytes {start} to {start + length} of {size}")
+                if values > self._most_values:
+                    raise self._too_many(leaf, values)
                 raw.seek(start)
                 yield Chunk(group, fields[3], values, codec, memoryview(raw.read(length)))
+
+    @cached_property
+    def _most_values(self) -> int:
+        return _FREE_VALUES + _VALUES_PER_BYTE * self.path.stat().st_size
+
+    def _too_many(self, leaf: int, values: int) -> DataError:
+        return DataError(
+            f"{self.path}: refused: column {self.arrow.schema.column(leaf).path}: {values} values in a file of "
+            f"{self.path.stat().st_size} bytes, more than {self._most_values}, would take too much memory; "
+            "split the file"
+        )
 
     def check_pages(self, leaf: int) -> None:
         """Walk the page headers of a leaf column, so that decoding it takes memory in proportion to the file.
@@ -103,17 +117,19 @@ class ParquetFile:
         Raises:
             DataError: a chunk or page that cannot be.
         """
-        name, allowed = self.arrow.schema.column(leaf).path, _FREE_VALUES + _VALUES_PER_BYTE * self.path.stat().st_size
+        name, total = self.arrow.schema.column(leaf).path, 0
         for chunk in self.chunks(leaf):
             try:
                 held = sum(num_values(page) for page in pages(chunk.content))
             except CorruptPage as error:
                 raise DataError(f"{self.path}: corrupt: column {name}: {error}") from error
-            allowed -= held
-            if held != chunk.num_values or allowed < 0:
+            total += held
+            if held != chunk.num_values:
                 raise DataError(
                     f"{self.path}: corrupt: column {name}: {held} values in its pages, {chunk.num_values} in the footer"
                 )
+            if total > self._most_values:
+                raise self._too_many(leaf, total)
 
     def read_column(self, name: str) -> Any:
         """Top-level column `name` as a `pyarrow.ChunkedArray`.

@@ -28,7 +28,7 @@ _CODECS = {
 }
 _INFLATION = 64
 """Uncompressed bytes believed of a compressed byte, beyond a free allowance."""
-_FREE_BYTES = 2**26
+_FREE_BYTES = 2**29
 
 
 class CorruptPage(Exception):

@@ -1,0 +1,80 @@
+"""The command line's standard streams: lines, tables and a progress bar that fit any terminal, pipe or encoding."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from thdprof.analyze.analysis import Progress
+
+_WIDE = 1000
+"""Columns of a console whose lines are never cut: the terminal wraps them."""
+
+
+def prepare_streams() -> None:
+    """Make both streams take any text: one that is closed swallows it, characters it lacks become escapes."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def discard_output() -> None:
+    """Send what stdout still holds nowhere, so that the interpreter's own flush at exit does not fail too."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def write(text: str) -> None:
+    """Write `text` to stdout as it is."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def say(line: str) -> None:
+    """Write a line to stderr as it is; nobody may be there to read it."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+
+
+def console(*, stderr: bool) -> Console:
+    """A console for reports, which never cuts or wraps a line."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, width=_WIDE, height=25, emoji=False)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """Shows the stage, a rate and the time left on a terminal, and nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield lambda stage, done, documents: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+    began = time.monotonic()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0, rate="")
+
+        def show(stage: str, done: float, documents: int) -> None:
+            rate = documents * done / max(1e-6, time.monotonic() - began)
+            text = f"{rate:,.0f} documents/s" if documents else ""
+            bar.update(task, description=stage, completed=done, rate=text)
+
+        yield show
