@@ -140,11 +140,15 @@ def hand_written(stack: nn.Module, x: torch.Tensor, cap: int):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         stack(static_x, metadata).backward(static_grad)
-    host = torch.zeros(cap + 1, dtype=torch.int32, pin_memory=True)
+    pinned = [(torch.zeros(cap + 1, dtype=torch.int32, pin_memory=True), torch.cuda.Event()) for _ in range(4)]
 
     def step(packed: PackedSequence) -> None:
+        pinned.append(pinned.pop(0))
+        host, copied = pinned[0]
+        copied.synchronize()  # else a later micro-batch's boundaries would be replayed
         host.numpy()[:] = pad_cu_seqlens(packed.host, max_seqs=cap, n_tokens=TOKENS)
         static_cu.copy_(host, non_blocking=True)
+        copied.record()
         static_x.detach().copy_(x.detach())
         static_grad.copy_(x.detach())
         graph.replay()
@@ -398,7 +402,7 @@ def section_calibrate(kinds) -> None:
             )[0]
             graphs = GraphedModule(stack, buckets(caps), sample_every=0)
 
-            def step(packed, graphs=graphs):  # a step of one micro-batch, after which the loss is read
+            def step(packed, graphs=graphs, x=x):  # a step of one micro-batch, after which the loss is read
                 graphs(x, packed).backward(x.detach())
                 torch.cuda.synchronize()
 

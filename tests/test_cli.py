@@ -30,6 +30,8 @@ def analyze(thdprof, packs, *more):
 REPORT = """\
 {path} (lengths): 8 rows, 16 documents, 53 tokens
 4 micro-batches in 2 steps, replayed exactly
+  assumed --context-parallel-size 1 (not given)
+  assumed --pipeline-parallel-size 1 (not given)
 
 micro-batch       mean  P50  P90  P95  P99  P99.9  max
 documents          4.0    3    5    5    5      5    5
@@ -239,8 +241,9 @@ def test_python_and_command_give_the_same(thdprof, packs):
 
 OPTIONS = """
 --format --seq-length --micro-batch-size --global-batch-size --data-parallel-size --context-parallel-size
---pipeline-parallel-size --virtual-pipeline-size --microbatch-group-size --loader --data-sharding --no-data-sharding --drop-last
---no-drop-last --seed --split --train-samples --train-iters --weights --add-extra-token --no-add-extra-token
+--pipeline-parallel-size --virtual-pipeline-size --microbatch-group-size --loader --data-sharding
+--no-data-sharding --drop-last --no-drop-last --seed --split --train-samples --train-iters --weights
+--add-extra-token --no-add-extra-token
 --max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
 --max-docs-per-pack --settings --megatron-args --world-size --buckets --cost-table --attention
 --max-fallback-rate --graph-memory-gib --output --force --json --microbatches --help

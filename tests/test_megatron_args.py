@@ -366,3 +366,48 @@ def test_every_flag_read_is_one_of_megatrons(monkeypatch):
     known = {flag: action.nargs == 0 for action in parser._actions for flag in action.option_strings}
     wanted = megatron_args._WANTED - {*megatron_args._NODES, *megatron_args._LOCAL_RANKS}
     assert {flag: known[flag] for flag in wanted} == {flag: flag in megatron_args._VALUELESS for flag in wanted}
+
+
+def test_only_defaults_of_the_values_that_count_are_noted():
+    text = (
+        'A=${A:-8}\nOPTIONS="--seq-length ${LEN:-64} --lr ${LR:-0.1}"\nTRAIN=(--seed ${SEED:-3} --min-lr ${MIN:-0})\n'
+        'GPUS=${GPUS:-4}\nB=$((A * 2))\n[ -n "$X" ] && A=8\nUNUSED=${UNUSED:-1}\n'
+        'torchrun --nproc_per_node $GPUS train.py $OPTIONS "${TRAIN[@]}" --micro-batch-size ${MBS:-2} '
+        "--global-batch-size=$B --log-dir ${LOGS:-/logs}\n"
+    )
+    found = parse(text)
+    assert found.settings.items() >= {"seq_length": 64, "seed": 3, "global_batch_size": 16}.items()
+    assert found.notes == ["run.sh: the script's own defaults are taken for A, GPUS, LEN, MBS, SEED"]
+    found = parse_megatron_args(text, where="run.sh", given={"seed": 4, "data_parallel_size": 1})
+    assert found.notes == ["run.sh: the script's own defaults are taken for A, LEN, MBS"]
+    found = parse('CMD="pretrain_gpt.py --seq-length ${LEN:-64} --lr ${LR:-1}"\nWORLD_SIZE=${N:-2}\nbash -c "$CMD"\n')
+    assert found.notes == ["run.sh: the script's own defaults are taken for LEN, N"]
+
+
+def test_the_interleaved_group_size_counts_with_interleaving_only():
+    text = "pretrain_gpt.py --seq-length 8 --pipeline-model-parallel-size 2"
+    text += " --microbatch-group-size-per-virtual-pipeline-stage 3"
+    assert "microbatch_group_size" not in parse(text).settings
+    text += " --num-virtual-stages-per-pipeline-rank 2"
+    assert parse(text).settings["microbatch_group_size"] == 3
+
+
+@pytest.mark.parametrize("flag", ["--overlap-moe-expert-parallel-comm", "--sft"])
+def test_flags_that_are_not_followed_are_noted(flag):
+    notes = parse(f"WORLD_SIZE=1\npretrain_gpt.py {flag} --seq-length 8").notes
+    assert [note for note in notes if note.startswith(f"run.sh, line 2: {flag}: ")] == notes
+    assert len(notes) == 1
+
+
+def test_documents_that_training_would_not_see_are_noted():
+    text = "WORLD_SIZE=1\npretrain_gpt.py --seq-length 8"
+    assert parse(text).notes == []
+    (note,) = parse(f"{text} --data-path a").notes
+    assert note.startswith("run.sh: --dataloader-inter-document-masking is not found: without it every sample is one")
+    assert parse(f"{text} --data-path a --dataloader-inter-document-masking").notes == []
+
+
+def test_sizes_that_the_caller_has_divide_the_ranks():
+    text = "WORLD_SIZE=8\npretrain_gpt.py --seq-length 8"
+    found = parse_megatron_args(text, where="run.sh", given={"pipeline_parallel_size": 4})
+    assert found.settings["data_parallel_size"] == 2

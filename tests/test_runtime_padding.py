@@ -13,7 +13,15 @@ import torch
 from strategies import documents
 
 from thdprof.runtime.dispatch import Shape
-from thdprof.runtime.padding import document_of_tokens, fill_padded, pack, pad_cu_seqlens, shape_of, to_device, with_tail
+from thdprof.runtime.padding import (
+    document_of_tokens,
+    fill_padded,
+    pack,
+    pad_cu_seqlens,
+    shape_of,
+    to_device,
+    with_tail,
+)
 
 POLICIES = ("none", "append_dummy_seq", "extend_last")
 

@@ -124,7 +124,7 @@ def test_the_single_cap_keeps_to_the_limits(tmp_path):
 
 def test_too_many_choices_are_refused(tmp_path):
     packs = write_lines(tmp_path / "packs.jsonl", [[n * 7 % 500 + 1] * n for n in range(1, 400)])
-    with pytest.raises(UsageError, match="--buckets 9: .* choices of .* shapes are more than the 50,000"):
+    with pytest.raises(UsageError, match=r"--buckets 9: .* choices of .* shapes are more than the 50,000"):
         analyze_dataset(packs, buckets=9, attention="torch")
 
 

@@ -5,6 +5,7 @@ Heavy modules are imported inside the commands that use them, so that `--help` i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -125,13 +126,14 @@ def analyze(
     pad_seq_to_mult: Annotated[int | None, typer.Option(help="Tokens; pad to a multiple [1].")] = None,
     packer: Annotated[PackerName | None, typer.Option(help="Packer of unpacked lengths.")] = None,
     max_docs_per_pack: Annotated[int | None, typer.Option(help="The packer's cap on documents.")] = None,
-    settings: Annotated[Path | None, typer.Option(help="YAML file of these options.")] = None,
+    settings: Annotated[Path | None, typer.Option(help="YAML file of these options.", readable=False)] = None,
     megatron_args: Annotated[
-        Path | None, typer.Option(help="Launch script or argument list to take Megatron-LM's flags from.")
+        Path | None,
+        typer.Option(help="Launch script or argument list to take Megatron-LM's flags from.", readable=False),
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="GPUs of the run, for --megatron-args.")] = None,
     buckets: Annotated[int | None, typer.Option(help="Most graph shapes to capture [3].")] = None,
-    cost_table: Annotated[Path | None, typer.Option(help="Measured costs.")] = None,
+    cost_table: Annotated[Path | None, typer.Option(help="Measured costs.", readable=False)] = None,
     attention: Annotated[
         AttentionName | None, typer.Option(help="Attention backend of the built-in costs [transformer_engine].")
     ] = None,
@@ -141,10 +143,14 @@ def analyze(
     graph_memory_gib: Annotated[
         float | None, typer.Option(help="Most graph memory of a pipeline rank, in GiB.")
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", readable=False)
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    microbatches: Annotated[Path | None, typer.Option(help="Write the micro-batch table here (parquet).")] = None,
+    microbatches: Annotated[
+        Path | None, typer.Option(help="Write the micro-batch table here (parquet).", readable=False)
+    ] = None,
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
@@ -226,11 +232,12 @@ def analyze(
 
 @app.command(no_args_is_help=True)
 def export(
-    plan: Annotated[Path, typer.Argument(help="Plan file.")],
+    plan: Annotated[Path, typer.Argument(help="Plan file.", readable=False)],
     to: Annotated[str, typer.Option(help="megatron-lm, megatron-lm-dev, megatron-bridge or json.")],
     max_seqs: Annotated[int | None, typer.Option(min=1, help="Export this cap instead of the plan's.")] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Directory for the target's files; stdout without it.")
+        Path | None,
+        typer.Option("-o", "--output", help="Directory for the target's files; stdout without it.", readable=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
@@ -258,8 +265,10 @@ def export(
 
 @app.command(no_args_is_help=True)
 def compare(
-    plan: Annotated[Path, typer.Argument(help="Plan file.")],
-    stats: Annotated[Path, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.")],
+    plan: Annotated[Path, typer.Argument(help="Plan file.", readable=False)],
+    stats: Annotated[
+        Path, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.", readable=False)
+    ],
     tolerance: Annotated[str, typer.Option(help="Largest difference of a share: 0.01 or 1%.")] = "0.01",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -285,7 +294,7 @@ def compare(
 
 @app.command(no_args_is_help=True)
 def demo(
-    directory: Annotated[Path, typer.Argument(help="Where to write the sample datasets.")],
+    directory: Annotated[Path, typer.Argument(help="Where to write the sample datasets.", readable=False)],
     force: Annotated[bool, typer.Option("--force", help="Write into a directory that is not empty.")] = False,
 ) -> None:
     """Write a small sample dataset in every format."""
@@ -335,7 +344,8 @@ def _other(error: Exception) -> int:
     """Exit code of an error that is not thdprof's own: the parser's, the system's, or a defect."""
     show = getattr(error, "show", None)
     if show is not None and hasattr(error, "exit_code"):  # click's usage errors
-        show()
+        with contextlib.suppress(OSError):  # nobody may be there to read it
+            show()
         return int(error.exit_code)
     if type(error).__name__ == "Abort":
         return 1

@@ -93,7 +93,7 @@ class CostTable(_Part):
         return sorted({p.max_seqs for p in self.replay})
 
     def graph_memory_bytes(self, *, num_slots: float, num_buckets: int, n_tokens: int) -> int | None:
-        """Graph memory of a pipeline rank that holds `num_slots` slots of the whole model, in proportion to its `n_tokens`."""
+        """Graph memory of a pipeline rank with `num_slots` slots of the whole model, in proportion to `n_tokens`."""
         if self.slot_bytes is None or num_buckets == 0:
             return None if self.slot_bytes is None else 0
         one_slot = self.slot_bytes * n_tokens / self.n_tokens * (1 + self.bucket_overhead * (num_buckets - 1))

@@ -295,9 +295,7 @@ def _flags_of(words: list[Word], *, any_head: bool = False) -> list[_Given]:
                     break
         conditional = word.text.startswith(CONDITIONAL)
         names = frozenset(name for w in (word, *values) for name in defaulted(w.marked))
-        found.append(
-            _Given(flag=flag, line=word.line, values=tuple(values), conditional=conditional, defaulted=names)
-        )
+        found.append(_Given(flag=flag, line=word.line, values=tuple(values), conditional=conditional, defaulted=names))
     return found
 
 

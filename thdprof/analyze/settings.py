@@ -130,7 +130,7 @@ def load_settings_file(path: Path, names: frozenset[str] = NAMES) -> dict[str, A
         raise DataError(f"--settings {path}: not YAML: {' '.join(str(error).split())}") from error
     if loaded is None:
         return {}
-    if not isinstance(loaded, dict):
+    if not isinstance(loaded, dict) or not isinstance(node, yaml.MappingNode):
         raise DataError(f"--settings {path}: holds a {type(loaded).__name__}, not a mapping of options")
     given: dict[str, Any] = {}
     for key, _ in node.value:  # what is loaded has lost keys that are repeated

@@ -94,8 +94,8 @@ def measure(
 ) -> dict[str, Any]:
     """A cost table (schema `thdprof.costs/1`) of `module`, as a dict.
 
-    Every variant, eager or a bucket, runs `microbatches` random micro-batches, `repeat` times, the variants in turn; the
-    median counts. A bucket is measured with typical numbers of documents that it would get. Each micro-batch is
+    Every variant, eager or a bucket, runs `microbatches` random micro-batches, `repeat` times, the variants in turn;
+    the median counts. A bucket is measured with typical numbers of documents that it would get. Each micro-batch is
     awaited: within a step of several, the host's work for an eager one overlaps with replays before it, so that it
     costs less than the table says.
 

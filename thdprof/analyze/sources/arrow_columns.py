@@ -104,7 +104,7 @@ def _int64(array: Any, where: str) -> NDArray[np.int64]:
 
 def _narrow(values: NDArray[np.int64]) -> NDArray[np.integer]:
     limits = np.iinfo(np.int32)
-    fits = not values.size or limits.min <= values.min() and values.max() <= limits.max
+    fits = not values.size or (limits.min <= values.min() and values.max() <= limits.max)
     return values.astype(np.int32) if fits else values
 
 
