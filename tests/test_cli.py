@@ -256,3 +256,15 @@ def test_help_names_every_option(thdprof):
 
     found = set(re.findall(r"--[a-z][a-z-]+", thdprof("analyze", "--help").stdout))
     assert found == set(OPTIONS.split())
+
+
+def test_calibrate_without_a_gpu_says_so(thdprof, tmp_path):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = thdprof("calibrate", "-o", tmp_path / "costs.yaml")
+    assert (done.returncode, done.stderr) == (2, "thdprof: calibrate needs an NVIDIA GPU, and torch sees none here\n")
+    done = thdprof("calibrate", "-o", tmp_path / "costs.yaml", "--max-seqs", "0")
+    assert done.stderr.startswith("thdprof: --max-seqs 0: must be whole numbers of at least 1")
+    assert list(tmp_path.iterdir()) == []

@@ -98,6 +98,21 @@ def share_of(flag: str, value: Any) -> float:
     return share
 
 
+def counts_of(flag: str, text: str) -> list[int]:
+    """Whole numbers of at least 1, separated by commas.
+
+    Raises:
+        UsageError: they are not.
+    """
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1:
+        raise UsageError(f"{flag} {text}: must be whole numbers of at least 1, separated by commas, as in 16,64")
+    return counts
+
+
 def _override(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:
     """Put `stronger` over `given`; the two ways to say a run's length replace each other."""
     length = {"train_samples", "train_iters"}

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from thdprof.errors import UsageError
 from thdprof.runtime.dispatch import Bucket
 from thdprof.runtime.module import GraphedModule
 from thdprof.runtime.padding import PackedSequence, pack
@@ -78,6 +79,37 @@ def load_module(name: str) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ValueError(f"--module {name}: gives a {type(module).__name__}, not a torch.nn.Module")
     return module
+
+
+def calibrate_module(
+    name: str | None,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    attention: str,
+    grid: Grid,
+    repeat: int,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """The cost table of the module called `name`, or of the built-in stack without one.
+
+    Raises:
+        UsageError: there is no GPU, no such module, or sizes that do not fit together.
+    """
+    if not torch.cuda.is_available():
+        raise UsageError("calibrate needs an NVIDIA GPU, and torch sees none here")
+    try:
+        module = load_module(name) if name else built_in_stack(layers=layers, hidden=hidden, heads=heads)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--module {name}: {error}" if name else str(error)) from error
+    dtype = next(module.parameters()).dtype
+    told = name or f"{layers} layers, hidden {hidden}, {grid.n_tokens} tokens, thdprof's stack"
+
+    def make_input() -> torch.Tensor:
+        return torch.randn(grid.n_tokens, hidden, device="cuda", dtype=dtype, requires_grad=True)
+
+    return measure(module, make_input, grid, name=told, attention=attention, repeat=repeat, progress=progress)
 
 
 def measure(
