@@ -252,7 +252,7 @@ def section_replay(kinds) -> None:
 
 def section_mixed(kinds) -> None:
     print("\n## The example distribution: milliseconds a micro-batch\n")
-    print("| stack | eager | bank 64, 128, 384 | one graph padded to 358 | eager / bank | padded / bank |")
+    print("| stack | eager | bank 64, 128, 358 | one graph padded to 358 | eager / bank | padded / bank |")
     print("|---|---|---|---|---|---|")
     for kind in kinds:
         x = make_input()
