@@ -266,6 +266,53 @@ def what_changes_is_noticed() -> None:
     graphs.close()
 
 
+def passes_without_gradients() -> None:
+    """Under no_grad a replay gives its slot back at once, and the module's own numbers."""
+    stack = make_stack()
+    graphs = GraphedModule(stack, BUCKETS, no_grad="replay")
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cu = boundaries(np.random.default_rng(0), 5)
+    with torch.no_grad(), graphs.stats().expect(fallbacks=1):
+        graphs(x, pack(cu))  # nothing is captured yet, and a capture needs gradients
+    graphs(x, pack(cu)).sum().backward()
+    with torch.no_grad(), graphs.stats().expect(replays=3):
+        for _ in range(3):
+            y = graphs(x, pack(cu))
+        assert torch.equal(y, eager_of_same_shape(stack, x, cu))
+    graphs.eval()
+    with torch.no_grad(), graphs.stats().expect(fallbacks=1):
+        graphs(x, pack(cu))
+    graphs.close()
+
+
+def teardown_before_process_groups() -> None:
+    """Graphs that hold a communicator are closed first, then the process group goes; nothing hangs or fails."""
+    import os
+
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+
+    class Reduced(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = make_stack(layers=1)
+
+        def forward(self, x, packed):
+            y = self.stack(x, packed)
+            dist.all_reduce(y.detach())
+            return y
+
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dist.all_reduce(x.detach().clone())
+    with GraphedModule(Reduced(), BUCKETS) as graphs, graphs.stats().expect(captures=2, replays=2):
+        for _ in range(2):
+            graphs(x, pack([0, 9, TOKENS])).sum().backward()
+    dist.destroy_process_group()
+    assert not dist.is_initialized()
+
+
 def document_indexes() -> None:
     """seq_idx reaches a captured module, padded, and changes with every micro-batch."""
 

@@ -25,6 +25,8 @@ CASES = [
     "weights_are_read_anew",
     "what_changes_is_noticed",
     "document_indexes",
+    "passes_without_gradients",
+    "teardown_before_process_groups",
 ]
 
 

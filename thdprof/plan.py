@@ -167,6 +167,8 @@ class GraphsPart(_Part):
     """What to do with a micro-batch that fits no bucket."""
     capture: Literal["startup", "first_use"] = "startup"
     """When graphs are captured."""
+    no_grad: Literal["eager", "replay"] = "eager"
+    """What passes without gradients do while the module is in training mode; in eval mode they always run eagerly."""
 
 
 class PredictionsPart(_Part):

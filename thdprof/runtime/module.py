@@ -70,6 +70,7 @@ class GraphedModule(nn.Module):
         tail_policy: TailPolicy = "none",
         overflow: Literal["eager", "error"] = "eager",
         capture: Literal["startup", "first_use"] = "startup",
+        no_grad: Literal["eager", "replay"] = "eager",
         generators: Sequence[torch.Generator] = (),
         token_dim: int = 0,
         sample_every: int = 16,
@@ -83,7 +84,7 @@ class GraphedModule(nn.Module):
         self._dispatcher = Dispatcher(buckets)
         self._buckets = self._dispatcher.buckets
         self._num_slots, self._policy = num_slots, tail_policy
-        self._overflow, self._capture = overflow, capture
+        self._overflow, self._capture, self._no_grad = overflow, capture, no_grad
         self._generators, self._token_dim, self._sample_every = tuple(generators), token_dim, sample_every
         self._bank: Bank | None = None
         self._signature: tuple[Any, ...] | None = None
@@ -139,11 +140,13 @@ class GraphedModule(nn.Module):
             return FallbackReason.disabled_by_user
         if not tensors[0].is_cuda:
             return FallbackReason.no_cuda
-        if not self.module.training or not torch.is_grad_enabled():
+        if not self.module.training or (self._no_grad == "eager" and not torch.is_grad_enabled()):
             return FallbackReason.not_training
         choice = self._dispatcher.decide(shape)
         if isinstance(choice, Bucket):
             signature = self._sign(args, kwargs)
+            if self._bank is None and not torch.is_grad_enabled():
+                return FallbackReason.not_training  # a capture needs gradients
             if self._bank is None:
                 self._signature = signature
                 self._open(args, kwargs, tensors)
@@ -323,6 +326,7 @@ def graphed(
         tail_policy=graphs.tail_policy,
         overflow=graphs.overflow,
         capture=graphs.capture,
+        no_grad=graphs.no_grad,
         generators=generators,
         token_dim=token_dim,
     )
