@@ -44,7 +44,7 @@ one cap                             replayed  eager steps  step time, eager = 1
 
 Capture graphs for 64 (100.0%) documents: a step takes 0.244 of its eager time, and no micro-batch seen falls back.
   - unseen data: with 95% confidence fewer than 0.53 of micro-batches will fall back; \
-the table covers 100.0% of the run's steps
+the table is the whole run, so only a change of its data brings any
   - slots: at most 1 on a pipeline rank, about 0.0 GiB of graph memory for the measured model
 warning: times are of 24 layers, hidden 1024, 2048 tokens, bf16 TransformerBlock on NVIDIA H200, \
 Transformer Engine 2.20 (cuDNN 9.19), not of your model: measure your own and give --cost-table

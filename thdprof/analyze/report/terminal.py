@@ -165,4 +165,6 @@ def _coverage_of_run(analysis: Analysis) -> str:
     wanted = analysis.settings.train_samples // analysis.settings.global_batch_size
     if not analysis.microbatches.exact:
         return "the run was drawn, not replayed"
+    if analysis.steps == wanted:
+        return "the table is the whole run, so only a change of its data brings any"
     return f"the table covers {_percent(analysis.steps / wanted)} of the run's steps"
