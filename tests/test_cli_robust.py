@@ -181,7 +181,8 @@ def test_a_missing_directory_is_told_before_the_work(thdprof, tmp_path, flag):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_no_temporary_file(tmp_path, number):
     code = (
-        "import sys, time, typer\nfrom pathlib import Path\nfrom thdprof import cli, files\n"
+        "import signal, sys, time, typer\nfrom pathlib import Path\nfrom thdprof import cli, files\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # the suite itself may run under nohup
         "def slow(directory):\n"
         "    with files.replacing(Path(directory) / 'plan') as temporary:\n"
         "        print('writing', flush=True)\n"
