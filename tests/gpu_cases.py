@@ -259,6 +259,12 @@ def what_changes_is_noticed() -> None:
     with pytest_raises(RuntimeError, "moved in memory"):
         graphs(x, packed)
     graphs.recapture()
+    graphs(x, packed).sum().backward()
+    parameter.requires_grad_(False)
+    with pytest_raises(RuntimeError, "requires_grad of a parameter"):
+        graphs(x, packed)
+    parameter.requires_grad_(True)
+    graphs.recapture()
     next(stack.parameters()).register_hook(lambda grad: grad * 2)
     with graphs.stats().expect(fallbacks=1):
         graphs(x, packed).sum().backward()

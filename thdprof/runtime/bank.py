@@ -171,7 +171,7 @@ class Bank:
         self._module, self._call, self._options = module, call, options
         self._stream = torch.cuda.Stream(device)
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
-        self._pointers = [(p, p.data_ptr()) for p in module.parameters()]
+        self._captured_as = [(p, p.data_ptr(), p.requires_grad) for p in module.parameters()]
         self.slots = [
             Slot(tensors, options.buckets, with_seq_idx=options.with_seq_idx, device=device)
             for _ in range(options.num_slots)
@@ -218,9 +218,15 @@ class Bank:
         """A free slot for `bucket`, or why there is none.
 
         Raises:
-            RuntimeError: a parameter moved in memory since the captures: graphs would read what is given back.
+            RuntimeError: a parameter moved in memory since the captures, so that graphs would read what is given back,
+                or was frozen or unfrozen.
         """
-        for parameter, pointer in self._pointers:
+        for parameter, pointer, takes_grad in self._captured_as:
+            if parameter.requires_grad != takes_grad:
+                raise RuntimeError(
+                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} changed after its graphs were "
+                    "captured; call recapture()"
+                )
             if parameter.data_ptr() != pointer:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} moved in memory after its graphs were captured; "

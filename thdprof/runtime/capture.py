@@ -91,6 +91,11 @@ class GradientBuffers:
         for parameter, buffer, main, used in zip(
             self.parameters, self.buffers, self.uses_main_grad, touched, strict=True
         ):
+            if main and getattr(parameter, "main_grad", None) is not buffer:
+                raise RuntimeError(
+                    f"main_grad of a parameter of shape {tuple(parameter.shape)} was replaced after its graphs were "
+                    "captured; call recapture()"
+                )
             if main or not used:
                 continue
             grad = parameter.grad

@@ -58,6 +58,8 @@ class GraphedModule(nn.Module):
     The parameters are the module's own. A replayed backward adds to their `.grad` (or `main_grad`) in place, in
     buffers that stay the same across steps; their post-accumulate hooks fire once a backward.
 
+    One stream runs the whole step. Keys of its state_dict begin with `module.`; save and load the module itself.
+
     Close it before the process groups that the module communicates over: a graph holds their communicators.
     """
 
