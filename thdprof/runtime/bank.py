@@ -171,7 +171,18 @@ class Bank:
         self._module, self._call, self._options = module, call, options
         self._stream = torch.cuda.Stream(device)
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
-        self._captured_as = [(p, p.data_ptr(), p.requires_grad) for p in module.parameters()]
+        self._captured_as = [
+            (owner._parameters, name, p, p.data_ptr(), (p.requires_grad, bool(p._backward_hooks)))
+            for owner in module.modules()
+            for name, p in owner._parameters.items()
+            if p is not None
+        ]
+        self._captured_buffers = [
+            (owner._buffers, name, b, b.data_ptr())
+            for owner in module.modules()
+            for name, b in owner._buffers.items()
+            if b is not None
+        ]
         self.slots = [
             Slot(tensors, options.buckets, with_seq_idx=options.with_seq_idx, device=device)
             for _ in range(options.num_slots)
@@ -221,16 +232,21 @@ class Bank:
             RuntimeError: a parameter moved in memory since the captures, so that graphs would read what is given back,
                 or was frozen or unfrozen.
         """
-        for parameter, pointer, takes_grad in self._captured_as:
-            if parameter.requires_grad != takes_grad:
+        for home, name, parameter, pointer, marks in self._captured_as:
+            if (parameter.requires_grad, bool(parameter._backward_hooks)) != marks:
                 raise RuntimeError(
                     f"requires_grad of a parameter of shape {tuple(parameter.shape)} changed after its graphs were "
-                    "captured; call recapture()"
+                    "captured, or it got a gradient hook; call recapture()"
                 )
-            if parameter.data_ptr() != pointer:
+            if home[name] is not parameter or parameter.data_ptr() != pointer:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} moved in memory after its graphs were captured; "
                     "load and move weights before the first micro-batch, or call recapture()"
+                )
+        for buffers, name, buffer, pointer in self._captured_buffers:
+            if buffers[name] is not buffer or buffer.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"buffer {name} was replaced or moved after its graphs were captured; call recapture()"
                 )
         free = [slot for slot in self.slots if not slot.busy]
         for slot in free:

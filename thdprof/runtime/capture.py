@@ -123,9 +123,11 @@ class GradientBuffers:
 
 @contextmanager
 def unchanged_state(module: nn.Module, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Put back generators' states and the module's buffers after the block, so that warming up changes no number."""
+    """Put back generators' states, buffers and main_grads after the block, so that warming up changes no number."""
     states = [generator.get_state() for generator in generators]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    main_grads = (getattr(p, "main_grad", None) for p in module.parameters())
+    kept = [*module.buffers(), *(m for m in main_grads if m is not None)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in kept]
     try:
         yield
     finally:
@@ -198,11 +200,13 @@ def capture_pass(
         with torch.cuda.stream(stream):
             for _ in range(WARMUP_PASSES):
                 heads = _heads(_tensors(call()))
-                torch.autograd.backward(heads, static_output_grads(heads))
+                with torch.autocast("cuda", enabled=False):  # a backward runs outside the forward's autocast
+                    torch.autograd.backward(heads, static_output_grads(heads))
                 del heads
                 for leaf in (*inputs, *parameters):
                     leaf.grad = None
         torch.cuda.synchronize(device)
+        _refuse_fused_accumulation(parameters)
         before = _pool_bytes(device, pool)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         for generator in generators:
@@ -215,7 +219,10 @@ def capture_pass(
         heads = _heads(outputs)
         output_grads = static_output_grads(heads)
         touched = gradients.collect(parameters)
-        with torch.cuda.graph(backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.graph(backward, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            torch.autocast("cuda", enabled=False),
+        ):
             torch.autograd.backward(heads, output_grads)
         captured = CapturedPass(
             forward=forward,
@@ -260,6 +267,15 @@ def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} has a gradient hook (Tensor.register_hook), which a "
                 "replay cannot run; use register_post_accumulate_grad_hook"
             )
+
+
+def _refuse_fused_accumulation(parameters: Sequence[nn.Parameter]) -> None:
+    """Kernels that add to main_grad themselves give autograd a dummy, which must not be added as well."""
+    if any(getattr(parameter, "grad_added_to_main_grad", False) for parameter in parameters):
+        raise RuntimeError(
+            "the module's kernels add weight gradients to main_grad themselves (gradient accumulation fusion), which "
+            "this capture does not know yet; switch the fusion off"
+        )
 
 
 def restore(outputs: Sequence[torch.Tensor], spec: Any) -> Any:

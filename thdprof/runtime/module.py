@@ -17,7 +17,7 @@ from thdprof.runtime.capture import restore
 from thdprof.runtime.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime.padding import PackedSequence, TailPolicy, shape_of, to_device, with_tail
 from thdprof.runtime.stats import Prediction, Stats
-from thdprof.runtime.timing import PassTimer, mark_first
+from thdprof.runtime.timing import PassTimer, when_gradient_arrives
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -58,6 +58,11 @@ class GraphedModule(nn.Module):
     The parameters are the module's own. A replayed backward adds to their `.grad` (or `main_grad`) in place, in
     buffers that stay the same across steps; their post-accumulate hooks fire once a backward.
 
+    A replay fires post-accumulate hooks of parameters and no other hook: a DistributedDataParallel around this module
+    would never reduce its gradients; reduce them after backward. It adds to parameters' gradients also where
+    `torch.autograd.grad` asks for others. What Python decides in forward, and tensors kept as plain attributes, are
+    those of the capture. `startup` captures at the first micro-batch that fits, on each rank for itself.
+
     One stream runs the whole step. Keys of its state_dict begin with `module.`; save and load the module itself.
 
     Close it before the process groups that the module communicates over: a graph holds their communicators.
@@ -80,6 +85,11 @@ class GraphedModule(nn.Module):
         super().__init__()
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
+        if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module.modules()):
+            raise TypeError(
+                "DistributedDataParallel reduces gradients in autograd hooks, which a replay does not run; "
+                "graph the bare module and reduce its gradients after backward"
+            )
         self.module = module
         self.enabled = True
         """Set to False to run eagerly, with reason `disabled_by_user`."""
@@ -90,6 +100,8 @@ class GraphedModule(nn.Module):
         self._generators, self._token_dim, self._sample_every = tuple(generators), token_dim, sample_every
         self._bank: Bank | None = None
         self._signature: tuple[Any, ...] | None = None
+        self._takes_grad: tuple[bool, ...] = ()
+        self._submodules = tuple(module.modules())
         self._stats = Stats()
         self._explained: set[FallbackReason] = set()
         self._timers: list[PassTimer] = []
@@ -142,6 +154,8 @@ class GraphedModule(nn.Module):
             return FallbackReason.disabled_by_user
         if not tensors[0].is_cuda:
             return FallbackReason.no_cuda
+        if any(t.device != tensors[0].device for t in tensors):
+            return FallbackReason.input_differs  # a graph would read the value that a host tensor had at capture
         if not self.module.training or (self._no_grad == "eager" and not torch.is_grad_enabled()):
             return FallbackReason.not_training
         choice = self._dispatcher.decide(shape)
@@ -149,25 +163,20 @@ class GraphedModule(nn.Module):
             signature = self._sign(args, kwargs)
             if self._bank is None and not torch.is_grad_enabled():
                 return FallbackReason.not_training  # a capture needs gradients
+            takes_grad = tuple(t.requires_grad for t in tensors)
             if self._bank is None:
-                self._signature = signature
+                self._signature, self._takes_grad = signature, takes_grad
                 self._open(args, kwargs, tensors)
-            elif signature != self._signature:
+            elif signature != self._signature or (torch.is_grad_enabled() and takes_grad != self._takes_grad):
                 return FallbackReason.input_differs
         return choice
 
     def _sign(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
         """What must not change between captures and replays, but for the values of tensors and boundaries."""
-        described = tuple(
-            (v.shape, v.dtype, v.device, v.requires_grad)
-            if isinstance(v, torch.Tensor)
-            else v.seq_idx is not None
-            if isinstance(v, PackedSequence)
-            else v
-            for v in (*args, *kwargs.values())
-        )
+        described = tuple(_describe_argument(v) for v in (*args, *kwargs.values()))
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        return described, tuple(kwargs), autocast
+        modes = tuple(m.training for m in self._submodules)
+        return described, tuple(kwargs), autocast, modes
 
     def _open(self, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]) -> None:
         device = tensors[0].device
@@ -201,14 +210,9 @@ class GraphedModule(nn.Module):
 
     def _replay(self, lease: Lease, host: Any, tensors: Sequence[torch.Tensor]) -> Any:
         spec = lease.captured.spec
-        timer = self._timer(replayed=True)
-        marked = mark_first(tensors, timer.backward_ends) if timer is not None else None
-        if timer is None or marked is None:
-            return restore(_Replay.apply(lease, host, self._anchor, *tensors), spec)
-        timer.forward_begins()
-        outputs = _Replay.apply(lease, host, self._anchor, *marked)
-        timer.forward_ends()
-        return restore(mark_first(outputs, timer.backward_begins) or outputs, spec)
+        with self._timed(tensors, replayed=True) as outputs:
+            outputs.extend(_Replay.apply(lease, host, self._anchor, *tensors))
+        return restore(outputs, spec)
 
     def _run_eagerly(
         self,
@@ -222,16 +226,25 @@ class GraphedModule(nn.Module):
         timed: bool = True,
     ) -> Any:
         moved = to_device(packed, host, shape.n_tokens * packed.cp_size, tensors[0].device)
-        timed = timed and tensors[0].is_cuda and torch.is_grad_enabled()
-        timer = self._timer(replayed=False) if timed else None
-        marked = mark_first(tensors, timer.backward_ends) if timer is not None else None
-        if timer is None or marked is None:
-            return self.module(*_substitute(args, tensors, moved), **_substitute_named(args, kwargs, tensors, moved))
+        with self._timed(tensors if timed else (), replayed=False) as outputs:
+            result = self.module(*_substitute(args, tensors, moved), **_substitute_named(args, kwargs, tensors, moved))
+            outputs.extend(tree_flatten(result)[0])
+        return result
+
+    @contextmanager
+    def _timed(self, tensors: Sequence[torch.Tensor], *, replayed: bool) -> Iterator[list[Any]]:
+        """Time every `sample_every`-th pass that takes `tensors` and puts its outputs into the list."""
+        outputs: list[Any] = []
+        timer = None
+        if tensors and tensors[0].is_cuda and torch.is_grad_enabled():
+            timer = self._timer(replayed=replayed)
+        if timer is None or not when_gradient_arrives(tensors, timer.backward_ends):
+            yield outputs
+            return
         timer.forward_begins()
-        result = self.module(*_substitute(args, marked, moved), **_substitute_named(args, kwargs, marked, moved))
+        yield outputs
         timer.forward_ends()
-        outputs, spec = tree_flatten(result)
-        return restore(mark_first(outputs, timer.backward_begins) or outputs, spec)
+        when_gradient_arrives(outputs, timer.backward_begins)
 
     def _timer(self, *, replayed: bool) -> PassTimer | None:
         """A timer for every `sample_every`-th micro-batch."""
@@ -334,6 +347,24 @@ def graphed(
     )
     made.stats().prediction = Prediction.of(plan)
     return made
+
+
+def _describe_argument(value: Any) -> Any:
+    """What of an argument is captured.
+
+    Raises:
+        TypeError: it is neither a tensor nor a constant; changes inside it would go unnoticed.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, PackedSequence):
+        return value.seq_idx is not None
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return type(value), value
+    raise TypeError(
+        f"an argument of a graphed module is a {type(value).__name__}: give tensors, one PackedSequence and constants "
+        "at the top level"
+    )
 
 
 def _show_captures(done: int, total: int) -> None:

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 
-class _Mark(torch.autograd.Function):
-    """Identity whose backward calls `passed`."""
+def when_gradient_arrives(values: Sequence[object], passed: Callable[[], None]) -> bool:
+    """Call `passed` once, when the gradient of the first of `values` that takes one is there; False if none does."""
+    first = next((v for v in values if isinstance(v, torch.Tensor) and v.requires_grad), None)
+    if first is None:
+        return False
 
-    @staticmethod
-    def forward(ctx: Any, passed: Callable[[], None], tensor: torch.Tensor) -> torch.Tensor:
-        ctx.passed = passed
-        return tensor.view_as(tensor)
+    def arrived(grad: torch.Tensor) -> None:
+        handle.remove()
+        passed()
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.passed()
-        return None, grad
-
-
-def mark_first(tensors: Sequence[torch.Tensor], passed: Callable[[], None]) -> list[torch.Tensor] | None:
-    """`tensors` with the first that takes a gradient replaced, so that `passed` is called when its gradient is there.
-
-    None where no tensor takes a gradient.
-    """
-    for position, tensor in enumerate(tensors):
-        if tensor.requires_grad:
-            marked = list(tensors)
-            marked[position] = _Mark.apply(passed, tensor)
-            return marked
-    return None
+    handle = first.register_hook(arrived)
+    return True
 
 
 class PassTimer:
