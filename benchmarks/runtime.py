@@ -21,7 +21,7 @@ from torch import nn
 
 from thdprof.runtime import Bucket, GraphedModule, pack
 from thdprof.runtime.calibrate import Grid, measure, random_pack, typical_documents
-from thdprof.runtime.padding import PackedSequence, pad_cu_seqlens, to_device
+from thdprof.runtime.padding import Boundaries, PackedSequence, pad_cu_seqlens, to_device
 from thdprof.runtime.stack import PackedStack
 
 LAYERS, HIDDEN, HEADS, TOKENS = 24, 1024, 16, 2048
@@ -93,9 +93,9 @@ def padded(packed: PackedSequence, caps=CAPS) -> PackedSequence:
     documents = len(packed.cu_seqlens) - 1
     cap = next((c for c in caps if documents <= c), None)
     if cap is None:
-        return to_device(packed, packed.host, TOKENS, torch.device("cuda"))
+        return to_device(packed, Boundaries(valid=packed.host), TOKENS, torch.device("cuda"))
     host = pad_cu_seqlens(packed.host, max_seqs=cap, n_tokens=TOKENS)
-    return to_device(pack(host, max_seqlen=TOKENS), host, TOKENS, torch.device("cuda"))
+    return to_device(pack(host, max_seqlen=TOKENS), Boundaries(valid=host), TOKENS, torch.device("cuda"))
 
 
 def loop_ms(step, packs) -> float:
@@ -186,7 +186,7 @@ def compiled(stack: nn.Module, x: torch.Tensor):
 
     def step(packed: PackedSequence) -> None:
         torch.compiler.cudagraph_mark_step_begin()
-        metadata = to_device(packed, packed.host, TOKENS, torch.device("cuda"))
+        metadata = to_device(packed, Boundaries(valid=packed.host), TOKENS, torch.device("cuda"))
         function(x, metadata).backward(grad)
 
     return step
@@ -196,7 +196,7 @@ def eager(stack: nn.Module, x: torch.Tensor):
     grad = x.detach()
 
     def step(packed: PackedSequence) -> None:
-        stack(x, to_device(packed, packed.host, TOKENS, torch.device("cuda"))).backward(grad)
+        stack(x, to_device(packed, Boundaries(valid=packed.host), TOKENS, torch.device("cuda"))).backward(grad)
 
     return step
 
@@ -288,10 +288,10 @@ def section_host(kinds) -> None:
     for packed in packs:
         torch.cuda.synchronize()
         t0 = time.perf_counter()
-        _, host, shape, tensors = graphs._describe((x, packed), {})
-        bucket = graphs._decide((x, packed), {}, shape, tensors)
+        call = graphs._describe((x, packed), {})
+        bucket = graphs._decide(call)
         t1 = time.perf_counter()
-        slot.stage_metadata(host, bucket)
+        slot.stage_metadata(call.boundaries, bucket)
         t2 = time.perf_counter()
         decide.append((t1 - t0) * 1e6)
         stage.append((t2 - t1) * 1e6)

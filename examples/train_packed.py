@@ -39,7 +39,7 @@ from thdprof.plan import Plan, load_plan
 from thdprof.reasons import BY_SHAPE
 from thdprof.runtime import Bucket, GraphedModule, PackedSequence, Stats, graphed, pack
 from thdprof.runtime.dispatch import Dispatcher
-from thdprof.runtime.padding import shape_of, with_tail
+from thdprof.runtime.padding import boundaries_of, shape_of
 from thdprof.runtime.stack import PackedStack
 from thdprof.runtime.stats import Prediction
 
@@ -244,8 +244,8 @@ def train(plan: Plan, args: argparse.Namespace, steps: Iterator[Step]) -> tuple[
                 loss = model(batch) / len(batches)
                 loss.backward()
                 total += loss.detach()
-                host = with_tail(batch.boundaries, len(batch.tokens), graphs.tail_policy)
-                shape = shape_of(batch.packed, host, len(batch.tokens))
+                boundaries = boundaries_of(batch.packed, len(batch.tokens), graphs.tail_policy)
+                shape = shape_of(batch.packed, boundaries, len(batch.tokens))
                 model.stack.stats().decided[dispatcher.decide(shape)] += 1
                 misfits += not fits(plan, batch)
                 shapes.append([shape.n_seqs, shape.max_seqlen, shape.n_tokens])

@@ -91,9 +91,9 @@ def run_orders(dropout: float, num_microbatches: int = 60) -> None:
 def eager_of_same_shape(model, x, cu):
     metadata = padded_for(model, cu)
     device = x.device
-    from thdprof.runtime.padding import to_device
+    from thdprof.runtime.padding import boundaries_of, to_device
 
-    return model(x, to_device(metadata, metadata.host, TOKENS, device))
+    return model(x, to_device(metadata, boundaries_of(metadata, TOKENS, "none"), TOKENS, device))
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def capture_changes_nothing() -> None:
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     torch.cuda.set_rng_state(state)
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    graphs._decide((x, pack([0, TOKENS])), {}, graphs._describe((x, pack([0, TOKENS])), {})[2], [x])
+    graphs._decide(graphs._describe((x, pack([0, TOKENS])), {}))
     assert graphs.stats().captures == 4
     assert torch.equal(torch.cuda.get_rng_state(), state)
     for p, (weight, grad) in zip(stack.parameters(), before, strict=True):

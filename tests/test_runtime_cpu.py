@@ -133,14 +133,18 @@ MISFITS = [
 
 @pytest.mark.parametrize(("reason", "n_tokens", "packed"), MISFITS)
 @pytest.mark.usefixtures("as_if_on_a_gpu")
-def test_a_misfit_runs_eagerly_or_is_an_error(x, caplog, reason, n_tokens, packed):
-    given = x[:n_tokens]
-    wrapped = GraphedModule(Sums(), BUCKETS, sample_every=0)
+@pytest.mark.parametrize("capture", ["startup", "first_use"])
+def test_a_misfit_runs_eagerly_or_is_an_error(x, caplog, monkeypatch, capture, reason, n_tokens, packed):
+    given, opened = x[:n_tokens], []
+    monkeypatch.setattr(GraphedModule, "_open", lambda self, call: opened.append(call.shape))
+    wrapped = GraphedModule(Sums(), BUCKETS, sample_every=0, capture=capture)
     text = advice(reason, Shape(len(packed.host) - 1, packed.max_seqlen, n_tokens, packed.cp_size), BUCKETS)
     with caplog.at_level(logging.WARNING), wrapped.stats().expect(fallbacks=2):
         torch.testing.assert_close(wrapped(given, packed), wrapped.module(given, packed))
         wrapped(given, packed)
     assert [r.getMessage() for r in caplog.records] == [text]  # the first of each kind alone
+    by_documents = reason in (FallbackReason.too_many_seqs, FallbackReason.document_too_long)
+    assert len(opened) == (capture == "startup" and by_documents)  # ranks with other documents capture together
     stats = wrapped.stats()
     assert stats.fallbacks == {reason: 2}
     assert (stats.shape_fallbacks, stats.dispatched, stats.shape_fallback_rate) == (2, 2, 1.0)

@@ -14,6 +14,9 @@ from strategies import documents
 
 from thdprof.runtime.dispatch import Shape
 from thdprof.runtime.padding import (
+    Boundaries,
+    PackedSequence,
+    boundaries_of,
     document_of_tokens,
     fill_padded,
     pack,
@@ -120,14 +123,14 @@ def test_boundaries_past_the_tokens_are_refused(policy):
 @pytest.mark.parametrize(("policy", "longest"), [("none", 4), ("append_dummy_seq", 7), ("extend_last", 11)])
 def test_the_shape_counts_the_tail(policy, longest):
     packed = pack([0, 1, 5], cp_size=2)
-    tailed = with_tail(packed.host, 12, policy)
+    tailed = boundaries_of(packed, 12, policy)
     expected = Shape(n_seqs=3 if policy == "append_dummy_seq" else 2, max_seqlen=longest, n_tokens=12, cp_size=2)
     assert shape_of(packed, tailed, 12) == expected
 
 
 def test_the_shape_keeps_the_loaders_larger_max_seqlen():
     packed = pack([0, 1, 5], max_seqlen=9)
-    assert shape_of(packed, packed.host, 5).max_seqlen == 9
+    assert shape_of(packed, boundaries_of(packed, 5, "none"), 5).max_seqlen == 9
 
 
 def test_padding_of_any_documents():
@@ -142,6 +145,7 @@ def test_padding_of_any_documents():
         n_tokens = int(host[-1]) + tail
         tailed = with_tail(host, n_tokens, policy)
         count = len(tailed) - 1
+        assert boundaries_of(pack(host), n_tokens, policy).valid.tolist() == tailed.tolist()
         max_seqs = max(1, count + room)
         if count > max_seqs:
             with pytest.raises(ValueError, match=f"{count} documents do not fit a bucket of {max_seqs}"):
@@ -209,9 +213,48 @@ def test_seq_idx_of_any_documents():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_eager_metadata(policy):
     packed = pack([0, 3, 7], with_seq_idx=True, cp_size=2)
-    host = with_tail(packed.host, 10, policy)
-    moved = to_device(packed, host, 10, torch.device("cpu"))
+    boundaries = boundaries_of(packed, 10, policy)
+    host = boundaries.valid
+    moved = to_device(packed, boundaries, 10, torch.device("cpu"))
     assert moved.cu_seqlens.dtype == moved.seq_idx.dtype == torch.int32
     assert moved.cu_seqlens.tolist() == host.tolist()
     assert moved.seq_idx.tolist() == brute_force(host.tolist(), 10)
     assert (moved.max_seqlen, moved.cp_size) == ({"none": 4, "append_dummy_seq": 4, "extend_last": 7}[policy], 2)
+
+
+TAILS_OF_PADDED = [
+    # policy, cu_seqlens, cu_seqlens_padded, the same after the policy, longest document in memory
+    ("none", [0, 3, 7], [0, 4, 8], [0, 3, 7], [0, 4, 8], 4),
+    ("append_dummy_seq", [0, 3, 7], [0, 4, 8], [0, 3, 7, 7], [0, 4, 8, 16], 8),
+    ("extend_last", [0, 3, 7], [0, 4, 8], [0, 3, 7], [0, 4, 16], 12),
+    ("append_dummy_seq", [0, 3, 7], [0, 4, 16], [0, 3, 7], [0, 4, 16], 12),
+]
+
+
+@pytest.mark.parametrize(("policy", "valid", "padded", "new_valid", "new_padded", "longest"), TAILS_OF_PADDED)
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_the_tail_of_padded_documents_has_no_valid_tokens(where, policy, valid, padded, new_valid, new_padded, longest):
+    given = {"cu_seqlens": torch.tensor(valid, dtype=torch.int32), "max_seqlen": max(np.diff(padded))}
+    given["cu_seqlens_padded"] = torch.tensor(padded, dtype=torch.int32)
+    if where == "host":
+        given |= {"host": int32(valid), "host_padded": int32(padded)}
+    packed = PackedSequence(**given)
+    found = boundaries_of(packed, 16, policy)
+    if where == "device" and policy == "append_dummy_seq" and padded[-1] == 16:
+        new_valid, new_padded = [*new_valid, 7], [*new_padded, 16]  # it cannot know that there is no tail
+    assert [list(found.valid), list(found.padded)] == [new_valid, new_padded]
+    assert isinstance(found.valid, torch.Tensor) == (where == "device")
+    assert shape_of(packed, found, 16).n_seqs == len(new_padded) - 1
+    if where == "host":
+        assert shape_of(packed, found, 16).max_seqlen == longest
+        moved = to_device(packed, found, 16, torch.device("cpu"))
+        assert moved.cu_seqlens.tolist() == new_valid
+        assert moved.cu_seqlens_padded.tolist() == new_padded
+
+
+def test_boundaries_on_the_device_get_the_tail_that_those_on_the_host_get():
+    packed = pack([0, 3, 7])
+    there = PackedSequence(cu_seqlens=packed.cu_seqlens, max_seqlen=4)
+    for policy in POLICIES:
+        assert boundaries_of(there, 10, policy).valid.tolist() == boundaries_of(packed, 10, policy).valid.tolist()
+    assert Boundaries(valid=int32([0, 3])).n_seqs == 1

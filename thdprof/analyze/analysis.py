@@ -299,7 +299,12 @@ def make_plan(analysis: Analysis) -> Plan:
             "graphs": {
                 "impl": "module" if chosen.buckets else "none",
                 "buckets": [
-                    {"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "share": share}
+                    {
+                        "max_seqs": b.max_seqs,
+                        "max_seqlen": b.max_seqlen,
+                        "cp_size": settings.context_parallel_size,
+                        "share": share,
+                    }
                     for b, share in zip(chosen.buckets, chosen.shares, strict=True)
                 ],
                 "one_cap": None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from thdprof.runtime.capture import CapturedPass, GradientBuffers, capture_pass
 from thdprof.runtime.dispatch import Bucket, FallbackReason
-from thdprof.runtime.padding import PackedSequence, document_of_tokens, fill_padded
+from thdprof.runtime.padding import Boundaries, PackedSequence, document_of_tokens, fill_padded
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Slot:
         tensors: Sequence[torch.Tensor],
         buckets: Sequence[Bucket],
         *,
+        with_padded: bool,
         with_seq_idx: bool,
         device: torch.device,
     ) -> None:
@@ -53,17 +55,20 @@ class Slot:
         ]
         self._output_grads: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         self._num_boundaries = max(b.max_seqs for b in buckets) + 1
-        self._with_seq_idx = with_seq_idx
-        size = self._num_boundaries + (max(b.n_tokens * b.cp_size for b in buckets) if with_seq_idx else 0)
+        self._with_padded, self._with_seq_idx = with_padded, with_seq_idx
+        self._idx_begins = self._num_boundaries * (2 if with_padded else 1)
+        size = self._idx_begins + (max(b.n_tokens * b.cp_size for b in buckets) if with_seq_idx else 0)
         self._metadata = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [_Staging(size) for _ in range(_STAGING_BUFFERS)]
         self._next = 0
 
     def packed(self, bucket: Bucket) -> PackedSequence:
         """The metadata that the graphs of `bucket` read: views of this slot's buffers."""
-        idx = self._metadata[self._num_boundaries : self._num_boundaries + bucket.n_tokens * bucket.cp_size]
+        idx = self._metadata[self._idx_begins :][: bucket.n_tokens * bucket.cp_size]
+        padded = self._metadata[self._num_boundaries :][: bucket.max_seqs + 1]
         return PackedSequence(
             cu_seqlens=self._metadata[: bucket.max_seqs + 1],
+            cu_seqlens_padded=padded if self._with_padded else None,
             max_seqlen=bucket.max_seqlen,
             seq_idx=idx if self._with_seq_idx else None,
             cp_size=bucket.cp_size,
@@ -76,19 +81,36 @@ class Slot:
             self._output_grads[key] = [torch.zeros_like(h, memory_format=torch.contiguous_format) for h in heads]
         return self._output_grads[key]
 
-    def stage_metadata(self, host: NDArray[np.int32], bucket: Bucket) -> None:
+    def stage_metadata(self, boundaries: Boundaries, bucket: Bucket) -> None:
         """Queue the padded boundaries of one micro-batch into the static buffers; never waits for the GPU's queue."""
+        valid, memory = boundaries.valid, boundaries.in_memory
+        if isinstance(valid, torch.Tensor) or isinstance(memory, torch.Tensor):
+            self._stage_from_device(boundaries, bucket)
+            return
         staging = self._staging[self._next]
         self._next = (self._next + 1) % _STAGING_BUFFERS
         staging.copied.synchronize()  # the pinned memory may be written again
         used = bucket.max_seqs + 1
-        fill_padded(staging.array[:used], host)
+        fill_padded(staging.array[:used], valid)
+        if self._with_padded:
+            fill_padded(staging.array[self._num_boundaries :][: bucket.max_seqs + 1], memory)
+            used = self._num_boundaries + bucket.max_seqs + 1
         if self._with_seq_idx:
             n_tokens = bucket.n_tokens * bucket.cp_size
-            staging.array[self._num_boundaries :][:n_tokens] = document_of_tokens(host, n_tokens)
-            used = self._num_boundaries + n_tokens
+            staging.array[self._idx_begins :][:n_tokens] = document_of_tokens(memory, n_tokens)
+            used = self._idx_begins + n_tokens
         self._metadata[:used].copy_(staging.pinned[:used], non_blocking=True)
         staging.copied.record()
+
+    def _stage_from_device(self, boundaries: Boundaries, bucket: Bucket) -> None:
+        static = self.packed(bucket)
+        pairs = [(static.cu_seqlens, boundaries.valid)]
+        if static.cu_seqlens_padded is not None:
+            pairs.append((static.cu_seqlens_padded, boundaries.in_memory))
+        for target, given in pairs:
+            assert isinstance(given, torch.Tensor)
+            target[: len(given)].copy_(given)
+            target[len(given) :] = given[-1]
 
     def stage_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Queue the copies of one micro-batch's tensors into the static inputs."""
@@ -99,15 +121,15 @@ class Slot:
 class Lease:
     """A slot held by one micro-batch from its forward to the end of its backward, or until it is dropped."""
 
-    def __init__(self, slot: Slot, bucket: Bucket, gradients: GradientBuffers) -> None:
+    def __init__(self, slot: Slot, bucket: Bucket, gradients: GradientBuffers, on_backward: Callable[[], None]) -> None:
         self.slot, self.bucket, self.captured = slot, bucket, slot.passes[bucket]
-        self._gradients = gradients
+        self._gradients, self._on_backward = gradients, on_backward
         self._held = True
         slot.busy = True
 
-    def forward(self, tensors: Sequence[torch.Tensor], host: NDArray[np.int32]) -> tuple[torch.Tensor, ...]:
+    def forward(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> tuple[torch.Tensor, ...]:
         """Replay the forward graph; the outputs are copies, the caller's to keep."""
-        self.slot.stage_metadata(host, self.bucket)
+        self.slot.stage_metadata(boundaries, self.bucket)
         self.slot.stage_inputs(tensors)
         self.captured.forward.replay()
         return tuple(o.clone() for o in self.captured.outputs)
@@ -136,8 +158,13 @@ class Lease:
         self.captured.backward.replay()
         found = [g.clone() if g is not None else None for g in self.captured.input_grads]
         self.release()
+        self._on_backward()
         self._gradients.run_hooks(self.captured.touched)
         return found
+
+    def accumulated_elsewhere(self) -> list[nn.Parameter]:
+        """Parameters whose gradient the backward adds to `main_grad`; their `.grad` stays as it is."""
+        return self._gradients.with_main_grad(self.captured.touched)
 
     def release(self) -> None:
         """Give the slot back."""
@@ -150,6 +177,18 @@ class Lease:
         self.release()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a module touches outside itself, and who must hear of its captures and replays."""
+
+    extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
+    """Tensors that a pass changes besides buffers and gradients; captures leave them as they were."""
+    while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around every warm-up and capture."""
+    on_backward: Callable[[], None] = lambda: None
+    """Called after every replayed backward, before hooks of parameters run."""
+
+
 @dataclass(slots=True, kw_only=True)
 class BankOptions:
     """What a bank is made for."""
@@ -158,9 +197,13 @@ class BankOptions:
     num_slots: int
     generators: Sequence[torch.Generator]
     """Every CUDA generator that the module draws from."""
+    with_padded: bool = False
+    """Whether boundaries come with padded ones."""
     with_seq_idx: bool = False
     on_capture: Callable[[], None] = lambda: None
     """Called after every capture."""
+    surroundings: Surroundings
+    """What the module touches outside itself."""
 
 
 class Bank:
@@ -184,7 +227,13 @@ class Bank:
             if b is not None
         ]
         self.slots = [
-            Slot(tensors, options.buckets, with_seq_idx=options.with_seq_idx, device=device)
+            Slot(
+                tensors,
+                options.buckets,
+                with_padded=options.with_padded,
+                with_seq_idx=options.with_seq_idx,
+                device=device,
+            )
             for _ in range(options.num_slots)
         ]
         self.failures: dict[Bucket, str] = {}
@@ -199,16 +248,18 @@ class Bank:
         packed = slot.packed(bucket)
         slot.stage_metadata(_sample_boundaries(bucket), bucket)
         try:
-            slot.passes[bucket] = capture_pass(
-                self._module,
-                lambda: self._call(slot.inputs, packed),
-                inputs=slot.inputs,
-                static_output_grads=slot.output_grads,
-                gradients=self._gradients,
-                generators=self._options.generators,
-                pool=slot.pool,
-                stream=self._stream,
-            )
+            with self._options.surroundings.while_capturing():
+                slot.passes[bucket] = capture_pass(
+                    self._module,
+                    lambda: self._call(slot.inputs, packed),
+                    inputs=slot.inputs,
+                    static_output_grads=slot.output_grads,
+                    gradients=self._gradients,
+                    generators=self._options.generators,
+                    pool=slot.pool,
+                    stream=self._stream,
+                    extra_state=self._options.surroundings.extra_state,
+                )
         except Exception as error:
             self.failures[bucket] = f"{type(error).__name__}: {error}"
             logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self.failures[bucket])
@@ -251,7 +302,7 @@ class Bank:
         free = [slot for slot in self.slots if not slot.busy]
         for slot in free:
             if self.capture(slot, bucket) is not None:
-                return Lease(slot, bucket, self._gradients)
+                return Lease(slot, bucket, self._gradients, self._options.surroundings.on_backward)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def pool_bytes(self) -> int:
@@ -270,7 +321,11 @@ class Bank:
         self.slots.clear()
 
 
-def _sample_boundaries(bucket: Bucket) -> NDArray[np.int32]:
-    """Boundaries for warming up: as many equal documents as the bucket holds."""
-    length = min(bucket.max_seqlen, max(1, bucket.n_tokens * bucket.cp_size // bucket.max_seqs))
-    return np.minimum(np.arange(bucket.max_seqs + 1) * length, bucket.n_tokens * bucket.cp_size).astype(np.int32)
+def _sample_boundaries(bucket: Bucket) -> Boundaries:
+    """Boundaries for warming up: as many equal documents as the bucket holds.
+
+    Context parallelism cuts a document into 2 * cp_size parts of equal length.
+    """
+    tokens, parts = bucket.n_tokens * bucket.cp_size, 2 * bucket.cp_size if bucket.cp_size > 1 else 1
+    length = max(parts, min(bucket.max_seqlen, tokens // bucket.max_seqs) // parts * parts)
+    return Boundaries(valid=np.minimum(np.arange(bucket.max_seqs + 1) * length, tokens).astype(np.int32))

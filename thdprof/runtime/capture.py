@@ -49,6 +49,7 @@ class GradientBuffers:
     parameters: list[nn.Parameter]
     buffers: list[torch.Tensor] = field(default_factory=list)
     uses_main_grad: list[bool] = field(default_factory=list)
+    _chosen: dict[tuple[bool, ...], list[nn.Parameter]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> GradientBuffers:
@@ -60,8 +61,28 @@ class GradientBuffers:
             made.buffers.append(main_grad if main_grad is not None else torch.zeros_like(parameter))
         return made
 
+    def with_main_grad(self, touched: Sequence[bool]) -> list[nn.Parameter]:
+        """Parameters that a backward pass touches and whose gradient goes to `main_grad`."""
+        key = tuple(touched)
+        if key not in self._chosen:
+            found = zip(self.parameters, self.uses_main_grad, touched, strict=True)
+            self._chosen[key] = [parameter for parameter, main, used in found if main and used]
+        return self._chosen[key]
+
+    def spare(self, aliases: Sequence[nn.Parameter]) -> None:
+        """Let `aliases` add to scratch memory until `collect`: kernels may write to `main_grad` themselves."""
+        kinds = {(b.dtype, b.device) for b, main in zip(self.buffers, self.uses_main_grad, strict=True) if main}
+        largest = max((b.numel() for b, main in zip(self.buffers, self.uses_main_grad, strict=True) if main), default=0)
+        scratch = {kind: torch.zeros(largest, dtype=kind[0], device=kind[1]) for kind in kinds}
+        for alias, buffer, main in zip(aliases, self.buffers, self.uses_main_grad, strict=True):
+            if main:
+                alias.main_grad = scratch[buffer.dtype, buffer.device][: buffer.numel()].view(buffer.shape)  # type: ignore[attr-defined]
+
     def collect(self, aliases: Sequence[nn.Parameter]) -> set[int]:
-        """Make the next backward pass over `aliases` add each gradient to its buffer as soon as it is there.
+        """Make the next forward and backward over `aliases` add each gradient to its buffer as soon as it is there.
+
+        Kernels that have added it to `main_grad` themselves say so in `grad_added_to_main_grad` and hand a dummy to
+        autograd, as Transformer Engine and megatron-core's DistributedDataParallel have agreed.
 
         Gives the set of positions that will have got one; it fills while the pass runs.
         """
@@ -71,13 +92,18 @@ class GradientBuffers:
             def arrived(alias: torch.Tensor) -> None:
                 touched.add(position)
                 if buffer is not None and alias.grad is not None:
-                    buffer.add_(alias.grad)
+                    if not getattr(alias, "grad_added_to_main_grad", False) or getattr(alias, "zero_out_wgrad", False):
+                        buffer.add_(alias.grad)
                     alias.grad = None
 
             return arrived
 
         for position, (alias, buffer, main) in enumerate(zip(aliases, self.buffers, self.uses_main_grad, strict=True)):
-            if not main:
+            if main:
+                alias.main_grad = buffer  # type: ignore[attr-defined]
+                if hasattr(alias, "grad_added_to_main_grad"):
+                    alias.grad_added_to_main_grad = False
+            else:
                 alias.grad = buffer  # autograd adds to it in place
             alias.register_post_accumulate_grad_hook(hook(position, buffer if main else None))
         return touched
@@ -122,12 +148,17 @@ class GradientBuffers:
 
 
 @contextmanager
-def unchanged_state(module: nn.Module, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Put back generators' states, buffers and main_grads after the block, so that warming up changes no number."""
+def unchanged_state(
+    module: nn.Module,
+    generators: Sequence[torch.Generator],
+    extra: Callable[[], Sequence[torch.Tensor]] = tuple,
+) -> Iterator[None]:
+    """Put back generators' states, buffers and `extra` tensors after the block: warming up changes no number.
+
+    Extra tensors that the block made are set to zero.
+    """
     states = [generator.get_state() for generator in generators]
-    main_grads = (getattr(p, "main_grad", None) for p in module.parameters())
-    kept = [*module.buffers(), *(m for m in main_grads if m is not None)]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in kept]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in (*module.buffers(), *extra())]
     try:
         yield
     finally:
@@ -137,6 +168,10 @@ def unchanged_state(module: nn.Module, generators: Sequence[torch.Generator]) ->
         with torch.no_grad():
             for buffer, saved in buffers:
                 buffer.copy_(saved)
+            known = {id(buffer) for buffer, _ in buffers}
+            for buffer in extra():
+                if id(buffer) not in known:
+                    buffer.zero_()
 
 
 @contextmanager
@@ -176,6 +211,7 @@ def capture_pass(
     generators: Sequence[torch.Generator],
     pool: Any,
     stream: torch.cuda.Stream,
+    extra_state: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> CapturedPass:
     """Warm up and capture one forward and one backward pass of `call()`, which runs `module` on static inputs.
 
@@ -188,14 +224,20 @@ def capture_pass(
         generators: every random generator that the module draws from; all are registered with both graphs.
         pool: handle of the memory pool to capture into.
         stream: side stream for warm-up and capture.
+        extra_state: gives tensors, besides the module's buffers, that the passes must leave as they were.
 
     Raises:
         RuntimeError: whatever the module does that a capture does not allow.
     """
     _refuse_hooks(gradients.parameters)
     device = stream.device
-    with aliased_parameters(module) as aliases, unchanged_state(module, generators), _no_autocast_cache():
+    with (
+        aliased_parameters(module) as aliases,
+        unchanged_state(module, generators, extra_state),
+        _no_autocast_cache(),
+    ):
         parameters = [aliases[id(p)] for p in gradients.parameters]
+        gradients.spare(parameters)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for _ in range(WARMUP_PASSES):
@@ -206,7 +248,7 @@ def capture_pass(
                 for leaf in (*inputs, *parameters):
                     leaf.grad = None
         torch.cuda.synchronize(device)
-        _refuse_fused_accumulation(parameters)
+        touched = gradients.collect(parameters)
         before = _pool_bytes(device, pool)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         for generator in generators:
@@ -218,7 +260,6 @@ def capture_pass(
         outputs, spec = _tensors(result), tree_flatten(result)[1]
         heads = _heads(outputs)
         output_grads = static_output_grads(heads)
-        touched = gradients.collect(parameters)
         with (
             torch.cuda.graph(backward, pool=pool, stream=stream, capture_error_mode="thread_local"),
             torch.autocast("cuda", enabled=False),
@@ -267,15 +308,6 @@ def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
                 f"a parameter of shape {tuple(parameter.shape)} has a gradient hook (Tensor.register_hook), which a "
                 "replay cannot run; use register_post_accumulate_grad_hook"
             )
-
-
-def _refuse_fused_accumulation(parameters: Sequence[nn.Parameter]) -> None:
-    """Kernels that add to main_grad themselves give autograd a dummy, which must not be added as well."""
-    if any(getattr(parameter, "grad_added_to_main_grad", False) for parameter in parameters):
-        raise RuntimeError(
-            "the module's kernels add weight gradients to main_grad themselves (gradient accumulation fusion), which "
-            "this capture does not know yet; switch the fusion off"
-        )
 
 
 def restore(outputs: Sequence[torch.Tensor], spec: Any) -> Any:

@@ -27,7 +27,31 @@ class PackedSequence:
     """int32, shape [tokens]: the document of every token, for state-space layers; made outside any graph."""
     cp_size: int = 1
     host: NDArray[np.int32] | None = None
-    """cu_seqlens on the host, shape [documents + 1]; None inside a captured module."""
+    """cu_seqlens on the host, shape [documents + 1]; None inside a captured module, or where only the GPU has them."""
+    cu_seqlens_padded: torch.Tensor | None = None
+    """int32, shape [documents + 1]: where each document begins in memory, where it is followed by padding."""
+    host_padded: NDArray[np.int32] | None = None
+    """cu_seqlens_padded on the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundaries:
+    """Document boundaries of one micro-batch after its tail policy: all on the host, or all on the GPU."""
+
+    valid: NDArray[np.int32] | torch.Tensor
+    """int32, shape [documents + 1]: cu_seqlens."""
+    padded: NDArray[np.int32] | torch.Tensor | None = None
+    """int32, shape [documents + 1]: cu_seqlens_padded, where documents are followed by padding."""
+
+    @property
+    def n_seqs(self) -> int:
+        """Documents."""
+        return len(self.valid) - 1
+
+    @property
+    def in_memory(self) -> NDArray[np.int32] | torch.Tensor:
+        """Boundaries of what lies in memory: the padded ones, where there are any."""
+        return self.valid if self.padded is None else self.padded
 
 
 def pack(
@@ -96,12 +120,46 @@ def with_tail(host: NDArray[np.int32], n_tokens: int, policy: TailPolicy) -> NDA
     return extended
 
 
-def shape_of(packed: PackedSequence, host: NDArray[np.int32], n_tokens: int) -> Shape:
-    """What the micro-batch asks for, `host` being its boundaries after the tail policy."""
-    longest = packed.max_seqlen
-    if packed.host is not host and len(host) > 1:  # the tail policy made or grew the last document
-        longest = max(longest, int(host[-1] - host[-2]))
-    return Shape(n_seqs=len(host) - 1, max_seqlen=longest, n_tokens=n_tokens, cp_size=packed.cp_size)
+def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> Boundaries:
+    """Boundaries of a micro-batch of `n_tokens` tokens after the tail policy.
+
+    Where documents are padded, a dummy document has no valid tokens, and `extend_last` only grows the last one's
+    padding. Where the GPU alone has the boundaries, nothing is read from it: a dummy is then appended even if there is
+    no tail.
+
+    Raises:
+        ValueError: boundaries on the host reach past `n_tokens`.
+    """
+    if packed.host is None:
+        return _device_boundaries(packed, n_tokens, policy)
+    if packed.host_padded is None:
+        return Boundaries(valid=with_tail(packed.host, n_tokens, policy))
+    padded = with_tail(packed.host_padded, n_tokens, policy)
+    valid = packed.host
+    if len(padded) > len(valid):
+        valid = np.append(valid, valid[-1])
+    return Boundaries(valid=valid, padded=padded)
+
+
+def _device_boundaries(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> Boundaries:
+    valid, padded = packed.cu_seqlens, packed.cu_seqlens_padded
+    if policy == "none":
+        return Boundaries(valid=valid, padded=padded)
+    end = torch.full_like(valid[:1], n_tokens)
+    last = valid if padded is None else padded
+    grown = torch.cat((last, end) if policy == "append_dummy_seq" else (last[:-1], end))
+    if padded is None:
+        return Boundaries(valid=grown)
+    return Boundaries(valid=torch.cat((valid, valid[-1:])) if len(grown) > len(valid) else valid, padded=grown)
+
+
+def shape_of(packed: PackedSequence, boundaries: Boundaries, n_tokens: int) -> Shape:
+    """What the micro-batch asks for, `boundaries` being those after the tail policy."""
+    longest, memory = packed.max_seqlen, boundaries.in_memory
+    given = packed.host if packed.host_padded is None else packed.host_padded
+    if isinstance(memory, np.ndarray) and given is not memory and len(memory) > 1:
+        longest = max(longest, int(memory[-1] - memory[-2]))  # the tail policy made or grew the last document
+    return Shape(n_seqs=boundaries.n_seqs, max_seqlen=longest, n_tokens=n_tokens, cp_size=packed.cp_size)
 
 
 def fill_padded(target: NDArray[np.int32], host: NDArray[np.int32]) -> None:
@@ -126,22 +184,30 @@ def pad_cu_seqlens(
     return target
 
 
-def to_device(packed: PackedSequence, host: NDArray[np.int32], n_tokens: int, device: torch.device) -> PackedSequence:
+def to_device(packed: PackedSequence, boundaries: Boundaries, n_tokens: int, device: torch.device) -> PackedSequence:
     """The metadata for an eager pass: boundaries after the tail policy, unpadded, on `device`."""
-    shape = shape_of(packed, host, n_tokens)
-    idx = None
-    if packed.seq_idx is not None:
-        idx = _move(torch.from_numpy(document_of_tokens(host, n_tokens)), device)
+    shape = shape_of(packed, boundaries, n_tokens)
+    memory = boundaries.in_memory
+    idx = packed.seq_idx
+    if idx is not None and isinstance(memory, np.ndarray):
+        idx = _move(document_of_tokens(memory, n_tokens), device)
+    padded = None
+    if boundaries.padded is not None:
+        same = packed.cu_seqlens_padded if boundaries.padded is packed.host_padded else None
+        padded = _move(boundaries.padded if same is None else same, device)
     return PackedSequence(
-        cu_seqlens=_move(torch.from_numpy(host), device),
+        cu_seqlens=_move(packed.cu_seqlens if boundaries.valid is packed.host else boundaries.valid, device),
         max_seqlen=shape.max_seqlen,
         seq_idx=idx,
         cp_size=packed.cp_size,
-        host=host,
+        host=boundaries.valid if isinstance(boundaries.valid, np.ndarray) else None,
+        cu_seqlens_padded=padded,
+        host_padded=boundaries.padded if isinstance(boundaries.padded, np.ndarray) else None,
     )
 
 
-def _move(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if device.type != "cuda":
+def _move(given: NDArray[np.int32] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    values = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
+    if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)

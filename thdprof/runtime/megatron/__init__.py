@@ -1,0 +1,17 @@
+"""Plans applied in megatron-core with Transformer Engine: `install` after the model is built, before the first step."""
+
+from __future__ import annotations
+
+try:
+    import megatron.core  # noqa: F401
+except ModuleNotFoundError as error:  # pragma: no cover - tested in an environment without megatron-core
+    raise ModuleNotFoundError(
+        "thdprof.runtime.megatron needs megatron-core and Transformer Engine: pip install 'thdprof[megatron,te]'"
+    ) from error
+
+from thdprof.runtime.megatron.install import Installation, install
+from thdprof.runtime.megatron.packing import packed_seq_params
+from thdprof.runtime.megatron.settings import SettingsError
+from thdprof.runtime.megatron.versions import VersionError
+
+__all__ = ["Installation", "SettingsError", "VersionError", "install", "packed_seq_params"]

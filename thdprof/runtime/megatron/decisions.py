@@ -1,0 +1,57 @@
+"""Whether all ranks of a model-parallel group decide alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from thdprof.runtime.dispatch import Bucket, FallbackReason
+
+_MODULUS = (1 << 61) - 1
+_REASONS = tuple(FallbackReason)
+
+
+class Decisions:
+    """A running digest of every chunk's decisions, in order; compared between ranks with one all-reduce."""
+
+    def __init__(self, num_chunks: int, *, enabled: bool) -> None:
+        self.digests = [0] * num_chunks
+        """One a chunk; equal on ranks that decided alike."""
+        self._enabled = enabled
+
+    def recorder(self, chunk: int) -> Callable[[Bucket | FallbackReason], None]:
+        """What to call with each decision of `chunk`."""
+
+        def record(choice: Bucket | FallbackReason) -> None:
+            self.digests[chunk] = (self.digests[chunk] * 1_000_003 + _code(choice)) % _MODULUS
+
+        return record
+
+    def check(self) -> None:
+        """Compare with the other ranks of the tensor-, context- and pipeline-parallel group, where enabled.
+
+        Raises:
+            RuntimeError: a rank decided otherwise.
+        """
+        if not self._enabled:
+            return
+        import torch
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_model_parallel_group()
+        context = parallel_state.get_context_parallel_group()
+        # of all chunks, which see the same micro-batches; the largest of d and of -d show whether all d are the same
+        here = torch.tensor([self.digests[0], -self.digests[0]], device="cuda")
+        for ranks in (group, context) if context.size() > 1 else (group,):
+            torch.distributed.all_reduce(here, op=torch.distributed.ReduceOp.MAX, group=ranks)
+        most, least = here.tolist()
+        if most != -least:
+            raise RuntimeError(
+                "ranks of one model-parallel group decided otherwise about the same micro-batches: give all of them "
+                "the same boundaries and max_seqlen"
+            )
+
+
+def _code(choice: Bucket | FallbackReason) -> int:
+    if isinstance(choice, FallbackReason):
+        return 1 + _REASONS.index(choice)
+    return hash((choice.max_seqs, choice.max_seqlen, choice.n_tokens, choice.cp_size)) % _MODULUS

@@ -1,0 +1,139 @@
+"""A Megatron decoder (TransformerBlock or HybridStack) as a module that takes tensors and one PackedSequence.
+
+The decoder stays where it is in the model, with its parameters and the keys of its checkpoints: only its `forward` is
+replaced on the instance, and put back at the end.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from thdprof.runtime.dispatched import DispatchedModule
+from thdprof.runtime.megatron import packing
+from thdprof.runtime.padding import PackedSequence, TailPolicy
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+Rope = Callable[[int], torch.Tensor]
+"""Rotary embeddings of so many positions, from the model's own module."""
+
+
+class Decoder(nn.Module):
+    """Calls a decoder's own forward with static metadata; not part of the model."""
+
+    def __init__(self, block: nn.Module, rope: Rope | None = None) -> None:
+        super().__init__()
+        self.block = block
+        self._own_forward: Callable[..., Any] = block.forward
+        self._rope = rope
+        self._kept: dict[int, torch.Tensor] = {}
+        self._like: PackedSeqParams | None = None
+
+    @property
+    def training(self) -> bool:
+        """That of the decoder."""
+        return bool(self.block.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """The decoder's own is what counts."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, packed: PackedSequence, *, constants: str, with_rope: bool, **kwargs: Any
+    ) -> torch.Tensor:
+        """Hidden states of one packed micro-batch after the decoder's layers.
+
+        Args:
+            hidden_states: shape [tokens of this rank, 1, hidden size].
+            packed: its documents, on the device.
+            constants: for comparison alone, what of the PackedSeqParams a graph bakes in.
+            with_rope: whether the layers take rotary embeddings; they then cover the whole buffer.
+            kwargs: what else the model gives its decoder.
+        """
+        assert self._like is not None  # set by `attached`
+        params = packing.write(packed, self._like)
+        if with_rope:
+            kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards)
+        with self._given(hidden_states):
+            found: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
+        return found
+
+    _shards = 1
+
+    def attach(self, run: DispatchedModule, *, cp_size: int, shards: int, tail: TailPolicy) -> None:
+        """Send the decoder's packed micro-batches through `run`, which calls this module.
+
+        Args:
+            run: dispatches.
+            cp_size: ranks that share the rows.
+            shards: ranks that share a micro-batch's tokens out among them, context parallelism included.
+            tail: the plan's tail policy.
+        """
+        self._shards = shards
+        signature = inspect.signature(self._own_forward)
+        required = {name for name, p in signature.parameters.items() if p.default is p.empty}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            params = given.pop("packed_seq_params", None)
+            if params is None or given.get("inference_context") is not None:
+                return self._own_forward(*args, **kwargs)
+            hidden = given.pop("hidden_states")
+            if not self.block.pre_process:
+                hidden = self.block.input_tensor
+            with_rope = self._rope is not None and given.pop("rotary_pos_emb", None) is not None
+            self._like = params
+            return run(
+                hidden,
+                packing.read(params, cp_size=cp_size, tail=tail),
+                constants=packing.constants(params),
+                with_rope=with_rope,
+                **{name: value for name, value in given.items() if value is not None or name in required},
+            )
+
+        self.block.forward = forward
+
+    def detach(self) -> None:
+        """Give the decoder its own forward back."""
+        self.block.__dict__.pop("forward", None)
+
+    def _table(self, length: int) -> torch.Tensor:
+        """Rotary embeddings of `length` positions; kept, since graphs read them wherever they lie."""
+        if length not in self._kept:
+            assert self._rope is not None
+            self._kept[length] = self._rope(length)
+        return self._kept[length]
+
+    @contextmanager
+    def _given(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Let the decoder of a later pipeline stage read `hidden`, which it takes from an attribute."""
+        if self.block.pre_process:
+            yield
+            return
+        before = self.block.input_tensor
+        self.block.input_tensor = hidden
+        try:
+            yield
+        finally:
+            self.block.input_tensor = before
+
+
+def rope_of(model: Any) -> Rope | None:
+    """The rotary embeddings of a GPTModel or HybridModel; None where its layers make their own, or there are none."""
+    module, kind = getattr(model, "rotary_pos_emb", None), getattr(model, "position_embedding_type", None)
+    if module is None or kind not in ("rope", "yarn") or model.config.multi_latent_attention:
+        return None
+
+    def table(length: int) -> torch.Tensor:
+        made = module(length, packed_seq=True)
+        found: torch.Tensor = made[0] if isinstance(made, tuple) else made
+        return found
+
+    return table

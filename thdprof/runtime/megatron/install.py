@@ -1,0 +1,223 @@
+"""`install`: one call that makes Megatron training follow a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import nn
+
+from thdprof.runtime.dispatch import Bucket
+from thdprof.runtime.dispatched import Call, DispatchedModule
+from thdprof.runtime.megatron import chunk, settings, versions
+from thdprof.runtime.megatron.decisions import Decisions
+from thdprof.runtime.megatron.decoder import Decoder, rope_of
+from thdprof.runtime.module import buckets_of
+from thdprof.runtime.padding import PackedSequence, fill_padded
+from thdprof.runtime.stats import Prediction, Stats
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+class Installation:
+    """What `install` put into the model chunks of this rank; `close` takes it out again."""
+
+    def __init__(self, decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], decisions: Decisions) -> None:
+        self._decoders, self._runs, self._decisions = tuple(decoders), tuple(runs), decisions
+
+    def stats(self, chunk: int = 0) -> Stats:
+        """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
+        return self._runs[chunk].stats()
+
+    def pool_bytes(self) -> int:
+        """Bytes of graph memory on this rank."""
+        return sum(run.pool_bytes() for run in self._runs)
+
+    def check_decisions(self) -> None:
+        """With `debug`, make sure that all ranks of the model-parallel group decided alike; one all-reduce.
+
+        Call it on every rank, once a step say.
+
+        Raises:
+            RuntimeError: they did not: their data loaders gave them other boundaries.
+        """
+        self._decisions.check()
+
+    def close(self) -> None:
+        """Free all graphs and give the decoders their own forward back. Call it before destroying process groups."""
+        for run, decoder in zip(self._runs, self._decoders, strict=True):
+            run.close()
+            decoder.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class PaddedEager(DispatchedModule):
+    """Pads as a graph would have it, and runs eagerly: what a replay is to be compared with."""
+
+    def _open(self, call: Call) -> None:
+        """There is nothing to make."""
+
+    def _replay(self, bucket: Bucket, call: Call) -> Any:
+        args, kwargs = call.substitute(call.tensors, _padded(call, bucket))
+        with self._timed(call.tensors, replayed=True) as outputs:
+            result = self.module(*args, **kwargs)
+            outputs.append(result)
+        return result
+
+
+def install(
+    model_chunks: Sequence[nn.Module] | nn.Module,
+    plan: Plan,
+    config: Any,
+    *,
+    replay: bool = True,
+    debug: bool = False,
+) -> Installation:
+    """Make training follow `plan`; after the model is built and wrapped, before the first step.
+
+    Micro-batches with PackedSeqParams that fit a bucket replay graphs in training mode, all others run as before. Give
+    the decoder whole micro-batches: `thdprof.runtime.megatron.packed_seq_params` makes PackedSeqParams that keep their
+    boundaries on the host.
+
+    Args:
+        model_chunks: GPTModel or HybridModel, as megatron-core's DistributedDataParallel wraps them; this rank's.
+        plan: what `thdprof analyze` wrote; `graphs.impl` chooses chunk, local or transformer_engine.
+        config: their TransformerConfig.
+        replay: False pads as the plan has it but runs eagerly: what to compare a run with.
+        debug: let `Installation.check_decisions` compare the ranks.
+
+    Raises:
+        SettingsError: settings that graphs cannot serve, each with the value to use.
+        VersionError: versions of megatron-core or Transformer Engine that nothing was checked on.
+    """
+    from megatron.core import parallel_state
+
+    versions.check()
+    chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
+    models = [_unwrapped(model) for model in chunks]
+    if replay:
+        settings.check(config, plan, _facts(chunks, models))
+    else:
+        settings.check(config, _as_chunk(plan), _facts(chunks, models))
+    decisions = Decisions(len(models), enabled=debug)
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    decoders, runs = [], []
+    for number, model in enumerate(models):
+        decoder = Decoder(model.decoder, rope_of(model))
+        common: dict[str, Any] = {
+            "tail_policy": plan.graphs.tail_policy,
+            "overflow": plan.graphs.overflow,
+            "token_shards": shards,
+            "on_decision": decisions.recorder(number),
+        }
+        if replay:
+            run = _run_of(decoder, plan, slots=plan.graphs.slots[rank][number], common=common)
+        else:
+            run = PaddedEager(decoder, buckets_of(plan), **common)
+        run.stats().prediction = Prediction.of(plan)
+        decoder.attach(
+            run,
+            cp_size=config.context_parallel_size,
+            shards=shards * config.context_parallel_size,
+            tail=plan.graphs.tail_policy,
+        )
+        decoders.append(decoder)
+        runs.append(run)
+    return Installation(decoders, runs, decisions)
+
+
+def _run_of(decoder: Decoder, plan: Plan, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
+    """What runs the decoder by the plan's `impl`."""
+    common = {**common, "capture": plan.graphs.capture}
+    match plan.graphs.impl:
+        case "chunk" | "none":
+            return chunk.ChunkGraphs(
+                decoder,
+                buckets_of(plan),
+                num_slots=slots,
+                generators=_generators(),
+                surroundings=chunk.surroundings(decoder.block),
+                **common,
+            )
+        case other:
+            raise settings.SettingsError(f"graphs.impl {other} is not known here")
+
+
+def _unwrapped(model: nn.Module) -> Any:
+    """The module that has the decoder."""
+    found: Any = model
+    while not hasattr(found, "decoder"):
+        inner = getattr(found, "module", None)
+        if inner is None:
+            raise settings.SettingsError(
+                f"a model chunk of type {type(model).__name__} has no decoder: give GPTModel or HybridModel, wrapped "
+                "or not"
+            )
+        found = inner
+    return found
+
+
+def _facts(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel
+
+    wrapper = "DistributedDataParallel" if isinstance(chunks[0], DistributedDataParallel) else ""
+    if not wrapper and "DataParallel" in (name := type(chunks[0]).__name__):
+        wrapper = name
+    return settings.Facts(
+        num_chunks=len(models),
+        position_embedding=str(getattr(models[0], "position_embedding_type", "none")),
+        graph_safe_rng=_graph_safe_rng(),
+        foreign_hooks=tuple(name for model in models for name in chunk.foreign_hooks(model.decoder)),
+        wrapper=wrapper,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+    )
+
+
+def _graph_safe_rng() -> bool:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    return bool(getattr(tracker, "use_cudagraphable_rng", type(tracker).__name__ == "TECudaRNGStatesTracker"))
+
+
+def _generators() -> list[torch.Generator]:
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    return list(get_all_rng_states().values())
+
+
+def _as_chunk(plan: Plan) -> Plan:
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk"})})
+
+
+def _padded(call: Call, bucket: Bucket) -> PackedSequence:
+    """The metadata of `call` as the graphs of `bucket` see it, on the device."""
+    device = call.tensors[0].device
+
+    def pad(values: Any) -> torch.Tensor:
+        if isinstance(values, torch.Tensor):
+            rest = values[-1:].expand(bucket.max_seqs + 1 - len(values))
+            return torch.cat((values, rest))
+        pinned = torch.empty(bucket.max_seqs + 1, dtype=torch.int32, pin_memory=True)
+        fill_padded(pinned.numpy(), values)
+        return pinned.to(device, non_blocking=True)
+
+    padded = call.boundaries.padded
+    return PackedSequence(
+        cu_seqlens=pad(call.boundaries.valid),
+        max_seqlen=bucket.max_seqlen,
+        cp_size=bucket.cp_size,
+        cu_seqlens_padded=None if padded is None else pad(padded),
+    )

@@ -1,0 +1,134 @@
+"""Between megatron-core's PackedSeqParams and the runtime's PackedSequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from thdprof.runtime.padding import PackedSequence, TailPolicy, pack
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_HOST = "_thdprof_host"
+"""Attribute of PackedSeqParams that holds its boundaries on the host."""
+
+_CONSTANT = ("qkv_format", "local_cp_size", "cp_group", "tokens_per_sample")
+"""Fields that are passed on as they are; graphs bake them in."""
+
+
+def packed_seq_params(
+    cu_seqlens: torch.Tensor | Sequence[int] | NDArray[np.integer],
+    *,
+    cu_seqlens_padded: torch.Tensor | Sequence[int] | NDArray[np.integer] | None = None,
+    max_seqlen: int | None = None,
+    pad_between_seqs: bool | None = None,
+    device: torch.device | str = "cuda",
+) -> PackedSeqParams:
+    """megatron-core's metadata of one packed micro-batch, from the boundaries that its data loader has on the host.
+
+    The boundaries stay on the host too, so that padding them costs one small copy and the dispatch reads nothing back.
+
+    Args:
+        cu_seqlens: document boundaries, host, shape [documents + 1].
+        cu_seqlens_padded: where the documents begin in memory, host, shape [documents + 1], where they are padded.
+        max_seqlen: tokens of the longest document, padding included; worked out if it is not given.
+        pad_between_seqs: whether documents are padded; None: where `cu_seqlens_padded` is given.
+        device: where the boundaries go.
+
+    Raises:
+        ValueError: they are not boundaries, or not on the host.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    memory = None if cu_seqlens_padded is None else pack(cu_seqlens_padded, max_seqlen=max_seqlen)
+    packed = pack(cu_seqlens, max_seqlen=memory.max_seqlen if memory is not None else max_seqlen)
+    if memory is not None and len(memory.cu_seqlens) != len(packed.cu_seqlens):
+        raise ValueError(f"{len(packed.cu_seqlens)} entries in cu_seqlens, {len(memory.cu_seqlens)} in the padded ones")
+    valid = packed.cu_seqlens.to(device, non_blocking=True)
+    padded = None if memory is None else memory.cu_seqlens.to(device, non_blocking=True)
+    made = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=valid,
+        cu_seqlens_kv=valid,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+        pad_between_seqs=pad_between_seqs,
+    )
+    setattr(made, _HOST, (packed.host, None if memory is None else memory.host))
+    return made
+
+
+def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy) -> PackedSequence:
+    """What the runtime needs to know of a micro-batch; nothing is read from the GPU.
+
+    The documents are counted by the entries of cu_seqlens_q: give them without repeated end entries.
+
+    Args:
+        params: of self-attention, in `thd` format.
+        cp_size: ranks that share the rows, where `params.local_cp_size` does not say.
+        tail: the tail policy.
+
+    Raises:
+        TypeError: max_seqlen is on the GPU, or queries and keys have other boundaries.
+        ValueError: `tail` would add padding that `pad_between_seqs` rules out.
+    """
+    longest = params.max_seqlen_q
+    if isinstance(longest, torch.Tensor):
+        if longest.is_cuda:
+            raise TypeError("PackedSeqParams.max_seqlen_q is on the GPU: give the data loader's own integer")
+        longest = int(longest)
+    if params.cu_seqlens_kv is not params.cu_seqlens_q and params.cu_seqlens_kv.shape != params.cu_seqlens_q.shape:
+        raise TypeError("cu_seqlens_q and cu_seqlens_kv differ: cross-attention is not run through graphs")
+    if tail != "none" and params.cu_seqlens_q_padded is not None and params.pad_between_seqs is False:
+        raise ValueError(f"pad_between_seqs is False, but the tail policy {tail} adds padding: set it to True")
+    host, host_padded = getattr(params, _HOST, (None, None))
+    return PackedSequence(
+        cu_seqlens=params.cu_seqlens_q.reshape(-1),
+        max_seqlen=longest,
+        cp_size=params.local_cp_size or cp_size,
+        host=host,
+        cu_seqlens_padded=None if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.reshape(-1),
+        host_padded=host_padded,
+    )
+
+
+def constants(params: PackedSeqParams) -> str:
+    """The fields that a graph bakes in besides the boundaries' number, as one value to compare."""
+    fields = {name: _name(getattr(params, name)) for name in _CONSTANT}
+    return " ".join(f"{name}={value}" for name, value in {**fields, "pad_between_seqs": _pads(params)}.items())
+
+
+def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
+    """PackedSeqParams of `packed`, the other fields as in `like`.
+
+    Transformer Engine would compare padded and unpadded boundaries on the GPU and wait, were it not told that they
+    differ.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    return PackedSeqParams(
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_kv=packed.cu_seqlens,
+        cu_seqlens_q_padded=packed.cu_seqlens_padded,
+        cu_seqlens_kv_padded=packed.cu_seqlens_padded,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+        pad_between_seqs=_pads(like),
+        **{name: getattr(like, name) for name in _CONSTANT},
+    )
+
+
+def _pads(params: PackedSeqParams) -> bool | None:
+    said: bool | None = params.pad_between_seqs
+    return True if said is None and params.cu_seqlens_q_padded is not None else said
+
+
+def _name(value: Any) -> str:
+    return str(value) if value is None or isinstance(value, int | str) else f"{type(value).__name__}@{id(value)}"

@@ -1,0 +1,142 @@
+"""What of a Megatron configuration the graphs cannot serve: pure decisions, each with the setting to change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+Impl = Literal["chunk", "local", "transformer_engine"]
+
+
+class SettingsError(ValueError):
+    """Settings that training with graphs cannot serve; every one is named, with the value to use instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of the run besides its TransformerConfig and plan."""
+
+    num_chunks: int
+    """Model chunks of this rank."""
+    position_embedding: str = "rope"
+    """Of the model: rope, yarn, mrope, learned_absolute or none."""
+    graph_safe_rng: bool = True
+    """Whether every state of Megatron's RNG tracker can be registered with a graph."""
+    foreign_hooks: tuple[str, ...] = ()
+    """Submodules with forward or backward hooks that a replay would not run."""
+    wrapper: str = "DistributedDataParallel"
+    """Class that wraps the chunks; empty: none."""
+    data_parallel_size: int = 1
+
+
+def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse what cannot work, all of it at once.
+
+    Args:
+        config: megatron.core.transformer.TransformerConfig, or what has its fields.
+        plan: what training is to follow.
+        facts: of the run.
+        environment: environment variables.
+
+    Raises:
+        SettingsError: one line for every setting.
+    """
+    said = [*_of_plan(config, plan, facts), *_of_config(config, plan.graphs.impl), *_of_run(facts, environment)]
+    if said:
+        raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
+
+
+def _of_plan(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
+    training, impl = plan.training, plan.graphs.impl
+    if impl == "module":
+        yield (
+            "the plan's graphs.impl is module, which is for thdprof.runtime.graphed: analyse with --impl chunk, or set "
+            "it to chunk, local or transformer_engine"
+        )
+    pairs = [
+        ("pipeline_model_parallel_size", config.pipeline_model_parallel_size, training.pipeline_parallel_size),
+        (
+            "virtual_pipeline_model_parallel_size",
+            config.virtual_pipeline_model_parallel_size or 1,
+            training.virtual_pipeline_size or 1,
+        ),
+        ("context_parallel_size", config.context_parallel_size, training.context_parallel_size),
+        ("data-parallel size", facts.data_parallel_size, training.data_parallel_size),
+    ]
+    for name, here, planned in pairs:
+        if here != planned:
+            yield f"{name} is {here}, the plan was made for {planned}: analyse for this run"
+    with_slots = {len(chunks) for chunks in plan.graphs.slots}
+    if with_slots != {facts.num_chunks}:
+        yield f"{facts.num_chunks} model chunks on this rank, the plan has slots for {sorted(with_slots)}"
+    if plan.graphs.no_grad == "replay":
+        yield "graphs.no_grad is replay: Megatron's evaluation runs eagerly; set it to eager"
+
+
+def _of_config(config: Any, impl: str) -> Iterator[str]:
+    wanted = {"chunk": "none", "none": "none"}.get(impl, impl)
+    if config.cuda_graph_impl != wanted and impl != "module":
+        yield f"cuda_graph_impl is {config.cuda_graph_impl!r}, graphs.impl {impl} needs {wanted!r}"
+    for name, allowed, why in _UNSUPPORTED:
+        value = getattr(config, name, None)
+        if value and value != allowed:
+            yield f"{name} is {value!r}: {why}; set it to {allowed!r}"
+    if not getattr(config, "apply_rope_fusion", True):
+        yield "apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
+    if getattr(config, "num_moe_experts", None):
+        yield from _of_experts(config)
+
+
+_UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
+    ("fp8", None, "scales are not kept across replays of packed graphs"),
+    ("fp4", None, "scales are not kept across replays of packed graphs"),
+    ("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
+    ("cpu_offloading", False, "megatron-core refuses it with graphs"),
+    ("fine_grained_activation_offloading", False, "it is not driven with packed input yet"),
+    ("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),
+    ("delay_wgrad_compute", False, "its weight gradients are not part of a backward pass"),
+    ("moe_paged_stash", False, "its order is fixed by the first step's micro-batches"),
+    ("qk_clip", False, "it keeps a maximum in Python"),
+    ("log_max_attention_logit", False, "it keeps a maximum in Python"),
+    ("tp_comm_overlap", False, "its buffers were not checked in a graph"),
+    ("hybrid_context_parallel", False, "a bucket for each context-parallel size is not captured yet"),
+)
+"""Field, value to set, reason."""
+
+
+def _of_experts(config: Any) -> Iterator[str]:
+    if not config.moe_pad_expert_input_to_capacity:
+        yield (
+            "moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host; set it to "
+            "True with a moe_expert_capacity_factor"
+        )
+    if config.moe_token_dispatcher_type != "alltoall":
+        yield (
+            f"moe_token_dispatcher_type is {config.moe_token_dispatcher_type!r}: it was not checked in a graph; set "
+            "it to 'alltoall'"
+        )
+
+
+def _of_run(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
+    if facts.position_embedding == "mrope":
+        yield "position_embedding_type is 'mrope': its table differs between micro-batches; set it to 'rope'"
+    if not facts.graph_safe_rng:
+        yield (
+            "the RNG tracker's states cannot be registered with a graph: call model_parallel_cuda_manual_seed(..., "
+            "te_rng_tracker=True), or --te-rng-tracker"
+        )
+    if facts.foreign_hooks:
+        yield (
+            f"{facts.foreign_hooks[0]} and {len(facts.foreign_hooks) - 1} more modules have hooks, which a replay does "
+            "not run; remove them"
+        )
+    if facts.wrapper not in ("", "DistributedDataParallel"):
+        yield f"the model is wrapped in {facts.wrapper}, which moves parameters; use DistributedDataParallel"
+    allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:True" in allocator and environment.get("NCCL_GRAPH_REGISTER") != "0":
+        yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"

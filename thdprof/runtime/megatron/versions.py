@@ -1,0 +1,102 @@
+"""What thdprof leans on in other packages beyond their public names, and the versions in which that was checked.
+
+Every private name that `thdprof.runtime.megatron` uses is listed in `RELIED_ON` and reached through this module alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+OVERRIDE = "THDPROF_UNTESTED_VERSIONS"
+"""Environment variable; `allow` accepts versions that nothing here was checked on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reliance:
+    """A name of another package that is not part of its public surface."""
+
+    package: str
+    name: str
+    checked: SpecifierSet
+    """Versions in which it was read and ran."""
+    why: str
+
+
+MEGATRON = SpecifierSet(">=0.19,<0.20")
+TRANSFORMER_ENGINE = SpecifierSet(">=2.20,<2.21")
+
+RELIED_ON = (
+    Reliance(
+        package="megatron-core",
+        name="transformer.cuda_graphs._set_capture_start, _set_capture_end",
+        checked=MEGATRON,
+        why="hooks of its DistributedDataParallel stay silent during a capture",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="Parameter._cudagraph_wgrad_ready_event",
+        checked=MEGATRON,
+        why="its gradient reduction waits for the event, and expects no .grad of a replayed parameter",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="TransformerBlock.forward, HybridStack.forward: input_tensor, pre_process",
+        checked=MEGATRON,
+        why="a pipeline stage's input comes in an attribute; a chunk graph takes it as an argument",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="weight.main_grad, weight.grad_added_to_main_grad",
+        checked=TRANSFORMER_ENGINE,
+        why="fused weight-gradient accumulation writes to the one and says so in the other",
+    ),
+)
+
+
+class VersionError(RuntimeError):
+    """A package is missing, or of a version that nothing was checked on."""
+
+
+def installed(packages: Sequence[str]) -> dict[str, str | None]:
+    """Version of each package; None where it is not installed."""
+    found: dict[str, str | None] = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def complaints(found: Mapping[str, str | None]) -> list[str]:
+    """What of `found` is missing or unchecked, a line each; versions of a release's local builds count as it."""
+    said = []
+    for package, version in found.items():
+        relied = [r for r in RELIED_ON if r.package == package]
+        if version is None:
+            said.append(f"{package} is not installed: pip install 'thdprof[megatron,te]'")
+        elif bad := [r for r in relied if Version(version).base_version not in r.checked]:
+            said.append(
+                f"{package} {version}: thdprof was checked on {bad[0].checked}, and relies on {bad[0].name} "
+                f"({bad[0].why})"
+            )
+    return said
+
+
+def check(find: Callable[[Sequence[str]], Mapping[str, str | None]] = installed) -> None:
+    """Refuse versions that nothing was checked on.
+
+    Raises:
+        VersionError: naming each; `THDPROF_UNTESTED_VERSIONS=allow` accepts those that are installed.
+    """
+    found = find(sorted({r.package for r in RELIED_ON}))
+    missing = [p for p, version in found.items() if version is None]
+    said = complaints(found)
+    if said and (missing or os.environ.get(OVERRIDE) != "allow"):
+        raise VersionError("; ".join(said) + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same"))
