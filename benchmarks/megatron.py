@@ -1,12 +1,14 @@
 """Replayed beside eager Megatron training, every row of the matrix that fits the given number of GPUs.
 
     python benchmarks/megatron.py --gpus 1 --out benchmarks/results/megatron-1.md
-    python benchmarks/megatron.py --gpus 4 --rows pp2-vpp2-dp2,pp2-ep2-moe --steps 40 --out four.md
+    python benchmarks/megatron.py --gpus 1,2,4 --host-gpus 4 --out benchmarks/results/megatron-4.md
 
-Every variant is a process group of its own that runs examples/pretrain_packed_gpt.py, one after the other, on the same
-data and plan. The plan has one bucket that leaves at least 5% of micro-batches out. Variants of a row:
+Every variant trains by examples/pretrain_packed_gpt.py, on the same data and plan. On one GPU each is a process of its
+own; a row of several GPUs starts one process group, in which its variants run one after the other, eager ones first.
+Where the host has more GPUs than a row takes, others run beside it, each on GPUs and processor cores of its own. The
+plan has one bucket that leaves at least 5% of micro-batches out. Variants of a row:
 
-    eager          Megatron alone, unpadded; fewer steps, for the speed only
+    eager          Megatron alone, unpadded; fewer steps, for the speed only (1 GPU)
     padded eager   thdprof's padded inputs without graphs, twice: the second shows what differs without any graph
     ours: IMPL     replayed; losses and gradient norms are compared with the first padded eager, step by step
     stock local    Megatron's own local graphs without thdprof, all micro-batches padded to the most documents (1 GPU)
@@ -22,14 +24,17 @@ import importlib.metadata
 import json
 import logging
 import os
+import random
 import shlex
 import signal
 import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +46,7 @@ from thdprof.analyze.analysis import make_plan
 from thdprof.analyze.demo import _heavy_tailed, _random, _tokens
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import fallback_rate, upper_bound
+from thdprof.errors import ThdprofError, UsageError
 from thdprof.plan import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -52,8 +58,10 @@ PLAN_MICROBATCHES = 8
 """Of a step in the plan, the largest of CYCLE: it decides how many slots there are."""
 LEAST_FALLBACKS = 0.05
 EAGER_STEPS = 24
-MEAN_DOCUMENT = 380
-"""Tokens; a little less than the demo distribution's mean, so that there is data enough."""
+SHRINK = 4
+"""Documents are so many times shorter than the demo's: about 45 to a micro-batch."""
+MEAN_DOCUMENT = 380 // SHRINK
+"""Tokens; a little less than the distribution's mean, so that there is data enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +134,9 @@ class Ran:
 
 
 def write_documents(prefix: Path, tokens: int) -> None:
-    """A Megatron dataset of at least `tokens` tokens whose document lengths are distributed as the demo's."""
-    random = _random(0)
-    lengths = _heavy_tailed(random, -(-tokens // MEAN_DOCUMENT), longest=20_000)
+    """A Megatron dataset of at least `tokens` tokens; document lengths are distributed as the demo's, but shorter."""
+    generator = _random(0)
+    lengths = np.maximum(1, _heavy_tailed(generator, -(-tokens // MEAN_DOCUMENT), longest=20_000) // SHRINK)
     if int(lengths.sum()) < tokens:
         raise ValueError(f"{len(lengths)} documents have only {int(lengths.sum())} of {tokens} tokens")
     pointers = np.concatenate(([0], np.cumsum(lengths[:-1], dtype=np.int64))) * 2
@@ -137,7 +145,7 @@ def write_documents(prefix: Path, tokens: int) -> None:
         file.write(lengths.astype("<i4").tobytes())
         file.write(pointers.astype("<i8").tobytes())
         file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-    _tokens(random, lengths).astype("<u2").tofile(prefix.with_suffix(".bin"))
+    _tokens(generator, lengths).astype("<u2").tofile(prefix.with_suffix(".bin"))
 
 
 def a_rank(steps: int) -> int:
@@ -214,11 +222,7 @@ def of_ranks(table: MicrobatchTable, values: np.ndarray) -> np.ndarray:
 def rounded(plan: Plan, table: MicrobatchTable) -> MicrobatchTable:
     """The table of boundaries as the example rounds them for context parallelism, read through Megatron's dataset."""
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # run as a script, this file lies on the path and would pass for the package megatron
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [str(EXAMPLE.parent), *(entry for entry in sys.path if Path(entry).resolve() != here)]
-    import pretrain_packed_gpt as example
-
+    example = import_example()
     ranks, steps, cp = table.data_parallel_size, table.num_steps, plan.training.context_parallel_size
     with tempfile.TemporaryDirectory() as cache:
         rows = example.load_rows(plan, cache)
@@ -232,25 +236,106 @@ def rounded(plan: Plan, table: MicrobatchTable) -> MicrobatchTable:
 # --- running --------------------------------------------------------------------------------------------------------
 
 
-def command_of(row: Row, plan: Path, log: Path, steps: int, more: Sequence[str]) -> list[str]:
-    """The command line of one variant."""
+class Host:
+    """GPUs of this machine, lent to jobs in blocks, with as large a share of the processor cores."""
+
+    def __init__(self, num_gpus: int) -> None:
+        self._free = [True] * num_gpus
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def lend(self, count: int) -> Iterator[tuple[list[int], list[int]]]:
+        """GPUs and cores for one job; waits until there are as many."""
+        with self._changed:
+            first = None
+            while first is None:
+                starts = range(0, len(self._free) - count + 1, count)
+                first = next((i for i in starts if all(self._free[i : i + count])), None)
+                if first is None:
+                    self._changed.wait()
+            self._free[first : first + count] = [False] * count
+        share = len(self._cores) // len(self._free)
+        try:
+            yield list(range(first, first + count)), self._cores[first * share : (first + count) * share]
+        finally:
+            with self._changed:
+                self._free[first : first + count] = [True] * count
+                self._changed.notify_all()
+
+
+def options_of(row: Row, plan: Path, log: Path, steps: int, more: Sequence[str]) -> list[str]:
+    """The example's options for one variant."""
+    settings = ["--plan", str(plan), "--log-file", str(log), "--steps", str(steps)]
+    return [*settings, "--microbatch-counts", ",".join(map(str, CYCLE)), *row.flags, *more]
+
+
+def command_of(row: Row, jobs: Path) -> list[str]:
+    """The command line of a worker that runs the variants listed in the file `jobs`."""
     launcher = [sys.executable]
     if row.gpus > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.gpus)]
-    settings = ["--plan", str(plan), "--log-file", str(log), "--steps", str(steps)]
-    return [*launcher, str(EXAMPLE), *settings, "--microbatch-counts", ",".join(map(str, CYCLE)), *row.flags, *more]
+        port = str(random.randrange(20_000, 30_000))  # several process groups of one host must not meet
+        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(row.gpus), "--master-port", port]
+    return [*launcher, str(Path(__file__).resolve()), "--work", str(jobs)]
 
 
-def run(variant: str, command: Sequence[str], log: Path, timeout: float) -> Ran:
-    """Run one variant; after `timeout` seconds end it with all that it started."""
+def work(jobs: Path) -> int:
+    """Be one rank of a process group that trains the variants in `jobs`; the first exit code that is not 0."""
+    example = import_example()
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    codes = []
+    started = False
+    for options in json.loads(jobs.read_text()):
+        args = example.arguments(options)
+        plan = example.plan_of(args)
+        sizes = example.sizes_of(args, plan, int(os.environ.get("WORLD_SIZE", "1")))
+        if not started:
+            try:
+                example.prepare(sizes)
+            except ThdprofError as error:
+                print(error, file=sys.stderr)
+                return error.exit_code
+            example.start(args, sizes)
+            started = True
+        example.seed(args)
+        try:
+            result = example.run_steps(args, plan, sizes, example.step_counts(args, plan))
+        except UsageError as error:  # every rank refuses alike, so the next variant can run
+            print(f"refused: {error}", file=sys.stderr)
+            codes.append(error.exit_code)
+            continue
+        codes.append(example.report(args, plan, result))
+        example.free_memory()
+    example.stop()
+    return next((code for code in codes if code), 0)
+
+
+def import_example() -> Any:
+    """The module of the example."""
+    # run as a script, this file lies on the path and would pass for the package megatron
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [str(EXAMPLE.parent), *(entry for entry in sys.path if Path(entry).resolve() != here)]
+    import pretrain_packed_gpt
+
+    return pretrain_packed_gpt
+
+
+def run(
+    command: Sequence[str], output: Path, timeout: float, gpus: Sequence[int] = (), cores: Sequence[int] = ()
+) -> tuple[int | None, float]:
+    """Exit code and seconds of a command; after `timeout` seconds end it with all that it started: None."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     environment.setdefault("OMP_NUM_THREADS", "4")
-    output = log.with_suffix(".out")
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     began = time.monotonic()
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
+        if cores:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(process.pid, cores)
         code: int | None = None
         try:
             code = process.wait(timeout)
@@ -258,9 +343,7 @@ def run(variant: str, command: Sequence[str], log: Path, timeout: float) -> Ran:
             pass
         finally:
             end(process)
-    tail = output.read_text(errors="replace").splitlines()[-20:]
-    seconds = time.monotonic() - began
-    return Ran(variant=variant, code=code, seconds=seconds, tail=tail, result=read_log(log))
+    return code, time.monotonic() - began
 
 
 def end(process: subprocess.Popen) -> None:
@@ -305,7 +388,7 @@ def read_log(log: Path) -> dict[str, Any] | None:
 
 def variants_of(row: Row, planned: Planned, steps: int, impls: Sequence[str]) -> list[tuple[str, int, list[str]]]:
     """Name, steps and options of each."""
-    found = [("eager", min(steps, EAGER_STEPS), ["--eager"])]
+    found = [("eager", min(steps, EAGER_STEPS), ["--eager"])] if row.gpus == 1 else []
     found += [(name, steps, ["--padded-eager"]) for name in ("padded eager", "padded eager again")]
     found += [(f"ours: {impl}", steps, ["--impl", impl]) for impl in row.impls if impl in impls]
     if row.gpus == 1 and "local" in row.impls and "stock" in impls:
@@ -332,25 +415,40 @@ def compare_runs(ran: dict[str, Any], reference: dict[str, Any]) -> dict[str, An
     return told
 
 
-def run_row(row: Row, args: argparse.Namespace, prefix: Path, directory: Path) -> tuple[Planned, list[Ran]]:
+def run_row(row: Row, planned: Planned, args: argparse.Namespace, host: Host, directory: Path) -> list[Ran]:
     """All variants of one row, compared with its first padded eager run."""
-    planned = plan_row(row, prefix, args.steps)
     path = directory / f"{row.name}.yaml"
     planned.plan.save(path, force=True)
-    ran: list[Ran] = []
-    reference: dict[str, Any] | None = None
-    for number, (variant, steps, more) in enumerate(variants_of(row, planned, args.steps, args.impls)):
-        log = directory / f"{row.name}-{number}.jsonl"
-        command = command_of(row, path, log, steps, [*more, *shlex.split(args.extra)])
-        print(f"{row.name}: {variant}: {shlex.join(command)}", file=sys.stderr, flush=True)
-        one = run(variant, command, log, args.timeout)
-        if one.result is not None and variant == "padded eager":
-            reference = one.result
-        elif one.result is not None and reference is not None and variant != "eager":
+    variants = variants_of(row, planned, args.steps, args.impls)
+    logs = [directory / f"{row.name}-{number}.jsonl" for number in range(len(variants))]
+    together = [list(range(len(variants)))] if row.gpus > 1 else [[number] for number in range(len(variants))]
+
+    def train(numbers: list[int]) -> list[Ran]:
+        options = []
+        for number in numbers:
+            _, steps, more = variants[number]
+            logs[number].unlink(missing_ok=True)
+            options.append(options_of(row, path, logs[number], steps, [*more, *shlex.split(args.extra)]))
+        jobs = directory / f"{row.name}-{numbers[0]}.json"
+        jobs.write_text(json.dumps(options))
+        output = jobs.with_suffix(".out")
+        with host.lend(row.gpus) as (gpus, cores):
+            code, seconds = run(command_of(row, jobs), output, args.timeout * len(numbers), gpus, cores)
+        names = ", ".join(variants[number][0] for number in numbers)
+        print(f"{row.name}: {names}: exit code {code} after {seconds:.0f} s", file=sys.stderr, flush=True)
+        tail = output.read_text(errors="replace").splitlines()[-20:]
+        return [
+            Ran(variant=variants[n][0], code=code, seconds=seconds, tail=tail, result=read_log(logs[n]))
+            for n in numbers
+        ]
+
+    with ThreadPoolExecutor(len(together)) as pool:
+        ran = [one for done in pool.map(train, together) for one in done]
+    reference = next((one.result for one in ran if one.variant == "padded eager"), None)
+    for one in ran:
+        if reference is not None and one.result is not None and one.variant not in ("eager", "padded eager"):
             one.compared = compare_runs(one.result, reference)
-        print(f"{row.name}: {variant}: exit code {one.code} after {one.seconds:.0f} s", file=sys.stderr, flush=True)
-        ran.append(one)
-    return planned, ran
+    return ran
 
 
 # --- report ---------------------------------------------------------------------------------------------------------
@@ -364,7 +462,7 @@ def header(args: argparse.Namespace) -> list[str]:
     return [
         "# Megatron training, replayed and eager",
         "",
-        f"{args.gpus} x {said([sys.executable, '-c', ask])}, driver {said(query)}, {', '.join(versions)}; "
+        f"{args.host_gpus} x {said([sys.executable, '-c', ask])}, driver {said(query)}, {', '.join(versions)}; "
         f"{datetime.datetime.now(tz=datetime.UTC).date()}",
         "",
         f"`python benchmarks/megatron.py {shlex.join(sys.argv[1:])}`",
@@ -409,7 +507,7 @@ def table_of(row: Row, planned: Planned, ran: Sequence[Ran]) -> list[str]:
         "| " + " | ".join(COLUMNS) + " |",
         "|---" * len(COLUMNS) + "|",
     ]
-    eager = next((r.result["mean_step_ms"] for r in ran if r.variant == "eager" and r.result is not None), None)
+    eager = next((r.result["mean_step_ms"] for r in ran if "eager" in r.variant and r.result is not None), None)
     lines += ["| " + " | ".join(cells(one, planned, eager)) + " |" for one in ran]
     for one in ran:
         if one.code != 0:
@@ -449,19 +547,28 @@ def records(row: Row, planned: Planned, ran: Sequence[Ran]) -> list[dict[str, An
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpus", type=int, choices=[1, 2, 4, 8], required=True)
+    parser.add_argument("--gpus", required=True, help="rows that take 1, 2, 4 or 8 GPUs; several, comma-separated")
+    parser.add_argument("--host-gpus", type=int, help="GPUs to use; rows run beside each other on them [the largest]")
     parser.add_argument("--out", type=Path, required=True, help="Markdown to write; raw numbers go beside it, .jsonl")
     parser.add_argument("--rows", help="names, comma-separated [all that take this many GPUs]")
     parser.add_argument("--impls", default="chunk,local,transformer_engine,stock", help="run only these [all]")
     parser.add_argument("--steps", type=int, default=100, help="a multiple of 4 [100]")
     parser.add_argument("--timeout", type=float, default=240, help="seconds of one variant [240]")
+    parser.add_argument("--directory", type=Path, help="keep data, plans and logs here; data is made once [temporary]")
+    parser.add_argument("--prepare", action="store_true", help="write data and plans, and run nothing")
     parser.add_argument("--extra", default="", help="more options of the example: --extra='--distributed-optimizer'")
     args = parser.parse_args(argv)
     args.impls = args.impls.split(",")
-    known = {row.name: row for row in ROWS if row.gpus == args.gpus}
+    if not set(args.gpus.split(",")) <= {"1", "2", "4", "8"}:
+        parser.error(f"--gpus {args.gpus}: of 1, 2, 4 and 8, comma-separated")
+    wanted = {int(text) for text in args.gpus.split(",")}
+    args.host_gpus = args.host_gpus or max(wanted)
+    if args.host_gpus < max(wanted):
+        parser.error(f"--host-gpus {args.host_gpus}: fewer than the rows take")
+    known = {row.name: row for row in ROWS if row.gpus in wanted}
     names = args.rows.split(",") if args.rows else list(known)
     if unknown := [name for name in names if name not in known]:
-        parser.error(f"--rows {unknown[0]}: with {args.gpus} GPUs there are {', '.join(known)}")
+        parser.error(f"--rows {unknown[0]}: with --gpus {args.gpus} there are {', '.join(known)}")
     args.rows = [known[name] for name in names]
     if args.steps < 1 or args.steps % len(CYCLE):
         parser.error(f"--steps {args.steps}: must be a multiple of {len(CYCLE)}")
@@ -470,32 +577,64 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the rows; 1 where a variant failed."""
-    args = arguments(argv)
-    lines = header(args)
-    raw = args.out.with_suffix(".jsonl")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    raw.unlink(missing_ok=True)
-    failed = False
-    with tempfile.TemporaryDirectory(prefix="thdprof-") as made:
-        directory = Path(made)
-        prefix = directory / "documents"
-        samples = a_rank(args.steps) * max(row.dp for row in args.rows)
+    given = sys.argv[1:] if argv is None else list(argv)
+    if given[:1] == ["--work"]:
+        return work(Path(given[1]))
+    args = arguments(given)
+    with contextlib.ExitStack() as stack:
+        directory = args.directory or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="thdprof-")))
+        directory.mkdir(parents=True, exist_ok=True)
+        return run_rows(args, directory)
+
+
+def run_rows(args: argparse.Namespace, directory: Path) -> int:
+    """Plan and run all rows, those of most GPUs first, and write what is known after each."""
+    prefix = directory / "documents"
+    samples = a_rank(args.steps) * max(row.dp for row in ROWS)
+    if not prefix.with_suffix(".bin").exists():
         write_documents(prefix, int(samples * TOKENS * 1.1))
-        for row in args.rows:
-            try:
-                planned, ran = run_row(row, args, prefix, directory)
-            except Exception as error:  # the other rows are still worth running
-                failed = True
-                lines += ["", f"## {row.title}", "", f"failed before training: {type(error).__name__}: {error}"]
-                args.out.write_text("\n".join(lines) + "\n")
-                continue
-            failed |= any(one.code != 0 for one in ran)
-            lines += ["", *table_of(row, planned, ran)]
-            args.out.write_text("\n".join(lines) + "\n")
-            with raw.open("a") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records(row, planned, ran))
-    print("\n".join(lines))
-    return int(failed)
+    planned = {row.name: planned_once(row, prefix, args.steps, directory) for row in args.rows}
+    if args.prepare:
+        return 0
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    host, finished, lock = Host(args.host_gpus), {}, threading.Lock()
+
+    def one(row: Row) -> bool:
+        ran = run_row(row, planned[row.name], args, host, directory)
+        with lock:
+            finished[row.name] = ran
+            write_report(args, planned, finished)
+        return all(each.code == 0 for each in ran)
+
+    ordered = sorted(args.rows, key=lambda row: -row.gpus)
+    with ThreadPoolExecutor(len(ordered)) as pool:
+        fine = list(pool.map(one, ordered))
+    print(args.out.read_text())
+    return 0 if all(fine) else 1
+
+
+def planned_once(row: Row, prefix: Path, steps: int, directory: Path) -> Planned:
+    """`plan_row`, kept in `directory`."""
+    path = directory / f"{row.name}-planned.json"
+    if path.exists():
+        kept = json.loads(path.read_text())
+        return Planned(**{**kept, "plan": Plan.model_validate(kept["plan"])})
+    planned = plan_row(row, prefix, steps)
+    plan = planned.plan.model_dump(mode="json", by_alias=True)
+    kept = {"plan": plan, "fallbacks": planned.fallbacks, "most_documents": planned.most_documents}
+    path.write_text(json.dumps(kept))
+    return planned
+
+
+def write_report(args: argparse.Namespace, planned: dict[str, Planned], finished: dict[str, list[Ran]]) -> None:
+    """The rows that have run, as Markdown and as JSON lines."""
+    lines, raw = header(args), []
+    for row in args.rows:
+        if row.name in finished:
+            lines += ["", *table_of(row, planned[row.name], finished[row.name])]
+            raw += records(row, planned[row.name], finished[row.name])
+    args.out.write_text("\n".join(lines) + "\n")
+    args.out.with_suffix(".jsonl").write_text("".join(json.dumps(record) + "\n" for record in raw))
 
 
 if __name__ == "__main__":

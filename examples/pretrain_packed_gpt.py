@@ -21,6 +21,7 @@ Exit codes: 0 ok, 1 failed, 2 usage, 3 on rank 0 the prediction did not hold. to
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import logging
@@ -608,9 +609,8 @@ def make_forward_step(metadata: Metadata, cp: int) -> Callable[..., Any]:
 
 
 def start(args: argparse.Namespace, sizes: Sizes) -> None:
-    """Process groups and random numbers."""
+    """Process groups."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
@@ -626,11 +626,18 @@ def start(args: argparse.Namespace, sizes: Sizes) -> None:
         expert_tensor_parallel_size=1 if args.model == "moe" else None,
         create_gloo_process_groups=False,
     )
-    seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed, te_rng_tracker=True)
+
+
+def seed(args: argparse.Namespace) -> None:
+    """Random numbers, those of each pipeline stage its own."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    number = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+    model_parallel_cuda_manual_seed(number, te_rng_tracker=True, force_reset_rng=True)
 
 
 def stop() -> None:
@@ -681,15 +688,25 @@ def train(args: argparse.Namespace) -> RunResult:
     for flag, path in (("--stats", args.stats), ("--log-file", args.log_file)):
         if path is not None and path.exists():
             raise UsageError(f"{flag} {path}: exists; give another name")
-    require_gpu()
-    if sizes.tp > 1 or sizes.cp > 1:  # before CUDA starts: else communication does not overlap as Megatron means it to
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    torch._dynamo.config.disable = True  # Megatron and Transformer Engine compile some functions otherwise
+    prepare(sizes)
     start(args, sizes)
     try:
+        seed(args)
         return run_steps(args, plan, sizes, counts)
     finally:
         stop()
+
+
+def prepare(sizes: Sizes) -> None:
+    """What must be settled before CUDA starts.
+
+    Raises:
+        ThdprofError: as `require_gpu`.
+    """
+    require_gpu()
+    if sizes.tp > 1 or sizes.cp > 1:  # else communication does not overlap as Megatron means it to
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    torch._dynamo.config.disable = True  # Megatron and Transformer Engine compile some functions otherwise
 
 
 def require_gpu() -> None:
@@ -814,6 +831,13 @@ def optimize(
             print(f"step {step}: grad norm {float(grad_norm):.4f}, {told_ms}", file=sys.stderr, flush=True)
     result.captures = captures
     return result, sums
+
+
+def free_memory() -> None:
+    """Give back what a finished training held, for another in the same process."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def clear_aux_losses() -> None:
@@ -971,9 +995,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ThdprofError as error:
         print(f"pretrain_packed_gpt: {error}", file=sys.stderr)
         return error.exit_code
+    return report(args, plan_of(args), result)
+
+
+def report(args: argparse.Namespace, plan: Plan, result: RunResult) -> int:
+    """Say on rank 0 what happened, and return the exit code; 0 on other ranks, for torchrun would end rank 0 else."""
     if os.environ.get("RANK", "0") != "0":
-        return 0  # anything else would make torchrun end rank 0 before it has reported
-    plan = plan_of(args)
+        return 0
     wrong = check(plan, result)
     print_report(plan, result, Console())
     if args.log_file is not None:

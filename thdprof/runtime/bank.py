@@ -35,25 +35,12 @@ class _Staging:
         self.copied = torch.cuda.Event()
 
 
-class Slot:
-    """Static buffers and the graphs over them. Only one of its buckets is alive at a time."""
+class Metadata:
+    """The static metadata of a slot, which the graphs of all its buckets read."""
 
     def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        buckets: Sequence[Bucket],
-        *,
-        with_padded: bool,
-        with_seq_idx: bool,
-        device: torch.device,
+        self, buckets: Sequence[Bucket], *, with_padded: bool, with_seq_idx: bool, device: torch.device
     ) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.passes: dict[Bucket, CapturedPass] = {}
-        self.busy = self.closed = False
-        self.inputs = [
-            torch.zeros_like(t, memory_format=torch.contiguous_format).requires_grad_(t.requires_grad) for t in tensors
-        ]
-        self._output_grads: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         self._num_boundaries = max(b.max_seqs for b in buckets) + 1
         self._with_padded, self._with_seq_idx = with_padded, with_seq_idx
         self._idx_begins = self._num_boundaries * (2 if with_padded else 1)
@@ -63,7 +50,7 @@ class Slot:
         self._next = 0
 
     def packed(self, bucket: Bucket) -> PackedSequence:
-        """The metadata that the graphs of `bucket` read: views of this slot's buffers."""
+        """The metadata that the graphs of `bucket` read: views of these buffers."""
         idx = self._metadata[self._idx_begins :][: bucket.n_tokens * bucket.cp_size]
         padded = self._metadata[self._num_boundaries :][: bucket.max_seqs + 1]
         return PackedSequence(
@@ -74,14 +61,7 @@ class Slot:
             cp_size=bucket.cp_size,
         )
 
-    def output_grads(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Static buffers for the gradients of `heads`, shared by the slot's buckets whose outputs are alike."""
-        key = tuple((h.shape, h.dtype) for h in heads)
-        if key not in self._output_grads:
-            self._output_grads[key] = [torch.zeros_like(h, memory_format=torch.contiguous_format) for h in heads]
-        return self._output_grads[key]
-
-    def stage_metadata(self, boundaries: Boundaries, bucket: Bucket) -> None:
+    def stage(self, boundaries: Boundaries, bucket: Bucket) -> None:
         """Queue the padded boundaries of one micro-batch into the static buffers; never waits for the GPU's queue."""
         valid, memory = boundaries.valid, boundaries.in_memory
         if isinstance(valid, torch.Tensor) or isinstance(memory, torch.Tensor):
@@ -111,6 +91,43 @@ class Slot:
             assert isinstance(given, torch.Tensor)
             target[: len(given)].copy_(given)
             target[len(given) :] = given[-1]
+
+
+class Slot:
+    """Static buffers and the graphs over them. Only one of its buckets is alive at a time."""
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
+        *,
+        with_padded: bool,
+        with_seq_idx: bool,
+        device: torch.device,
+    ) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.passes: dict[Bucket, CapturedPass] = {}
+        self.busy = self.closed = False
+        self.inputs = [
+            torch.zeros_like(t, memory_format=torch.contiguous_format).requires_grad_(t.requires_grad) for t in tensors
+        ]
+        self._output_grads: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        self._metadata = Metadata(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
+
+    def packed(self, bucket: Bucket) -> PackedSequence:
+        """The metadata that the graphs of `bucket` read."""
+        return self._metadata.packed(bucket)
+
+    def stage_metadata(self, boundaries: Boundaries, bucket: Bucket) -> None:
+        """Queue the padded boundaries of one micro-batch into the static metadata."""
+        self._metadata.stage(boundaries, bucket)
+
+    def output_grads(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Static buffers for the gradients of `heads`, shared by the slot's buckets whose outputs are alike."""
+        key = tuple((h.shape, h.dtype) for h in heads)
+        if key not in self._output_grads:
+            self._output_grads[key] = [torch.zeros_like(h, memory_format=torch.contiguous_format) for h in heads]
+        return self._output_grads[key]
 
     def stage_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Queue the copies of one micro-batch's tensors into the static inputs."""
@@ -206,6 +223,48 @@ class BankOptions:
     """What the module touches outside itself."""
 
 
+class Fixture:
+    """Where a module's parameters and buffers lay when its graphs were captured."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [
+            (owner._parameters, name, p, p.data_ptr(), (p.requires_grad, bool(p._backward_hooks)))
+            for owner in module.modules()
+            for name, p in owner._parameters.items()
+            if p is not None
+        ]
+        self._buffers = [
+            (owner._buffers, name, b, b.data_ptr())
+            for owner in module.modules()
+            for name, b in owner._buffers.items()
+            if b is not None
+        ]
+
+    def check(self) -> None:
+        """Make sure that everything lies where it did.
+
+        Raises:
+            RuntimeError: a parameter moved in memory since the captures, so that graphs would read what is given back,
+                or was frozen or unfrozen.
+        """
+        for home, name, parameter, pointer, marks in self._parameters:
+            if (parameter.requires_grad, bool(parameter._backward_hooks)) != marks:
+                raise RuntimeError(
+                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} changed after its graphs were "
+                    "captured, or it got a gradient hook; call recapture()"
+                )
+            if home[name] is not parameter or parameter.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} moved in memory after its graphs were captured; "
+                    "load and move weights before the first micro-batch, or call recapture()"
+                )
+        for buffers, name, buffer, pointer in self._buffers:
+            if buffers[name] is not buffer or buffer.data_ptr() != pointer:
+                raise RuntimeError(
+                    f"buffer {name} was replaced or moved after its graphs were captured; call recapture()"
+                )
+
+
 class Bank:
     """All captured passes of one module."""
 
@@ -214,18 +273,7 @@ class Bank:
         self._module, self._call, self._options = module, call, options
         self._stream = torch.cuda.Stream(device)
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
-        self._captured_as = [
-            (owner._parameters, name, p, p.data_ptr(), (p.requires_grad, bool(p._backward_hooks)))
-            for owner in module.modules()
-            for name, p in owner._parameters.items()
-            if p is not None
-        ]
-        self._captured_buffers = [
-            (owner._buffers, name, b, b.data_ptr())
-            for owner in module.modules()
-            for name, b in owner._buffers.items()
-            if b is not None
-        ]
+        self._fixture = Fixture(module)
         self.slots = [
             Slot(
                 tensors,
@@ -246,7 +294,7 @@ class Bank:
         if bucket in self.failures:
             return None
         packed = slot.packed(bucket)
-        slot.stage_metadata(_sample_boundaries(bucket), bucket)
+        slot.stage_metadata(sample_boundaries(bucket), bucket)
         try:
             with self._options.surroundings.while_capturing():
                 slot.passes[bucket] = capture_pass(
@@ -283,22 +331,7 @@ class Bank:
             RuntimeError: a parameter moved in memory since the captures, so that graphs would read what is given back,
                 or was frozen or unfrozen.
         """
-        for home, name, parameter, pointer, marks in self._captured_as:
-            if (parameter.requires_grad, bool(parameter._backward_hooks)) != marks:
-                raise RuntimeError(
-                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} changed after its graphs were "
-                    "captured, or it got a gradient hook; call recapture()"
-                )
-            if home[name] is not parameter or parameter.data_ptr() != pointer:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} moved in memory after its graphs were captured; "
-                    "load and move weights before the first micro-batch, or call recapture()"
-                )
-        for buffers, name, buffer, pointer in self._captured_buffers:
-            if buffers[name] is not buffer or buffer.data_ptr() != pointer:
-                raise RuntimeError(
-                    f"buffer {name} was replaced or moved after its graphs were captured; call recapture()"
-                )
+        self._fixture.check()
         free = [slot for slot in self.slots if not slot.busy]
         for slot in free:
             if self.capture(slot, bucket) is not None:
@@ -321,11 +354,13 @@ class Bank:
         self.slots.clear()
 
 
-def _sample_boundaries(bucket: Bucket) -> Boundaries:
-    """Boundaries for warming up: as many equal documents as the bucket holds.
+def sample_boundaries(bucket: Bucket) -> Boundaries:
+    """Boundaries for warming up: documents of equal length that cover all tokens, where the bucket's can.
 
-    Context parallelism cuts a document into 2 * cp_size parts of equal length.
+    Context parallelism cuts a document into 2 * cp_size parts of equal length, and reads outside its buffers where
+    boundaries leave a tail.
     """
     tokens, parts = bucket.n_tokens * bucket.cp_size, 2 * bucket.cp_size if bucket.cp_size > 1 else 1
-    length = max(parts, min(bucket.max_seqlen, tokens // bucket.max_seqs) // parts * parts)
+    length = min(bucket.max_seqlen, -(-tokens // bucket.max_seqs))
+    length = min(bucket.max_seqlen, -(-length // parts) * parts)
     return Boundaries(valid=np.minimum(np.arange(bucket.max_seqs + 1) * length, tokens).astype(np.int32))
