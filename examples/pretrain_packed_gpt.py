@@ -1,7 +1,7 @@
 """Pretrains a GPT with megatron-core by a plan, and checks that what falls back is what was predicted.
 
     thdprof demo demo
-    thdprof analyze demo/megatron --seq-length 4096 --global-batch-size 8 -o plan.yaml
+    thdprof analyze demo/megatron --seq-length 4096 --global-batch-size 8 --impl chunk -o plan.yaml
     torchrun --nproc-per-node 1 examples/pretrain_packed_gpt.py --plan plan.yaml --layers 24 --hidden 1024 --heads 16
 
 Data, sampler, schedules, DistributedDataParallel and optimizer are Megatron's own; thdprof.runtime.megatron replays the

@@ -57,6 +57,15 @@ class PackerName(StrEnum):
     dp_balanced = "dp_balanced"
 
 
+class ImplName(StrEnum):
+    """What training captures."""
+
+    module = "module"
+    chunk = "chunk"
+    local = "local"
+    transformer_engine = "transformer_engine"
+
+
 class AttentionName(StrEnum):
     """Attention backends with built-in costs."""
 
@@ -143,6 +152,9 @@ def analyze(
     graph_memory_gib: Annotated[
         float | None, typer.Option(help="Most graph memory of a pipeline rank, in GiB.")
     ] = None,
+    impl: Annotated[
+        ImplName, typer.Option(help="What the plan captures: a torch module, or Megatron's chunks or layers.")
+    ] = ImplName.module,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", readable=False)
     ] = None,
@@ -213,7 +225,7 @@ def analyze(
             progress("writing the table", 1.0, 0)
             result.microbatches.write_parquet(microbatches)
     if output is not None:
-        plan = make_plan(result)
+        plan = make_plan(result, impl=impl.value)
         if to_stdout:
             streams.write(plan.to_yaml())
         else:

@@ -14,6 +14,7 @@ from thdprof.files import write_text
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
 
+Impl = Literal["none", "module", "chunk", "local", "transformer_engine"]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -153,7 +154,7 @@ class OneCapPart(_Part):
 class GraphsPart(_Part):
     """What training captures and how it dispatches."""
 
-    impl: Literal["none", "module", "chunk", "local", "transformer_engine"] = "module"
+    impl: Impl = "module"
     """What is captured: nothing, a wrapped torch module, a Megatron model chunk, or Megatron's layers."""
     buckets: list[BucketPart]
     """Shapes to capture, ascending; a micro-batch takes the first that fits. Empty: run eagerly."""

@@ -19,7 +19,7 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
 
 if TYPE_CHECKING:
-    from thdprof.plan import Plan
+    from thdprof.plan import Impl, Plan
 
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
 
@@ -272,8 +272,8 @@ def _warnings(
     return found
 
 
-def make_plan(analysis: Analysis) -> Plan:
-    """The plan file of an analysis."""
+def make_plan(analysis: Analysis, *, impl: Impl = "module") -> Plan:
+    """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none."""
     from thdprof.plan import Plan
 
     chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
@@ -297,7 +297,7 @@ def make_plan(analysis: Analysis) -> Plan:
                 "n_tokens_constant": analysis.share_of_full_size == 1.0,
             },
             "graphs": {
-                "impl": "module" if chosen.buckets else "none",
+                "impl": impl if chosen.buckets else "none",
                 "buckets": [
                     {
                         "max_seqs": b.max_seqs,

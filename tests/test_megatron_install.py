@@ -1,0 +1,420 @@
+"""What thdprof.runtime.megatron decides before and around graphs, with the real megatron-core, on a CPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from packaging.specifiers import SpecifierSet  # noqa: E402
+from torch import nn  # noqa: E402
+
+from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
+from thdprof.runtime.dispatch import Bucket, FallbackReason  # noqa: E402
+from thdprof.runtime.dispatched import DispatchedModule  # noqa: E402
+from thdprof.runtime.megatron import chunk, packing, settings, versions  # noqa: E402
+from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
+from thdprof.runtime.megatron.decoder import Decoder  # noqa: E402
+from thdprof.runtime.module import GraphedModule, _Replay  # noqa: E402
+from thdprof.runtime.padding import Boundaries  # noqa: E402
+
+
+@pytest.fixture
+def plan(tmp_path):
+    rows = "".join(f'{{"lengths": [{4 * (1 + i % 3)}, 4]}}\n' for i in range(64))
+    (tmp_path / "packs.jsonl").write_text(rows)
+    return make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16), impl="chunk")
+
+
+def config(**changes) -> TransformerConfig:
+    values = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "apply_rope_fusion": False, **changes}
+    made = TransformerConfig(**{k: v for k, v in values.items() if k != "apply_rope_fusion"})
+    made.apply_rope_fusion = changes.get("apply_rope_fusion", True)  # whose own check wants Transformer Engine
+    return made
+
+
+FACTS = settings.Facts(num_chunks=1)
+
+
+def complaints(plan, changes=None, facts=FACTS, environment=None) -> list[str]:
+    made = config()
+    for name, value in (changes or {}).items():
+        setattr(made, name, value)
+    try:
+        settings.check(made, plan, facts, environment or {})
+    except settings.SettingsError as error:
+        first, *lines = str(error).splitlines()
+        assert first == "thdprof cannot install graphs:"
+        return lines
+    return []
+
+
+def test_a_plain_configuration_is_accepted(plan):
+    assert complaints(plan) == []
+
+
+REFUSED = [
+    ({"cuda_graph_impl": "local"}, "- cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
+    (
+        {"apply_rope_fusion": False},
+        "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
+    ),
+    ({"fp8": "hybrid"}, "- fp8 is 'hybrid': scales are not kept across replays of packed graphs; set it to None"),
+    (
+        {"recompute_granularity": "full"},
+        "- recompute_granularity is 'full': graphs keep activations, and recomputing in them was not checked; set it "
+        "to None",
+    ),
+    (
+        {"pipeline_model_parallel_size": 2},
+        "- pipeline_model_parallel_size is 2, the plan was made for 1: analyse for this run",
+    ),
+    ({"context_parallel_size": 2}, "- context_parallel_size is 2, the plan was made for 1: analyse for this run"),
+    (
+        {"virtual_pipeline_model_parallel_size": 2},
+        "- virtual_pipeline_model_parallel_size is 2, the plan was made for 1: analyse for this run",
+    ),
+    (
+        {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"},
+        "- moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host; set it to True "
+        "with a moe_expert_capacity_factor",
+    ),
+    (
+        {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex", "moe_pad_expert_input_to_capacity": True},
+        "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall'",
+    ),
+    (
+        {"moe_paged_stash": True},
+        "- moe_paged_stash is True: its order is fixed by the first step's micro-batches; set it to False",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
+def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
+    assert complaints(plan, changes) == [line]
+
+
+def test_every_complaint_is_told_at_once(plan):
+    lines = complaints(plan, {"fp8": "hybrid", "cuda_graph_impl": "local", "qk_clip": True})
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        ({"num_chunks": 2}, "2 model chunks on this rank, the plan has slots for [1]"),
+        ({"graph_safe_rng": False}, "call model_parallel_cuda_manual_seed(..., te_rng_tracker=True)"),
+        ({"position_embedding": "mrope"}, "position_embedding_type is 'mrope'"),
+        ({"foreign_hooks": ("layers.0", "layers.1")}, "layers.0 and 1 more modules have hooks"),
+        ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
+        ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
+    ],
+)
+def test_what_is_wrong_with_the_run_is_told(plan, facts, part):
+    (line,) = complaints(plan, facts=settings.Facts(**{"num_chunks": 1, **facts}))
+    assert part in line
+
+
+def test_expandable_segments_need_nccls_registration_off(plan):
+    bad = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert "set NCCL_GRAPH_REGISTER=0" in complaints(plan, environment=bad)[0]
+    assert complaints(plan, environment={**bad, "NCCL_GRAPH_REGISTER": "0"}) == []
+
+
+def test_a_plan_for_torch_modules_is_refused(plan):
+    other = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "module"})})
+    assert "which is for thdprof.runtime.graphed: analyse with --impl chunk" in complaints(other)[0]
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_versions(monkeypatch):
+    monkeypatch.delenv(versions.OVERRIDE, raising=False)
+    known = {"megatron-core": "0.19.2", "transformer-engine": "2.20.2"}
+    versions.check(lambda names: {name: known[name] for name in names})
+    newer = {**known, "megatron-core": "0.20.0rc1"}
+    with pytest.raises(versions.VersionError) as raised:
+        versions.check(lambda names: newer)
+    assert str(raised.value).startswith("megatron-core 0.20.0rc1: thdprof was checked on <0.20,>=0.19, and relies on ")
+    assert str(raised.value).endswith("Set THDPROF_UNTESTED_VERSIONS=allow to go on all the same")
+    monkeypatch.setenv(versions.OVERRIDE, "allow")
+    versions.check(lambda names: newer)
+    with pytest.raises(versions.VersionError, match=r"transformer-engine is not installed: pip install 'thdprof"):
+        versions.check(lambda names: {**known, "transformer-engine": None})
+
+
+def test_what_is_relied_on_says_where_it_was_checked():
+    assert len(versions.RELIED_ON) > 3
+    for reliance in versions.RELIED_ON:
+        assert isinstance(reliance.checked, SpecifierSet)
+        assert reliance.why
+    found = versions.installed(["megatron-core", "no-such-package"])
+    assert found["no-such-package"] is None
+    assert found["megatron-core"] in versions.MEGATRON  # the suite runs on a version that is claimed
+
+
+# --- metadata -------------------------------------------------------------------------------------------------------
+
+
+def test_packed_seq_params_keep_their_boundaries_on_the_host():
+    made = packing.packed_seq_params([0, 3, 7], cu_seqlens_padded=[0, 4, 8], device="cpu")
+    assert made.qkv_format == "thd"
+    assert made.cu_seqlens_q.tolist() == made.cu_seqlens_kv.tolist() == [0, 3, 7]
+    assert made.cu_seqlens_q_padded.tolist() == [0, 4, 8]
+    assert made.cu_seqlens_q.dtype == torch.int32
+    assert (made.max_seqlen_q, made.max_seqlen_kv) == (4, 4)
+    read = packing.read(made, cp_size=2, tail="none")
+    assert isinstance(read.host, np.ndarray)
+    assert read.host.tolist() == [0, 3, 7]
+    assert read.host_padded.tolist() == [0, 4, 8]
+    assert (read.max_seqlen, read.cp_size) == (4, 2)
+    with pytest.raises(ValueError, match="3 entries in cu_seqlens, 2 in the padded ones"):
+        packing.packed_seq_params([0, 3, 8], cu_seqlens_padded=[0, 8], device="cpu")
+
+
+def test_other_packed_seq_params_are_read_by_their_shape():
+    bounds = torch.tensor([[0, 3, 8]], dtype=torch.int32)  # as flatten_batch_for_packed_sequences leaves them
+    made = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=5, max_seqlen_kv=5)
+    read = packing.read(made, cp_size=1, tail="none")
+    assert read.host is None
+    assert len(read.cu_seqlens) == 3
+    made.cu_seqlens_kv = bounds[:, :2]
+    with pytest.raises(TypeError, match="cu_seqlens_q and cu_seqlens_kv differ"):
+        packing.read(made, cp_size=1, tail="none")
+
+
+def test_a_tail_needs_padding_between_documents():
+    made = packing.packed_seq_params([0, 4], cu_seqlens_padded=[0, 4], pad_between_seqs=False, device="cpu")
+    with pytest.raises(ValueError, match="the tail policy append_dummy_seq adds padding: set it to True"):
+        packing.read(made, cp_size=1, tail="append_dummy_seq")
+
+
+def test_written_metadata_keeps_what_the_model_gave():
+    like = packing.packed_seq_params([0, 3, 7], cu_seqlens_padded=[0, 4, 8], device="cpu")
+    like.tokens_per_sample = 8
+    made = packing.write(packing.read(like, cp_size=1, tail="none"), like)
+    assert (made.qkv_format, made.tokens_per_sample, made.pad_between_seqs) == ("thd", 8, True)
+    assert made.seq_idx is None  # never derived from boundaries inside a graph
+    assert packing.constants(like) == "qkv_format=thd local_cp_size=None cp_group=None tokens_per_sample=8 " + (
+        "pad_between_seqs=True"
+    )
+
+
+# --- the decoder ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Has of a TransformerBlock what the decoder needs."""
+
+    def __init__(self, *, pre_process: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.pre_process, self.input_tensor = pre_process, None
+        self.seen: list = []
+
+    def forward(self, hidden_states, attention_mask, inference_context=None, rotary_pos_emb=None, *, packed_seq_params):
+        given = hidden_states if self.pre_process else self.input_tensor
+        self.seen.append((packed_seq_params, rotary_pos_emb))
+        return self.linear(given)
+
+
+class Recorder(DispatchedModule):
+    """Dispatches nothing: there is no GPU."""
+
+
+def attached(block, **kwargs):
+    rope_lengths: list[int] = []
+
+    def rope(length: int):
+        rope_lengths.append(length)
+        return torch.zeros(length, 1, 1, 4)
+
+    decoder = Decoder(block, rope)
+    run = Recorder(decoder, [Bucket(max_seqs=4, max_seqlen=8, n_tokens=8)], token_shards=kwargs.pop("token_shards", 1))
+    decoder.attach(run, **{"cp_size": 1, "shards": 1, "tail": "none", **kwargs})
+    return decoder, run, rope_lengths
+
+
+def packed(bounds=(0, 3, 8)):
+    return packing.packed_seq_params(list(bounds), device="cpu")
+
+
+def test_a_packed_micro_batch_goes_through_the_dispatch_and_an_unpacked_one_past_it():
+    block = Block()
+    decoder, run, lengths = attached(block)
+    x = torch.randn(8, 1, 2)
+    expected = block.linear(x)
+    found = block(hidden_states=x, attention_mask=None, rotary_pos_emb=torch.ones(5), packed_seq_params=packed())
+    assert torch.equal(found, expected)
+    assert run.stats().fallbacks == {FallbackReason.no_cuda: 1}
+    assert lengths == [8]  # the whole buffer, although the longest document has 5 tokens
+    assert block.seen[-1][1].shape[0] == 8
+    block(hidden_states=x, attention_mask=None, packed_seq_params=None)
+    block(hidden_states=x, attention_mask=None, inference_context=object(), packed_seq_params=packed())
+    assert run.stats().microbatches == 1
+    assert list(block.state_dict()) == ["linear.weight", "linear.bias"]  # as without thdprof
+    decoder.detach()
+    assert "forward" not in vars(block)
+    block(hidden_states=x, attention_mask=None, packed_seq_params=packed())
+    assert run.stats().microbatches == 1
+
+
+def test_a_later_pipeline_stage_gives_its_input_as_an_argument():
+    block = Block(pre_process=False)
+    _, run, _ = attached(block, shards=2, token_shards=2)
+    block.input_tensor = received = torch.randn(4, 1, 2, requires_grad=True)
+    block(hidden_states=None, attention_mask=None, packed_seq_params=packed()).sum().backward()
+    assert received.grad is not None
+    assert block.input_tensor is received
+    (params, _), *_ = block.seen
+    assert params.cu_seqlens_q.tolist() == [0, 3, 8]  # 8 tokens, of which this rank has 4
+    assert run.stats().microbatches == 1
+
+
+def test_the_decoders_mode_is_that_of_its_block():
+    block = Block()
+    decoder, _, _ = attached(block)
+    block.eval()
+    assert not decoder.training
+    block.train()
+    assert decoder.training
+
+
+def test_hooks_that_a_replay_would_not_run_are_found():
+    block = Block()
+    assert chunk.foreign_hooks(block) == ()
+    block.linear.register_forward_pre_hook(lambda module, given: None)
+    assert chunk.foreign_hooks(block) == ("linear",)
+
+
+def test_parameter_gathering_hooks_run_before_a_replay():
+    from megatron.core.distributed import distributed_data_parallel as ddp
+
+    block, called = Block(), []
+    wrapped = SimpleNamespace(use_forward_hook=True, param_to_bucket_group={})
+    hook = ddp.DistributedDataParallel._make_forward_pre_hook(wrapped)
+    for module in block.modules():
+        module.register_forward_pre_hook(hook)
+    assert chunk.foreign_hooks(block) == ()  # megatron-core's own
+    group = SimpleNamespace(finish_param_sync=lambda **kwargs: called.append("gathered"))
+    wrapped.param_to_bucket_group = dict.fromkeys(block.parameters(), group)
+    wrapped.ddp_config = SimpleNamespace(align_param_gather=False)
+    wrapped.overlap_param_gather_with_optimizer_step = False
+    chunk.gather_parameters(block)
+    assert called == ["gathered"] * 2
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+class FakeLease:
+    """A lease whose graph doubles its input."""
+
+    def __init__(self) -> None:
+        self.captured = SimpleNamespace(input_grads=(None,), differentiable=(True,))
+        self.order: deque[str] = deque()
+
+    def forward(self, tensors, boundaries):
+        return (tensors[0] * 2,)
+
+    def backward(self, grads):
+        self.order.append("replayed")
+        return [grads[0] * 2]
+
+
+def test_hooks_on_gradient_accumulation_run_after_the_replay():
+    """As megatron-core's DistributedDataParallel hangs its reduction there; no gradient is added a second time."""
+    parameter = nn.Parameter(torch.ones(3))
+    lease = FakeLease()
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *unused: lease.order.append(f"hook sees {parameter.grad}"))
+    x = torch.ones(4, requires_grad=True)
+    anchor = torch.zeros((), requires_grad=True)
+    (y,) = _Replay.apply(lease, Boundaries(valid=np.array([0, 4], np.int32)), anchor, x, parameter)
+    y.sum().backward()
+    assert list(lease.order) == ["replayed", "hook sees None"]
+    assert x.grad.tolist() == [2.0] * 4
+
+
+def test_ranks_that_decide_alike_have_equal_digests():
+    bucket, other = Bucket(max_seqs=4, max_seqlen=8, n_tokens=8), Bucket(max_seqs=2, max_seqlen=8, n_tokens=8)
+    made = []
+    for choices in (
+        [bucket, FallbackReason.too_many_seqs, bucket],
+        [bucket, FallbackReason.too_many_seqs, bucket],
+        [FallbackReason.too_many_seqs, bucket, bucket],
+        [bucket, FallbackReason.document_too_long, bucket],
+        [other, FallbackReason.too_many_seqs, bucket],
+    ):
+        decisions = Decisions(1, enabled=False)
+        record = decisions.recorder(0)
+        for choice in choices:
+            record(choice)
+        made.append(decisions.digests[0])
+        decisions.check()  # nothing without debug
+    assert made[0] == made[1]
+    assert len(set(made)) == 4
+
+
+def test_a_module_with_main_grads_passes_them_into_the_replay(monkeypatch):
+    """Only parameters that a pass touches, and whose gradient goes to main_grad."""
+    from thdprof.runtime.capture import GradientBuffers
+
+    module = nn.Linear(2, 2)
+    module.weight.main_grad = torch.zeros(2, 2)
+    buffers = GradientBuffers.of(list(module.parameters()))
+    assert buffers.with_main_grad((True, True)) == [module.weight]
+    assert buffers.with_main_grad((False, True)) == []
+    assert issubclass(chunk.ChunkGraphs, GraphedModule)
+
+
+def test_fused_accumulation_is_not_added_twice():
+    from thdprof.runtime.capture import GradientBuffers
+
+    class Fused(torch.autograd.Function):
+        """Adds to main_grad itself and hands autograd a dummy, as Transformer Engine does."""
+
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.weight.main_grad.add_(grad)
+            ctx.weight.grad_added_to_main_grad = True
+            return None, torch.full_like(grad, 1000.0)
+
+    fused, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for parameter in (fused, plain):
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(3), False
+    buffers = GradientBuffers.of([fused, plain])
+    aliases = []
+    for parameter in (fused, plain):
+        alias = nn.Parameter(parameter.detach())
+        alias.__dict__.update(parameter.__dict__)
+        aliases.append(alias)
+
+    def run():
+        (Fused.apply(torch.ones(3), aliases[0]) + aliases[1] * 2).sum().backward()
+
+    buffers.spare(aliases)
+    run()  # a warm-up
+    assert fused.main_grad.tolist() == plain.main_grad.tolist() == [0.0] * 3
+    for alias in aliases:
+        alias.grad = None
+    touched = buffers.collect(aliases)
+    run()
+    assert touched == {0, 1}
+    assert fused.main_grad.tolist() == [1.0] * 3
+    assert plain.main_grad.tolist() == [2.0] * 3
+    assert fused.grad is plain.grad is None
