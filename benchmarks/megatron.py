@@ -510,10 +510,23 @@ def table_of(row: Row, planned: Planned, ran: Sequence[Ran]) -> list[str]:
     eager = next((r.result["mean_step_ms"] for r in ran if "eager" in r.variant and r.result is not None), None)
     lines += ["| " + " | ".join(cells(one, planned, eager)) + " |" for one in ran]
     for one in ran:
+        if one.result is not None and one.result["pool_bytes"]:
+            held = ", ".join(f"{size / 2**20:,.0f}" for size in one.result["pool_bytes_of_ranks"])
+            lines += ["", f"{one.variant}: graph memory of each rank, MiB: {held}; {predicted_memory(row, planned)}."]
+    for one in ran:
         if one.code != 0:
             how = f"exit code {one.code}" if one.code is not None else f"ended after {one.seconds:.0f} s"
             lines += ["", f"{one.variant}: {how}; its last lines:", "", "```", *one.tail, "```"]
     return lines
+
+
+def predicted_memory(row: Row, planned: Planned) -> str:
+    """What the plan says of graph memory: in bytes for the model of the built-in costs, in slots for the others."""
+    predicted = planned.plan.predictions.graph_memory_bytes
+    if row.name == "dense" and predicted is not None:
+        return f"predicted: {predicted / 2**20:,.0f}"
+    slots = planned.plan.graphs.slots
+    return f"slots of pipeline ranks and chunks: {slots}"
 
 
 def cells(one: Ran, planned: Planned, eager_ms: float | None) -> list[str]:

@@ -144,6 +144,7 @@ class RunResult:
     """Of rank 0."""
     pool_bytes: int = 0
     """Graph memory of the rank that has most."""
+    pool_bytes_of_ranks: list[int] = field(default_factory=list)
     peak_bytes: int = 0
     """Memory that the allocator reserved at most, on the rank that has most."""
 
@@ -878,7 +879,8 @@ def combine(result: RunResult, ranks: Sequence[RankResult]) -> Stats | None:
         if any(_decisions(other) != _decisions(leader) for other in others):
             result.disagreeing.append(leader.dp_rank)
     result.predicted_replays = {name: n for name, n in sorted(predicted.items()) if name != "eager"}
-    result.pool_bytes = max(rank.pool_bytes for rank in ranks)
+    result.pool_bytes_of_ranks = [rank.pool_bytes for rank in sorted(ranks, key=lambda rank: rank.rank)]
+    result.pool_bytes = max(result.pool_bytes_of_ranks)
     result.peak_bytes = max(rank.peak_bytes for rank in ranks)
     if not result.fallbacks:
         result.fallbacks = None

@@ -315,6 +315,7 @@ def test_counts_of_several_ranks(plan_file, tmp_path):
     assert sum(result.replays.values()) == sum(result.predicted_replays.values()) == 152
     assert result.reasons == {"too_many_seqs": 8}
     assert (result.pool_bytes, result.peak_bytes) == (3, 30)
+    assert result.pool_bytes_of_ranks == [0, 1, 2, 3]
     assert result.mean_step_ms == 8.0  # without the first five and the one that captured
     assert example.check(plan, result) == []
 
@@ -525,7 +526,7 @@ def test_the_table_of_a_row(documents):
     planned = bench.plan_row(row, documents, 8)
     result = {
         "fallbacks": planned.fallbacks, "dispatching": True, "mean_step_ms": 50.0, "peak_bytes": 2**30,
-        "pool_bytes": 2**20, "captures": 1, "losses": [1.0, 2.0], "grad_norms": [1.0, 3.0],
+        "pool_bytes": 2**20, "pool_bytes_of_ranks": [2**20, 2**19], "captures": 1, "losses": [1.0, 2.0], "grad_norms": [1.0, 3.0],
     }  # fmt: skip
     slow = {**result, "mean_step_ms": 100.0, "fallbacks": None, "dispatching": False}
     ran = [
