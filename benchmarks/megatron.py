@@ -33,7 +33,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -78,6 +78,11 @@ class Row:
     vpp: int | None = None
     cp: int = 1
     ep: int = 1
+    tokens: int = TOKENS
+    """Of a micro-batch."""
+    dropout: float = 0.0
+    deterministic: bool = False
+    """Whether only deterministic kernels run: for small shapes, where Transformer Engine has them."""
 
     @property
     def dp(self) -> int:
@@ -89,20 +94,29 @@ class Row:
         """Options of the example; the other sizes are in the plan."""
         flags = ["--model", self.model, "--layers", self.layers, "--hidden", 1024, "--heads", 16]
         flags += ["--experts", 8] if self.model == "moe" else []
-        flags += ["--tp", self.tp, "--ep", self.ep]
+        flags += ["--tp", self.tp, "--ep", self.ep, "--dropout", self.dropout]
         return [*map(str, flags), *(["--sequence-parallel"] if self.tp > 1 else [])]
 
     @property
     def title(self) -> str:
         """For a heading."""
         sizes = [f"{k.upper()} {v}" for k in ("tp", "pp", "vpp", "cp", "ep", "dp") if (v := getattr(self, k) or 1) > 1]
-        return f"{self.name}: {self.model}, {self.layers} layers, {', '.join(sizes) or 'one GPU'}"
+        told = f"{self.name}: {self.model}, {self.layers} layers, {self.tokens} tokens, {', '.join(sizes) or 'one GPU'}"
+        told += f", dropout {self.dropout}" if self.dropout else ""
+        return told + (", deterministic kernels" if self.deterministic else "")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its processes."""
+        return {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if self.deterministic else {}
 
 
 ALL_IMPLS = ("chunk", "local", "transformer_engine")
 ROWS = (
     Row(name="dense", gpus=1, layers=24, impls=ALL_IMPLS),
     Row(name="moe", gpus=1, model="moe", layers=16, impls=ALL_IMPLS),
+    Row(name="exact", gpus=1, layers=4, tokens=512, dropout=0.1, deterministic=True, impls=ALL_IMPLS),
+    Row(name="hybrid", gpus=1, model="hybrid", layers=12),
     Row(name="tp2", gpus=2, tp=2, impls=("chunk", "transformer_engine")),
     Row(name="cp2", gpus=2, cp=2, impls=("chunk", "transformer_engine")),
     Row(name="pp2", gpus=2, pp=2, impls=("chunk", "transformer_engine")),
@@ -166,8 +180,9 @@ class Planned:
     """Of a micro-batch."""
 
 
-def plan_row(row: Row, prefix: Path, steps: int, *, tokens: int = TOKENS) -> Planned:
+def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
     """A plan with one bucket that at least 5% of micro-batches do not fit."""
+    tokens = row.tokens
     analysis = analyze_dataset(
         prefix,
         buckets=1,
@@ -321,10 +336,17 @@ def import_example() -> Any:
 
 
 def run(
-    command: Sequence[str], output: Path, timeout: float, gpus: Sequence[int] = (), cores: Sequence[int] = ()
+    command: Sequence[str],
+    output: Path,
+    timeout: float,
+    *,
+    gpus: Sequence[int] = (),
+    cores: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> tuple[int | None, float]:
     """Exit code and seconds of a command; after `timeout` seconds end it with all that it started: None."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment |= variables or {}
     environment.setdefault("OMP_NUM_THREADS", "4")
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
@@ -433,7 +455,8 @@ def run_row(row: Row, planned: Planned, args: argparse.Namespace, host: Host, di
         jobs.write_text(json.dumps(options))
         output = jobs.with_suffix(".out")
         with host.lend(row.gpus) as (gpus, cores):
-            code, seconds = run(command_of(row, jobs), output, args.timeout * len(numbers), gpus, cores)
+            command, limit = command_of(row, jobs), args.timeout * len(numbers)
+            code, seconds = run(command, output, limit, gpus=gpus, cores=cores, variables=row.environment)
         names = ", ".join(variants[number][0] for number in numbers)
         print(f"{row.name}: {names}: exit code {code} after {seconds:.0f} s", file=sys.stderr, flush=True)
         tail = output.read_text(errors="replace").splitlines()[-20:]
@@ -467,7 +490,7 @@ def header(args: argparse.Namespace) -> list[str]:
         "",
         f"`python benchmarks/megatron.py {shlex.join(sys.argv[1:])}`",
         "",
-        f"{TOKENS} tokens a micro-batch, hidden 1024, bf16, {args.steps} steps of {','.join(map(str, CYCLE))} "
+        f"Hidden 1024, bf16, {args.steps} steps of {','.join(map(str, CYCLE))} "
         f"micro-batches in turn. A mean step leaves out the first 5 and those that captured. Equal: steps whose value "
         "is that of the first padded eager run, bit for bit.",
     ]

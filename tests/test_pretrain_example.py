@@ -387,7 +387,7 @@ def test_the_benchmarks_plan(documents, tmp_path, row):
     assert len(planned.fallbacks) == row.dp
     assert min(planned.fallbacks) > 0
     table = analyze_dataset(
-        documents, seq_length=bench.TOKENS, global_batch_size=8 * row.dp, data_parallel_size=row.dp,
+        documents, seq_length=row.tokens, global_batch_size=8 * row.dp, data_parallel_size=row.dp,
         train_samples=600 * row.dp,
     ).microbatches.to_pandas()  # fmt: skip
     over = table[table["n_seqs"] > plan.graphs.buckets[0].max_seqs].groupby("dp_rank").size()
@@ -538,7 +538,7 @@ def test_the_table_of_a_row(documents):
         bench.Ran(variant="ours: local", code=None, seconds=240.0, tail=["stuck"], result=None),
     ]  # fmt: skip
     lines = bench.table_of(row, planned, ran)
-    assert lines[0] == "## two: dense, 12 layers, DP 2"
+    assert lines[0] == "## two: dense, 12 layers, 4096 tokens, DP 2"
     first, second = planned.fallbacks
     assert "| eager |  |  |  |  |  | 100.0 | 1.00x | 1,024 | 1 | 1 |" in lines
     assert (
