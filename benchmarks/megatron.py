@@ -81,6 +81,8 @@ class Row:
     tokens: int = TOKENS
     """Of a micro-batch."""
     dropout: float = 0.0
+    overlap: bool = False
+    """Whether the distributed optimizer's communication overlaps with forward and backward."""
     deterministic: bool = False
     """Whether only deterministic kernels run: for small shapes, where Transformer Engine has them."""
 
@@ -94,6 +96,8 @@ class Row:
         """Options of the example; the other sizes are in the plan."""
         flags = ["--model", self.model, "--layers", self.layers, "--hidden", 1024, "--heads", 16]
         flags += ["--experts", 8] if self.model == "moe" else []
+        if self.overlap:
+            flags += ["--distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
         flags += ["--tp", self.tp, "--ep", self.ep, "--dropout", self.dropout]
         return [*map(str, flags), *(["--sequence-parallel"] if self.tp > 1 else [])]
 
@@ -103,6 +107,7 @@ class Row:
         sizes = [f"{k.upper()} {v}" for k in ("tp", "pp", "vpp", "cp", "ep", "dp") if (v := getattr(self, k) or 1) > 1]
         told = f"{self.name}: {self.model}, {self.layers} layers, {self.tokens} tokens, {', '.join(sizes) or 'one GPU'}"
         told += f", dropout {self.dropout}" if self.dropout else ""
+        told += ", distributed optimizer, both overlaps" if self.overlap else ""
         return told + (", deterministic kernels" if self.deterministic else "")
 
     @property
@@ -115,12 +120,21 @@ ALL_IMPLS = ("chunk", "local", "transformer_engine")
 ROWS = (
     Row(name="dense", gpus=1, layers=24, impls=ALL_IMPLS),
     Row(name="moe", gpus=1, model="moe", layers=16, impls=ALL_IMPLS),
-    Row(name="exact", gpus=1, layers=4, tokens=512, dropout=0.1, deterministic=True, impls=ALL_IMPLS),
+    Row(name="exact", gpus=1, layers=4, tokens=512, deterministic=True, impls=ALL_IMPLS),
+    Row(
+        name="exact-dropout",
+        gpus=1,
+        layers=4,
+        tokens=512,
+        dropout=0.1,
+        deterministic=True,
+        impls=("chunk", "transformer_engine"),
+    ),
     Row(name="hybrid", gpus=1, model="hybrid", layers=12),
     Row(name="tp2", gpus=2, tp=2, impls=("chunk", "transformer_engine")),
     Row(name="cp2", gpus=2, cp=2, impls=("chunk", "transformer_engine")),
     Row(name="pp2", gpus=2, pp=2, impls=("chunk", "transformer_engine")),
-    Row(name="pp2-vpp2-dp2", gpus=4, pp=2, vpp=2),
+    Row(name="pp2-vpp2-dp2", gpus=4, pp=2, vpp=2, overlap=True),
     Row(name="tp2-pp2", gpus=4, tp=2, pp=2),
     Row(name="tp2-cp2", gpus=4, tp=2, cp=2),
     Row(name="pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe"),

@@ -114,6 +114,7 @@ def test_every_complaint_is_told_at_once(plan):
         ({"graph_safe_rng": False}, "call model_parallel_cuda_manual_seed(..., te_rng_tracker=True)"),
         ({"position_embedding": "mrope"}, "position_embedding_type is 'mrope'"),
         ({"foreign_hooks": ("layers.0", "layers.1")}, "layers.0 and 1 more modules have hooks"),
+        ({"foreign_layers": ("MambaLayer",)}, "the decoder has MambaLayer: state-space layers need seq_idx"),
         ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
         ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
     ],

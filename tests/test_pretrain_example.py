@@ -526,7 +526,8 @@ def test_the_table_of_a_row(documents):
     planned = bench.plan_row(row, documents, 8)
     result = {
         "fallbacks": planned.fallbacks, "dispatching": True, "mean_step_ms": 50.0, "peak_bytes": 2**30,
-        "pool_bytes": 2**20, "pool_bytes_of_ranks": [2**20, 2**19], "captures": 1, "losses": [1.0, 2.0], "grad_norms": [1.0, 3.0],
+        "pool_bytes": 2**20, "pool_bytes_of_ranks": [2**20, 2**19], "captures": 1,
+        "losses": [1.0, 2.0], "grad_norms": [1.0, 3.0],
     }  # fmt: skip
     slow = {**result, "mean_step_ms": 100.0, "fallbacks": None, "dispatching": False}
     ran = [

@@ -223,7 +223,7 @@ class BankOptions:
     """What the module touches outside itself."""
 
 
-class Fixture:
+class Placement:
     """Where a module's parameters and buffers lay when its graphs were captured."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -273,7 +273,7 @@ class Bank:
         self._module, self._call, self._options = module, call, options
         self._stream = torch.cuda.Stream(device)
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
-        self._fixture = Fixture(module)
+        self._placement = Placement(module)
         self.slots = [
             Slot(
                 tensors,
@@ -331,7 +331,7 @@ class Bank:
             RuntimeError: a parameter moved in memory since the captures, so that graphs would read what is given back,
                 or was frozen or unfrozen.
         """
-        self._fixture.check()
+        self._placement.check()
         free = [slot for slot in self.slots if not slot.busy]
         for slot in free:
             if self.capture(slot, bucket) is not None:

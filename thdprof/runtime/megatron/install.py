@@ -11,11 +11,10 @@ from torch import nn
 
 from thdprof.runtime.dispatch import Bucket
 from thdprof.runtime.dispatched import Call, DispatchedModule
-from thdprof.runtime.megatron import chunk, settings, versions
+from thdprof.runtime.megatron import chunk, local, packing, settings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import Decoder, rope_of
 from thdprof.runtime.module import buckets_of
-from thdprof.runtime.padding import PackedSequence, fill_padded
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class PaddedEager(DispatchedModule):
         """There is nothing to make."""
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
-        args, kwargs = call.substitute(call.tensors, _padded(call, bucket))
+        args, kwargs = call.substitute(call.tensors, packing.padded(call, bucket))
         with self._timed(call.tensors, replayed=True) as outputs:
             result = self.module(*args, **kwargs)
             outputs.append(result)
@@ -150,6 +149,19 @@ def _run_of(decoder: Decoder, plan: Plan, *, slots: int, common: dict[str, Any])
                 surroundings=chunk.surroundings(decoder.block),
                 **common,
             )
+        case "local":
+            return local.LocalGraphs(decoder, buckets_of(plan), **common)
+        case "transformer_engine":
+            from thdprof.runtime.megatron.transformer_engine import LayerGraphs
+
+            return LayerGraphs(
+                decoder,
+                buckets_of(plan),
+                num_slots=slots,
+                generators=_generators(),
+                surroundings=chunk.surroundings(decoder.block),
+                **common,
+            )
         case other:
             raise settings.SettingsError(f"graphs.impl {other} is not known here")
 
@@ -171,7 +183,9 @@ def _unwrapped(model: nn.Module) -> Any:
 def _facts(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
+    layers = [layer for model in models for layer in model.decoder.layers]
     wrapper = "DistributedDataParallel" if isinstance(chunks[0], DistributedDataParallel) else ""
     if not wrapper and "DataParallel" in (name := type(chunks[0]).__name__):
         wrapper = name
@@ -180,6 +194,7 @@ def _facts(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts
         position_embedding=str(getattr(models[0], "position_embedding_type", "none")),
         graph_safe_rng=_graph_safe_rng(),
         foreign_hooks=tuple(name for model in models for name in chunk.foreign_hooks(model.decoder)),
+        foreign_layers=tuple(sorted({type(x).__name__ for x in layers if not isinstance(x, TransformerLayer)})),
         wrapper=wrapper,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )
@@ -200,24 +215,3 @@ def _generators() -> list[torch.Generator]:
 
 def _as_chunk(plan: Plan) -> Plan:
     return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk"})})
-
-
-def _padded(call: Call, bucket: Bucket) -> PackedSequence:
-    """The metadata of `call` as the graphs of `bucket` see it, on the device."""
-    device = call.tensors[0].device
-
-    def pad(values: Any) -> torch.Tensor:
-        if isinstance(values, torch.Tensor):
-            rest = values[-1:].expand(bucket.max_seqs + 1 - len(values))
-            return torch.cat((values, rest))
-        pinned = torch.empty(bucket.max_seqs + 1, dtype=torch.int32, pin_memory=True)
-        fill_padded(pinned.numpy(), values)
-        return pinned.to(device, non_blocking=True)
-
-    padded = call.boundaries.padded
-    return PackedSequence(
-        cu_seqlens=pad(call.boundaries.valid),
-        max_seqlen=bucket.max_seqlen,
-        cp_size=bucket.cp_size,
-        cu_seqlens_padded=None if padded is None else pad(padded),
-    )

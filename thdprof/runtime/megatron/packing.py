@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thdprof.runtime.padding import PackedSequence, TailPolicy, pack
+from thdprof.runtime.padding import PackedSequence, TailPolicy, fill_padded, pack
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
+
+    from thdprof.runtime.dispatch import Bucket
+    from thdprof.runtime.dispatched import Call
 
 _HOST = "_thdprof_host"
 """Attribute of PackedSeqParams that holds its boundaries on the host."""
@@ -122,6 +125,27 @@ def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
         max_seqlen_kv=packed.max_seqlen,
         pad_between_seqs=_pads(like),
         **{name: getattr(like, name) for name in _CONSTANT},
+    )
+
+
+def padded(call: Call, bucket: Bucket) -> PackedSequence:
+    """The metadata of `call` as the graphs of `bucket` see it, on the device of its tensors."""
+    device = call.tensors[0].device
+
+    def pad(values: Any) -> torch.Tensor:
+        if isinstance(values, torch.Tensor):
+            rest = values[-1:].expand(bucket.max_seqs + 1 - len(values))
+            return torch.cat((values, rest))
+        filled = torch.empty(bucket.max_seqs + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        fill_padded(filled.numpy(), values)
+        return filled.to(device, non_blocking=True)
+
+    in_memory = call.boundaries.padded
+    return PackedSequence(
+        cu_seqlens=pad(call.boundaries.valid),
+        max_seqlen=bucket.max_seqlen,
+        cp_size=bucket.cp_size,
+        cu_seqlens_padded=None if in_memory is None else pad(in_memory),
     )
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
-
-Impl = Literal["chunk", "local", "transformer_engine"]
 
 
 class SettingsError(ValueError):
@@ -29,6 +27,8 @@ class Facts:
     """Whether every state of Megatron's RNG tracker can be registered with a graph."""
     foreign_hooks: tuple[str, ...] = ()
     """Submodules with forward or backward hooks that a replay would not run."""
+    foreign_layers: tuple[str, ...] = ()
+    """Classes of layers that are no TransformerLayers."""
     wrapper: str = "DistributedDataParallel"
     """Class that wraps the chunks; empty: none."""
     data_parallel_size: int = 1
@@ -46,7 +46,9 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     Raises:
         SettingsError: one line for every setting.
     """
-    said = [*_of_plan(config, plan, facts), *_of_config(config, plan.graphs.impl), *_of_run(facts, environment)]
+    said = [*_of_plan(config, plan, facts), *_of_config(config, plan.graphs.impl)]
+    said += [*_of_local(config, plan, facts), *_of_run(facts, environment)]
+    said += _of_transformer_engine(config, plan)
     if said:
         raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
 
@@ -109,6 +111,20 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 """Field, value to set, reason."""
 
 
+def _of_transformer_engine(config: Any, plan: Plan) -> Iterator[str]:
+    """What Transformer Engine's graphs of whole layers cannot serve."""
+    if plan.graphs.impl != "transformer_engine":
+        return
+    modules = [getattr(module, "name", str(module)) for module in getattr(config, "cuda_graph_modules", None) or ()]
+    if modules:
+        yield f"cuda_graph_modules is {modules}: graphs.impl transformer_engine captures whole layers; set it to []"
+    if getattr(config, "cuda_graph_retain_backward_graph", False):
+        yield (
+            "cuda_graph_retain_backward_graph is True: a slot's memory is given back after its backward; set it to "
+            "False"
+        )
+
+
 def _of_experts(config: Any) -> Iterator[str]:
     if not config.moe_pad_expert_input_to_capacity:
         yield (
@@ -120,6 +136,56 @@ def _of_experts(config: Any) -> Iterator[str]:
             f"moe_token_dispatcher_type is {config.moe_token_dispatcher_type!r}: it was not checked in a graph; set "
             "it to 'alltoall'"
         )
+
+
+def _of_local(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
+    """What Megatron's own layer graphs cannot do with micro-batches that run eagerly at times."""
+    if plan.graphs.impl != "local":
+        return
+    for name, allowed, why in _UNSUPPORTED_LOCAL:
+        value = getattr(config, name, None)
+        if value and value != allowed:
+            yield f"{name} is {value!r}: {why}"
+    shards = config.tensor_model_parallel_size
+    if (experts := getattr(config, "expert_tensor_parallel_size", None) or shards) > shards:
+        yield (
+            f"expert_tensor_parallel_size is {experts}, tensor_model_parallel_size {shards}: ranks that share experts "
+            "may record other buckets; set graphs.impl to chunk"
+        )
+    if modules := [getattr(m, "name", m) for m in getattr(config, "cuda_graph_modules", ())]:
+        yield f"cuda_graph_modules is {modules}: only graphs of whole layers are led; set it to []"
+    if getattr(getattr(config, "inference_cuda_graph_scope", None), "name", None) == "block":
+        yield "inference_cuda_graph_scope is 'block': layers have no graphs of their own then; set it to 'layer'"
+    if not facts.wrapper:
+        yield "the model is not wrapped: Megatron's graphs add to main_grad; wrap it in DistributedDataParallel"
+
+
+_UNSUPPORTED_LOCAL: tuple[tuple[str, Any, str], ...] = (
+    (
+        "pipeline_model_parallel_size",
+        1,
+        "Megatron's layer graphs then take turns by micro-batch, and one that runs eagerly would let them overwrite "
+        "each other; set graphs.impl to chunk",
+    ),
+    (
+        "expert_model_parallel_size",
+        1,
+        "ranks that share experts may record other buckets, and making graphs communicates; set graphs.impl to chunk",
+    ),
+    (
+        "mtp_num_layers",
+        None,
+        "the layers of multi-token prediction have graphs too, and take boundaries that are not padded; set "
+        "graphs.impl to chunk",
+    ),
+    (
+        "multi_latent_attention",
+        False,
+        "its layers' rotary tables may be freed while graphs read them; set graphs.impl to none",
+    ),
+    ("gtp_weight_remat_size", 1, "weights are gathered in the order of the graphs; set it to 1"),
+)
+"""Field, allowed value, reason and remedy."""
 
 
 def _of_run(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
@@ -134,6 +200,11 @@ def _of_run(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
         yield (
             f"{facts.foreign_hooks[0]} and {len(facts.foreign_hooks) - 1} more modules have hooks, which a replay does "
             "not run; remove them"
+        )
+    if facts.foreign_layers:
+        yield (
+            f"the decoder has {', '.join(facts.foreign_layers)}: state-space layers need seq_idx, which is not passed "
+            "on yet; use attention and MLP layers alone"
         )
     if facts.wrapper not in ("", "DistributedDataParallel"):
         yield f"the model is wrapped in {facts.wrapper}, which moves parameters; use DistributedDataParallel"

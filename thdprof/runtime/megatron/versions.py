@@ -51,6 +51,48 @@ RELIED_ON = (
         why="a pipeline stage's input comes in an attribute; a chunk graph takes it as an argument",
     ),
     Reliance(
+        package="megatron-core",
+        name="GraphableMegatronModule._should_call_local_cudagraph",
+        checked=MEGATRON,
+        why="an attribute of that name on a layer leads a micro-batch without a graph past its graphs",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="transformer.cuda_graphs._CudagraphGlobalRecord: cudagraph_created, _enable_saved_tensors_observer",
+        checked=MEGATRON,
+        why="says when a step's recorded layers have become graphs, after which none can be added",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="CudaGraphManager: cudagraph_runners, global_mempool; _CudaGraphRunner.status; _GraphStatus",
+        checked=MEGATRON,
+        why="tells whether a backward pass is still to come, counts graphs and their memory, and frees them",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="GraphableMegatronModule.__call__: cuda_graphs",
+        checked=MEGATRON,
+        why="a layer whose list of graphs is empty runs its own forward, for which our graphs stand in",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="TransformerBlock.forward, HybridStack.forward: layers, each called with keyword arguments alone",
+        checked=MEGATRON,
+        why="a layer's graph takes the hidden states and bakes in the rest",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
+        checked=TRANSFORMER_ENGINE,
+        why="one chunk's layers are captured forward and backward in one memory pool, as megatron-core does",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="graph.set_capture_end, distributed.get_all_rng_states",
+        checked=TRANSFORMER_ENGINE,
+        why="a failed capture leaves its mark behind; it registers the random states that it knows and no other",
+    ),
+    Reliance(
         package="transformer-engine",
         name="weight.main_grad, weight.grad_added_to_main_grad",
         checked=TRANSFORMER_ENGINE,

@@ -1,0 +1,559 @@
+"""`graphs.impl: transformer_engine`: every layer is a graph pair made by Transformer Engine, one set a bucket and slot.
+
+The graphs come from `transformer_engine.pytorch.make_graphed_callables`. megatron-core replays such graphs itself, but
+for dense input alone; here its layers keep running eagerly as far as it knows (their `cuda_graphs` stay empty), and
+while a micro-batch holds a slot, the layers' `forward` is replaced on the instances by the slot's graphs. A layer that
+is not a TransformerLayer, as a MambaLayer, runs eagerly between them, and so does the final layer norm.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from thdprof.runtime.bank import Metadata, Placement, Surroundings, sample_boundaries
+from thdprof.runtime.capture import _pool_bytes, aliased_parameters, unchanged_state
+from thdprof.runtime.dispatch import Bucket, FallbackReason
+from thdprof.runtime.dispatched import Call, DispatchedModule
+from thdprof.runtime.megatron.chunk import gather_parameters
+from thdprof.runtime.megatron.decoder import Decoder
+from thdprof.runtime.megatron.settings import SettingsError
+from thdprof.runtime.padding import to_device
+
+logger = logging.getLogger(__name__)
+
+_WARMUP_PASSES = 1
+"""Warm-up passes of make_graphed_callables, after the one in which the layers' arguments are recorded."""
+
+Make = Callable[..., Sequence[Callable[..., torch.Tensor]]]
+"""make_graphed_callables, or what stands for it."""
+
+
+class LayerPass(nn.Module):
+    """One layer as Transformer Engine captures it: hidden states in, hidden states out, all else static.
+
+    The layer's parameters are arguments too, and not this module's own: a replay then takes the model's parameters,
+    although the capture ran over aliases of them.
+    """
+
+    def __init__(self, layer_forward: Callable[..., Any], constants: dict[str, Any]) -> None:
+        super().__init__()
+        self._layer_forward, self._constants = layer_forward, constants
+
+    def forward(self, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the layer."""
+        return _hidden(self._layer_forward(hidden_states=hidden_states, **self._constants))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """What one layer was called with."""
+
+    hidden: torch.Tensor
+    """Zeros like its hidden states."""
+    constants: dict[str, Any]
+    """Its other arguments, over static tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReplays:
+    """The graphs of one bucket in one slot; the static memory that they share is the slot's."""
+
+    graphs: tuple[Callable[..., torch.Tensor], ...]
+    """One a layer, in order: takes hidden states and the layer's parameters, gives the graph's own output buffer."""
+    parameters: tuple[tuple[nn.Parameter, ...], ...]
+    """The model's parameters that each layer gives a gradient to."""
+    fused: tuple[tuple[nn.Parameter, torch.Tensor], ...]
+    """Those whose gradient the graphs add to `main_grad`, and that."""
+    kept_grads: bool
+    """Whether gradients stay in `.grad` and so must be copied out of the graphs' memory."""
+
+    def reset(self) -> None:
+        """Free the graphs."""
+        for graph in self.graphs:
+            graph.reset()  # type: ignore[attr-defined]
+
+
+class LayerSlot:
+    """Static tensors and one memory pool for the graphs of all buckets. Only one bucket is alive at a time."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], buckets: Sequence[Bucket], *, with_padded: bool, device: torch.device
+    ) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.metadata = Metadata(buckets, with_padded=with_padded, with_seq_idx=False, device=device)
+        self.others = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[1:]]
+        """The decoder's other tensors, static: every layer may read them."""
+        self.hidden: list[torch.Tensor] = []
+        """Static input of every layer."""
+        self.replays: dict[Bucket, LayerReplays] = {}
+        self.busy = self.closed = False
+
+    def inputs_like(self, recorded: Sequence[_Recorded]) -> list[torch.Tensor]:
+        """Static inputs of the layers, the same for every bucket."""
+        if not self.hidden:
+            self.hidden = [r.hidden.requires_grad_() for r in recorded]
+        return self.hidden
+
+    def stage(self, call: Call, bucket: Bucket) -> None:
+        """Queue one micro-batch's metadata and other tensors into the static ones."""
+        self.metadata.stage(call.boundaries, bucket)
+        for static, given in zip(self.others, call.tensors[1:], strict=True):
+            static.copy_(given)
+
+    def static_bytes(self) -> int:
+        """Bytes of the layers' static inputs."""
+        return sum(t.numel() * t.element_size() for t in (*self.hidden, *self.others))
+
+    def close(self) -> None:
+        """Free the graphs; a backward still to come raises."""
+        self.closed = True
+        for replays in self.replays.values():
+            replays.reset()
+        self.replays.clear()
+        self.hidden.clear()
+
+
+class LayerLease:
+    """A slot held by one micro-batch from its forward to the end of its backward, or until it is dropped."""
+
+    def __init__(self, slot: LayerSlot, bucket: Bucket, anchor: torch.Tensor) -> None:
+        self.slot, self.replays = slot, slot.replays[bucket]
+        self._anchor = anchor
+        self._held = True
+        slot.busy = True
+
+    def run(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Replay the forward graph of layer `number`; the last one's output is a copy, the caller's to keep."""
+        if number == 0:
+            hidden = _Enter.apply(self, self._anchor, hidden)
+        parameters: Sequence[torch.Tensor] = self.replays.parameters[number]
+        if self.replays.kept_grads and parameters:
+            parameters = _Copied.apply(*parameters)
+        found = self.replays.graphs[number](hidden, *parameters)
+        return _Leave.apply(self, found) if number == len(self.replays.graphs) - 1 else found
+
+    def begin_backward(self) -> None:
+        """Before any layer's backward graph is replayed.
+
+        Weights whose gradient a graph adds to `main_grad` are marked as the captured kernels would mark them: what
+        Megatron's gradient reduction then finds in `.grad` is a dummy.
+
+        Raises:
+            RuntimeError: a second backward of the same micro-batch: its activations may be overwritten by now.
+        """
+        if not self._held:
+            raise RuntimeError(
+                "a replayed micro-batch was backpropagated a second time; its slot is given back after the first"
+            )
+        if self.slot.closed:
+            raise RuntimeError("the graphs were closed or dropped before the backward of a replayed micro-batch")
+        for parameter, main_grad in self.replays.fused:
+            if getattr(parameter, "main_grad", None) is not main_grad:
+                raise RuntimeError(
+                    f"main_grad of a parameter of shape {tuple(parameter.shape)} was replaced after its graphs were "
+                    "captured; call recapture()"
+                )
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+
+    def release(self) -> None:
+        """Give the slot back."""
+        if self._held:
+            self._held = False
+            self.slot.busy = False
+
+    def __del__(self) -> None:
+        """A micro-batch whose outputs were dropped without a backward gives its slot back too."""
+        self.release()
+
+
+class _Enter(torch.autograd.Function):
+    """Before the first layer: its backward runs after all of theirs, and gives the slot back.
+
+    The anchor takes a gradient, so that there is a backward even where the hidden states take none.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lease: LayerLease, anchor: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.lease = lease
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        copied = grad.clone()  # out of the graph's memory
+        ctx.lease.release()
+        return None, None, copied
+
+
+class _Leave(torch.autograd.Function):
+    """After the last layer: copies its output out of the graph's memory; its backward runs before all of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, lease: LayerLease, hidden: torch.Tensor) -> torch.Tensor:
+        ctx.lease = lease
+        return hidden.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.lease.begin_backward()
+        return None, grad
+
+
+class _Copied(torch.autograd.Function):
+    """Parameters whose gradients are copied out of the graph's memory before autograd keeps them."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> Any:
+        return tuple(p.view_as(p) for p in parameters)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        return tuple(None if grad is None else grad.clone() for grad in grads)
+
+
+class LayerGraphs(DispatchedModule):
+    """A decoder whose TransformerLayers are replayed one by one, through Transformer Engine's graphed callables.
+
+    Gradients reach the model's parameters through autograd, so that what Megatron hangs on their accumulation runs as
+    it does eagerly. Its waiting for gathered parameters, in hooks that a replay does not run, is done layer by layer.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        buckets: Sequence[Bucket],
+        *,
+        num_slots: int,
+        generators: Sequence[torch.Generator] = (),
+        surroundings: Surroundings | None = None,
+        make: Make | None = None,
+        **options: Any,
+    ) -> None:
+        """Graphs of `decoder`'s layers over `buckets`.
+
+        Args:
+            decoder: a TransformerBlock or HybridStack.
+            buckets: shapes to capture.
+            num_slots: copies of every bucket's graphs.
+            generators: CUDA generators of Megatron's tracker.
+            surroundings: what the decoder touches outside itself.
+            make: make_graphed_callables; None: Transformer Engine's.
+            options: as DispatchedModule takes them.
+
+        Raises:
+            SettingsError: no layer that could be captured, a parameter that two layers share, or a tracker of random
+                states that Transformer Engine does not know.
+            ValueError: no slot.
+        """
+        if num_slots < 1:
+            raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
+        super().__init__(decoder, buckets, **options)
+        self._block = decoder.block
+        self._layers = _transformer_layers(decoder.block)
+        self._all_graphed = len(self._layers) == len(decoder.block.layers)  # type: ignore[arg-type]
+        self._num_slots, self._generators = num_slots, tuple(generators)
+        self._extra_state = (surroundings or Surroundings()).extra_state
+        self._make = make or _transformer_engines(generators)
+        self._slots: list[LayerSlot] = []
+        self._failures: dict[Bucket, str] = {}
+        self._placement: Placement | None = None
+        self._anchor: torch.Tensor | None = None
+        self._call: Call | None = None
+
+    def pool_bytes(self) -> int:
+        """Bytes of the graphs' memory pools and of the layers' static inputs."""
+        return sum(_pool_bytes(self._device, slot.pool) + slot.static_bytes() for slot in self._slots)
+
+    @property
+    def _device(self) -> torch.device:
+        assert self._anchor is not None  # made when the graphs are opened
+        return self._anchor.device
+
+    def _open(self, call: Call) -> None:
+        if any(t.requires_grad for t in call.tensors[1:]):
+            raise TypeError("a tensor besides the hidden states takes a gradient, which a layer's graph does not give")
+        device = call.tensors[0].device
+        gather_parameters(self.module)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._placement = Placement(self.module)
+        self._call = call
+        with_padded = call.packed.cu_seqlens_padded is not None
+        self._slots = [
+            LayerSlot(call.tensors, self._buckets, with_padded=with_padded, device=device)
+            for _ in range(self._num_slots)
+        ]
+        if self._capture == "startup":
+            for slot in self._slots:
+                for bucket in sorted(self._buckets, reverse=True):  # smaller ones fit into the largest's memory
+                    self._captured(slot, bucket)
+
+    def _replay(self, bucket: Bucket, call: Call) -> Any:
+        self._refuse_megatrons_own()
+        lease = self._lease(bucket)
+        if isinstance(lease, FallbackReason):
+            return lease
+        lease.slot.stage(call, bucket)
+        packed = lease.slot.metadata.packed(bucket)
+        if not self._all_graphed:  # what runs eagerly may keep it beyond the lease
+            n_tokens = call.shape.n_tokens * call.packed.cp_size
+            packed = to_device(call.packed, call.boundaries, n_tokens, call.tensors[0].device)
+        args, kwargs = call.substitute(call.tensors, packed)
+
+        def replayed(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
+            gather_parameters(self._layers[number])
+            return lease.run(number, hidden), None
+
+        with self._timed(call.tensors, replayed=True) as outputs, self._layers_run(replayed):
+            result = self.module(*args, **kwargs)
+            outputs.extend(tree_flatten(result)[0])
+        return result
+
+    def _lease(self, bucket: Bucket) -> LayerLease | FallbackReason:
+        assert self._placement is not None
+        assert self._anchor is not None
+        self._placement.check()
+        free = [slot for slot in self._slots if not slot.busy]
+        for slot in free:
+            if self._captured(slot, bucket):
+                return LayerLease(slot, bucket, self._anchor)
+        return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
+
+    def _captured(self, slot: LayerSlot, bucket: Bucket) -> bool:
+        """Whether `slot` has graphs of `bucket`, captured now if they are not yet."""
+        if bucket in slot.replays:
+            return True
+        if bucket in self._failures:
+            return False
+        collecting = gc.isenabled()
+        try:
+            slot.replays[bucket] = self._capture_layers(slot, bucket)
+        except Exception as error:
+            _tidy_after_failure(collecting)
+            self._failures[bucket] = f"{type(error).__name__}: {error}"
+            logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self._failures[bucket])
+            return False
+        self._stats.captures += 1
+        return True
+
+    def _capture_layers(self, slot: LayerSlot, bucket: Bucket) -> LayerReplays:
+        default = torch.cuda.default_generators[self._device.index]
+        generators = [default, *(g for g in self._generators if g is not default)]
+        slot.metadata.stage(sample_boundaries(bucket), bucket)
+        with unchanged_state(self.module, generators, self._extra_state):
+            recorded, touched = self._rehearse(slot, bucket)
+            parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
+            with aliased_parameters(self.module) as aliases, self._blocks_rng():
+                pairs = [(p, aliases[id(p)]) for own in parameters for p in own]
+                _spare_main_grads(list(aliases.values()))
+                inputs = slot.inputs_like(recorded)
+                graphs = self._make(
+                    tuple(
+                        LayerPass(layer.forward, r.constants) for layer, r in zip(self._layers, recorded, strict=True)
+                    ),
+                    tuple(
+                        (hidden, *(aliases[id(p)] for p in own)) for hidden, own in zip(inputs, parameters, strict=True)
+                    ),
+                    num_warmup_iters=_WARMUP_PASSES,
+                    allow_unused_input=True,
+                    enabled=False,
+                    pool=slot.pool,
+                    _order=[1, -1],
+                    _num_layers_per_chunk=[len(self._layers)],
+                    _reuse_graph_input_output_buffers=True,  # frees what the next bucket's graphs can use
+                    post_warmup_hook=lambda: _give_main_grads(pairs),
+                )
+        return LayerReplays(
+            graphs=tuple(graphs),
+            parameters=parameters,
+            fused=tuple(
+                (p, main_grad)
+                for p, alias in pairs
+                if (main_grad := getattr(p, "main_grad", None)) is not None
+                and getattr(alias, "grad_added_to_main_grad", False)
+            ),
+            kept_grads=any(getattr(p, "main_grad", None) is None for p, _ in pairs),
+        )
+
+    def _rehearse(self, slot: LayerSlot, bucket: Bucket) -> tuple[list[_Recorded], set[int]]:
+        """Run the decoder once, forward and backward, on the slot's static tensors.
+
+        Gives what each layer was called with, and the identities of the parameters that get a gradient.
+        """
+        assert self._call is not None
+        hidden = self._call.tensors[0]
+        first = torch.zeros_like(hidden, memory_format=torch.contiguous_format).requires_grad_(hidden.requires_grad)
+        args, kwargs = self._call.substitute([first, *slot.others], slot.metadata.packed(bucket))
+        recorded: dict[int, _Recorded] = {}
+        touched: set[int] = set()
+        own = [layer.forward for layer in self._layers]
+
+        def record(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
+            zeros = torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
+            recorded[number] = _Recorded(hidden=zeros, constants=constants)
+            return own[number](hidden_states=hidden, **constants)
+
+        def hook(original: int) -> Callable[[torch.Tensor], None]:
+            def arrived(alias: torch.Tensor) -> None:
+                touched.add(original)
+                alias.grad = None
+
+            return arrived
+
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with aliased_parameters(self.module) as aliases, torch.cuda.stream(stream), self._layers_run(record):
+            _spare_main_grads(list(aliases.values()))
+            for original, alias in aliases.items():
+                if alias.requires_grad:
+                    alias.register_post_accumulate_grad_hook(hook(original))
+            outputs = [o for o in tree_flatten(self.module(*args, **kwargs))[0] if o.requires_grad]
+            torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+        torch.cuda.synchronize(self._device)
+        if len(recorded) < len(self._layers):
+            raise RuntimeError(f"the decoder called {len(recorded)} of its {len(self._layers)} layers")
+        return [recorded[number] for number in range(len(self._layers))], touched
+
+    @contextmanager
+    def _layers_run(self, run: Callable[[int, torch.Tensor, dict[str, Any]], Any]) -> Iterator[None]:
+        """Let `run` stand for the layers' forward: it takes a layer's number, hidden states and other arguments."""
+
+        def stand_in(number: int) -> Callable[..., Any]:
+            def forward(hidden_states: torch.Tensor, **constants: Any) -> Any:
+                return run(number, hidden_states, constants)
+
+            return forward
+
+        before = [vars(layer).get("forward") for layer in self._layers]
+        for number, layer in enumerate(self._layers):
+            vars(layer)["forward"] = stand_in(number)
+        try:
+            yield
+        finally:
+            for layer, forward in zip(self._layers, before, strict=True):
+                if forward is None:
+                    del vars(layer)["forward"]
+                else:
+                    vars(layer)["forward"] = forward
+
+    def _blocks_rng(self) -> AbstractContextManager[Any]:
+        """The random state that the block's forward runs its layers in."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+        from megatron.core.transformer.transformer_block import TransformerBlock
+
+        if isinstance(self._block, TransformerBlock) and self._block.config.sequence_parallel:
+            forked: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+            return forked
+        return nullcontext()
+
+    def _refuse_megatrons_own(self) -> None:
+        """Make sure that megatron-core has not captured the layers too.
+
+        Raises:
+            RuntimeError: it has; its graphs do not take packed input.
+        """
+        if any(getattr(layer, "cuda_graphs", None) for layer in self._layers):
+            raise RuntimeError(
+                "megatron-core's TECudaGraphHelper has captured these layers too: do not call its create_cudagraphs"
+            )
+
+    def recapture(self) -> None:
+        """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
+        if self._slots:
+            torch.cuda.synchronize()
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+        self._failures = {}
+        self._placement = self._call = None
+        super().recapture()
+
+
+def _hidden(result: Any) -> torch.Tensor:
+    """The hidden states of what a layer returns, which may come with a context."""
+    found: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return found
+
+
+def _transformer_layers(block: Any) -> tuple[nn.Module, ...]:
+    """The layers that are captured.
+
+    Raises:
+        SettingsError: there are layers, but none that can be, or two of them share a parameter.
+    """
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    found = tuple(layer for layer in block.layers if isinstance(layer, TransformerLayer))
+    if not found:
+        raise SettingsError(
+            f"graphs.impl transformer_engine captures TransformerLayers, and this chunk of {len(block.layers)} layers "
+            "has none; set it to chunk"
+        )
+    owned = [id(p) for layer in found for p in layer.parameters()]
+    if len(set(owned)) < len(owned):
+        raise SettingsError("two layers share a parameter: layer graphs cannot add up its gradients; use impl chunk")
+    return found
+
+
+def _transformer_engines(generators: Sequence[torch.Generator]) -> Make:
+    """Transformer Engine's make_graphed_callables.
+
+    Raises:
+        SettingsError: it does not know all `generators`, and would not register them with its graphs.
+    """
+    from transformer_engine.pytorch import make_graphed_callables
+    from transformer_engine.pytorch.distributed import get_all_rng_states
+
+    known = {id(state) for state in get_all_rng_states().values()}
+    if any(id(generator) not in known for generator in generators):
+        raise SettingsError(
+            "the RNG tracker is not Transformer Engine's, whose graphs then leave its states out: call "
+            "model_parallel_cuda_manual_seed(..., te_rng_tracker=True), or --te-rng-tracker"
+        )
+    made: Make = make_graphed_callables
+    return made
+
+
+def _spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
+    """Let passes over `aliases` add to scratch memory: kernels may write to `main_grad` themselves."""
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    grads = [(alias, g) for alias in aliases if (g := getattr(alias, "main_grad", None)) is not None]
+    for _, grad in grads:
+        kind = grad.dtype, grad.device
+        sizes[kind] = max(sizes.get(kind, 0), grad.numel())
+    scratch = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()}
+    for alias, grad in grads:
+        spare = scratch[grad.dtype, grad.device][: grad.numel()].view(grad.shape)
+        alias.main_grad = spare  # type: ignore[attr-defined]
+
+
+def _give_main_grads(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Let passes over the aliases, the second of each pair, add to the parameters' own `main_grad`, and say so anew."""
+    for parameter, alias in pairs:
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is not None:
+            alias.main_grad = main_grad  # type: ignore[attr-defined]
+            if hasattr(alias, "grad_added_to_main_grad"):
+                alias.grad_added_to_main_grad = False
+
+
+def _tidy_after_failure(collecting: bool) -> None:
+    """Undo what make_graphed_callables leaves behind when it raises."""
+    if collecting:
+        gc.enable()
+    LayerPass.__call__ = nn.Module.__call__  # type: ignore[method-assign]
+    try:
+        from transformer_engine.pytorch.graph import set_capture_end
+    except ImportError:
+        return
+    set_capture_end()
