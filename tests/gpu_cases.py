@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack
+from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack
 from thdprof.runtime.padding import pad_cu_seqlens
 from thdprof.runtime.stack import PackedStack
 
@@ -339,6 +339,107 @@ def document_indexes() -> None:
         expected = torch.searchsorted(torch.tensor(ends), torch.arange(TOKENS), right=True) + cu[1]
         assert torch.equal(y[:, 0].cpu().long(), expected)
     assert graphs.stats().replays.total() == 3
+    graphs.close()
+
+
+class Boundaries(torch.nn.Module):
+    """Shows the boundaries that a graph reads."""
+
+    def forward(self, x, packed):
+        weights = torch.arange(1, len(packed.cu_seqlens) + 1, device=x.device, dtype=torch.float32)
+        told = (packed.cu_seqlens * weights).sum() + 1e5 * (packed.cu_seqlens_padded * weights).sum()
+        return x * told
+
+
+def padded_documents() -> None:
+    """Valid and padded boundaries reach a graph, from the host and from the device, with every tail policy."""
+    valid, padded = np.array([0, 3, 9], np.int32), np.array([0, 4, 12], np.int32)
+    compared = 0
+    for policy in ("none", "append_dummy_seq", "extend_last"):
+        for where in ("host", "device"):
+            module = GraphedModule(
+                Boundaries().cuda(), [Bucket(6, 16, 16)], tail_policy=policy, sample_every=0, capture="first_use"
+            )
+            x = torch.ones(16, device="cuda", requires_grad=True)
+            on_device = {
+                "cu_seqlens": torch.from_numpy(valid).cuda(),
+                "cu_seqlens_padded": torch.from_numpy(padded).cuda(),
+            }
+            host = {"host": valid, "host_padded": padded} if where == "host" else {}
+            packed = PackedSequence(max_seqlen=8, **on_device, **host)
+            y = module(x, packed)
+            tail = {"none": (valid, padded), "extend_last": (valid, [0, 4, 16])}
+            wanted, memory = tail.get(policy, ([0, 3, 9, 9], [0, 4, 12, 16]))
+            wanted, memory = (np.append(v, [v[-1]] * (7 - len(v))) for v in (wanted, memory))
+            weights = np.arange(1, 8)
+            expected = float((wanted * weights).sum() + 1e5 * (memory * weights).sum())
+            assert y[0].item() == np.float32(expected), (policy, where, y[0].item(), expected)
+            assert module.stats().replays.total() == 1, str(module.stats())
+            y.sum().backward()
+            compared += 1
+            module.close()
+    assert compared == 6
+
+
+def capture_at_a_misfit() -> None:
+    """Under `startup` the first micro-batch captures even if it falls back itself."""
+    rng = np.random.default_rng(0)
+    graphs = GraphedModule(make_stack(), BUCKETS)
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with graphs.stats().expect(captures=2, fallbacks=1):
+        graphs(x, pack(boundaries(rng, 60))).sum().backward()
+    with graphs.stats().expect(replays=1):
+        graphs(x, pack(boundaries(rng, 20))).sum().backward()
+    graphs.close()
+
+
+def fused_accumulation() -> None:
+    """Kernels that add to main_grad themselves: replayed and eager micro-batches add up as eager ones alone do."""
+    import transformer_engine.pytorch as te
+
+    def make():
+        torch.manual_seed(0)
+        made = torch.nn.Sequential(
+            te.LayerNormLinear(HIDDEN, HIDDEN, bias=False, fuse_wgrad_accumulation=True, params_dtype=torch.bfloat16),
+            te.Linear(HIDDEN, HIDDEN, bias=False, fuse_wgrad_accumulation=True, params_dtype=torch.bfloat16),
+        ).cuda()
+        for parameter in made.parameters():
+            parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+            parameter.grad_added_to_main_grad = False
+
+            def accumulate(*unused, parameter=parameter):  # as megatron-core's DistributedDataParallel
+                if parameter.grad is not None and not parameter.grad_added_to_main_grad:
+                    parameter.main_grad.add_(parameter.grad)
+                parameter.grad = None
+
+            parameter.node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+            parameter.node.register_hook(accumulate)
+        return made
+
+    class Takes(torch.nn.Module):
+        def __init__(self, inner) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, packed):
+            return self.inner(x)
+
+    rng = np.random.default_rng(0)
+    plain, model = Takes(make()), Takes(make())
+    graphs = GraphedModule(model, BUCKETS, sample_every=0)
+    for documents in (3, 60, 20, 8, 33, 5):
+        x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        for run in (plain, graphs):
+            given = x.clone().requires_grad_()
+            run(given, pack(boundaries(rng, documents))).float().square().mean().backward()
+    assert graphs.stats().replays.total() == 4, str(graphs.stats())
+    compared = 0
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is None
+        assert theirs.main_grad.abs().sum() > 0
+        assert torch.equal(ours.main_grad, theirs.main_grad), ours.shape
+        compared += 1
+    assert compared == 4
     graphs.close()
 
 

@@ -49,7 +49,7 @@ class FusedScale(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        found = (grad * x).sum(0)
+        found = (grad * x).sum(0) + 1  # so that no pass leaves `main_grad` alone
         if hasattr(ctx.origin, "main_grad"):
             if not FusedScale.capturing:
                 ctx.origin.main_grad.add_(found)
@@ -476,10 +476,15 @@ def test_a_slot_is_held_until_the_whole_backward_is_over():
     assert run.stats().replays == {BUCKETS[0]: 1, BUCKETS[1]: 2}
 
 
-def test_a_slot_is_given_back_where_the_input_takes_no_gradient():
+def test_a_slot_is_given_back_where_the_input_takes_no_gradient(monkeypatch):
+    from megatron.core.transformer import transformer_block
+
+    monkeypatch.setattr(transformer_block, "make_viewless_tensor", lambda inp, **_: inp)  # as a HybridStack has it
     block = make_block()
     run = graphs_of(block)
-    forward(block, inputs(1)[0], SMALL).sum().backward()
+    y = forward(block, inputs(1)[0], SMALL)
+    y.sum().backward()
+    assert y.grad_fn is not None  # still held
     assert [slot.busy for slot in run._slots] == [False, False]
     assert run.stats().replays == {BUCKETS[0]: 1}
 

@@ -27,6 +27,9 @@ CASES = [
     "document_indexes",
     "passes_without_gradients",
     "teardown_before_process_groups",
+    "padded_documents",
+    "capture_at_a_misfit",
+    "fused_accumulation",
 ]
 
 

@@ -273,7 +273,7 @@ class Bank:
         self._module, self._call, self._options = module, call, options
         self._stream = torch.cuda.Stream(device)
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
-        self._placement = Placement(module)
+        self._placement: Placement | None = None  # layers may make buffers in the first pass
         self.slots = [
             Slot(
                 tensors,
@@ -312,6 +312,7 @@ class Bank:
             self.failures[bucket] = f"{type(error).__name__}: {error}"
             logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self.failures[bucket])
             return None
+        self._placement = self._placement or Placement(self._module)
         logger.info("captured %s: %.1f MiB", bucket, slot.passes[bucket].pool_bytes / 2**20)
         self._options.on_capture()
         return slot.passes[bucket]
@@ -331,7 +332,8 @@ class Bank:
             RuntimeError: a parameter moved in memory since the captures, so that graphs would read what is given back,
                 or was frozen or unfrozen.
         """
-        self._placement.check()
+        if self._placement is not None:
+            self._placement.check()
         free = [slot for slot in self.slots if not slot.busy]
         for slot in free:
             if self.capture(slot, bucket) is not None:

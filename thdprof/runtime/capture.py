@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class GradientBuffers:
     def of(cls, parameters: Sequence[nn.Parameter]) -> GradientBuffers:
         """Buffers for `parameters`: `main_grad` where a parameter has one, else a new one that becomes `.grad`."""
         made = cls(list(parameters))
+        _fires_without_gradient()  # asked outside any backward
         for parameter in made.parameters:
             main_grad = getattr(parameter, "main_grad", None)
             made.uses_main_grad.append(main_grad is not None)
@@ -139,12 +141,38 @@ class GradientBuffers:
             torch._foreach_copy_(targets, sources)
 
     def run_hooks(self, touched: Sequence[bool]) -> None:
-        """Fire the parameters' post-accumulate hooks, as autograd would after adding to `.grad`."""
-        for parameter, used in zip(self.parameters, touched, strict=True):
+        """Fire the parameters' post-accumulate hooks, as autograd would after adding to `.grad`.
+
+        Those with `main_grad` are inputs of the replay, which gives autograd no gradient of theirs: some versions of
+        torch fire their hooks all the same, and they are left to it then.
+        """
+        for parameter, used, main in zip(self.parameters, touched, self.uses_main_grad, strict=True):
             hooks = parameter._post_accumulate_grad_hooks
-            if hooks and used:
+            if hooks and used and not (main and _fires_without_gradient()):
                 for hook in tuple(hooks.values()):
                     hook(parameter)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Gives its second input no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+@cache
+def _fires_without_gradient() -> bool:
+    """Whether this torch fires a parameter's post-accumulate hooks where a backward gives it no gradient."""
+    fired: list[torch.Tensor] = []
+    parameter, x = nn.Parameter(torch.ones(1)), torch.ones(1, requires_grad=True)
+    parameter.register_post_accumulate_grad_hook(fired.append)
+    _NoGradient.apply(x, parameter).backward()
+    return bool(fired)
 
 
 @contextmanager

@@ -71,10 +71,8 @@ class LayerReplays:
     """One a layer, in order: takes hidden states and the layer's parameters, gives the graph's own output buffer."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     """The model's parameters that each layer gives a gradient to."""
-    fused: tuple[tuple[nn.Parameter, torch.Tensor], ...]
-    """Those whose gradient the graphs add to `main_grad`, and that."""
-    kept_grads: bool
-    """Whether gradients stay in `.grad` and so must be copied out of the graphs' memory."""
+    fused: dict[int, tuple[nn.Parameter, torch.Tensor]]
+    """Those whose gradient the graphs add to `main_grad`, and that, by identity; what they give autograd is a dummy."""
 
     def reset(self) -> None:
         """Free the graphs."""
@@ -135,10 +133,11 @@ class LayerLease:
         """Replay the forward graph of layer `number`; the last one's output is a copy, the caller's to keep."""
         if number == 0:
             hidden = _Enter.apply(self, self._anchor, hidden)
-        parameters: Sequence[torch.Tensor] = self.replays.parameters[number]
-        if self.replays.kept_grads and parameters:
-            parameters = _Copied.apply(*parameters)
-        found = self.replays.graphs[number](hidden, *parameters)
+        parameters = self.replays.parameters[number]
+        unfused = [p for p in parameters if id(p) not in self.replays.fused]
+        copied = iter(_Copied.apply(*unfused) if unfused else ())
+        given = [p if id(p) in self.replays.fused else next(copied) for p in parameters]
+        found = self.replays.graphs[number](hidden, *given)
         return _Leave.apply(self, found) if number == len(self.replays.graphs) - 1 else found
 
     def begin_backward(self) -> None:
@@ -156,7 +155,7 @@ class LayerLease:
             )
         if self.slot.closed:
             raise RuntimeError("the graphs were closed or dropped before the backward of a replayed micro-batch")
-        for parameter, main_grad in self.replays.fused:
+        for parameter, main_grad in self.replays.fused.values():
             if getattr(parameter, "main_grad", None) is not main_grad:
                 raise RuntimeError(
                     f"main_grad of a parameter of shape {tuple(parameter.shape)} was replaced after its graphs were "
@@ -210,7 +209,11 @@ class _Leave(torch.autograd.Function):
 
 
 class _Copied(torch.autograd.Function):
-    """Parameters whose gradients are copied out of the graph's memory before autograd keeps them."""
+    """Parameters whose gradients are copied out of the graph's memory before autograd keeps or adds them.
+
+    Applied right before the layer, its backward runs right after the layer's, before another graph overwrites them;
+    what accumulates them may run on another stream.
+    """
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> Any:
@@ -259,9 +262,8 @@ class LayerGraphs(DispatchedModule):
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
         super().__init__(decoder, buckets, **options)
-        self._block = decoder.block
         self._layers = _transformer_layers(decoder.block)
-        self._all_graphed = len(self._layers) == len(decoder.block.layers)  # type: ignore[arg-type]
+        self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
         self._num_slots, self._generators = num_slots, tuple(generators)
         self._extra_state = (surroundings or Surroundings()).extra_state
         self._make = make or _transformer_engines(generators)
@@ -286,7 +288,6 @@ class LayerGraphs(DispatchedModule):
         device = call.tensors[0].device
         gather_parameters(self.module)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._placement = Placement(self.module)
         self._call = call
         with_padded = call.packed.cu_seqlens_padded is not None
         self._slots = [
@@ -320,9 +321,9 @@ class LayerGraphs(DispatchedModule):
         return result
 
     def _lease(self, bucket: Bucket) -> LayerLease | FallbackReason:
-        assert self._placement is not None
         assert self._anchor is not None
-        self._placement.check()
+        if self._placement is not None:
+            self._placement.check()
         free = [slot for slot in self._slots if not slot.busy]
         for slot in free:
             if self._captured(slot, bucket):
@@ -343,6 +344,7 @@ class LayerGraphs(DispatchedModule):
             self._failures[bucket] = f"{type(error).__name__}: {error}"
             logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self._failures[bucket])
             return False
+        self._placement = self._placement or Placement(self.module)
         self._stats.captures += 1
         return True
 
@@ -376,13 +378,12 @@ class LayerGraphs(DispatchedModule):
         return LayerReplays(
             graphs=tuple(graphs),
             parameters=parameters,
-            fused=tuple(
-                (p, main_grad)
+            fused={
+                id(p): (p, main_grad)
                 for p, alias in pairs
                 if (main_grad := getattr(p, "main_grad", None)) is not None
                 and getattr(alias, "grad_added_to_main_grad", False)
-            ),
-            kept_grads=any(getattr(p, "main_grad", None) is None for p, _ in pairs),
+            },
         )
 
     def _rehearse(self, slot: LayerSlot, bucket: Bucket) -> tuple[list[_Recorded], set[int]]:
@@ -451,7 +452,8 @@ class LayerGraphs(DispatchedModule):
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
         from megatron.core.transformer.transformer_block import TransformerBlock
 
-        if isinstance(self._block, TransformerBlock) and self._block.config.sequence_parallel:
+        block = self.module.block
+        if isinstance(block, TransformerBlock) and block.config.sequence_parallel:
             forked: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
             return forked
         return nullcontext()
@@ -538,13 +540,11 @@ def _spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
 
 
 def _give_main_grads(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Let passes over the aliases, the second of each pair, add to the parameters' own `main_grad`, and say so anew."""
+    """Let passes over the aliases, the second of each pair, add to the parameters' own `main_grad`."""
     for parameter, alias in pairs:
         main_grad = getattr(parameter, "main_grad", None)
         if main_grad is not None:
             alias.main_grad = main_grad  # type: ignore[attr-defined]
-            if hasattr(alias, "grad_added_to_main_grad"):
-                alias.grad_added_to_main_grad = False
 
 
 def _tidy_after_failure(collecting: bool) -> None:
