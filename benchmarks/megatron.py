@@ -130,6 +130,9 @@ ROWS = (
         deterministic=True,
         impls=("chunk", "transformer_engine"),
     ),
+    Row(name="exact-moe", gpus=1, model="moe", layers=4, tokens=512, deterministic=True, impls=ALL_IMPLS),
+    Row(name="exact-tp2-pp2", gpus=4, tp=2, pp=2, layers=4, tokens=512, deterministic=True),
+    Row(name="exact-pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe", layers=4, tokens=512, deterministic=True),
     Row(name="hybrid", gpus=1, model="hybrid", layers=12),
     Row(name="tp2", gpus=2, tp=2, impls=("chunk", "transformer_engine")),
     Row(name="cp2", gpus=2, cp=2, impls=("chunk", "transformer_engine")),
@@ -268,14 +271,15 @@ def rounded(plan: Plan, table: MicrobatchTable) -> MicrobatchTable:
 class Host:
     """GPUs of this machine, lent to jobs in blocks, with as large a share of the processor cores."""
 
-    def __init__(self, num_gpus: int) -> None:
-        self._free = [True] * num_gpus
+    def __init__(self, num_gpus: int, share: int = 1) -> None:
+        self._free = [True] * (num_gpus * share)
+        self._num_gpus = num_gpus
         self._cores = sorted(os.sched_getaffinity(0))
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def lend(self, count: int) -> Iterator[tuple[list[int], list[int]]]:
-        """GPUs and cores for one job; waits until there are as many."""
+        """GPUs and cores for one job; waits until there are as many. Shared GPUs are lent several times."""
         with self._changed:
             first = None
             while first is None:
@@ -286,7 +290,8 @@ class Host:
             self._free[first : first + count] = [False] * count
         share = len(self._cores) // len(self._free)
         try:
-            yield list(range(first, first + count)), self._cores[first * share : (first + count) * share]
+            gpus = [place % self._num_gpus for place in range(first, first + count)]
+            yield gpus, self._cores[first * share : (first + count) * share]
         finally:
             with self._changed:
                 self._free[first : first + count] = [True] * count
@@ -506,7 +511,8 @@ def header(args: argparse.Namespace) -> list[str]:
         "",
         f"Hidden 1024, bf16, {args.steps} steps of {','.join(map(str, CYCLE))} "
         f"micro-batches in turn. A mean step leaves out the first 5 and those that captured. Equal: steps whose value "
-        "is that of the first padded eager run, bit for bit.",
+        "is that of the first padded eager run, bit for bit."
+        + (f" {args.share} processes shared each GPU: times tell nothing." if args.share > 1 else ""),
     ]
 
 
@@ -600,6 +606,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", required=True, help="rows that take 1, 2, 4 or 8 GPUs; several, comma-separated")
     parser.add_argument("--host-gpus", type=int, help="GPUs to use; rows run beside each other on them [the largest]")
     parser.add_argument("--out", type=Path, required=True, help="Markdown to write; raw numbers go beside it, .jsonl")
+    parser.add_argument("--share", type=int, default=1, help="jobs beside each other on one GPU: no times to trust [1]")
     parser.add_argument("--rows", help="names, comma-separated [all that take this many GPUs]")
     parser.add_argument("--impls", default="chunk,local,transformer_engine,stock", help="run only these [all]")
     parser.add_argument("--steps", type=int, default=100, help="a multiple of 4 [100]")
@@ -647,7 +654,7 @@ def run_rows(args: argparse.Namespace, directory: Path) -> int:
     if args.prepare:
         return 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    host, finished, lock = Host(args.host_gpus), {}, threading.Lock()
+    host, finished, lock = Host(args.host_gpus, args.share), {}, threading.Lock()
 
     def one(row: Row) -> bool:
         ran = run_row(row, planned[row.name], args, host, directory)

@@ -12,7 +12,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -288,7 +288,7 @@ class LayerGraphs(DispatchedModule):
         device = call.tensors[0].device
         gather_parameters(self.module)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._call = call
+        self._call = _without_values(call)
         with_padded = call.packed.cu_seqlens_padded is not None
         self._slots = [
             LayerSlot(call.tensors, self._buckets, with_padded=with_padded, device=device)
@@ -393,7 +393,7 @@ class LayerGraphs(DispatchedModule):
         """
         assert self._call is not None
         hidden = self._call.tensors[0]
-        first = torch.zeros_like(hidden, memory_format=torch.contiguous_format).requires_grad_(hidden.requires_grad)
+        first = torch.zeros(hidden.shape, dtype=hidden.dtype, device=self._device, requires_grad=hidden.requires_grad)
         args, kwargs = self._call.substitute([first, *slot.others], slot.metadata.packed(bucket))
         recorded: dict[int, _Recorded] = {}
         touched: set[int] = set()
@@ -479,6 +479,13 @@ class LayerGraphs(DispatchedModule):
         self._failures = {}
         self._placement = self._call = None
         super().recapture()
+
+
+def _without_values(call: Call) -> Call:
+    """`call` with tensors that hold no memory, to be kept as a sample."""
+    tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.tensors)
+    args, kwargs = call.substitute(tensors, call.packed)
+    return replace(call, args=tuple(args), kwargs=kwargs, tensors=tensors)
 
 
 def _hidden(result: Any) -> torch.Tensor:
