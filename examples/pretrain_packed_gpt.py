@@ -178,7 +178,7 @@ def parser_of() -> argparse.ArgumentParser:
     add("--distributed-optimizer", action="store_true")
     add("--overlap-grad-reduce", action="store_true")
     add("--overlap-param-gather", action="store_true", help="needs the two options before")
-    add("--model", choices=["dense", "moe", "mla", "hybrid"], default="dense")
+    add("--model", choices=["dense", "moe", "hybrid"], default="dense")
     add("--layers", type=int, default=12)
     add("--hidden", type=int, default=1024)
     add("--heads", type=int, default=16)
@@ -371,7 +371,7 @@ def counted(batches: Iterator[MicroBatch], plan: Plan, into: Counter[str]) -> It
 
 def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
     """Megatron's TransformerConfig; `impl` is what of it is captured."""
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer import TransformerConfig
 
     graphs = {"cuda_graph_impl": impl, "cuda_graph_modules": []} if impl in ("local", "transformer_engine") else {}
     experts: dict[str, Any] = {}
@@ -387,8 +387,7 @@ def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
             "moe_router_load_balancing_type": "aux_loss" if args.aux_loss else "none",
             "moe_aux_loss_coeff": args.aux_loss,
         }
-    kind = MLATransformerConfig if args.model == "mla" else TransformerConfig
-    return kind(
+    return TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.hidden,
         num_attention_heads=args.heads,
@@ -477,9 +476,7 @@ def build_model(args: argparse.Namespace, config: Any, sizes: Sizes, seq_length:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        multi_latent_attention=config.multi_latent_attention,
+        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
     return GPTModel(config=config, transformer_layer_spec=spec, **common)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +24,7 @@ from thdprof.runtime.megatron import chunk, packing, settings, versions  # noqa:
 from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
 from thdprof.runtime.megatron.decoder import Decoder  # noqa: E402
 from thdprof.runtime.module import GraphedModule, _Replay  # noqa: E402
-from thdprof.runtime.padding import Boundaries  # noqa: E402
+from thdprof.runtime.padding import Boundaries, boundaries_of, to_device  # noqa: E402
 
 
 @pytest.fixture
@@ -199,10 +200,30 @@ def test_a_tail_needs_padding_between_documents():
         packing.read(made, cp_size=1, tail="append_dummy_seq")
 
 
+def test_unchanged_metadata_is_what_the_model_gave():
+    """So that an eager fallback sees fields that graphs do not have, such as seq_idx."""
+    like = packing.packed_seq_params([0, 3, 8], device="cpu")
+    like.seq_idx = torch.zeros(1, 8, dtype=torch.int32)
+    read = packing.read(like, cp_size=1, tail="none")
+    boundaries = boundaries_of(read, 8, "none")
+    assert packing.write(to_device(read, boundaries, 8, torch.device("cpu")), like) is like
+    tailed = boundaries_of(read, 10, "append_dummy_seq")
+    made = packing.write(to_device(read, tailed, 10, torch.device("cpu")), like)
+    assert made.cu_seqlens_q.tolist() == [0, 3, 8, 10]
+    assert like.cu_seqlens_q.tolist() == [0, 3, 8]
+
+
+def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
+    none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})
+    assert complaints(none, {"fp8": "hybrid", "multi_latent_attention": True}) == []
+    assert len(complaints(plan, {"fp8": "hybrid", "multi_latent_attention": True})) == 2
+
+
 def test_written_metadata_keeps_what_the_model_gave():
     like = packing.packed_seq_params([0, 3, 7], cu_seqlens_padded=[0, 4, 8], device="cpu")
     like.tokens_per_sample = 8
-    made = packing.write(packing.read(like, cp_size=1, tail="none"), like)
+    padded = replace(packing.read(like, cp_size=1, tail="none"), max_seqlen=8)  # as a bucket's
+    made = packing.write(padded, like)
     assert (made.qkv_format, made.tokens_per_sample, made.pad_between_seqs) == ("thd", 8, True)
     assert made.seq_idx is None  # never derived from boundaries inside a graph
     assert packing.constants(like) == "qkv_format=thd local_cp_size=None cp_group=None tokens_per_sample=8 " + (

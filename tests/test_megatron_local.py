@@ -461,8 +461,8 @@ REFUSED = {
     ),
     "multi_latent_attention": (
         True,
-        "multi_latent_attention is True: its layers' rotary tables may be freed while graphs read them; set "
-        "graphs.impl to none",
+        "multi_latent_attention is True: its layers' rotary tables may be replaced or freed while a graph reads "
+        "them; set graphs.impl to none",
     ),
     "gtp_weight_remat_size": (
         2,

@@ -34,40 +34,13 @@ def surroundings(block: nn.Module) -> Surroundings:
     """What a decoder touches outside itself: losses of experts, and the event that gradient reduction waits for."""
     ready = torch.cuda.Event()
     parameters = [p for p in block.parameters() if p.requires_grad]
-    tables: list[Any] = []
-
-    @contextmanager
-    def while_capturing() -> Iterator[None]:
-        with _capturing(), keeping_tables(block, tables):
-            yield
 
     def on_backward() -> None:
         ready.record()
         for parameter in parameters:
             parameter._cudagraph_wgrad_ready_event = ready  # type: ignore[attr-defined]
 
-    return Surroundings(extra_state=_expert_metrics, while_capturing=while_capturing, on_backward=on_backward)
-
-
-@contextmanager
-def keeping_tables(block: nn.Module, kept: list[Any]) -> Iterator[None]:
-    """Put rotary embeddings that layers make for themselves in the block into `kept`.
-
-    Multi-latent attention does so, in a cache of 32 entries that all layers share: a graph reads them wherever they
-    lie, so they must outlive it.
-    """
-
-    def hook(part: nn.Module, given: Any, made: Any) -> None:
-        kept.append(made)
-
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    handles = [part.register_forward_hook(hook) for part in block.modules() if isinstance(part, RotaryEmbedding)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return Surroundings(extra_state=_expert_metrics, while_capturing=_capturing, on_backward=on_backward)
 
 
 def gather_parameters(module: nn.Module) -> None:

@@ -33,9 +33,6 @@ class Decoder(nn.Module):
         self.block = block
         self._own_forward: Callable[..., Any] = block.forward
         self._rope = rope
-        # multi-latent attention makes rotary embeddings of max_seqlen positions and replaces shorter ones, which a
-        # graph may read: it is told the whole buffer, always
-        self._own_tables = bool(getattr(getattr(block, "config", None), "multi_latent_attention", False))
         self._kept: dict[int, torch.Tensor] = {}
         self._like: PackedSeqParams | None = None
 
@@ -62,8 +59,6 @@ class Decoder(nn.Module):
         """
         assert self._like is not None  # set by `attached`
         params = packing.write(packed, self._like)
-        if self._own_tables:
-            params.max_seqlen_q = params.max_seqlen_kv = int(hidden_states.shape[0]) * self._shards
         if with_rope:
             kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards)
         with self._given(hidden_states):

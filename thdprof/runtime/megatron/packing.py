@@ -109,13 +109,17 @@ def constants(params: PackedSeqParams) -> str:
 
 
 def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
-    """PackedSeqParams of `packed`, the other fields as in `like`.
+    """PackedSeqParams of `packed`, the other fields as in `like`; `like` itself where its boundaries are unchanged.
 
     Transformer Engine would compare padded and unpadded boundaries on the GPU and wait, were it not told that they
     differ.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    if packed.max_seqlen == like.max_seqlen_q and (
+        _same(packed.cu_seqlens, like.cu_seqlens_q) and _same(packed.cu_seqlens_padded, like.cu_seqlens_q_padded)
+    ):
+        return like
     return PackedSeqParams(
         cu_seqlens_q=packed.cu_seqlens,
         cu_seqlens_kv=packed.cu_seqlens,
@@ -147,6 +151,13 @@ def padded(call: Call, bucket: Bucket) -> PackedSequence:
         cp_size=bucket.cp_size,
         cu_seqlens_padded=None if in_memory is None else pad(in_memory),
     )
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether both are views of the same values."""
+    if one is None or other is None:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 
 def _pads(params: PackedSeqParams) -> bool | None:

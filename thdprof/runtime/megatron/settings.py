@@ -46,9 +46,10 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     Raises:
         SettingsError: one line for every setting.
     """
-    said = [*_of_plan(config, plan, facts), *_of_config(config, plan.graphs.impl)]
-    said += [*_of_local(config, plan, facts), *_of_run(facts, environment)]
-    said += _of_transformer_engine(config, plan)
+    said = [*_of_plan(config, plan, facts)]
+    if plan.graphs.impl != "none":  # which captures nothing
+        said += [*_of_config(config, plan.graphs.impl), *_of_local(config, plan, facts)]
+        said += [*_of_transformer_engine(config, plan), *_of_run(facts, environment)]
     if said:
         raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
 
@@ -81,13 +82,18 @@ def _of_plan(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
 
 
 def _of_config(config: Any, impl: str) -> Iterator[str]:
-    wanted = {"chunk": "none", "none": "none"}.get(impl, impl)
+    wanted = "none" if impl == "chunk" else impl
     if config.cuda_graph_impl != wanted and impl != "module":
         yield f"cuda_graph_impl is {config.cuda_graph_impl!r}, graphs.impl {impl} needs {wanted!r}"
     for name, allowed, why in _UNSUPPORTED:
         value = getattr(config, name, None)
         if value and value != allowed:
             yield f"{name} is {value!r}: {why}; set it to {allowed!r}"
+    if getattr(config, "multi_latent_attention", False):
+        yield (
+            "multi_latent_attention is True: its layers' rotary tables may be replaced or freed while a graph reads "
+            "them; set graphs.impl to none"
+        )
     if not getattr(config, "apply_rope_fusion", True):
         yield "apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
     if getattr(config, "num_moe_experts", None):
@@ -177,11 +183,6 @@ _UNSUPPORTED_LOCAL: tuple[tuple[str, Any, str], ...] = (
         None,
         "the layers of multi-token prediction have graphs too, and take boundaries that are not padded; set "
         "graphs.impl to chunk",
-    ),
-    (
-        "multi_latent_attention",
-        False,
-        "its layers' rotary tables may be freed while graphs read them; set graphs.impl to none",
     ),
     ("gtp_weight_remat_size", 1, "weights are gathered in the order of the graphs; set it to 1"),
 )
