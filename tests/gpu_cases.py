@@ -352,11 +352,11 @@ class Boundaries(torch.nn.Module):
 
 
 def padded_documents() -> None:
-    """Valid and padded boundaries reach a graph, from the host and from the device, with every tail policy."""
+    """Valid and padded boundaries reach a graph, from the host with every tail policy, from the device without one."""
     valid, padded = np.array([0, 3, 9], np.int32), np.array([0, 4, 12], np.int32)
     compared = 0
     for policy in ("none", "append_dummy_seq", "extend_last"):
-        for where in ("host", "device"):
+        for where in ("host", "device") if policy == "none" else ("host",):
             module = GraphedModule(
                 Boundaries().cuda(), [Bucket(6, 16, 16)], tail_policy=policy, sample_every=0, capture="first_use"
             )
@@ -378,7 +378,7 @@ def padded_documents() -> None:
             y.sum().backward()
             compared += 1
             module.close()
-    assert compared == 6
+    assert compared == 4
 
 
 def capture_at_a_misfit() -> None:

@@ -54,16 +54,18 @@ def train(plan: Path, log: Path, *options: str) -> dict:
 
 
 CASES = [
-    ("chunk", "dense", "0.1"),
-    ("chunk", "hybrid", "0"),
-    ("transformer_engine", "dense", "0.1"),
-    ("local", "dense", "0"),
+    ("chunk", "dense", ("--dropout", "0.1")),
+    ("chunk", "hybrid", ()),
+    ("chunk", "moe", ("--aux-loss", "0.01")),
+    ("transformer_engine", "dense", ("--dropout", "0.1")),
+    ("transformer_engine", "moe", ("--aux-loss", "0.01")),
+    ("local", "dense", ()),
 ]
 
 
-@pytest.mark.parametrize(("impl", "model", "dropout"), CASES)
-def test_a_run_equals_its_eager_twin(plan, tmp_path, impl, model, dropout):
-    common = ("--model", model, "--dropout", dropout)
+@pytest.mark.parametrize(("impl", "model", "more"), CASES)
+def test_a_run_equals_its_eager_twin(plan, tmp_path, impl, model, more):
+    common = ("--model", model, *more)
     eager = train(plan, tmp_path / "eager.jsonl", "--padded-eager", *common)
     ours = train(plan, tmp_path / "ours.jsonl", "--impl", impl, *common)
     assert ours["captures"] > 0

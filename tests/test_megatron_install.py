@@ -18,6 +18,8 @@ from packaging.specifiers import SpecifierSet  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
+from thdprof.runtime.bank import Surroundings, refuse_half_a_pass  # noqa: E402
+from thdprof.runtime.capture import WarmupError  # noqa: E402
 from thdprof.runtime.dispatch import Bucket, FallbackReason  # noqa: E402
 from thdprof.runtime.dispatched import DispatchedModule  # noqa: E402
 from thdprof.runtime.megatron import chunk, packing, settings, versions  # noqa: E402
@@ -92,6 +94,14 @@ REFUSED = [
         "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall'",
     ),
     (
+        {"use_kitchen": True},
+        "- use_kitchen is True: cached quantized weights would not be renewed in replays; set it to False",
+    ),
+    (
+        {"moe_enable_routing_replay": True},
+        "- moe_enable_routing_replay is True: it keeps routing decisions in Python; set it to False",
+    ),
+    (
         {"moe_paged_stash": True},
         "- moe_paged_stash is True: its order is fixed by the first step's micro-batches; set it to False",
     ),
@@ -106,6 +116,38 @@ def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
 def test_every_complaint_is_told_at_once(plan):
     lines = complaints(plan, {"fp8": "hybrid", "cuda_graph_impl": "local", "qk_clip": True})
     assert len(lines) == 3
+
+
+SHARED = [
+    {"expert_model_parallel_size": 2},
+    {"expert_tensor_parallel_size": 2},
+    {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+]
+
+
+@pytest.mark.parametrize("changes", SHARED, ids=lambda value: next(iter(value)))
+@pytest.mark.parametrize("impl", ["chunk", "transformer_engine"])
+def test_ranks_with_other_micro_batches_must_capture_together(plan, changes, impl):
+    changes = {**changes, "cuda_graph_impl": "none" if impl == "chunk" else impl}
+
+    def told(**graphs):
+        made = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl, **graphs})})
+        even = made.microbatches.model_copy(update={"n_tokens_constant": True})
+        return complaints(made.model_copy(update={"microbatches": even}), changes)
+
+    assert told() == []
+    (line,) = told(capture="first_use")
+    assert "ranks with other micro-batches must capture together; set graphs.capture to startup" in line
+    uneven = plan.model_copy(
+        update={
+            "graphs": plan.graphs.model_copy(update={"impl": impl}),
+            "microbatches": plan.microbatches.model_copy(update={"n_tokens_constant": False}),
+        }
+    )
+    (line,) = complaints(uneven, changes)
+    assert line.endswith("pad every micro-batch to one length and analyse again")
+    alone = {"cuda_graph_impl": changes["cuda_graph_impl"]}
+    assert complaints(uneven, alone) == []
 
 
 @pytest.mark.parametrize(
@@ -192,6 +234,14 @@ def test_other_packed_seq_params_are_read_by_their_shape():
     made.cu_seqlens_kv = bounds[:, :2]
     with pytest.raises(TypeError, match="cu_seqlens_q and cu_seqlens_kv differ"):
         packing.read(made, cp_size=1, tail="none")
+
+
+def test_a_missing_max_seqlen_is_named():
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"PackedSeqParams\.max_seqlen_q is None"):
+        packing.read(
+            PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds), cp_size=1, tail="none"
+        )
 
 
 def test_a_tail_needs_padding_between_documents():
@@ -311,6 +361,57 @@ def test_the_decoders_mode_is_that_of_its_block():
     assert decoder.training
 
 
+def test_a_second_installation_is_refused():
+    block = Block()
+    first, _, _ = attached(block)
+    with pytest.raises(
+        settings.SettingsError, match="the forward of Block is replaced already: close the installation"
+    ):
+        Decoder(block)
+    first.detach()
+    Decoder(block)
+
+
+def test_rotary_tables_are_kept_for_buckets_alone():
+    block = Block()
+    decoder, _, lengths = attached(block)
+    for tokens in (8, 6, 8, 7, 6):
+        block(
+            hidden_states=torch.randn(tokens, 1, 2),
+            attention_mask=None,
+            rotary_pos_emb=torch.ones(5),
+            packed_seq_params=packed((0, tokens)),
+        )
+    assert lengths == [8, 6, 7, 6]
+    assert list(decoder._kept) == [8]
+
+
+def test_the_scale_of_auxiliary_losses_has_its_memory_before_a_capture(monkeypatch):
+    """A first backward before Megatron's schedule would make it a number, into which the schedule cannot copy."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    chunk.prepare_experts(config(), torch.device("cpu"))
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is None  # no experts
+    chunk.prepare_experts(SimpleNamespace(num_moe_experts=4), torch.device("cpu"))
+    baked = MoEAuxLossAutoScaler.main_loss_backward_scale
+    output, loss = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
+    MoEAuxLossAutoScaler.apply(output, loss).sum().backward()  # as a warm-up
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * 0.5)  # as the schedule
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is baked
+    assert baked.tolist() == [0.5]
+
+
+def test_closing_takes_the_gradient_event_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    block = Block()
+    run = chunk.ChunkGraphs(Decoder(block), [], surroundings=chunk.surroundings(block))
+    run._surroundings.on_backward()
+    assert all(hasattr(p, "_cudagraph_wgrad_ready_event") for p in block.parameters())
+    run.close()
+    assert not any(hasattr(p, "_cudagraph_wgrad_ready_event") for p in block.parameters())
+
+
 def test_hooks_that_a_replay_would_not_run_are_found():
     block = Block()
     assert chunk.foreign_hooks(block) == ()
@@ -387,7 +488,30 @@ def test_ranks_that_decide_alike_have_equal_digests():
     assert len(set(made)) == 4
 
 
-def test_a_module_with_main_grads_passes_them_into_the_replay(monkeypatch):
+def test_a_moved_main_grad_is_noticed():
+    """As after DistributedDataParallel.offload_grad_buffers and restore_grad_buffers: the same tensor, elsewhere."""
+    from thdprof.runtime.capture import GradientBuffers
+
+    storage = torch.zeros(4)
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.main_grad = storage.view(4)
+    buffers = GradientBuffers.of([parameter])
+    buffers.attach((True,))
+    parameter.main_grad.data = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="was replaced or moved after its graphs were captured"):
+        buffers.attach((True,))
+
+
+def test_half_a_pass_is_fatal_where_ranks_communicate():
+    alone, together = Surroundings(), Surroundings(communicates=True)
+    failed = WarmupError("OutOfMemoryError: 1 GiB")
+    refuse_half_a_pass(failed, alone)
+    refuse_half_a_pass(RuntimeError("a capture ran nothing"), together)
+    with pytest.raises(RuntimeError, match=r"a pass before a capture failed on this rank \(OutOfMemoryError: 1 GiB\)"):
+        refuse_half_a_pass(failed, together)
+
+
+def test_a_module_with_main_grads_passes_them_into_the_replay():
     """Only parameters that a pass touches, and whose gradient goes to main_grad."""
     from thdprof.runtime.capture import GradientBuffers
 

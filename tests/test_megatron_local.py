@@ -293,14 +293,14 @@ def test_buckets_record_no_tensor_in_common():
     assert len(run.graphs._recorded) == 3
 
 
-def test_closing_drops_the_graphs_and_leaves_nothing_on_the_layers():
+def test_closing_drops_the_graphs_and_keeps_the_layers_past_the_managers():
     run = Run()
     for count in (1, 9):
         run.microbatch(*of(count))
     create_graphs()
     run.graphs.close()
     assert run.runners() == 0
-    assert run.answers_left() == []
+    assert run.answers_left() == ["_should_call_local_cudagraph"] * LAYERS  # they would record anew
     record = cuda_graphs._CudagraphGlobalRecord
     assert (record.cudagraph_created, record.cudagraph_record, record._saved_tensors_observer) == (False, [], None)
     assert cuda_graphs.CudaGraphManager.global_mempool is None
@@ -308,6 +308,20 @@ def test_closing_drops_the_graphs_and_leaves_nothing_on_the_layers():
     run.microbatch(*of(1))  # past the managers still
     assert run.runners() == 0
     run.graphs.close()
+    run.decoder.detach()
+    local.LocalGraphs(Decoder(run.block), BUCKETS)  # installed anew
+    assert run.answers_left() == []
+
+
+def test_an_unpacked_micro_batch_goes_past_the_managers():
+    """Their graphs do not know it, and Megatron would stop training."""
+    run = Run()
+    run.microbatch(*of(1))
+    create_graphs()
+    run.decoder._own_forward = lambda **given: [layer._should_call_local_cudagraph() for layer in run.block.layers]
+    given = {"hidden_states": None, "attention_mask": None, "packed_seq_params": None}
+    assert run.block(**given) == [False] * LAYERS
+    assert run.answers_left() == []
 
 
 def test_closing_while_the_first_step_is_recorded():
@@ -357,13 +371,13 @@ def test_only_one_bucket_replays_where_that_is_asked_for():
 
 
 def test_too_late_or_without_managers():
-    plain = nn.Module()
-    plain.forward = lambda hidden_states, packed_seq_params=None: hidden_states
+    plain = nn.Identity()
     with pytest.raises(settings.SettingsError) as failure:
         local.LocalGraphs(Decoder(plain), BUCKETS)
     assert str(failure.value) == "no layer has a graph manager: build the model with cuda_graph_impl 'local'"
     run = Run()
     run.microbatch(*of(1))
+    run.decoder.detach()
     for _ in range(2):  # recorded, then made
         with pytest.raises(settings.SettingsError) as failure:
             local.LocalGraphs(Decoder(run.block), BUCKETS)
@@ -379,7 +393,8 @@ def test_install_chooses_it():
         microbatches=SimpleNamespace(n_tokens_max=TOKENS),
         training=SimpleNamespace(context_parallel_size=1),
     )
-    run = _run_of(Decoder(Block(model_config())), plan, slots=1, common={"overflow": "eager"})
+    config = model_config()
+    run = _run_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
     assert isinstance(run, local.LocalGraphs)
     assert run._buckets == (WIDE,)
 
@@ -509,7 +524,8 @@ def test_the_rules_are_of_local_graphs_alone():
     config = model_config(cuda_graph_impl="none")
     config.apply_rope_fusion, config.mtp_num_layers, config.expert_model_parallel_size = True, 1, 4
     plan = a_plan()
-    plan.graphs.impl = "chunk"
+    plan.graphs.impl, plan.graphs.capture = "chunk", "startup"
+    plan.microbatches = SimpleNamespace(n_tokens_constant=True)
     settings.check(config, plan, settings.Facts(num_chunks=1, wrapper=""), {})
 
 

@@ -14,7 +14,6 @@ from strategies import documents
 
 from thdprof.runtime.dispatch import Shape
 from thdprof.runtime.padding import (
-    Boundaries,
     PackedSequence,
     boundaries_of,
     document_of_tokens,
@@ -232,29 +231,29 @@ TAILS_OF_PADDED = [
 
 
 @pytest.mark.parametrize(("policy", "valid", "padded", "new_valid", "new_padded", "longest"), TAILS_OF_PADDED)
-@pytest.mark.parametrize("where", ["host", "device"])
-def test_the_tail_of_padded_documents_has_no_valid_tokens(where, policy, valid, padded, new_valid, new_padded, longest):
-    given = {"cu_seqlens": torch.tensor(valid, dtype=torch.int32), "max_seqlen": max(np.diff(padded))}
-    given["cu_seqlens_padded"] = torch.tensor(padded, dtype=torch.int32)
-    if where == "host":
-        given |= {"host": int32(valid), "host_padded": int32(padded)}
-    packed = PackedSequence(**given)
+def test_the_tail_of_padded_documents_has_no_valid_tokens(policy, valid, padded, new_valid, new_padded, longest):
+    packed = PackedSequence(
+        cu_seqlens=torch.tensor(valid, dtype=torch.int32),
+        cu_seqlens_padded=torch.tensor(padded, dtype=torch.int32),
+        max_seqlen=max(np.diff(padded)),
+        host=int32(valid),
+        host_padded=int32(padded),
+    )
     found = boundaries_of(packed, 16, policy)
-    if where == "device" and policy == "append_dummy_seq" and padded[-1] == 16:
-        new_valid, new_padded = [*new_valid, 7], [*new_padded, 16]  # it cannot know that there is no tail
     assert [list(found.valid), list(found.padded)] == [new_valid, new_padded]
-    assert isinstance(found.valid, torch.Tensor) == (where == "device")
-    assert shape_of(packed, found, 16).n_seqs == len(new_padded) - 1
-    if where == "host":
-        assert shape_of(packed, found, 16).max_seqlen == longest
-        moved = to_device(packed, found, 16, torch.device("cpu"))
-        assert moved.cu_seqlens.tolist() == new_valid
-        assert moved.cu_seqlens_padded.tolist() == new_padded
+    shape = shape_of(packed, found, 16)
+    assert (shape.n_seqs, shape.max_seqlen) == (len(new_padded) - 1, longest)
+    moved = to_device(packed, found, 16, torch.device("cpu"))
+    assert moved.cu_seqlens.tolist() == new_valid
+    assert moved.cu_seqlens_padded.tolist() == new_padded
 
 
-def test_boundaries_on_the_device_get_the_tail_that_those_on_the_host_get():
-    packed = pack([0, 3, 7])
-    there = PackedSequence(cu_seqlens=packed.cu_seqlens, max_seqlen=4)
-    for policy in POLICIES:
-        assert boundaries_of(there, 10, policy).valid.tolist() == boundaries_of(packed, 10, policy).valid.tolist()
-    assert Boundaries(valid=int32([0, 3])).n_seqs == 1
+def test_boundaries_on_the_device_alone_take_no_tail():
+    """How long it is cannot be known: a graph for shorter documents would be replayed."""
+    there = PackedSequence(cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32), max_seqlen=4)
+    found = boundaries_of(there, 10, "none")
+    assert found.valid is there.cu_seqlens
+    assert (found.n_seqs, found.padded) == (2, None)
+    for policy in ("append_dummy_seq", "extend_last"):
+        with pytest.raises(ValueError, match=f"the tail policy {policy} needs the boundaries on the host: make the"):
+            boundaries_of(there, 10, policy)

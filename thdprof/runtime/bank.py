@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from thdprof.runtime.capture import CapturedPass, GradientBuffers, capture_pass
+from thdprof.runtime.capture import CapturedPass, GradientBuffers, WarmupError, capture_pass
 from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.padding import Boundaries, PackedSequence, document_of_tokens, fill_padded
 
@@ -204,6 +204,8 @@ class Surroundings:
     """Entered around every warm-up and capture."""
     on_backward: Callable[[], None] = lambda: None
     """Called after every replayed backward, before hooks of parameters run."""
+    communicates: bool = False
+    """Whether its passes communicate with other ranks: one that failed half-way has then put them out of step."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -265,6 +267,19 @@ class Placement:
                 )
 
 
+def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:
+    """Do not go on eagerly after a warm-up pass that stopped on this rank alone.
+
+    Raises:
+        RuntimeError: other ranks are inside communication that this one has left, so that any number could be wrong.
+    """
+    if surroundings.communicates and isinstance(error, WarmupError):
+        raise RuntimeError(
+            f"a pass before a capture failed on this rank ({error}), while others communicate with it: training cannot "
+            "go on; with less memory for graphs (--graph-memory-gib, --buckets) or graphs.impl none it could"
+        ) from error
+
+
 class Bank:
     """All captured passes of one module."""
 
@@ -309,6 +324,7 @@ class Bank:
                     extra_state=self._options.surroundings.extra_state,
                 )
         except Exception as error:
+            refuse_half_a_pass(error, self._options.surroundings)
             self.failures[bucket] = f"{type(error).__name__}: {error}"
             logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self.failures[bucket])
             return None

@@ -21,6 +21,10 @@ WARMUP_PASSES = 2
 """Passes before a capture: libraries make their handles and workspaces, and kernels tune themselves, in the first."""
 
 
+class WarmupError(RuntimeError):
+    """A pass before the capture failed: unlike a failed capture, it has run, and perhaps communicated, up to there."""
+
+
 @dataclass(slots=True, kw_only=True)
 class CapturedPass:
     """Two graphs: replay `forward` after writing the inputs, `backward` after writing the output gradients."""
@@ -50,6 +54,7 @@ class GradientBuffers:
     parameters: list[nn.Parameter]
     buffers: list[torch.Tensor] = field(default_factory=list)
     uses_main_grad: list[bool] = field(default_factory=list)
+    _pointers: list[int] = field(default_factory=list)
     _chosen: dict[tuple[bool, ...], list[nn.Parameter]] = field(default_factory=dict)
 
     @classmethod
@@ -61,6 +66,7 @@ class GradientBuffers:
             main_grad = getattr(parameter, "main_grad", None)
             made.uses_main_grad.append(main_grad is not None)
             made.buffers.append(main_grad if main_grad is not None else torch.zeros_like(parameter))
+            made._pointers.append(made.buffers[-1].data_ptr())
         return made
 
     def with_main_grad(self, touched: Sequence[bool]) -> list[nn.Parameter]:
@@ -116,13 +122,13 @@ class GradientBuffers:
         A `.grad` of None means zero; one that an eager pass or the user made is copied into the buffer.
         """
         empty, targets, sources = [], [], []
-        for parameter, buffer, main, used in zip(
-            self.parameters, self.buffers, self.uses_main_grad, touched, strict=True
+        for parameter, buffer, pointer, main, used in zip(
+            self.parameters, self.buffers, self._pointers, self.uses_main_grad, touched, strict=True
         ):
-            if main and getattr(parameter, "main_grad", None) is not buffer:
+            if main and (getattr(parameter, "main_grad", None) is not buffer or buffer.data_ptr() != pointer):
                 raise RuntimeError(
-                    f"main_grad of a parameter of shape {tuple(parameter.shape)} was replaced after its graphs were "
-                    "captured; call recapture()"
+                    f"main_grad of a parameter of shape {tuple(parameter.shape)} was replaced or moved after its "
+                    "graphs were captured; call recapture()"
                 )
             if main or not used:
                 continue
@@ -255,6 +261,7 @@ def capture_pass(
         extra_state: gives tensors, besides the module's buffers, that the passes must leave as they were.
 
     Raises:
+        WarmupError: the module failed before the capture.
         RuntimeError: whatever the module does that a capture does not allow.
     """
     _refuse_hooks(gradients.parameters)
@@ -267,15 +274,18 @@ def capture_pass(
         parameters = [aliases[id(p)] for p in gradients.parameters]
         gradients.spare(parameters)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUP_PASSES):
-                heads = _heads(_tensors(call()))
-                with torch.autocast("cuda", enabled=False):  # a backward runs outside the forward's autocast
-                    torch.autograd.backward(heads, static_output_grads(heads))
-                del heads
-                for leaf in (*inputs, *parameters):
-                    leaf.grad = None
-        torch.cuda.synchronize(device)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARMUP_PASSES):
+                    heads = _heads(_tensors(call()))
+                    with torch.autocast("cuda", enabled=False):  # a backward runs outside the forward's autocast
+                        torch.autograd.backward(heads, static_output_grads(heads))
+                    del heads
+                    for leaf in (*inputs, *parameters):
+                        leaf.grad = None
+            torch.cuda.synchronize(device)
+        except Exception as error:
+            raise WarmupError(f"{type(error).__name__}: {error}") from error
         touched = gradients.collect(parameters)
         before = _pool_bytes(device, pool)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

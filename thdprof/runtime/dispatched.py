@@ -131,6 +131,14 @@ class DispatchedModule(nn.Module):
         self._note_fallback(choice, call.shape)
         return self._run_eagerly(call)
 
+    def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch that has no packed-sequence metadata, which is not this module's: call `function`."""
+        return function(*args, **kwargs)
+
+    def lengths(self) -> frozenset[int]:
+        """Tokens of the buckets' micro-batches, over all context-parallel ranks."""
+        return frozenset(b.n_tokens * b.cp_size for b in self._buckets)
+
     def _describe(self, args: Any, kwargs: Any) -> Call:
         values = (*args, *kwargs.values())
         found = [v for v in values if isinstance(v, PackedSequence)]

@@ -124,14 +124,19 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
     """Boundaries of a micro-batch of `n_tokens` tokens after the tail policy.
 
     Where documents are padded, a dummy document has no valid tokens, and `extend_last` only grows the last one's
-    padding. Where the GPU alone has the boundaries, nothing is read from it: a dummy is then appended even if there is
-    no tail.
+    padding.
 
     Raises:
-        ValueError: boundaries on the host reach past `n_tokens`.
+        ValueError: boundaries on the host reach past `n_tokens`, or those on the GPU alone need a tail: how long it is,
+            and so which graph holds it, cannot be known without reading them.
     """
     if packed.host is None:
-        return _device_boundaries(packed, n_tokens, policy)
+        if policy != "none":
+            raise ValueError(
+                f"the tail policy {policy} needs the boundaries on the host: make the metadata with "
+                "thdprof.runtime.pack, or thdprof.runtime.megatron.packed_seq_params"
+            )
+        return Boundaries(valid=packed.cu_seqlens, padded=packed.cu_seqlens_padded)
     if packed.host_padded is None:
         return Boundaries(valid=with_tail(packed.host, n_tokens, policy))
     padded = with_tail(packed.host_padded, n_tokens, policy)
@@ -139,18 +144,6 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
     if len(padded) > len(valid):
         valid = np.append(valid, valid[-1])
     return Boundaries(valid=valid, padded=padded)
-
-
-def _device_boundaries(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> Boundaries:
-    valid, padded = packed.cu_seqlens, packed.cu_seqlens_padded
-    if policy == "none":
-        return Boundaries(valid=valid, padded=padded)
-    end = torch.full_like(valid[:1], n_tokens)
-    last = valid if padded is None else padded
-    grown = torch.cat((last, end) if policy == "append_dummy_seq" else (last[:-1], end))
-    if padded is None:
-        return Boundaries(valid=grown)
-    return Boundaries(valid=torch.cat((valid, valid[-1:])) if len(grown) > len(valid) else valid, padded=grown)
 
 
 def shape_of(packed: PackedSequence, boundaries: Boundaries, n_tokens: int) -> Shape:

@@ -22,6 +22,7 @@ class ChunkGraphs(GraphedModule):
     """A decoder run through a bank; Megatron's parameter gathering and gradient reduction go on around it."""
 
     def _open(self, call: Call) -> None:
+        self._generators = generators()
         gather_parameters(self.module)
         super()._open(call)
 
@@ -29,8 +30,32 @@ class ChunkGraphs(GraphedModule):
         gather_parameters(self.module)
         return super()._replay(bucket, call)
 
+    def close(self) -> None:
+        """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
+        super().close()
+        for parameter in self.module.parameters():
+            vars(parameter).pop("_cudagraph_wgrad_ready_event", None)
 
-def surroundings(block: nn.Module) -> Surroundings:
+
+def generators() -> tuple[torch.Generator, ...]:
+    """The states of Megatron's RNG tracker; loading a checkpoint replaces them."""
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    return tuple(get_all_rng_states().values())
+
+
+def prepare_experts(config: Any, device: torch.device) -> None:
+    """Give the scale of experts' auxiliary losses its memory before a capture bakes it in; schedules write into it.
+
+    Without this a first backward would make it a number without dimensions, into which Megatron cannot copy its own.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    if getattr(config, "num_moe_experts", None) and MoEAuxLossAutoScaler.main_loss_backward_scale is None:
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
+
+
+def surroundings(block: nn.Module, *, communicates: bool = False) -> Surroundings:
     """What a decoder touches outside itself: losses of experts, and the event that gradient reduction waits for."""
     ready = torch.cuda.Event()
     parameters = [p for p in block.parameters() if p.requires_grad]
@@ -40,7 +65,12 @@ def surroundings(block: nn.Module) -> Surroundings:
         for parameter in parameters:
             parameter._cudagraph_wgrad_ready_event = ready  # type: ignore[attr-defined]
 
-    return Surroundings(extra_state=_expert_metrics, while_capturing=_capturing, on_backward=on_backward)
+    return Surroundings(
+        extra_state=_expert_metrics,
+        while_capturing=_capturing,
+        on_backward=on_backward,
+        communicates=communicates,
+    )
 
 
 def gather_parameters(module: nn.Module) -> None:

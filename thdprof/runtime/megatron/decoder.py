@@ -16,6 +16,7 @@ from torch import nn
 
 from thdprof.runtime.dispatched import DispatchedModule
 from thdprof.runtime.megatron import packing
+from thdprof.runtime.megatron.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence, TailPolicy
 
 if TYPE_CHECKING:
@@ -29,7 +30,17 @@ class Decoder(nn.Module):
     """Calls a decoder's own forward with static metadata; not part of the model."""
 
     def __init__(self, block: nn.Module, rope: Rope | None = None) -> None:
+        """The decoder `block`, and where its rotary embeddings come from.
+
+        Raises:
+            SettingsError: its forward has been replaced, by another installation say.
+        """
         super().__init__()
+        if "forward" in vars(block):
+            raise SettingsError(
+                f"the forward of {type(block).__name__} is replaced already: close the installation that is there, or "
+                "undo what replaced it"
+            )
         self.block = block
         self._own_forward: Callable[..., Any] = block.forward
         self._rope = rope
@@ -66,6 +77,7 @@ class Decoder(nn.Module):
         return found
 
     _shards = 1
+    _lengths: frozenset[int] = frozenset()
 
     def attach(self, run: DispatchedModule, *, cp_size: int, shards: int, tail: TailPolicy) -> None:
         """Send the decoder's packed micro-batches through `run`, which calls this module.
@@ -77,14 +89,17 @@ class Decoder(nn.Module):
             tail: the plan's tail policy.
         """
         self._shards = shards
+        self._lengths = run.lengths()
         signature = inspect.signature(self._own_forward)
         required = {name for name, p in signature.parameters.items() if p.default is p.empty}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
             params = given.pop("packed_seq_params", None)
-            if params is None or given.get("inference_context") is not None:
+            if given.get("inference_context") is not None:
                 return self._own_forward(*args, **kwargs)
+            if params is None:
+                return run.unpacked(self._own_forward, *args, **kwargs)
             hidden = given.pop("hidden_states")
             if not self.block.pre_process:
                 hidden = self.block.input_tensor
@@ -105,9 +120,11 @@ class Decoder(nn.Module):
         self.block.__dict__.pop("forward", None)
 
     def _table(self, length: int) -> torch.Tensor:
-        """Rotary embeddings of `length` positions; kept, since graphs read them wherever they lie."""
+        """Rotary embeddings of `length` positions; those of buckets are kept, since graphs read them where they lie."""
+        assert self._rope is not None
+        if length not in self._lengths:
+            return self._rope(length)
         if length not in self._kept:
-            assert self._rope is not None
             self._kept[length] = self._rope(length)
         return self._kept[length]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
-import torch
 from torch import nn
 
 from thdprof.runtime.dispatch import Bucket
@@ -47,11 +47,19 @@ class Installation:
         """
         self._decisions.check()
 
+    def recapture(self) -> None:
+        """Drop all graphs; the next micro-batches capture anew. Needed after parameters or gradients moved in memory,
+        or random states were loaded; on every rank, between two steps.
+        """
+        for run in self._runs:
+            run.recapture()
+
     def close(self) -> None:
         """Free all graphs and give the decoders their own forward back. Call it before destroying process groups."""
-        for run, decoder in zip(self._runs, self._decoders, strict=True):
-            run.close()
-            decoder.detach()
+        with ExitStack() as stack:  # all of it, whatever fails
+            for run, decoder in zip(self._runs, self._decoders, strict=True):
+                stack.callback(decoder.detach)
+                stack.callback(run.close)
 
     def __enter__(self) -> Self:
         return self
@@ -111,6 +119,7 @@ def install(
     decisions = Decisions(len(models), enabled=debug)
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
+    chunk.prepare_experts(config, next(models[0].parameters()).device)
     decoders, runs = [], []
     for number, model in enumerate(models):
         decoder = Decoder(model.decoder, rope_of(model))
@@ -121,32 +130,34 @@ def install(
             "on_decision": decisions.recorder(number),
         }
         if replay:
-            run = _run_of(decoder, plan, slots=plan.graphs.slots[rank][number], common=common)
+            run = _run_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
         else:
             run = PaddedEager(decoder, buckets_of(plan), **common)
         run.stats().prediction = Prediction.of(plan)
-        decoder.attach(
-            run,
-            cp_size=config.context_parallel_size,
-            shards=shards * config.context_parallel_size,
-            tail=plan.graphs.tail_policy,
-        )
         decoders.append(decoder)
         runs.append(run)
+    cp_size = config.context_parallel_size
+    for decoder, run in zip(decoders, runs, strict=True):  # nothing can fail any more
+        decoder.attach(run, cp_size=cp_size, shards=shards * cp_size, tail=plan.graphs.tail_policy)
     return Installation(decoders, runs, decisions)
 
 
-def _run_of(decoder: Decoder, plan: Plan, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
+def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
     """What runs the decoder by the plan's `impl`."""
     common = {**common, "capture": plan.graphs.capture}
+    sizes = (
+        config.tensor_model_parallel_size,
+        config.context_parallel_size,
+        getattr(config, "expert_model_parallel_size", 1) or 1,
+    )
+    around = chunk.surroundings(decoder.block, communicates=max(sizes) > 1)
     match plan.graphs.impl:
         case "chunk" | "none":
             return chunk.ChunkGraphs(
                 decoder,
                 buckets_of(plan),
                 num_slots=slots,
-                generators=_generators(),
-                surroundings=chunk.surroundings(decoder.block),
+                surroundings=around,
                 **common,
             )
         case "local":
@@ -158,8 +169,8 @@ def _run_of(decoder: Decoder, plan: Plan, *, slots: int, common: dict[str, Any])
                 decoder,
                 buckets_of(plan),
                 num_slots=slots,
-                generators=_generators(),
-                surroundings=chunk.surroundings(decoder.block),
+                generators=chunk.generators,
+                surroundings=around,
                 **common,
             )
         case other:
@@ -205,12 +216,6 @@ def _graph_safe_rng() -> bool:
 
     tracker = get_cuda_rng_tracker()
     return bool(getattr(tracker, "use_cudagraphable_rng", type(tracker).__name__ == "TECudaRNGStatesTracker"))
-
-
-def _generators() -> list[torch.Generator]:
-    from megatron.core.tensor_parallel.random import get_all_rng_states
-
-    return list(get_all_rng_states().values())
 
 
 def _as_chunk(plan: Plan) -> Plan:

@@ -8,7 +8,7 @@ buckets as the step has micro-batches are recorded, and what has no graph goes p
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,9 @@ class LocalGraphs(DispatchedModule):
         self._layers = tuple(m for m in inside if hasattr(m, "cudagraph_manager"))
         self._managers: tuple[Any, ...] = tuple(layer.cudagraph_manager for layer in self._layers)
         self._recorded: list[Bucket] = []
-        self._announced = False
+        self._announced = self._closed = False
+        for layer in self._layers:
+            layer.__dict__.pop(_ASKED, None)  # of an installation that was closed
         if not self._layers:
             raise SettingsError("no layer has a graph manager: build the model with cuda_graph_impl 'local'")
         if _CudagraphGlobalRecord.cudagraph_created or any(m.cudagraph_runners for m in self._managers):
@@ -95,6 +97,11 @@ class LocalGraphs(DispatchedModule):
         with self._past_managers():
             return super()._run_eagerly(call, timed=timed)
 
+    def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch without packed-sequence metadata past Megatron's managers, which recorded no such one."""
+        with self._past_managers():
+            return function(*args, **kwargs)
+
     @contextmanager
     def _past_managers(self) -> Iterator[None]:
         """Let the layers run as if they had no graph manager."""
@@ -104,7 +111,8 @@ class LocalGraphs(DispatchedModule):
             yield
         finally:
             for layer in self._layers:
-                layer.__dict__.pop(_ASKED, None)
+                if not self._closed:
+                    layer.__dict__.pop(_ASKED, None)
 
     def _created(self) -> bool:
         from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
@@ -161,7 +169,9 @@ class LocalGraphs(DispatchedModule):
     def close(self) -> None:
         """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
         self._free()
-        self.enabled = False
+        self.enabled, self._closed = False, True
+        for layer in self._layers:  # Megatron's managers would record anew
+            layer.__dict__[_ASKED] = _no
 
     def _free(self) -> None:
         from megatron.core.transformer.cuda_graphs import delete_cuda_graphs

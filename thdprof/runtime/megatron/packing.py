@@ -79,10 +79,12 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy) -> PackedSe
         tail: the tail policy.
 
     Raises:
-        TypeError: max_seqlen is on the GPU, or queries and keys have other boundaries.
+        TypeError: max_seqlen is missing or on the GPU, or queries and keys have other boundaries.
         ValueError: `tail` would add padding that `pad_between_seqs` rules out.
     """
     longest = params.max_seqlen_q
+    if longest is None:
+        raise TypeError("PackedSeqParams.max_seqlen_q is None: give the tokens of the longest document")
     if isinstance(longest, torch.Tensor):
         if longest.is_cuda:
             raise TypeError("PackedSeqParams.max_seqlen_q is on the GPU: give the data loader's own integer")

@@ -49,7 +49,8 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     said = [*_of_plan(config, plan, facts)]
     if plan.graphs.impl != "none":  # which captures nothing
         said += [*_of_config(config, plan.graphs.impl), *_of_local(config, plan, facts)]
-        said += [*_of_transformer_engine(config, plan), *_of_run(facts, environment)]
+        said += [*_of_transformer_engine(config, plan), *_of_shared_captures(config, plan)]
+        said += _of_run(facts, environment)
     if said:
         raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
 
@@ -100,6 +101,30 @@ def _of_config(config: Any, impl: str) -> Iterator[str]:
         yield from _of_experts(config)
 
 
+def _of_shared_captures(config: Any, plan: Plan) -> Iterator[str]:
+    """Ranks that see other micro-batches but communicate inside the decoder must capture at the same moment."""
+    if plan.graphs.impl not in ("chunk", "transformer_engine"):
+        return
+    tensor = config.tensor_model_parallel_size
+    routing = getattr(config, "moe_router_load_balancing_type", None) or ()
+    shared = []
+    if getattr(config, "expert_model_parallel_size", 1) > 1:
+        shared.append(f"expert_model_parallel_size is {config.expert_model_parallel_size}")
+    if (getattr(config, "expert_tensor_parallel_size", None) or tensor) > tensor:
+        shared.append(f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}")
+    if "global_aux_loss" in ([routing] if isinstance(routing, str) else routing):
+        shared.append("moe_router_load_balancing_type has global_aux_loss")
+    if not shared:
+        return
+    if plan.graphs.capture != "startup":
+        yield f"{shared[0]}: ranks with other micro-batches must capture together; set graphs.capture to startup"
+    if not plan.microbatches.n_tokens_constant:
+        yield (
+            f"{shared[0]}: ranks capture at the first micro-batch of the captured size, and micro-batches differ in "
+            "theirs; pad every micro-batch to one length and analyse again"
+        )
+
+
 _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("fp8", None, "scales are not kept across replays of packed graphs"),
     ("fp4", None, "scales are not kept across replays of packed graphs"),
@@ -108,6 +133,9 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("fine_grained_activation_offloading", False, "it is not driven with packed input yet"),
     ("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),
     ("delay_wgrad_compute", False, "its weight gradients are not part of a backward pass"),
+    ("quant_recipe", None, "cached quantized weights would not be renewed in replays"),
+    ("use_kitchen", False, "cached quantized weights would not be renewed in replays"),
+    ("moe_enable_routing_replay", False, "it keeps routing decisions in Python"),
     ("moe_paged_stash", False, "its order is fixed by the first step's micro-batches"),
     ("qk_clip", False, "it keeps a maximum in Python"),
     ("log_max_attention_logit", False, "it keeps a maximum in Python"),

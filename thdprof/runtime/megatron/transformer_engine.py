@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.runtime.bank import Metadata, Placement, Surroundings, sample_boundaries
-from thdprof.runtime.capture import _pool_bytes, aliased_parameters, unchanged_state
+from thdprof.runtime.bank import Metadata, Placement, Surroundings, refuse_half_a_pass, sample_boundaries
+from thdprof.runtime.capture import WarmupError, _pool_bytes, aliased_parameters, unchanged_state
 from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched import Call, DispatchedModule
 from thdprof.runtime.megatron.chunk import gather_parameters
@@ -71,8 +71,8 @@ class LayerReplays:
     """One a layer, in order: takes hidden states and the layer's parameters, gives the graph's own output buffer."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     """The model's parameters that each layer gives a gradient to."""
-    fused: dict[int, tuple[nn.Parameter, torch.Tensor]]
-    """Those whose gradient the graphs add to `main_grad`, and that, by identity; what they give autograd is a dummy."""
+    fused: dict[int, tuple[nn.Parameter, torch.Tensor, int]]
+    """Those whose gradient the graphs add to `main_grad`, that and where it lay, by identity; autograd gets a dummy."""
 
     def reset(self) -> None:
         """Free the graphs."""
@@ -155,11 +155,11 @@ class LayerLease:
             )
         if self.slot.closed:
             raise RuntimeError("the graphs were closed or dropped before the backward of a replayed micro-batch")
-        for parameter, main_grad in self.replays.fused.values():
-            if getattr(parameter, "main_grad", None) is not main_grad:
+        for parameter, main_grad, pointer in self.replays.fused.values():
+            if getattr(parameter, "main_grad", None) is not main_grad or main_grad.data_ptr() != pointer:
                 raise RuntimeError(
-                    f"main_grad of a parameter of shape {tuple(parameter.shape)} was replaced after its graphs were "
-                    "captured; call recapture()"
+                    f"main_grad of a parameter of shape {tuple(parameter.shape)} was replaced or moved after its "
+                    "graphs were captured; call recapture()"
                 )
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
@@ -238,7 +238,7 @@ class LayerGraphs(DispatchedModule):
         buckets: Sequence[Bucket],
         *,
         num_slots: int,
-        generators: Sequence[torch.Generator] = (),
+        generators: Callable[[], Sequence[torch.Generator]] = tuple,
         surroundings: Surroundings | None = None,
         make: Make | None = None,
         **options: Any,
@@ -249,7 +249,7 @@ class LayerGraphs(DispatchedModule):
             decoder: a TransformerBlock or HybridStack.
             buckets: shapes to capture.
             num_slots: copies of every bucket's graphs.
-            generators: CUDA generators of Megatron's tracker.
+            generators: gives the CUDA generators of Megatron's tracker.
             surroundings: what the decoder touches outside itself.
             make: make_graphed_callables; None: Transformer Engine's.
             options: as DispatchedModule takes them.
@@ -264,9 +264,10 @@ class LayerGraphs(DispatchedModule):
         super().__init__(decoder, buckets, **options)
         self._layers = _transformer_layers(decoder.block)
         self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
-        self._num_slots, self._generators = num_slots, tuple(generators)
-        self._extra_state = (surroundings or Surroundings()).extra_state
-        self._make = make or _transformer_engines(generators)
+        self._num_slots, self._find_generators = num_slots, generators
+        self._generators: tuple[torch.Generator, ...] = ()
+        self._surroundings = surroundings or Surroundings()
+        self._make = make or _transformer_engines(generators())
         self._slots: list[LayerSlot] = []
         self._failures: dict[Bucket, str] = {}
         self._placement: Placement | None = None
@@ -287,6 +288,7 @@ class LayerGraphs(DispatchedModule):
             raise TypeError("a tensor besides the hidden states takes a gradient, which a layer's graph does not give")
         device = call.tensors[0].device
         gather_parameters(self.module)
+        self._generators = tuple(self._find_generators())
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._call = _without_values(call)
         with_padded = call.packed.cu_seqlens_padded is not None
@@ -341,6 +343,7 @@ class LayerGraphs(DispatchedModule):
             slot.replays[bucket] = self._capture_layers(slot, bucket)
         except Exception as error:
             _tidy_after_failure(collecting)
+            refuse_half_a_pass(WarmupError(f"{type(error).__name__}: {error}"), self._surroundings)
             self._failures[bucket] = f"{type(error).__name__}: {error}"
             logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self._failures[bucket])
             return False
@@ -352,7 +355,7 @@ class LayerGraphs(DispatchedModule):
         default = torch.cuda.default_generators[self._device.index]
         generators = [default, *(g for g in self._generators if g is not default)]
         slot.metadata.stage(sample_boundaries(bucket), bucket)
-        with unchanged_state(self.module, generators, self._extra_state):
+        with unchanged_state(self.module, generators, self._surroundings.extra_state):
             recorded, touched = self._rehearse(slot, bucket)
             parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
             with aliased_parameters(self.module) as aliases, self._blocks_rng():
@@ -379,7 +382,7 @@ class LayerGraphs(DispatchedModule):
             graphs=tuple(graphs),
             parameters=parameters,
             fused={
-                id(p): (p, main_grad)
+                id(p): (p, main_grad, main_grad.data_ptr())
                 for p, alias in pairs
                 if (main_grad := getattr(p, "main_grad", None)) is not None
                 and getattr(alias, "grad_added_to_main_grad", False)
