@@ -1,4 +1,4 @@
-"""Replayed beside eager Megatron training, every row of the matrix that fits the given number of GPUs.
+"""Replayed beside eager Megatron training, every row of the matrix that takes the given numbers of GPUs.
 
     python benchmarks/megatron.py --gpus 1 --out benchmarks/results/megatron-1.md
     python benchmarks/megatron.py --gpus 1,2,4 --host-gpus 4 --out benchmarks/results/megatron-4.md
@@ -627,6 +627,12 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown := [name for name in names if name not in known]:
         parser.error(f"--rows {unknown[0]}: with --gpus {args.gpus} there are {', '.join(known)}")
     args.rows = [known[name] for name in names]
+    if unknown := set(args.impls) - {*ALL_IMPLS, "stock"}:
+        parser.error(f"--impls {', '.join(sorted(unknown))}: of {', '.join(ALL_IMPLS)} and stock")
+    if args.share < 1 or args.timeout <= 0:
+        parser.error("--share must be at least 1, --timeout more than 0")
+    if args.out.suffix != ".md" or args.out.is_dir():
+        parser.error(f"--out {args.out}: must be a file that ends in .md")
     if args.steps < 1 or args.steps % len(CYCLE):
         parser.error(f"--steps {args.steps}: must be a multiple of {len(CYCLE)}")
     return args

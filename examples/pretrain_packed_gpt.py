@@ -167,25 +167,25 @@ def parser_of() -> argparse.ArgumentParser:
     add("--padded-eager", action="store_true", help="inputs padded as for replay, but nothing replays")
     add("--impl", choices=IMPLS, help="what is captured [the plan's graphs.impl; chunk for module]")
     add("--debug", action="store_true", help="check in every step that all ranks decided alike")
-    add("--steps", type=int, help="optimizer steps [as many as the plan's micro-batches give]")
+    add("--steps", type=positive, help="optimizer steps [as many as the plan's micro-batches give]")
     add("--microbatch-counts", type=counts_argument, help="micro-batches of a step, cycled: 4,6,8,6 [the plan's]")
-    add("--tp", type=int, default=1, help="tensor-parallel size [1]")
-    add("--pp", type=int, help="pipeline-parallel size [the plan's]")
-    add("--vpp", type=int, help="model chunks a pipeline rank [the plan's]")
-    add("--cp", type=int, help="context-parallel size [the plan's]")
-    add("--ep", type=int, default=1, help="expert-parallel size [1]")
+    add("--tp", type=positive, default=1, help="tensor-parallel size [1]")
+    add("--pp", type=positive, help="pipeline-parallel size [the plan's]")
+    add("--vpp", type=positive, help="model chunks a pipeline rank [the plan's]")
+    add("--cp", type=positive, help="context-parallel size [the plan's]")
+    add("--ep", type=positive, default=1, help="expert-parallel size [1]")
     add("--sequence-parallel", action="store_true")
     add("--distributed-optimizer", action="store_true")
     add("--overlap-grad-reduce", action="store_true")
     add("--overlap-param-gather", action="store_true", help="needs the two options before")
     add("--model", choices=["dense", "moe", "hybrid"], default="dense")
-    add("--layers", type=int, default=12)
-    add("--hidden", type=int, default=1024)
-    add("--heads", type=int, default=16)
-    add("--experts", type=int, default=8, help="of --model moe [8]")
+    add("--layers", type=positive, default=12)
+    add("--hidden", type=positive, default=1024)
+    add("--heads", type=positive, default=16)
+    add("--experts", type=positive, default=8, help="of --model moe [8]")
     add("--aux-loss", type=float, default=0.0, help="load-balancing coefficient of --model moe [0]")
     add("--dropout", type=float, default=0.0, help="of attention and hidden states [0]")
-    add("--vocabulary", type=int, default=256, help="tokens are below this [256]")
+    add("--vocabulary", type=positive, default=256, help="tokens are below this [256]")
     add("--lr", type=float, default=1e-4)
     add("--seed", type=int, default=1234, help="of the weights; the plan has that of the data")
     add("--num-workers", type=int, default=2, help="processes that read the data of each rank [2]")
@@ -200,12 +200,16 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser_of().parse_args(argv)
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
+    return int(text)
+
+
 def counts_argument(text: str) -> list[int]:
     """Comma-separated micro-batch counts."""
-    counts = [int(part) for part in text.split(",")]
-    if min(counts) < 1:
-        raise ValueError("a step has at least one micro-batch")
-    return counts
+    return [positive(part) for part in text.split(",")]
 
 
 def sizes_of(args: argparse.Namespace, plan: Plan, world: int) -> Sizes:
@@ -238,6 +242,12 @@ def sizes_of(args: argparse.Namespace, plan: Plan, world: int) -> Sizes:
         raise UsageError(f"--layers {args.layers}: not a multiple of {pp * (vpp or 1)} model chunks")
     if args.model == "hybrid" and args.layers // (pp * (vpp or 1)) % 2:
         raise UsageError(f"--layers {args.layers}: a chunk of --model hybrid is pairs of attention and MLP")
+    if args.hidden % args.heads:
+        raise UsageError(f"--hidden {args.hidden}: not a multiple of --heads {args.heads}")
+    if not 0 <= args.dropout < 1:
+        raise UsageError(f"--dropout {args.dropout}: must be from 0 to under 1")
+    if args.num_workers < 0:
+        raise UsageError(f"--num-workers {args.num_workers}: must not be negative")
     if args.sequence_parallel and args.tp == 1:
         raise UsageError("--sequence-parallel: needs --tp over 1")
     if args.model == "moe" and args.tp > 1 and not args.sequence_parallel:
@@ -689,6 +699,8 @@ def train(args: argparse.Namespace) -> RunResult:
     for flag, path in (("--stats", args.stats), ("--log-file", args.log_file)):
         if path is not None and path.exists():
             raise UsageError(f"{flag} {path}: exists; give another name")
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{flag} {path}: {path.parent} is not a directory")
     prepare(sizes)
     start(args, sizes)
     try:

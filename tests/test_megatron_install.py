@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
@@ -156,7 +157,10 @@ def test_ranks_with_other_micro_batches_must_capture_together(plan, changes, imp
         ({"num_chunks": 2}, "2 model chunks on this rank, the plan has slots for [1]"),
         ({"graph_safe_rng": False}, "call model_parallel_cuda_manual_seed(..., te_rng_tracker=True)"),
         ({"position_embedding": "mrope"}, "position_embedding_type is 'mrope'"),
-        ({"foreign_hooks": ("layers.0", "layers.1")}, "layers.0 and 1 more modules have hooks"),
+        (
+            {"foreign_hooks": ("layers.0", "layers.1")},
+            "modules with hooks, which a replay does not run: layers.0, layers.1; remove",
+        ),
         ({"foreign_layers": ("MambaLayer",)}, "the decoder has MambaLayer: state-space layers need seq_idx"),
         ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
         ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
@@ -221,8 +225,24 @@ def test_packed_seq_params_keep_their_boundaries_on_the_host():
     assert read.host.tolist() == [0, 3, 7]
     assert read.host_padded.tolist() == [0, 4, 8]
     assert (read.max_seqlen, read.cp_size) == (4, 2)
-    with pytest.raises(ValueError, match="3 entries in cu_seqlens, 2 in the padded ones"):
-        packing.packed_seq_params([0, 3, 8], cu_seqlens_padded=[0, 8], device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cu_seqlens_padded": [0, 8]}, "3 entries in cu_seqlens, 2 in the padded ones"),
+        ({"cu_seqlens_padded": [0, 2, 8]}, "document 0 has more tokens in cu_seqlens than in the padded ones"),
+        (
+            {"cu_seqlens_padded": [0, 4, 9], "pad_between_seqs": False},
+            "pad_between_seqs is False, but cu_seqlens and the",
+        ),
+        ({"max_seqlen": 5.5}, "max_seqlen 5.5: must be a whole number"),
+        ({"max_seqlen": 4}, "max_seqlen 4 is less than the longest document, 5"),
+    ],
+)
+def test_boundaries_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        packing.packed_seq_params([0, 3, 8], device="cpu", **given)
 
 
 def test_other_packed_seq_params_are_read_by_their_shape():

@@ -113,6 +113,8 @@ def test_other_refusals_of_a_process(plan_file, tmp_path):
             2,
             f"pretrain_packed_gpt: {option} {tmp_path / 'taken'}: exists; give another name\n",
         )
+        done = example_process("--plan", plan_file, option, tmp_path / "missing" / "file", world=2)
+        assert (done.returncode, "missing is not a directory" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +129,9 @@ def test_other_refusals_of_a_process(plan_file, tmp_path):
         (["--sequence-parallel"], "--sequence-parallel: needs --tp over 1"),
         (["--model", "hybrid", "--layers", 3], "--layers 3: a chunk of --model hybrid"),
         (["--overlap-param-gather"], "--overlap-param-gather: needs"),
+        (["--hidden", 1000], "--hidden 1000: not a multiple of --heads 16"),
+        (["--dropout", 2], "--dropout 2.0: must be from 0 to under 1"),
+        (["--num-workers", -1], "--num-workers -1: must not be negative"),
     ],
 )
 def test_sizes_that_cannot_be(plan_file, options, message):
@@ -143,6 +148,17 @@ def test_sizes_come_from_the_plan(demo, tmp_path):
     assert sizes == example.Sizes(world=16, tp=2, pp=2, vpp=2, cp=2, dp=2, ep=1)
     with pytest.raises(UsageError, match="--layers 6: not a multiple of 4 model chunks"):
         example.sizes_of(args_of(path, "--layers", 6, "--tp", 2), load_plan(path), 16)
+
+
+@pytest.mark.parametrize(
+    "options", [["--ep", 0], ["--tp", 0], ["--pp", 0], ["--steps", -1], ["--layers", 0], ["--microbatch-counts", "4,x"]]
+)
+def test_numbers_below_one_are_refused(plan_file, capsys, options):
+    with pytest.raises(SystemExit) as ended:
+        args_of(plan_file, *options)
+    assert ended.value.code == 2
+    assert f"argument {options[0]}: " in (said := capsys.readouterr().err)
+    assert "must be a whole number of at least 1" in said
 
 
 def test_plans_and_options_that_are_refused(demo, plan_file, tmp_path):
@@ -449,6 +465,9 @@ def test_the_matrix():
         bench.arguments(["--gpus", "1", "--out", "x.md", "--rows", "tp2"])
     with pytest.raises(SystemExit):
         bench.arguments(["--gpus", "1", "--out", "x.md", "--steps", "10"])
+    for wrong in (["--share", "0"], ["--timeout", "0"], ["--impls", "chunk,foo"], ["--out", "x.jsonl"]):
+        with pytest.raises(SystemExit):
+            bench.arguments(["--gpus", "1", "--out", "x.md", *wrong])
 
 
 def test_runs_are_compared_bit_for_bit():

@@ -1,4 +1,4 @@
-"""The errors that end a command, each with the exit code that DESIGN calls for."""
+"""The errors that end a command, each with its exit code."""
 
 
 class ThdprofError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,10 +49,13 @@ def packed_seq_params(
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
+    if max_seqlen is not None and int(max_seqlen) != max_seqlen:
+        raise ValueError(f"max_seqlen {max_seqlen}: must be a whole number")
     memory = None if cu_seqlens_padded is None else pack(cu_seqlens_padded, max_seqlen=max_seqlen)
-    packed = pack(cu_seqlens, max_seqlen=memory.max_seqlen if memory is not None else max_seqlen)
-    if memory is not None and len(memory.cu_seqlens) != len(packed.cu_seqlens):
-        raise ValueError(f"{len(packed.cu_seqlens)} entries in cu_seqlens, {len(memory.cu_seqlens)} in the padded ones")
+    packed = pack(cu_seqlens) if memory is not None else pack(cu_seqlens, max_seqlen=max_seqlen)
+    if memory is not None:
+        _check_padding(packed, memory, pad_between_seqs=pad_between_seqs)
+        packed = replace(packed, max_seqlen=memory.max_seqlen)
     valid = packed.cu_seqlens.to(device, non_blocking=True)
     padded = None if memory is None else memory.cu_seqlens.to(device, non_blocking=True)
     made = PackedSeqParams(
@@ -153,6 +157,18 @@ def padded(call: Call, bucket: Bucket) -> PackedSequence:
         cp_size=bucket.cp_size,
         cu_seqlens_padded=None if in_memory is None else pad(in_memory),
     )
+
+
+def _check_padding(packed: PackedSequence, memory: PackedSequence, *, pad_between_seqs: bool | None) -> None:
+    assert packed.host is not None
+    assert memory.host is not None
+    if len(memory.host) != len(packed.host):
+        raise ValueError(f"{len(packed.host)} entries in cu_seqlens, {len(memory.host)} in the padded ones")
+    short = np.flatnonzero(np.diff(memory.host) < np.diff(packed.host))
+    if len(short):
+        raise ValueError(f"document {short[0]} has more tokens in cu_seqlens than in the padded ones")
+    if pad_between_seqs is False and not np.array_equal(memory.host, packed.host):
+        raise ValueError("pad_between_seqs is False, but cu_seqlens and the padded ones differ: leave it out")
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

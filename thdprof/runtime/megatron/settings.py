@@ -48,7 +48,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     """
     said = [*_of_plan(config, plan, facts)]
     if plan.graphs.impl != "none":  # which captures nothing
-        said += [*_of_config(config, plan.graphs.impl), *_of_local(config, plan, facts)]
+        said += [*_of_config(config, plan.graphs.impl, facts), *_of_local(config, plan, facts)]
         said += [*_of_transformer_engine(config, plan), *_of_shared_captures(config, plan)]
         said += _of_run(facts, environment)
     if said:
@@ -82,7 +82,7 @@ def _of_plan(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
         yield "graphs.no_grad is replay: Megatron's evaluation runs eagerly; set it to eager"
 
 
-def _of_config(config: Any, impl: str) -> Iterator[str]:
+def _of_config(config: Any, impl: str, facts: Facts) -> Iterator[str]:
     wanted = "none" if impl == "chunk" else impl
     if config.cuda_graph_impl != wanted and impl != "module":
         yield f"cuda_graph_impl is {config.cuda_graph_impl!r}, graphs.impl {impl} needs {wanted!r}"
@@ -95,7 +95,7 @@ def _of_config(config: Any, impl: str) -> Iterator[str]:
             "multi_latent_attention is True: its layers' rotary tables may be replaced or freed while a graph reads "
             "them; set graphs.impl to none"
         )
-    if not getattr(config, "apply_rope_fusion", True):
+    if facts.position_embedding in ("rope", "yarn") and not getattr(config, "apply_rope_fusion", True):
         yield "apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
     if getattr(config, "num_moe_experts", None):
         yield from _of_experts(config)
@@ -226,10 +226,8 @@ def _of_run(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
             "te_rng_tracker=True), or --te-rng-tracker"
         )
     if facts.foreign_hooks:
-        yield (
-            f"{facts.foreign_hooks[0]} and {len(facts.foreign_hooks) - 1} more modules have hooks, which a replay does "
-            "not run; remove them"
-        )
+        named = ", ".join(facts.foreign_hooks[:3]) + (", ..." if len(facts.foreign_hooks) > 3 else "")
+        yield f"modules with hooks, which a replay does not run: {named}; remove the hooks"
     if facts.foreign_layers:
         yield (
             f"the decoder has {', '.join(facts.foreign_layers)}: state-space layers need seq_idx, which is not passed "

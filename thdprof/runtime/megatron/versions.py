@@ -1,6 +1,6 @@
 """What thdprof leans on in other packages beyond their public names, and the versions in which that was checked.
 
-Every private name that `thdprof.runtime.megatron` uses is listed in `RELIED_ON` and reached through this module alone.
+Every private name of other packages that `thdprof.runtime.megatron` uses is listed in `RELIED_ON`.
 """
 
 from __future__ import annotations
