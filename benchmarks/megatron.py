@@ -80,6 +80,7 @@ class Row:
     ep: int = 1
     tokens: int = TOKENS
     """Of a micro-batch."""
+    hidden: int = 1024
     dropout: float = 0.0
     overlap: bool = False
     """Whether the distributed optimizer's communication overlaps with forward and backward."""
@@ -94,7 +95,7 @@ class Row:
     @property
     def flags(self) -> list[str]:
         """Options of the example; the other sizes are in the plan."""
-        flags = ["--model", self.model, "--layers", self.layers, "--hidden", 1024, "--heads", 16]
+        flags = ["--model", self.model, "--layers", self.layers, "--hidden", self.hidden, "--heads", 16]
         flags += ["--experts", 8] if self.model == "moe" else []
         if self.overlap:
             flags += ["--distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
@@ -105,7 +106,8 @@ class Row:
     def title(self) -> str:
         """For a heading."""
         sizes = [f"{k.upper()} {v}" for k in ("tp", "pp", "vpp", "cp", "ep", "dp") if (v := getattr(self, k) or 1) > 1]
-        told = f"{self.name}: {self.model}, {self.layers} layers, {self.tokens} tokens, {', '.join(sizes) or 'one GPU'}"
+        told = f"{self.name}: {self.model}, {self.layers} layers, hidden {self.hidden}, {self.tokens} tokens, "
+        told += ", ".join(sizes) or "one GPU"
         told += f", dropout {self.dropout}" if self.dropout else ""
         told += ", distributed optimizer, both overlaps" if self.overlap else ""
         return told + (", deterministic kernels" if self.deterministic else "")
@@ -133,6 +135,7 @@ ROWS = (
     Row(name="exact-moe", gpus=1, model="moe", layers=4, tokens=512, deterministic=True, impls=ALL_IMPLS),
     Row(name="exact-tp2-pp2", gpus=4, tp=2, pp=2, layers=4, tokens=512, deterministic=True),
     Row(name="exact-pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe", layers=4, tokens=512, deterministic=True),
+    Row(name="bound", gpus=1, layers=12, hidden=2048, tokens=8192),  # by the GPU, also in eager training
     Row(name="hybrid", gpus=1, model="hybrid", layers=12),
     Row(name="tp2", gpus=2, tp=2, impls=("chunk", "transformer_engine")),
     Row(name="cp2", gpus=2, cp=2, impls=("chunk", "transformer_engine")),
@@ -509,7 +512,7 @@ def header(args: argparse.Namespace) -> list[str]:
         "",
         f"`python benchmarks/megatron.py {shlex.join(sys.argv[1:])}`",
         "",
-        f"Hidden 1024, bf16, {args.steps} steps of {','.join(map(str, CYCLE))} "
+        f"Heads 16, bf16, {args.steps} steps of {','.join(map(str, CYCLE))} "
         f"micro-batches in turn. A mean step leaves out the first 5 and those that captured. Equal: steps whose value "
         "is that of the first padded eager run, bit for bit."
         + (f" {args.share} processes shared each GPU: times tell nothing." if args.share > 1 else ""),

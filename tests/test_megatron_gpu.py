@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
-    """Of short micro-batches, for which Transformer Engine has deterministic kernels; about 1 in 15 falls back."""
+def plans(tmp_path_factory):
+    """Of short micro-batches, for which Transformer Engine has deterministic kernels; by number of buckets."""
     from thdprof.analyze import analyze_dataset, make_plan
     from thdprof.analyze.demo import write_demo
 
@@ -29,15 +29,19 @@ def plan(tmp_path_factory):
     analysis = analyze_dataset(
         directory / "megatron" / "documents", seq_length=512, global_batch_size=4, train_iters=12, buckets=1
     )
-    made = make_plan(analysis, impl="chunk")
-    values = made.model_dump(mode="json", by_alias=True)
-    falls = analysis.microbatches.n_seqs > 3
-    values["graphs"]["buckets"] = [{"max_seqs": 3, "max_seqlen": 512, "share": float(1 - falls.mean())}]
-    values["predictions"]["fallback_rate"]["microbatch"] = float(falls.mean())
-    assert 0 < falls.mean() < 0.5
-    path = directory / "plan.yaml"
-    type(made).model_validate(values).save(path)
-    return path
+    made, n_seqs = make_plan(analysis, impl="chunk"), analysis.microbatches.n_seqs
+    found = {}
+    for caps in ([3], [1, 3]):
+        values = made.model_dump(mode="json", by_alias=True)
+        shares = [float(((n_seqs > low) & (n_seqs <= cap)).mean()) for low, cap in zip([0, *caps], caps, strict=False)]
+        values["graphs"]["buckets"] = [
+            {"max_seqs": cap, "max_seqlen": 512, "share": share} for cap, share in zip(caps, shares, strict=True)
+        ]
+        values["predictions"]["fallback_rate"]["microbatch"] = float((n_seqs > 3).mean())
+        assert 0 < (n_seqs > 3).mean() < 0.5
+        found[len(caps)] = directory / f"plan{len(caps)}.yaml"
+        type(made).model_validate(values).save(found[len(caps)])
+    return found
 
 
 def train(plan: Path, log: Path, *options: str) -> dict:
@@ -54,23 +58,27 @@ def train(plan: Path, log: Path, *options: str) -> dict:
 
 
 CASES = [
-    ("chunk", "dense", ("--dropout", "0.1")),
-    ("chunk", "hybrid", ()),
-    ("chunk", "moe", ("--aux-loss", "0.01")),
-    ("transformer_engine", "dense", ("--dropout", "0.1")),
-    ("transformer_engine", "moe", ("--aux-loss", "0.01")),
-    ("local", "dense", ()),
+    ("chunk", "dense", 1, ("--dropout", "0.1")),
+    ("chunk", "dense", 2, ()),
+    ("chunk", "hybrid", 1, ()),
+    ("chunk", "moe", 1, ("--aux-loss", "0.01")),
+    ("transformer_engine", "dense", 1, ("--dropout", "0.1")),
+    ("transformer_engine", "dense", 2, ()),
+    ("transformer_engine", "moe", 1, ("--aux-loss", "0.01")),
+    ("local", "dense", 1, ()),
+    ("local", "dense", 2, ()),
 ]
 
 
-@pytest.mark.parametrize(("impl", "model", "more"), CASES)
-def test_a_run_equals_its_eager_twin(plan, tmp_path, impl, model, more):
+@pytest.mark.parametrize(("impl", "model", "buckets", "more"), CASES)
+def test_a_run_equals_its_eager_twin(plans, tmp_path, impl, model, buckets, more):
     common = ("--model", model, *more)
-    eager = train(plan, tmp_path / "eager.jsonl", "--padded-eager", *common)
-    ours = train(plan, tmp_path / "ours.jsonl", "--impl", impl, *common)
+    eager = train(plans[buckets], tmp_path / "eager.jsonl", "--padded-eager", *common)
+    ours = train(plans[buckets], tmp_path / "ours.jsonl", "--impl", impl, *common)
     assert ours["captures"] > 0
     assert ours["fallbacks"] == ours["predicted"]
     assert sum(ours["fallbacks"]) > 0
+    assert len(ours["replays"]) == buckets
     assert sum(ours["replays"].values()) > 20
     assert len(ours["losses"]) == 12
     assert ours["losses"] == eager["losses"]

@@ -558,7 +558,7 @@ def test_the_table_of_a_row(documents):
         bench.Ran(variant="ours: local", code=None, seconds=240.0, tail=["stuck"], result=None),
     ]  # fmt: skip
     lines = bench.table_of(row, planned, ran)
-    assert lines[0] == "## two: dense, 12 layers, 4096 tokens, DP 2"
+    assert lines[0] == "## two: dense, 12 layers, hidden 1024, 4096 tokens, DP 2"
     first, second = planned.fallbacks
     assert "| eager |  |  |  |  |  | 100.0 | 1.00x | 1,024 | 1 | 1 |" in lines
     assert (
