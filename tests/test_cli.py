@@ -245,8 +245,8 @@ OPTIONS = """
 --no-data-sharding --drop-last --no-drop-last --seed --split --train-samples --train-iters --weights
 --add-extra-token --no-add-extra-token
 --max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
---max-docs-per-pack --settings --megatron-args --world-size --buckets --cost-table --attention
---max-fallback-rate --graph-memory-gib --impl --output --force --json --microbatches --help
+--max-docs-per-pack --max-seqlen-per-dp-cp-rank --settings --megatron-args --world-size --buckets --cost-table
+--attention --max-fallback-rate --graph-memory-gib --impl --output --force --json --microbatches --help
 """
 
 

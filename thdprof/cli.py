@@ -55,6 +55,8 @@ class PackerName(StrEnum):
     next_fit = "next_fit"
     best_fit_decreasing = "best_fit_decreasing"
     dp_balanced = "dp_balanced"
+    balanced_cp = "balanced_cp"
+    dynamic_cp = "dynamic_cp"
 
 
 class ImplName(StrEnum):
@@ -135,13 +137,18 @@ def analyze(
     pad_seq_to_mult: Annotated[int | None, typer.Option(help="Tokens; pad to a multiple [1].")] = None,
     packer: Annotated[PackerName | None, typer.Option(help="Packer of unpacked lengths.")] = None,
     max_docs_per_pack: Annotated[int | None, typer.Option(help="The packer's cap on documents.")] = None,
+    max_seqlen_per_dp_cp_rank: Annotated[
+        int | None, typer.Option(help="Packers balanced_cp and dynamic_cp: most tokens of a rank.")
+    ] = None,
     settings: Annotated[Path | None, typer.Option(help="YAML file of these options.", readable=False)] = None,
     megatron_args: Annotated[
         Path | None,
         typer.Option(help="Launch script or argument list to take Megatron-LM's flags from.", readable=False),
     ] = None,
     world_size: Annotated[int | None, typer.Option(help="GPUs of the run, for --megatron-args.")] = None,
-    buckets: Annotated[int | None, typer.Option(help="Most graph shapes to capture [3].")] = None,
+    buckets: Annotated[
+        int | None, typer.Option(help="Most graph shapes to capture, of each context-parallel size [3].")
+    ] = None,
     cost_table: Annotated[Path | None, typer.Option(help="Measured costs.", readable=False)] = None,
     attention: Annotated[
         AttentionName | None, typer.Option(help="Attention backend of the built-in costs [transformer_engine].")
@@ -200,6 +207,7 @@ def analyze(
         "pad_seq_to_mult": pad_seq_to_mult,
         "packer": packer and packer.value,
         "max_docs_per_pack": max_docs_per_pack,
+        "max_seqlen_per_dp_cp_rank": max_seqlen_per_dp_cp_rank,
         "format": format,
         "buckets": buckets,
         "cost_table": cost_table,

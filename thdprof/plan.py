@@ -85,6 +85,8 @@ class TrainingPart(_Part):
     """How unpacked lengths become rows."""
     max_docs_per_pack: Count | None
     """The packer's own cap on documents of a row."""
+    max_seqlen_per_dp_cp_rank: Count | None = None
+    """Dynamic context parallelism: tokens of a rank, for which every bucket is captured; null: one size for all."""
 
 
 class Percentiles(_Part):
@@ -115,7 +117,8 @@ class MicrobatchesPart(_Part):
     n_tokens_max: Count
     """Tokens of the largest micro-batch, over all context-parallel ranks."""
     n_tokens_constant: bool
-    """Whether all micro-batches have that many tokens, as a graph needs."""
+    """Whether all micro-batches have that many tokens, as a graph needs; under dynamic context parallelism, whether
+    all have max_seqlen_per_dp_cp_rank tokens on each of their ranks."""
 
 
 class FallbackRates(_Part):
@@ -137,7 +140,7 @@ class BucketPart(_Part):
     max_seqlen: Count
     """Tokens of the longest document that the graph may see."""
     cp_size: Count = 1
-    """Context-parallel size of the graph."""
+    """Context-parallel size of the graph: it replays micro-batches of that size alone."""
     share: Share
     """Of micro-batches that are predicted to replay it."""
 

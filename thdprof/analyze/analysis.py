@@ -13,7 +13,15 @@ from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
 from thdprof.analyze.recommend import Limits, Recommendation, recommend
 from thdprof.analyze.schedule import Schedule, build_schedule
-from thdprof.analyze.settings import Assumption, Attention, Kind, Loader, TrainingSettings, resolve_settings
+from thdprof.analyze.settings import (
+    STEP_PACKERS,
+    Assumption,
+    Attention,
+    Kind,
+    Loader,
+    TrainingSettings,
+    resolve_settings,
+)
 from thdprof.analyze.slots import slots
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
@@ -35,6 +43,10 @@ _PADDING_REMEDY: dict[Kind, str] = {
     "trl": "TRL's collator cannot do that: pad in your own, with one dummy document",
     "packs": "train and analyse with a --tail-policy",
     "documents": "train and analyse with a --tail-policy (Megatron-Bridge's packers: --pad-to-max-length)",
+}
+_PADDING_REMEDY_BY_PACKER = {
+    "balanced_cp": "the scheduler pads nothing: pad in your own, and analyse with the --tail-policy that does so",
+    "dynamic_cp": "train with --pad-packed-seq-alignment max, and analyse with its --tail-policy",
 }
 
 
@@ -69,6 +81,21 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CpSize:
+    """The micro-batches of one context-parallel size, each counted once, however many ranks share it."""
+
+    cp_size: int
+    share: float
+    """Of micro-batches."""
+    n_seqs: Percentiles
+    max_seqlen: Percentiles
+    n_tokens: int
+    """Tokens that a graph of this size needs, over all its ranks."""
+    n_tokens_max: int
+    """Tokens of the largest micro-batch, over all its ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Analysis:
     """Everything that `thdprof analyze` reports and writes."""
 
@@ -85,7 +112,9 @@ class Analysis:
     n_tokens_max: int
     """Tokens of the largest micro-batch."""
     share_of_full_size: float
-    """Share of micro-batches that have n_tokens_max tokens."""
+    """Share of micro-batches that have n_tokens_max tokens (`cp_sizes`: the n_tokens of their size)."""
+    cp_sizes: tuple[CpSize, ...]
+    """Under dynamic context parallelism, ascending; else empty."""
     costs: CostTable
     slots: list[list[int]]
     """Micro-batches in flight for every pipeline rank and model chunk."""
@@ -99,6 +128,11 @@ class Analysis:
     def steps(self) -> int:
         """Optimizer steps analysed."""
         return self.microbatches.num_steps
+
+    @property
+    def drawn(self) -> bool:
+        """Whether the order of rows is not known, so that micro-batches were drawn."""
+        return not self.microbatches.exact and self.settings.packer != "dynamic_cp"
 
 
 def analyze(
@@ -156,20 +190,21 @@ def analyze(
     )
     num_parts = settings.pipeline_parallel_size * (settings.virtual_pipeline_size or 1)  # of the model, a chunk each
     n_tokens_max = int(table.n_tokens.max())
-    per_rank = max(1, n_tokens_max // settings.context_parallel_size)
+    cp_sizes = _cp_sizes(table, settings)
+    per_rank = settings.max_seqlen_per_dp_cp_rank or max(1, n_tokens_max // settings.context_parallel_size)
     costs = measured or built_in_costs(attention, per_rank)
     recommendation = recommend(
         table,
         profile,
         costs,
-        longest_possible=settings.seq_length,
+        longest_possible=settings.seq_length if not cp_sizes or settings.tail_policy == "none" else n_tokens_max,
         pipeline_size=settings.pipeline_parallel_size,
         num_slots=max(sum(rank) for rank in in_flight) / num_parts,
         n_tokens_per_rank=per_rank,
         independent=schedule.independent,
         limits=limits or Limits(),
     )
-    full_size = float((table.n_tokens == n_tokens_max).mean()) if table.n_tokens.strides != (0,) else 1.0
+    full_size = _share_of_full_size(table, settings)
     return Analysis(
         dataset=_summary(dataset),
         settings=settings,
@@ -180,6 +215,7 @@ def analyze(
         max_seqlen=Percentiles.of(profile.max_seqlen),
         n_tokens_max=n_tokens_max,
         share_of_full_size=full_size,
+        cp_sizes=cp_sizes,
         costs=costs,
         slots=in_flight,
         recommendation=recommendation,
@@ -189,9 +225,37 @@ def analyze(
     )
 
 
+def _cp_sizes(table: MicrobatchTable, settings: TrainingSettings) -> tuple[CpSize, ...]:
+    if table.groups is None:
+        return ()
+    found = []
+    for size, profile in Profile.by_cp_size(table).items():
+        assert size is not None
+        found.append(
+            CpSize(
+                cp_size=size,
+                share=profile.n_seqs.total / len(table),
+                n_seqs=Percentiles.of(profile.n_seqs),
+                max_seqlen=Percentiles.of(profile.max_seqlen),
+                n_tokens=size * (settings.max_seqlen_per_dp_cp_rank or 0),
+                n_tokens_max=int(table.n_tokens[table.groups.cp_size == size].max()),
+            )
+        )
+    return tuple(found)
+
+
+def _share_of_full_size(table: MicrobatchTable, settings: TrainingSettings) -> float:
+    """Share of micro-batches that have the tokens that a graph is captured for."""
+    if table.groups is not None:
+        from thdprof.analyze.dynamic_cp import capacity
+
+        return float((table.n_tokens == capacity(table, settings)).mean())
+    return float((table.n_tokens == table.n_tokens.max()).mean()) if table.n_tokens.strides != (0,) else 1.0
+
+
 def _default_loader(dataset: Dataset, given: Mapping[str, Any]) -> Loader | None:
     """The sampler that the format's own training code uses by default; None where the order is not known."""
-    if isinstance(dataset.content, UnpackedDocuments) and given.get("packer") == "dp_balanced":
+    if isinstance(dataset.content, UnpackedDocuments) and given.get("packer") in STEP_PACKERS:
         return "single"
     return _DEFAULT_LOADERS.get(dataset.format)
 
@@ -237,15 +301,28 @@ def _warnings(
     recommendation: Recommendation,
 ) -> list[str]:
     found = [*dataset.notes, *schedule.notes]
-    if not schedule.table.exact:
+    if settings.packer == "dynamic_cp" and schedule.table.groups is not None:
+        found.append(
+            "dynamic_cp follows a description of Megatron-LM's dev branch, not a released scheduler: its micro-batches "
+            "may differ from training's"
+        )
+    elif not schedule.table.exact:
         found.append(
             "the order in which training reads these rows is not known: micro-batches were drawn with "
             f"--seed {settings.seed}; --loader single or cyclic replays one"
         )
     if full_size < 1:
+        dynamic = schedule.table.groups is not None
+        count = "the token count of their context-parallel size's graphs" if dynamic else "the largest token count"
+        remedy = _PADDING_REMEDY_BY_PACKER[settings.packer] if dynamic else _PADDING_REMEDY[_kind(dataset)]
         found.append(
-            f"only {full_size:.1%} of micro-batches have the largest token count, and a graph replays one count only: "
-            f"the figures hold once all are padded to it; {_PADDING_REMEDY[_kind(dataset)]}"
+            f"only {full_size:.1%} of micro-batches have {count}, and a graph replays one count only: "
+            f"the figures hold once all are padded to it; {remedy}"
+        )
+    if schedule.table.groups is not None:
+        found.append(
+            "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
+            "documents, whatever its tokens and its context-parallel size"
         )
     if not costs.calibrated:
         found.append(
@@ -302,7 +379,7 @@ def make_plan(analysis: Analysis, *, impl: Impl = "module") -> Plan:
                     {
                         "max_seqs": b.max_seqs,
                         "max_seqlen": b.max_seqlen,
-                        "cp_size": settings.context_parallel_size,
+                        "cp_size": b.cp_size or settings.context_parallel_size,
                         "share": share,
                     }
                     for b, share in zip(chosen.buckets, chosen.shares, strict=True)

@@ -18,8 +18,27 @@ _ROWS_A_BATCH = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """Who runs each micro-batch under dynamic context parallelism; every array has shape [micro-batches]."""
+
+    cp_size: NDArray[np.int32]
+    """Ranks that run it together."""
+    first_rank: NDArray[np.int64]
+    """The lowest of them, of all data-parallel x context-parallel ranks; the others are its neighbours above."""
+    microbatch: NDArray[np.int64]
+    """How many micro-batches that rank ran in the step before this one."""
+    step: NDArray[np.int64]
+    round: NDArray[np.int64]
+    """Rounds are counted over all steps; in each every rank has one group, and at its end all wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchTable:
-    """Micro-batches sorted by step, data-parallel rank and position in the step."""
+    """Micro-batches sorted by step, data-parallel rank and position in the step.
+
+    With `groups` the ranks are all data-parallel x context-parallel ones, and a micro-batch that several of them share
+    is one row, that of the first.
+    """
 
     n_seqs: NDArray[np.int32]
     """Documents of every micro-batch, shape [micro-batches]."""
@@ -29,9 +48,11 @@ class MicrobatchTable:
     """Tokens of the micro-batch over all context-parallel ranks, shape [micro-batches]."""
     data_parallel_size: int
     num_microbatches: NDArray[np.int32]
-    """Micro-batches of one rank in every step, the same on all ranks, shape [steps]."""
+    """Micro-batches of one rank in every step, the same on all ranks (with `groups`: the most), shape [steps]."""
     exact: bool
-    """Whether training forms these micro-batches in this order; else they were drawn."""
+    """Whether training forms these micro-batches in this order; else they were drawn, or follow a description."""
+    groups: RankGroups | None = None
+    """Groups of ranks of varying size that run the micro-batches; None: every rank has its own."""
 
     def __len__(self) -> int:
         """Micro-batches over all ranks and steps."""
@@ -44,7 +65,9 @@ class MicrobatchTable:
 
     @property
     def uniform(self) -> bool:
-        """Whether every step has the same number of micro-batches."""
+        """Whether every rank has the same number of micro-batches in every step."""
+        if self.groups is not None:
+            return False
         counts = self.num_microbatches
         return counts.strides == (0,) or bool((counts == counts[0]).all())
 
@@ -61,10 +84,36 @@ class MicrobatchTable:
         starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
         return np.asarray(reduce.reduceat(values, starts, axis=0)).reshape(self.num_steps, ranks, *rest)
 
+    def any_per_rank_step(self, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """Whether each rank runs one of the micro-batches that are `marked` in a step: [steps, ranks]."""
+        if self.groups is None:
+            return self.per_rank_step(marked, np.logical_or).astype(np.bool_, copy=False)
+        changes = np.zeros((self.num_steps, self.data_parallel_size + 1), dtype=np.int64)
+        step, first, size = (a[marked] for a in (self.groups.step, self.groups.first_rank, self.groups.cp_size))
+        np.add.at(changes, (step, first), 1)
+        np.add.at(changes, (step, first + size), -1)
+        return np.asarray(np.cumsum(changes, axis=1)[:, :-1] > 0)
+
     def record_batches(self) -> Iterator[pa.RecordBatch]:
-        """The table as Arrow record batches: `step`, `dp_rank`, `microbatch` and the three measures."""
+        """The table as Arrow record batches: `step`, `dp_rank`, `microbatch` and the three measures.
+
+        With `groups` also `cp_size`: ranks dp_rank .. dp_rank + cp_size - 1 run the micro-batch together, and
+        `microbatch` is its position on the first of them.
+        """
         import pyarrow as pa
 
+        if self.groups is not None:
+            columns = {
+                "step": self.groups.step.astype(np.int32),
+                "dp_rank": self.groups.first_rank.astype(np.int32),
+                "microbatch": self.groups.microbatch.astype(np.int32),
+                "n_seqs": self.n_seqs,
+                "max_seqlen": self.max_seqlen,
+                "n_tokens": self.n_tokens,
+                "cp_size": self.groups.cp_size,
+            }
+            yield from pa.table(columns).to_batches(_ROWS_A_BATCH)
+            return
         counts = self.num_microbatches.astype(np.int64)
         step_ends = np.cumsum(counts * self.data_parallel_size)
         for start in range(0, len(self), _ROWS_A_BATCH):

@@ -76,10 +76,10 @@ def pack_rows(
                 lengths = lengths[::-1].copy()
         case "next_fit":
             place = _next_fit
-            lengths = _cut(lengths, pack_tokens, pad_to_multiple, notes)
+            lengths = cut(lengths, pack_tokens, pad_to_multiple, notes)
         case "best_fit_decreasing":
             rule, place = "trl", _best_fit
-            lengths = _longest_first(_cut(lengths, pack_tokens, 1, notes), notes)
+            lengths = _longest_first(cut(lengths, pack_tokens, 1, notes), notes)
         case _:
             raise UsageError(f"--packer {packer}: makes no rows ahead of training")
     cap = _NO_CAP if max_documents is None else _free_documents(max_documents, tail_documents)
@@ -117,24 +117,17 @@ def dp_balanced(
     capacity, ranks, size = settings.seq_length, settings.data_parallel_size, settings.global_batch_size
     if capacity % settings.pad_seq_to_mult:
         raise UsageError(f"--seq-length {capacity}: must be a multiple of --pad-seq-to-mult {settings.pad_seq_to_mult}")
-    steps = (settings.train_samples or len(document_tokens)) // size
-    if steps == 0 or len(document_tokens) == 0:
-        raise DataError(
-            f"{len(document_tokens)} documents do not make one step of --global-batch-size {size}; "
-            "give more data or a smaller batch"
-        )
     cap = _NO_CAP
     if settings.max_docs_per_pack is not None:
         cap = _free_documents(settings.max_docs_per_pack, int(settings.tail_policy == "append_dummy_seq"))
     multiple = ranks * (settings.pipeline_parallel_size if settings.virtual_pipeline_size else 1)
     lengths = _pad(np.minimum(document_tokens.astype(np.int64), capacity), settings.pad_seq_to_mult)
-    shape = (steps, settings.num_microbatches, ranks, settings.micro_batch_size)
-    order = np.arange(steps * size, dtype=np.int64).reshape(shape).transpose(0, 2, 1, 3).reshape(-1)
-    gathered = lengths[order % len(lengths)]
-    dealt, row_sizes = np.empty_like(gathered), np.empty_like(gathered)
+    by_step = gathered(lengths, settings)
+    steps, documents = len(by_step), by_step.reshape(-1)
+    dealt, row_sizes = np.empty_like(documents), np.empty_like(documents)
     microbatches, starts, sizes = (np.empty(n, dtype=np.int64) for n in (steps, size + multiple, size + multiple))
     num_rows, failed = kernels.run(
-        _deal, len(gathered) * 4, gathered, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes,
+        _deal, len(documents) * 4, documents, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes,
         microbatches,
     )  # fmt: skip
     if failed >= 0:
@@ -145,6 +138,26 @@ def dp_balanced(
     offsets = np.concatenate(([0], np.cumsum(row_sizes[:num_rows])))
     rows = PackedRows(document_tokens=dealt.astype(np.int32), row_offsets=offsets)
     return rows, microbatches.astype(np.int32)
+
+
+def gathered(lengths: NDArray[np.int64], settings: TrainingSettings) -> NDArray[np.int64]:
+    """`lengths` [documents] in the order in which a step's are gathered: by rank, micro-batch, place; [steps, size].
+
+    Documents repeat in order over the epochs.
+
+    Raises:
+        DataError: too few documents for a step.
+    """
+    size = settings.global_batch_size
+    steps = (settings.train_samples or len(lengths)) // size
+    if steps == 0 or len(lengths) == 0:
+        raise DataError(
+            f"{len(lengths)} documents do not make one step of --global-batch-size {size}; "
+            "give more data or a smaller batch"
+        )
+    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
+    order = np.arange(steps * size, dtype=np.int64).reshape(shape).transpose(0, 2, 1, 3).reshape(steps, size)
+    return lengths[order % len(lengths)]
 
 
 def _free_documents(max_documents: int, tail_documents: int) -> int:
@@ -172,7 +185,7 @@ def _pad(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
     return -(-lengths // multiple) * multiple
 
 
-def _cut(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: list[str]) -> NDArray[np.int64]:
+def cut(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: list[str]) -> NDArray[np.int64]:
     """Lengths padded to `multiple` and cut to what of a pack is a multiple of it."""
     longest = pack_tokens // multiple * multiple
     if longest == 0:
@@ -186,7 +199,7 @@ def _cut(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: lis
 def _fit_bridge(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: list[str]) -> NDArray[np.int64]:
     """What Megatron-Bridge's preparation leaves: tokenize_dataset pads and cuts, create_hist drops."""
     if multiple > 1:
-        return _cut(lengths, pack_tokens, multiple, notes)
+        return cut(lengths, pack_tokens, multiple, notes)
     fits = lengths <= pack_tokens
     if not fits.all():
         notes.append(f"{int((~fits).sum())} documents longer than the pack of {pack_tokens} tokens were left out")

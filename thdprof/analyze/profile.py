@@ -67,6 +67,20 @@ class Profile:
         """The profile of all micro-batches of `table`."""
         return cls(n_seqs=Histogram.of(table.n_seqs), max_seqlen=Histogram.of(table.max_seqlen))
 
+    @classmethod
+    def by_cp_size(cls, table: MicrobatchTable) -> dict[int | None, Profile]:
+        """The profile of the micro-batches of each context-parallel size, ascending; None: all have the run's."""
+        if table.groups is None:
+            return {None: cls.of(table)}
+        sizes = table.groups.cp_size
+        return {
+            int(size): cls(
+                n_seqs=Histogram.of(table.n_seqs[sizes == size]),
+                max_seqlen=Histogram.of(table.max_seqlen[sizes == size]),
+            )
+            for size in np.unique(sizes)
+        }
+
     def merge(self, other: Profile) -> Profile:
         """The profile of both tables together."""
         return Profile(n_seqs=self.n_seqs.merge(other.n_seqs), max_seqlen=self.max_seqlen.merge(other.max_seqlen))
@@ -86,7 +100,7 @@ class FallbackRate:
 
 def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> FallbackRate:
     """The three rates where `falls_back`, shape [micro-batches], marks those that run eagerly."""
-    per_rank_step = table.per_rank_step(falls_back, np.logical_or)
+    per_rank_step = table.any_per_rank_step(falls_back)
     return FallbackRate(
         microbatch=float(falls_back.mean()),
         rank_step=float(per_rank_step.mean()),

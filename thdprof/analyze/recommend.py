@@ -1,7 +1,8 @@
 """Buckets that minimise the expected synchronous step time, over every subset of the candidates.
 
 A step costs the slowest rank's sum over its micro-batches, times 1 + (pp - 1) / num_microbatches for a pipeline. A
-micro-batch costs the replay of the smallest bucket that fits it, or its eager time.
+micro-batch costs the replay of the smallest bucket that fits it, or its eager time. Under dynamic context parallelism
+a step costs the sum over its rounds of the slowest group's sum, and a bucket fits micro-batches of its size alone.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.cost import CostTable
-from thdprof.analyze.microbatches import MicrobatchTable
+from thdprof.analyze.microbatches import MicrobatchTable, RankGroups
 from thdprof.analyze.profile import PERCENTILES, FallbackRate, Profile, fallback_rate, upper_bound
 from thdprof.errors import UsageError
 
@@ -23,7 +24,10 @@ _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
 _MAX_CANDIDATES = 16
 _SEARCH_WORK = 4_000_000_000
 """Multiplications that the search over subsets may take; beyond it, it looks at evenly spaced steps."""
+_SLOWNESS_BY_ROUND = 8
+"""How many multiplications a micro-batch and choice take the time of, under dynamic context parallelism."""
 _CHUNK = 1 << 22
+_ANY = 2**31
 _MOST_CHOICES = 50_000
 
 
@@ -33,11 +37,13 @@ class Bucket:
 
     max_seqs: int
     max_seqlen: int
+    cp_size: int | None = None
+    """Context-parallel size under dynamic context parallelism; None: the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A single cap and what it would do."""
+    """A single cap, the same for every context-parallel size, and what it would do."""
 
     max_seqs: int
     coverage: float
@@ -56,7 +62,7 @@ class Limits:
     """What the recommendation must keep to."""
 
     num_buckets: int = 3
-    """Most buckets to choose."""
+    """Most buckets to choose, of each context-parallel size."""
     max_fallback_rate: float | None = None
     """Largest share of steps with a fallback."""
     graph_memory_bytes: int | None = None
@@ -75,7 +81,7 @@ class Recommendation:
     """What to capture, and what that is expected to do."""
 
     buckets: tuple[Bucket, ...]
-    """Ascending; empty where running eagerly is best."""
+    """Ascending, one context-parallel size after the other; empty where running eagerly is best."""
     shares: tuple[float, ...]
     """Share of micro-batches that replay each bucket."""
     fallback_rate: FallbackRate
@@ -98,7 +104,8 @@ class Recommendation:
 class StepCosts:
     """Expected step times of any buckets made of given caps, from counts of micro-batches in classes.
 
-    A class holds the micro-batches whose smallest fitting caps are the same pair; all of a class share their bucket.
+    A class holds the micro-batches of one context-parallel size whose smallest fitting caps are the same pair; all of
+    a class share their bucket.
     """
 
     def __init__(
@@ -108,12 +115,19 @@ class StepCosts:
         self.caps, self.lengths = list(caps), list(lengths)
         width = len(self.lengths) + 1
         numbers = np.arange(int(table.n_seqs.max()) + 1)
-        pair = (np.searchsorted(self.caps, numbers) * width).astype(np.int16)[table.n_seqs]
+        kind: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
+        pair = (np.searchsorted(self.caps, numbers) * width).astype(kind)[table.n_seqs]
         if int(table.max_seqlen.max()) > self.lengths[0]:
             sizes = np.arange(int(table.max_seqlen.max()) + 1)
-            pair += np.searchsorted(self.lengths, sizes).astype(np.int16)[table.max_seqlen]
+            pair += np.searchsorted(self.lengths, sizes).astype(kind)[table.max_seqlen]
+        cp_sizes: list[int | None] = [None]
+        if table.groups is not None:
+            found, index = np.unique(table.groups.cp_size, return_inverse=True)
+            cp_sizes = [int(size) for size in found]
+            pair += (index * ((len(self.caps) + 1) * width)).astype(kind)
         used = np.flatnonzero(np.bincount(pair))
-        self._pairs = [divmod(int(p), width) for p in used]
+        self._pairs = [divmod(int(p) % ((len(self.caps) + 1) * width), width) for p in used]
+        self._cp_sizes = [cp_sizes[int(p) // ((len(self.caps) + 1) * width)] for p in used]
         renumber = np.zeros(int(used[-1]) + 1, dtype=np.int16)
         renumber[used] = np.arange(len(used))
         self._class = renumber[pair]
@@ -123,7 +137,7 @@ class StepCosts:
     def bucket_of_class(self, buckets: Sequence[Bucket]) -> list[int | None]:
         """Index of the first bucket that fits each class, or None: it falls back."""
         found: list[int | None] = []
-        for seqs, length in self._pairs:
+        for (seqs, length), cp_size in zip(self._pairs, self._cp_sizes, strict=True):
             fits = (
                 i
                 for i, b in enumerate(buckets)
@@ -131,6 +145,7 @@ class StepCosts:
                 and length < len(self.lengths)
                 and self.caps[seqs] <= b.max_seqs
                 and self.lengths[length] <= b.max_seqlen
+                and b.cp_size == cp_size
             )
             found.append(next(fits, None))
         return found
@@ -162,11 +177,12 @@ class StepCosts:
         """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, [choices]."""
         weights = self._weights(choices)
         table = self._table
+        if table.groups is not None:
+            return self._step_ms_by_round(weights, table.groups, stride)
         if table.data_parallel_size == 1 and table.uniform:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
-            counts = self._counts(self._class, 1, table.n_seqs)
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
-            totals: NDArray[np.float64] = (counts @ weights)[0] * (factor / table.num_steps)
+            totals: NDArray[np.float64] = self._total_ms(weights) * (factor / table.num_steps)
             return totals
         sums = np.zeros(len(choices))
         at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
@@ -177,6 +193,31 @@ class StepCosts:
             factor_by_step = 1 + (self._pipeline - 1) / table.num_microbatches[part]
             sums += factor_by_step @ by_rank.max(axis=1)
         return sums / len(steps)
+
+    def total_ms(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
+        """Time of all micro-batches together under each choice, whoever waits for whom, in milliseconds, [choices]."""
+        return self._total_ms(self._weights(choices))
+
+    def _total_ms(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray((self._counts(self._class, 1, self._table.n_seqs) @ weights)[0])
+
+    def _step_ms_by_round(self, weights: NDArray[np.float64], groups: RankGroups, stride: int) -> NDArray[np.float64]:
+        """Mean step time where all ranks wait for the slowest group at the end of every round."""
+        order = np.lexsort((groups.first_rank, groups.round))
+        order = order[groups.step[order] % stride == 0]
+        lane = groups.round[order] * self._table.data_parallel_size + groups.first_rank[order]
+        lanes = np.flatnonzero(np.diff(lane, prepend=-1))
+        rounds = np.flatnonzero(np.diff(groups.round[order][lanes], prepend=-1))
+        kind, classes = self._class[order], len(self._pairs)
+        eager = self._eager_ms[self._table.n_seqs[order]][:, None]
+        sums = np.empty(weights.shape[1])
+        at_once = max(1, _CHUNK // len(order))
+        for first in range(0, len(sums), at_once):
+            part = weights[:, first : first + at_once]
+            ms = part[:classes][kind] + part[classes:][kind] * eager
+            by_lane = np.add.reduceat(ms, lanes, axis=0)
+            sums[first : first + at_once] = np.maximum.reduceat(by_lane, rounds, axis=0).sum(axis=0)
+        return sums / -(-self._table.num_steps // stride)
 
     def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
         """What to multiply counts (first half) and eager milliseconds (second) of the classes with, [2c, choices]."""
@@ -271,22 +312,33 @@ def recommend(
         UsageError: no choice keeps to `limits`.
     """
     caps = candidate_caps(profile, costs)
-    lengths = candidate_lengths(profile, costs, longest_possible)
-    step_costs = StepCosts(table, costs, caps, lengths, pipeline_size)
+    shapes = {
+        cp_size: [
+            Bucket(n, s, cp_size)
+            for n in candidate_caps(part, costs)
+            for s in candidate_lengths(part, costs, min(longest_possible, (cp_size or _ANY) * n_tokens_per_rank))
+        ]
+        for cp_size, part in Profile.by_cp_size(table).items()
+    }
+    every = [bucket for part in shapes.values() for bucket in part]
+    lengths = sorted({b.max_seqlen for b in every})
+    step_costs = StepCosts(table, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths, pipeline_size)
     eager_ms = float(step_costs.step_ms([()])[0])
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
 
-    shapes = [Bucket(n, s) for n in caps for s in lengths]
-    _refuse_long_search(len(shapes), limits.num_buckets)
-    choices = subsets(shapes, limits.num_buckets)
+    for part in shapes.values():
+        _refuse_long_search(len(part), limits.num_buckets)
+    choices = _choices(list(shapes.values()), limits.num_buckets, step_costs)
     stride = _search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
     within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
     chosen = _best(choices, np.where(within, times, np.inf), step_costs, limits.max_fallback_rate)
-    curve = _cap_curve(profile, costs, step_costs, eager_ms)
-    one_graph_fits = limits.graph_memory_bytes is None or (memory(shapes[:1]) or 0) <= limits.graph_memory_bytes
+    longest = {cp_size: max(b.max_seqlen for b in part) for cp_size, part in shapes.items()}
+    options = [tuple(Bucket(n, longest[cp_size], cp_size) for cp_size in shapes) for n in caps]
+    curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
+    one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
     singles = [
         c
@@ -319,6 +371,33 @@ def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:
     return [choice for size in range(min(most, len(ordered)) + 1) for choice in combinations(ordered, size)]
 
 
+def _choices(shapes: Sequence[Sequence[Bucket]], most: int, costs: StepCosts) -> Sequence[tuple[Bucket, ...]]:
+    """Choices of at most `most` of `shapes` of each context-parallel size, fewest first.
+
+    With one size these are all. With several the sizes are joined, and of each come only the quickest choice of every
+    number of buckets, where it saves time over that of fewer, and the one bucket that fits all.
+    """
+    by_size = [subsets(part, most) for part in shapes]
+    if len(by_size) == 1:
+        return by_size[0]
+    short: list[list[tuple[Bucket, ...]]] = []
+    for part, of_part in zip(shapes, by_size, strict=True):
+        times = costs.total_ms(of_part).round(9)
+        quickest: dict[int, int] = {}
+        for index in np.argsort(times, kind="stable"):
+            quickest.setdefault(len(of_part[index]), int(index))
+        saves = [i for n, i in quickest.items() if all(times[i] < times[quickest[fewer]] for fewer in range(n))]
+        fits_all = Bucket(max(b.max_seqs for b in part), max(b.max_seqlen for b in part), part[0].cp_size)
+        short.append([*dict.fromkeys([*(of_part[i] for i in saves), (fits_all,)])])
+    count = math.prod(len(part) for part in short)
+    if count > _MOST_CHOICES:
+        raise UsageError(
+            f"--buckets {most}: {count:,} choices for {len(short)} context-parallel sizes are more than the "
+            f"{_MOST_CHOICES:,} that are compared; give a smaller number"
+        )
+    return sorted((tuple(b for part in parts for b in part) for parts in product(*short)), key=len)
+
+
 def _refuse_long_search(num_shapes: int, num_buckets: int) -> None:
     choices = sum(math.comb(num_shapes, k) for k in range(min(num_shapes, num_buckets) + 1))
     if choices > _MOST_CHOICES:
@@ -332,6 +411,8 @@ def _search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> in
     """Every how many-th step to compare `choices` on: 1, unless all would take too long."""
     if table.data_parallel_size == 1 and table.uniform:
         return 1
+    if table.groups is not None:
+        return min(table.num_steps, -(-len(table) * choices * _SLOWNESS_BY_ROUND // _SEARCH_WORK))
     work = table.num_steps * table.data_parallel_size * 2 * len(costs.class_counts) * choices
     return -(-work // _SEARCH_WORK)
 
@@ -359,16 +440,20 @@ def _best(
     )
 
 
-def _cap_curve(profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float) -> tuple[Candidate, ...]:
-    """What each single cap would do, captured for the longest document: systems with one cap know no other limit."""
-    options = [Bucket(n, step_costs.lengths[-1]) for n in step_costs.caps]
-    times = step_costs.step_ms([(bucket,) for bucket in options])
+def _cap_curve(
+    options: Sequence[tuple[Bucket, ...]], profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float
+) -> tuple[Candidate, ...]:
+    """What each single cap would do, captured for the longest document: systems with one cap know no other limit.
+
+    An option is one bucket for each context-parallel size.
+    """
+    times = step_costs.step_ms(options)
     named: dict[int, list[str]] = {}
     for name, percent in PERCENTILES.items():
         named.setdefault(profile.n_seqs.percentile(percent), []).append(name)
     curve = []
-    for bucket, ms in zip(options, times, strict=True):
-        rate = step_costs.fallback_rate([bucket])
+    for buckets, ms in zip(options, times, strict=True):
+        rate, bucket = step_costs.fallback_rate(buckets), buckets[-1]
         curve.append(
             Candidate(
                 max_seqs=bucket.max_seqs,

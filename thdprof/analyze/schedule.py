@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from thdprof.analyze import blend, samplers
 from thdprof.analyze.gpt import Samples, gpt_samples, train_share
 from thdprof.analyze.microbatches import MicrobatchTable
-from thdprof.analyze.settings import TrainingSettings
+from thdprof.analyze.settings import DYNAMIC_CP, TrainingSettings
 from thdprof.analyze.sources.base import Dataset, PackedRows, TokenStream, UnpackedDocuments
 from thdprof.errors import DataError, UsageError
 
@@ -124,6 +124,8 @@ def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
 def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
     from thdprof.analyze import packers
 
+    if settings.packer in DYNAMIC_CP:
+        return _schedule_dynamic_cp(documents, settings)
     if settings.packer == "dp_balanced":
         rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
         n_seqs, max_seqlen, tokens = _plain_rows(rows, settings)
@@ -157,6 +159,15 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         packing_efficiency=packing.efficiency,
         packing_efficiency_without_cap=packing.efficiency_without_cap,
     )
+
+
+def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
+    from thdprof.analyze.dynamic_cp import dynamic_cp
+
+    table, used, notes = dynamic_cp(documents.document_tokens, settings=settings)
+    one_epoch = len(table) * len(documents.document_tokens) // (table.num_steps * settings.global_batch_size)
+    independent = max(1, min(len(table), one_epoch))
+    return Schedule(table=table, notes=tuple(notes), independent=independent, packing_efficiency=used)
 
 
 def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:

@@ -11,7 +11,19 @@ from thdprof.errors import DataError, UsageError
 
 Loader = Literal["single", "cyclic", "batch"]
 TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
-Packer = Literal["first_fit_decreasing", "first_fit_shuffle", "next_fit", "best_fit_decreasing", "dp_balanced"]
+Packer = Literal[
+    "first_fit_decreasing",
+    "first_fit_shuffle",
+    "next_fit",
+    "best_fit_decreasing",
+    "dp_balanced",
+    "balanced_cp",
+    "dynamic_cp",
+]
+DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
+"""Packers that give every micro-batch a context-parallel size of its own."""
+STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
+"""Packers that pack each global batch for itself while training."""
 Attention = Literal["transformer_engine", "torch"]
 
 
@@ -24,7 +36,7 @@ class TrainingSettings:
     micro_batch_size: int = 1
     """Rows of one micro-batch."""
     global_batch_size: int = 1
-    """Rows of one step over all data-parallel ranks (for `dp_balanced`: documents)."""
+    """Rows of one step over all data-parallel ranks (for packers of whole steps, such as `dp_balanced`: documents)."""
     data_parallel_size: int = 1
     context_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -59,6 +71,8 @@ class TrainingSettings:
     """How unpacked lengths become rows."""
     max_docs_per_pack: int | None = None
     """A packer's own cap on documents of a row, a dummy tail included."""
+    max_seqlen_per_dp_cp_rank: int | None = None
+    """Dynamic context parallelism: most tokens of a micro-batch on one data-parallel x context-parallel rank."""
 
     @property
     def num_microbatches(self) -> int:
@@ -94,10 +108,13 @@ _APPLIES_TO: dict[str, tuple[Kind, ...]] = {
     "tail_policy": ("packs", "documents"),
     "packer": ("documents",),
     "max_docs_per_pack": ("documents",),
+    "max_seqlen_per_dp_cp_rank": ("documents",),
 }
 _LARGEST = {
     "seed": 2**32 - 1,
     "seq_length": 2**31 - 1,
+    "max_seqlen_per_dp_cp_rank": 2**31 - 1,
+    "context_parallel_size": 2**20,
     "pipeline_parallel_size": 4096,
     "virtual_pipeline_size": 1024,
     "data_parallel_size": 2**20,
@@ -179,7 +196,10 @@ def resolve_settings(
             values[name] = value
             assumed.append(Assumption(name=name, value=value, flag=FLAGS[name], why=why))
 
-    if pack_tokens is not None:
+    dynamic = kind in (None, "documents") and values.get("packer") in DYNAMIC_CP
+    if dynamic:
+        assume("seq_length", _most_tokens(values), "what all ranks hold together")
+    elif pack_tokens is not None:
         assume("seq_length", pack_tokens, "the dataset's own pack size")
     else:
         assume("seq_length", _SEQ_LENGTH_WITHOUT_PACKS, "the dataset does not tell")
@@ -187,8 +207,11 @@ def resolve_settings(
         assume(name, 1, "not given")
     if kind == "documents":
         assume("packer", "first_fit_decreasing", "Megatron-Bridge's default")
-        if values["packer"] == "dp_balanced" and "global_batch_size" not in values:
-            raise UsageError("--packer dp_balanced packs the documents of one step together: give --global-batch-size")
+        packer = values["packer"]
+        if packer in STEP_PACKERS and "global_batch_size" not in values:
+            raise UsageError(f"--packer {packer} packs the documents of one step together: give --global-batch-size")
+        if not dynamic and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
+            notes += (f"--max-seqlen-per-dp-cp-rank has no effect on --packer {packer} and was left out",)
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
@@ -208,6 +231,17 @@ def resolve_settings(
     settings = TrainingSettings(**values)
     _check(settings, dataset_format, num_datasets)
     return settings, tuple(assumed), notes
+
+
+def _most_tokens(values: Mapping[str, Any]) -> int:
+    """Tokens of a document that all ranks of a dynamic context-parallel run hold together."""
+    room = values.get("max_seqlen_per_dp_cp_rank")
+    if room is None:
+        raise UsageError(
+            f"--packer {values['packer']}: needs --max-seqlen-per-dp-cp-rank, the tokens that one rank can hold"
+        )
+    ranks = values.get("data_parallel_size", 1) * values.get("context_parallel_size", 1)
+    return int(min(room * ranks, _LARGEST["seq_length"]))
 
 
 def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_format: str) -> tuple[str, ...]:
@@ -256,6 +290,8 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
         )
     _check_batch(settings)
     _check_pipeline(settings)
+    if settings.packer in DYNAMIC_CP:
+        _check_dynamic_cp(settings)
     if settings.context_parallel_size > 1 and settings.seq_length % (2 * settings.context_parallel_size):
         multiple = 2 * settings.context_parallel_size
         raise UsageError(
@@ -298,6 +334,28 @@ def _check_pipeline(settings: TrainingSettings) -> None:
     if settings.pipeline_parallel_size == 1:
         raise UsageError(
             f"--virtual-pipeline-size {settings.virtual_pipeline_size}: needs --pipeline-parallel-size over 1"
+        )
+
+
+def _check_dynamic_cp(settings: TrainingSettings) -> None:
+    """What Megatron refuses under hybrid context parallelism, and what the schedulers do not know."""
+    packer = settings.packer
+    if settings.pipeline_parallel_size > 1:
+        raise UsageError(
+            f"--pipeline-parallel-size {settings.pipeline_parallel_size}: --packer {packer} is replayed without "
+            "pipeline parallelism, with which Megatron refuses hybrid context parallelism; use 1"
+        )
+    if settings.micro_batch_size > 1:
+        raise UsageError(f"--micro-batch-size {settings.micro_batch_size}: --packer {packer} needs 1")
+    if settings.loader not in (None, "single"):
+        raise UsageError(f"--loader {settings.loader}: Megatron reads data for --packer {packer} with single alone")
+    if settings.max_docs_per_pack is not None:
+        raise UsageError(f"--max-docs-per-pack: --packer {packer} has no cap on documents; leave it out")
+    ranks = settings.data_parallel_size * settings.context_parallel_size
+    if packer == "balanced_cp" and ranks % 2:
+        raise UsageError(
+            f"--data-parallel-size {settings.data_parallel_size} x --context-parallel-size "
+            f"{settings.context_parallel_size}: Megatron's hybrid context parallelism needs an even number of ranks"
         )
 
 

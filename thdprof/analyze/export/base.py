@@ -48,7 +48,8 @@ def choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
     """The cap in documents that `target` is given; None: run eagerly.
 
     Raises:
-        UsageError: `max_seqs` cannot be, or is less than the target can survive.
+        UsageError: `max_seqs` cannot be, or is less than the target can survive; or the plan is of dynamic context
+            parallelism, which the target knows no graphs for.
     """
     if max_seqs is not None and not target.one_cap:
         raise UsageError(
@@ -56,6 +57,11 @@ def choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
         )
     if max_seqs is not None and not 1 <= max_seqs < 2**31:
         raise UsageError(f"--max-seqs {max_seqs}: must be at least 1 and less than 2**31")
+    if target.one_cap and plan.training.max_seqlen_per_dp_cp_rank is not None:
+        raise UsageError(
+            f"--to {target.name}: no graphs under dynamic context parallelism there, and a plan of --packer "
+            f"{plan.training.packer} has buckets for each size; --to json gives it as it is"
+        )
     eager = plan.graphs.one_cap is None or plan.graphs.impl == "none"
     if max_seqs is None and eager:
         return None

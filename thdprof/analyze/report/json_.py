@@ -36,13 +36,19 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         "n_seqs": asdict(analysis.n_seqs),
         "max_seqlen": asdict(analysis.max_seqlen),
         "n_tokens_max": analysis.n_tokens_max,
+        "cp_sizes": [asdict(size) for size in analysis.cp_sizes],
         "packing_efficiency": analysis.packing_efficiency,
         "packing_efficiency_without_cap": analysis.packing_efficiency_without_cap,
         "candidates": [_candidate(c) for c in chosen.candidates],
         "recommendation": {
             "max_packed_seqs": max((b.max_seqs for b in chosen.buckets), default=None),
             "buckets": [
-                {"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "share": share}
+                {
+                    "max_seqs": b.max_seqs,
+                    "max_seqlen": b.max_seqlen,
+                    "cp_size": b.cp_size or analysis.settings.context_parallel_size,
+                    "share": share,
+                }
                 for b, share in zip(chosen.buckets, chosen.shares, strict=True)
             ],
             "slots": analysis.slots,

@@ -25,7 +25,9 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
     yield Text(f"{source} ({data.format}): {data.rows:,} rows, {data.documents:,} documents, {data.tokens:,} tokens")
-    how = "replayed exactly" if table.exact else "drawn, not replayed"
+    how = (
+        "replayed exactly" if table.exact else "drawn, not replayed" if analysis.drawn else "as described, not replayed"
+    )
     yield Text(f"{len(table):,} micro-batches in {analysis.steps:,} steps, {how}")
     for assumption in analysis.assumptions:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
@@ -34,6 +36,9 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     yield ""
     yield _percentiles(analysis)
     yield ""
+    if analysis.cp_sizes:
+        yield _cp_sizes(analysis)
+        yield ""
     yield _caps(analysis, block)
     yield ""
     yield Text(sentence(analysis), style="bold")
@@ -59,6 +64,31 @@ def _percentiles(analysis: Analysis) -> Table:
     for label, p in (("documents", analysis.n_seqs), ("longest document", analysis.max_seqlen)):
         values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
         table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
+    return table
+
+
+def _cp_sizes(analysis: Analysis) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in (
+        "ranks",
+        "micro-batches",
+        "documents P50",
+        "P99",
+        "max",
+        "longest document P50",
+        "P99",
+        "max",
+        "tokens",
+    ):
+        table.add_column(name, justify="right")
+    for size in analysis.cp_sizes:
+        numbers = [getattr(p, n) for p in (size.n_seqs, size.max_seqlen) for n in ("p50", "p99", "max")]
+        table.add_row(
+            str(size.cp_size),
+            _percent(size.share),
+            *(f"{v:,}" for v in numbers),
+            f"{size.n_tokens_max:,}/{size.n_tokens:,}",
+        )
     return table
 
 
@@ -105,7 +135,10 @@ def sentence(analysis: Analysis) -> str:
     chosen = analysis.recommendation
     if not chosen.buckets:
         return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
-    caps = [f"{b.max_seqs} ({_percent(share)})" for b, share in zip(chosen.buckets, chosen.shares, strict=True)]
+    caps = [
+        f"{b.max_seqs} ({'' if b.cp_size is None else f'{_ranks(b.cp_size)}, '}{_percent(share)})"
+        for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+    ]
     listed = caps[0] if len(caps) == 1 else ", ".join(caps[:-1]) + " and " + caps[-1]
     fallbacks = (
         "no micro-batch seen falls back"
@@ -116,6 +149,10 @@ def sentence(analysis: Analysis) -> str:
         f"Capture graphs for {listed} documents: a step takes {chosen.relative_step_time:.3f} of its eager time, "
         f"and {fallbacks}."
     )
+
+
+def _ranks(cp_size: int) -> str:
+    return "1 rank" if cp_size == 1 else f"{cp_size} ranks"
 
 
 def reasons(analysis: Analysis) -> list[str]:
@@ -163,7 +200,7 @@ def _coverage_of_run(analysis: Analysis) -> str:
     if analysis.settings.train_samples is None:
         return "one epoch was analysed; say how long the run is with --train-samples or --train-iters"
     wanted = analysis.settings.train_samples // analysis.settings.global_batch_size
-    if not analysis.microbatches.exact:
+    if analysis.drawn:
         return "the run was drawn, not replayed"
     if analysis.steps == wanted:
         return "the table is the whole run, so only a change of its data brings any"
