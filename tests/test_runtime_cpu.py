@@ -216,6 +216,25 @@ def test_graphed_takes_everything_from_the_plan(analysis):
     assert wrapped(x, pack([0, 3, 7]))[:, 0].tolist() == [3, 5]
 
 
+def test_graphed_plans_of_dynamic_context_parallelism(tmp_path):
+    """Every size's graphs hold as many tokens on each of their ranks."""
+    lengths = np.random.default_rng(0).integers(1, 200, 64)
+    (tmp_path / "documents.jsonl").write_text("".join(f"{n}\n" for n in lengths))
+    analysis = analyze_dataset(
+        tmp_path / "documents.jsonl",
+        packer="balanced_cp",
+        max_seqlen_per_dp_cp_rank=64,
+        data_parallel_size=2,
+        context_parallel_size=2,
+        global_batch_size=16,
+        buckets=1,
+        tail_policy="append_dummy_seq",
+    )
+    found = graphed(Sums(), make_plan(analysis))._dispatcher.buckets
+    assert {b.cp_size for b in found} == set(analysis.microbatches.groups.cp_size.tolist())
+    assert {b.n_tokens for b in found} == {64}
+
+
 def test_graphed_plans_that_capture_nothing(analysis):
     plan = make_plan(analysis)
     nothing = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})

@@ -78,6 +78,11 @@ def _of_plan(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
     with_slots = {len(chunks) for chunks in plan.graphs.slots}
     if with_slots != {facts.num_chunks}:
         yield f"{facts.num_chunks} model chunks on this rank, the plan has slots for {sorted(with_slots)}"
+    if training.max_seqlen_per_dp_cp_rank is not None:
+        yield (
+            f"the plan is of dynamic context parallelism (--packer {training.packer}): a graph for each size is not "
+            "captured in Megatron yet; analyse a run with one size"
+        )
     if plan.graphs.no_grad == "replay":
         yield "graphs.no_grad is replay: Megatron's evaluation runs eagerly; set it to eager"
 
