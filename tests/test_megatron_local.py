@@ -391,7 +391,7 @@ def test_install_chooses_it():
     plan = SimpleNamespace(
         graphs=SimpleNamespace(impl="local", capture="startup", buckets=buckets),
         microbatches=SimpleNamespace(n_tokens_max=TOKENS),
-        training=SimpleNamespace(context_parallel_size=1),
+        training=SimpleNamespace(context_parallel_size=1, max_seqlen_per_dp_cp_rank=None),
     )
     config = model_config()
     run = _run_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
@@ -438,6 +438,7 @@ def a_plan(**changes):
                 "virtual_pipeline_size": None,
                 "context_parallel_size": 1,
                 "data_parallel_size": 1,
+                "max_seqlen_per_dp_cp_rank": None,
                 **changes,
             }
         ),
