@@ -198,7 +198,7 @@ def test_versions(monkeypatch):
     newer = {**known, "megatron-core": "0.20.0rc1"}
     with pytest.raises(versions.VersionError) as raised:
         versions.check(lambda names: newer)
-    assert str(raised.value).startswith("megatron-core 0.20.0rc1: thdprof was checked on <0.20,>=0.19, and relies on ")
+    assert str(raised.value).startswith("megatron-core 0.20.0rc1: thdprof takes <0.20,>=0.19.2, and relies on ")
     assert str(raised.value).endswith("Set THDPROF_UNTESTED_VERSIONS=allow to go on all the same")
     monkeypatch.setenv(versions.OVERRIDE, "allow")
     versions.check(lambda names: newer)
@@ -550,7 +550,7 @@ def test_a_module_with_main_grads_passes_them_into_the_replay():
 
 
 def test_fused_accumulation_is_not_added_twice():
-    from thdprof.runtime.capture import GradientBuffers
+    from thdprof.runtime.capture import GradientBuffers, spare_main_grads
 
     class Fused(torch.autograd.Function):
         """Adds to main_grad itself and hands autograd a dummy, as Transformer Engine does."""
@@ -579,7 +579,7 @@ def test_fused_accumulation_is_not_added_twice():
     def run():
         (Fused.apply(torch.ones(3), aliases[0]) + aliases[1] * 2).sum().backward()
 
-    buffers.spare(aliases)
+    spare_main_grads(aliases)
     run()  # a warm-up
     assert fused.main_grad.tolist() == plain.main_grad.tolist() == [0.0] * 3
     for alias in aliases:

@@ -77,15 +77,6 @@ class GradientBuffers:
             self._chosen[key] = [parameter for parameter, main, used in found if main and used]
         return self._chosen[key]
 
-    def spare(self, aliases: Sequence[nn.Parameter]) -> None:
-        """Let `aliases` add to scratch memory until `collect`: kernels may write to `main_grad` themselves."""
-        kinds = {(b.dtype, b.device) for b, main in zip(self.buffers, self.uses_main_grad, strict=True) if main}
-        largest = max((b.numel() for b, main in zip(self.buffers, self.uses_main_grad, strict=True) if main), default=0)
-        scratch = {kind: torch.zeros(largest, dtype=kind[0], device=kind[1]) for kind in kinds}
-        for alias, buffer, main in zip(aliases, self.buffers, self.uses_main_grad, strict=True):
-            if main:
-                alias.main_grad = scratch[buffer.dtype, buffer.device][: buffer.numel()].view(buffer.shape)  # type: ignore[attr-defined]
-
     def collect(self, aliases: Sequence[nn.Parameter]) -> set[int]:
         """Make the next forward and backward over `aliases` add each gradient to its buffer as soon as it is there.
 
@@ -157,6 +148,22 @@ class GradientBuffers:
             if hooks and used and not (main and _fires_without_gradient()):
                 for hook in tuple(hooks.values()):
                     hook(parameter)
+
+
+def spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
+    """Let passes over `aliases` add to scratch memory: kernels may write to `main_grad` themselves.
+
+    Until `main_grad` is theirs again.
+    """
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    grads = [(alias, g) for alias in aliases if (g := getattr(alias, "main_grad", None)) is not None]
+    for _, grad in grads:
+        kind = grad.dtype, grad.device
+        sizes[kind] = max(sizes.get(kind, 0), grad.numel())
+    scratch = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()}
+    for alias, grad in grads:
+        spare = scratch[grad.dtype, grad.device][: grad.numel()].view(grad.shape)
+        alias.main_grad = spare  # type: ignore[attr-defined]
 
 
 class _NoGradient(torch.autograd.Function):
@@ -272,7 +279,7 @@ def capture_pass(
         _no_autocast_cache(),
     ):
         parameters = [aliases[id(p)] for p in gradients.parameters]
-        gradients.spare(parameters)
+        spare_main_grads(parameters)
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(stream):

@@ -46,6 +46,7 @@ class Decoder(nn.Module):
         self._rope = rope
         self._kept: dict[int, torch.Tensor] = {}
         self._like: PackedSeqParams | None = None
+        self._shards, self._lengths = 1, frozenset[int]()
 
     @property
     def training(self) -> bool:
@@ -68,16 +69,13 @@ class Decoder(nn.Module):
             with_rope: whether the layers take rotary embeddings; they then cover the whole buffer.
             kwargs: what else the model gives its decoder.
         """
-        assert self._like is not None  # set by `attached`
+        assert self._like is not None  # set by what `attach` puts in
         params = packing.write(packed, self._like)
         if with_rope:
             kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards)
         with self._given(hidden_states):
             found: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
         return found
-
-    _shards = 1
-    _lengths: frozenset[int] = frozenset()
 
     def attach(self, run: DispatchedModule, *, cp_size: int, shards: int, tail: TailPolicy) -> None:
         """Send the decoder's packed micro-batches through `run`, which calls this module.

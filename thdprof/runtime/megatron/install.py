@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
@@ -19,8 +18,6 @@ from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
-
-logger = logging.getLogger(__name__)
 
 
 class Installation:

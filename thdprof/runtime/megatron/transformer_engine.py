@@ -20,7 +20,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.runtime.bank import Metadata, Placement, Surroundings, refuse_half_a_pass, sample_boundaries
-from thdprof.runtime.capture import WarmupError, _pool_bytes, aliased_parameters, unchanged_state
+from thdprof.runtime.capture import (
+    WarmupError,
+    _pool_bytes,
+    aliased_parameters,
+    spare_main_grads,
+    unchanged_state,
+)
 from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched import Call, DispatchedModule
 from thdprof.runtime.megatron.chunk import gather_parameters
@@ -360,7 +366,7 @@ class LayerGraphs(DispatchedModule):
             parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
             with aliased_parameters(self.module) as aliases, self._blocks_rng():
                 pairs = [(p, aliases[id(p)]) for own in parameters for p in own]
-                _spare_main_grads(list(aliases.values()))
+                spare_main_grads(list(aliases.values()))
                 inputs = slot.inputs_like(recorded)
                 graphs = self._make(
                     tuple(
@@ -417,7 +423,7 @@ class LayerGraphs(DispatchedModule):
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with aliased_parameters(self.module) as aliases, torch.cuda.stream(stream), self._layers_run(record):
-            _spare_main_grads(list(aliases.values()))
+            spare_main_grads(list(aliases.values()))
             for original, alias in aliases.items():
                 if alias.requires_grad:
                     alias.register_post_accumulate_grad_hook(hook(original))
@@ -534,19 +540,6 @@ def _transformer_engines(generators: Sequence[torch.Generator]) -> Make:
         )
     made: Make = make_graphed_callables
     return made
-
-
-def _spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
-    """Let passes over `aliases` add to scratch memory: kernels may write to `main_grad` themselves."""
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    grads = [(alias, g) for alias in aliases if (g := getattr(alias, "main_grad", None)) is not None]
-    for _, grad in grads:
-        kind = grad.dtype, grad.device
-        sizes[kind] = max(sizes.get(kind, 0), grad.numel())
-    scratch = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()}
-    for alias, grad in grads:
-        spare = scratch[grad.dtype, grad.device][: grad.numel()].view(grad.shape)
-        alias.main_grad = spare  # type: ignore[attr-defined]
 
 
 def _give_main_grads(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:

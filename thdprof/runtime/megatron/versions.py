@@ -24,12 +24,13 @@ class Reliance:
     package: str
     name: str
     checked: SpecifierSet
-    """Versions in which it was read and ran."""
+    """Versions that are taken."""
     why: str
 
 
-MEGATRON = SpecifierSet(">=0.19,<0.20")
-TRANSFORMER_ENGINE = SpecifierSet(">=2.20,<2.21")
+MEGATRON = SpecifierSet(">=0.19.2,<0.20")
+TRANSFORMER_ENGINE = SpecifierSet(">=2.20.2,<2.21")
+"""The first of each was read and ran; later patches of it are taken to be alike."""
 
 RELIED_ON = (
     Reliance(
@@ -125,8 +126,7 @@ def complaints(found: Mapping[str, str | None]) -> list[str]:
             said.append(f"{package} is not installed: pip install 'thdprof[megatron,te]'")
         elif bad := [r for r in relied if Version(version).base_version not in r.checked]:
             said.append(
-                f"{package} {version}: thdprof was checked on {bad[0].checked}, and relies on {bad[0].name} "
-                f"({bad[0].why})"
+                f"{package} {version}: thdprof takes {bad[0].checked}, and relies on {bad[0].name} ({bad[0].why})"
             )
     return said
 
