@@ -12,6 +12,7 @@ plan has one bucket that leaves at least 5% of micro-batches out. Variants of a 
     padded eager   thdprof's padded inputs without graphs, twice: the second shows what differs without any graph
     ours: IMPL     replayed; losses and gradient norms are compared with the first padded eager, step by step
     stock local    Megatron's own local graphs without thdprof, all micro-batches padded to the most documents (1 GPU)
+    calibrated     some rows: by the plan that analyze makes itself, from costs measured on this very model
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ from typing import Any
 import numpy as np
 
 from thdprof.analyze import analyze_dataset
-from thdprof.analyze.analysis import make_plan
+from thdprof.analyze.analysis import Analysis, make_plan
 from thdprof.analyze.demo import _heavy_tailed, _random, _tokens
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import fallback_rate, upper_bound
+from thdprof.analyze.report.terminal import sentence
 from thdprof.errors import ThdprofError, UsageError
 from thdprof.plan import Plan
 
@@ -86,6 +88,8 @@ class Row:
     """Whether the distributed optimizer's communication overlaps with forward and backward."""
     deterministic: bool = False
     """Whether only deterministic kernels run: for small shapes, where Transformer Engine has them."""
+    calibrated: bool = False
+    """Whether there is a variant by the plan that analyze makes from costs measured on this model; one GPU."""
 
     @property
     def dp(self) -> int:
@@ -120,8 +124,10 @@ class Row:
 
 ALL_IMPLS = ("chunk", "local", "transformer_engine")
 ROWS = (
-    Row(name="dense", gpus=1, layers=24, impls=ALL_IMPLS),
-    Row(name="moe", gpus=1, model="moe", layers=16, impls=ALL_IMPLS),
+    Row(name="dense", gpus=1, layers=24, impls=ALL_IMPLS, calibrated=True),
+    Row(name="dense-2048", gpus=1, layers=24, tokens=2048, calibrated=True),  # waits for launches even more
+    Row(name="moe", gpus=1, model="moe", layers=16, impls=ALL_IMPLS, calibrated=True),
+    Row(name="moe-2048", gpus=1, model="moe", layers=16, tokens=2048, calibrated=True),
     Row(name="exact", gpus=1, layers=4, tokens=512, deterministic=True, impls=ALL_IMPLS),
     Row(
         name="exact-dropout",
@@ -133,9 +139,13 @@ ROWS = (
         impls=("chunk", "transformer_engine"),
     ),
     Row(name="exact-moe", gpus=1, model="moe", layers=4, tokens=512, deterministic=True, impls=ALL_IMPLS),
+    Row(name="exact-cp2", gpus=2, cp=2, layers=4, tokens=512, deterministic=True),
+    Row(name="exact-pp2-vpp2-dp2", gpus=4, pp=2, vpp=2, overlap=True, layers=4, tokens=512, deterministic=True),
     Row(name="exact-tp2-pp2", gpus=4, tp=2, pp=2, layers=4, tokens=512, deterministic=True),
     Row(name="exact-pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe", layers=4, tokens=512, deterministic=True),
-    Row(name="bound", gpus=1, layers=12, hidden=2048, tokens=8192),  # by the GPU, also in eager training
+    Row(
+        name="bound", gpus=1, layers=12, hidden=2048, tokens=8192, calibrated=True
+    ),  # by the GPU, also in eager training
     Row(name="hybrid", gpus=1, model="hybrid", layers=12),
     Row(name="tp2", gpus=2, tp=2, impls=("chunk", "transformer_engine")),
     Row(name="cp2", gpus=2, cp=2, impls=("chunk", "transformer_engine")),
@@ -161,6 +171,9 @@ class Ran:
     """Last lines of its output."""
     result: dict[str, Any] | None
     """What the example logged; None where it did not come so far."""
+    note: str = ""
+    predicted: list[int] | None = None
+    """Fallbacks of each data-parallel rank where its plan is not the row's."""
     compared: dict[str, Any] = field(default_factory=dict)
 
 
@@ -200,13 +213,13 @@ class Planned:
     """Of a micro-batch."""
 
 
-def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
-    """A plan with one bucket that at least 5% of micro-batches do not fit."""
-    tokens = row.tokens
-    analysis = analyze_dataset(
+def analysis_of(row: Row, prefix: Path, steps: int, *, buckets: int, cost_table: Path | None = None) -> Analysis:
+    """What analyze says of a row."""
+    return analyze_dataset(
         prefix,
-        buckets=1,
-        seq_length=tokens,
+        cost_table=cost_table,
+        buckets=buckets,
+        seq_length=row.tokens,
         micro_batch_size=1,
         global_batch_size=PLAN_MICROBATCHES * row.dp,
         data_parallel_size=row.dp,
@@ -215,6 +228,11 @@ def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
         virtual_pipeline_size=row.vpp,
         train_samples=a_rank(steps) * row.dp,
     )
+
+
+def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
+    """A plan with one bucket that at least 5% of micro-batches do not fit."""
+    analysis = analysis_of(row, prefix, steps, buckets=1)
     plan = make_plan(analysis)
     table = analysis.microbatches
     if row.cp > 1:
@@ -222,7 +240,7 @@ def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
     cap = choose_cap(table.n_seqs)
     falls = table.n_seqs > cap
     rates = asdict(fallback_rate(table, falls))
-    bucket = {"max_seqs": cap, "max_seqlen": tokens, "cp_size": row.cp, "share": float(1 - falls.mean())}
+    bucket = {"max_seqs": cap, "max_seqlen": row.tokens, "cp_size": row.cp, "share": float(1 - falls.mean())}
     values = plan.model_dump(mode="json", by_alias=True)
     values["graphs"] |= {
         "impl": "chunk",
@@ -487,12 +505,43 @@ def run_row(row: Row, planned: Planned, args: argparse.Namespace, host: Host, di
             for n in numbers
         ]
 
-    with ThreadPoolExecutor(len(together)) as pool:
+    with ThreadPoolExecutor(len(together) + 1) as pool:
+        calibrated = pool.submit(run_calibrated, row, args, host, directory) if row.calibrated else None
         ran = [one for done in pool.map(train, together) for one in done]
+        ran += [calibrated.result()] if calibrated is not None else []
     reference = next((one.result for one in ran if one.variant == "padded eager"), None)
     for one in ran:
         if reference is not None and one.result is not None and one.variant not in ("eager", "padded eager"):
             one.compared = compare_runs(one.result, reference)
+    return ran
+
+
+def run_calibrated(row: Row, args: argparse.Namespace, host: Host, directory: Path) -> Ran:
+    """Measure the row's model, let analyze choose by what was measured, and train by its plan."""
+    costs, path, log = (directory / f"{row.name}-calibrated{end}" for end in (".costs.yaml", ".yaml", ".jsonl"))
+    for old in (costs, log):
+        old.unlink(missing_ok=True)
+    output = directory / f"{row.name}-calibrated.out"
+    command = [sys.executable, str(EXAMPLE), "--plan", str(directory / f"{row.name}.yaml"), *row.flags]
+    with host.lend(1) as (gpus, cores):
+        told = {"gpus": gpus, "cores": cores, "variables": row.environment}
+        code, seconds = run([*command, "--calibrate", str(costs)], output, args.timeout, **told)
+        ran = Ran(variant="calibrated", code=code, seconds=seconds, tail=[], result=None)
+        if code == 0:
+            analysis = analysis_of(row, directory / "documents", args.steps, buckets=3, cost_table=costs)
+            chosen = analysis.recommendation
+            make_plan(analysis, impl="chunk").save(path, force=True)
+            ran.predicted = [round(chosen.fallback_rate.microbatch * len(analysis.microbatches))]
+            ran.variant = f"calibrated: {' and '.join(str(b.max_seqs) for b in chosen.buckets) or 'no graphs'}"
+            ran.note = f"analyze, with costs measured on this model: {sentence(analysis)}"
+            if chosen.graph_memory_bytes:
+                ran.note += f" Predicted graph memory {chosen.graph_memory_bytes / 2**20:,.0f} MiB."
+            options = options_of(row, path, log, args.steps, [])
+            ran.code, seconds = run([sys.executable, str(EXAMPLE), *options], output, args.timeout, **told)
+            ran.result = read_log(log)
+    ran.seconds += seconds
+    ran.tail = output.read_text(errors="replace").splitlines()[-20:]
+    print(f"{row.name}: {ran.variant}: exit code {ran.code} after {ran.seconds:.0f} s", file=sys.stderr, flush=True)
     return ran
 
 
@@ -556,6 +605,8 @@ def table_of(row: Row, planned: Planned, ran: Sequence[Ran]) -> list[str]:
     eager = next((r.result["mean_step_ms"] for r in ran if "eager" in r.variant and r.result is not None), None)
     lines += ["| " + " | ".join(cells(one, planned, eager)) + " |" for one in ran]
     for one in ran:
+        if one.note:
+            lines += ["", f"{one.variant}: {one.note}"]
         if one.result is not None and one.result["pool_bytes"]:
             held = ", ".join(f"{size / 2**20:,.0f}" for size in one.result["pool_bytes_of_ranks"])
             lines += ["", f"{one.variant}: graph memory of each rank, MiB: {held}; {predicted_memory(row, planned)}."]
@@ -584,7 +635,7 @@ def cells(one: Ran, planned: Planned, eager_ms: float | None) -> list[str]:
     if seen is None or not result["dispatching"]:
         found.append("")
     else:
-        found.append(", ".join(f"{s} ({p})" for s, p in zip(seen, planned.fallbacks, strict=True)))
+        found.append(", ".join(f"{s} ({p})" for s, p in zip(seen, one.predicted or planned.fallbacks, strict=True)))
     for name in ("losses", "grad_norms"):
         told = one.compared.get(name)
         found += [f"{told['equal']} of {told['steps']}", f"{told['max_relative_difference']:.1e}"] if told else ["", ""]

@@ -44,6 +44,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -54,6 +55,7 @@ from train_packed import _gpt_dataset as gpt_dataset
 
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, ThdprofError, UsageError
+from thdprof.files import check_targets, write_text
 from thdprof.plan import Plan, load_plan
 from thdprof.reasons import BY_SHAPE
 from thdprof.runtime import Stats
@@ -188,6 +190,7 @@ def parser_of() -> argparse.ArgumentParser:
     add("--vocabulary", type=positive, default=256, help="tokens are below this [256]")
     add("--lr", type=float, default=1e-4)
     add("--seed", type=int, default=1234, help="of the weights; the plan has that of the data")
+    add("--calibrate", type=Path, help="train nothing: measure this model, write costs for analyze")
     add("--num-workers", type=int, default=2, help="processes that read the data of each rank [2]")
     add("--stats", type=Path, help="append the counters of all data-parallel ranks as one line, for thdprof compare")
     add("--log-file", type=Path, help="write a JSON line a step, then one with the whole result")
@@ -710,6 +713,43 @@ def train(args: argparse.Namespace) -> RunResult:
         stop()
 
 
+def calibrate(args: argparse.Namespace) -> None:
+    """Measure the model's decoder at the document counts that the plan was made from, and write a cost table.
+
+    Raises:
+        UsageError, DataError: as `train`.
+    """
+    plan = plan_of(args)
+    sizes = sizes_of(args, plan, int(os.environ.get("WORLD_SIZE", "1")))
+    if sizes.world > 1:
+        raise UsageError("--calibrate: on one GPU, the layers of one pipeline stage, by a plan without parallelism")
+    check_targets([args.calibrate], force=False)
+    prepare(sizes)
+    start(args, sizes)
+    from thdprof.runtime.calibrate import Grid
+    from thdprof.runtime.megatron import SettingsError, VersionError, measure_decoder
+
+    try:
+        seed(args)
+        n_tokens, counts = plan.microbatches.n_tokens_max, plan.microbatches.n_seqs
+        config = build_config(args, sizes, "none")
+        chunks = build_chunks(args, config, sizes, n_tokens)
+        caps = sorted({counts.p50, counts.p90, counts.p95, counts.p99, counts.max})
+        table = measure_decoder(
+            chunks[0],
+            config,
+            Grid(n_tokens=n_tokens, n_seqs=sorted({1, *caps}), max_seqs=caps, max_seqlen=[n_tokens]),
+            name=f"megatron-core, {args.model}, {args.layers} layers, hidden {args.hidden}, {n_tokens} tokens",
+            repeat=3,
+            progress=lambda done, total: print(f"round {done} of {total}", file=sys.stderr, flush=True),
+        )
+        write_text(args.calibrate, yaml.safe_dump(table, sort_keys=False), force=False)
+    except (SettingsError, VersionError) as error:
+        raise UsageError(str(error)) from error
+    finally:
+        stop()
+
+
 def prepare(sizes: Sizes) -> None:
     """What must be settled before CUDA starts.
 
@@ -1005,6 +1045,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="megatron")
     try:
+        if args.calibrate is not None:
+            calibrate(args)
+            return 0
         result = train(args)
     except ThdprofError as error:
         print(f"pretrain_packed_gpt: {error}", file=sys.stderr)

@@ -19,15 +19,17 @@ from packaging.specifiers import SpecifierSet  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
+from thdprof.runtime import calibrate  # noqa: E402
 from thdprof.runtime.bank import Surroundings, refuse_half_a_pass  # noqa: E402
 from thdprof.runtime.capture import WarmupError  # noqa: E402
 from thdprof.runtime.dispatch import Bucket, FallbackReason  # noqa: E402
 from thdprof.runtime.dispatched import DispatchedModule  # noqa: E402
 from thdprof.runtime.megatron import chunk, packing, settings, versions  # noqa: E402
+from thdprof.runtime.megatron.calibrate import PackedDecoder  # noqa: E402
 from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
 from thdprof.runtime.megatron.decoder import Decoder  # noqa: E402
 from thdprof.runtime.module import GraphedModule, _Replay  # noqa: E402
-from thdprof.runtime.padding import Boundaries, boundaries_of, to_device  # noqa: E402
+from thdprof.runtime.padding import Boundaries, boundaries_of, pack, to_device  # noqa: E402
 
 
 @pytest.fixture
@@ -590,3 +592,31 @@ def test_fused_accumulation_is_not_added_twice():
     assert fused.main_grad.tolist() == [1.0] * 3
     assert plain.main_grad.tolist() == [2.0] * 3
     assert fused.grad is plain.grad is None
+
+
+# --- calibration ----------------------------------------------------------------------------------------------------
+
+
+def test_a_decoder_is_measured_with_the_metadata_and_the_rotary_table_of_training():
+    """Its module takes [tokens, hidden] and one PackedSequence, as any that is calibrated."""
+    block, lengths = Block(), []
+
+    def rotary(length, *, packed_seq):
+        lengths.append((length, packed_seq))
+        return torch.zeros(length, 1, 1, 4)
+
+    config = SimpleNamespace(multi_latent_attention=False)
+    model = SimpleNamespace(decoder=block, rotary_pos_emb=rotary, position_embedding_type="rope", config=config)
+    module = PackedDecoder(model, shards=2)
+    x = torch.randn(4, 2)
+    for _ in range(2):
+        assert torch.equal(module(x, pack([0, 3, 8])), block.linear(x))
+    (params, table), *_ = block.seen
+    assert (params.qkv_format, params.cu_seqlens_q.tolist(), params.max_seqlen_kv) == ("thd", [0, 3, 8], 5)
+    assert lengths == [(8, True)]  # of all ranks' tokens, and made once: graphs read it where it lies
+    assert block.seen[1][1] is table
+
+
+def test_the_memory_of_a_slot_is_that_of_its_first_bucket():
+    assert calibrate._slot_costs([1000, 10, 30]) == (1000, 0.02)
+    assert calibrate._slot_costs([1000]) == (1000, 0.0)

@@ -123,6 +123,7 @@ def measure(
     microbatches: int = 8,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    graphed: Callable[[nn.Module, Sequence[Bucket]], GraphedModule] | None = None,
 ) -> dict[str, Any]:
     """A cost table (schema `thdprof.costs/1`) of `module`, as a dict.
 
@@ -141,6 +142,7 @@ def measure(
         microbatches: micro-batches of one timing.
         seed: of the random packs.
         progress: called with rounds done and in all.
+        graphed: makes what runs the module through graphs of the buckets, in one slot and timing nothing itself.
 
     Raises:
         RuntimeError: a bucket could not be captured.
@@ -154,7 +156,8 @@ def measure(
         buckets[Bucket(n, s, grid.n_tokens)] = _packs(rng, microbatches, documents, grid.n_tokens, s)
     x = make_input()
     times: dict[Any, list[float]] = {key: [] for key in (*eager, *buckets)}
-    with GraphedModule(module, list(buckets), sample_every=0) as graphs:
+    make = graphed or (lambda module, buckets: GraphedModule(module, buckets, sample_every=0))
+    with make(module, list(buckets)) as graphs:
         for done in range(repeat + 1):
             progress(done, repeat + 1)
             for key, packs in (*eager.items(), *buckets.items()):
@@ -166,6 +169,7 @@ def measure(
         expected = len(buckets) * microbatches * (repeat + 1)
         if graphs.stats().replays.total() != expected:
             raise RuntimeError(f"not every bucket was replayed: {graphs.stats()}")
+        slot_bytes, overhead = _slot_costs(graphs.bytes_of_buckets())
     median = {key: statistics.median(values) for key, values in times.items()}
     return {
         "schema": SCHEMA,
@@ -176,9 +180,19 @@ def measure(
         "n_tokens": grid.n_tokens,
         "eager": [{"n_seqs": n, "ms": round(median[n], 4)} for n in eager],
         "replay": [{"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "ms": round(median[b], 4)} for b in buckets],
-        "slot_bytes": None,
-        "bucket_overhead": 0.0,
+        "slot_bytes": slot_bytes,
+        "bucket_overhead": overhead,
     }
+
+
+def _slot_costs(grown: Sequence[int]) -> tuple[int, float]:
+    """Bytes of a slot with one bucket, and the share of them that each further bucket adds.
+
+    Args:
+        grown: what each bucket made the slot's pool grow by, in the order of their captures, the largest first.
+    """
+    first, *others = grown
+    return first, round(statistics.fmean(others) / first, 4) if others and first else 0.0
 
 
 def _packs(

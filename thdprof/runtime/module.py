@@ -133,6 +133,10 @@ class GraphedModule(DispatchedModule):
         """Bytes of the graphs' memory pools."""
         return self._bank.pool_bytes() if self._bank is not None else 0
 
+    def bytes_of_buckets(self) -> list[int]:
+        """What each bucket made the pool of the first slot grow by, in the order of their captures."""
+        return [captured.pool_bytes for captured in self._bank.slots[0].passes.values()] if self._bank else []
+
     def _open(self, call: Call) -> None:
         device = call.tensors[0].device
         default = torch.cuda.default_generators[device.index]

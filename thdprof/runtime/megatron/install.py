@@ -108,7 +108,7 @@ def install(
 
     versions.check()
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
-    models = [_unwrapped(model) for model in chunks]
+    models = [unwrapped(model) for model in chunks]
     if replay:
         settings.check(config, plan, _facts(chunks, models))
     else:
@@ -174,7 +174,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
             raise settings.SettingsError(f"graphs.impl {other} is not known here")
 
 
-def _unwrapped(model: nn.Module) -> Any:
+def unwrapped(model: nn.Module) -> Any:
     """The module that has the decoder."""
     found: Any = model
     while not hasattr(found, "decoder"):

@@ -1,0 +1,104 @@
+"""Measures what micro-batches of a Megatron decoder cost on this GPU: a table for `thdprof analyze --cost-table`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from thdprof.runtime import calibrate
+from thdprof.runtime.dispatch import Bucket
+from thdprof.runtime.megatron import chunk, packing, versions
+from thdprof.runtime.megatron.decoder import rope_of
+from thdprof.runtime.megatron.install import unwrapped
+from thdprof.runtime.megatron.settings import SettingsError
+from thdprof.runtime.padding import PackedSequence
+
+
+class PackedDecoder(nn.Module):
+    """A model's decoder as a module that takes one tensor and one PackedSequence."""
+
+    def __init__(self, model: Any, shards: int = 1) -> None:
+        """The decoder of `model`; `shards` ranks share a micro-batch's tokens out among them."""
+        super().__init__()
+        self.block = model.decoder
+        self._rope = rope_of(model)
+        self._shards = shards
+        self._tables: dict[int, torch.Tensor] = {}  # graphs read them where they lie
+
+    def forward(self, x: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
+        """Hidden states after the decoder's layers: [tokens of this rank, hidden size], as `x`."""
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        rope = {}
+        if self._rope is not None:
+            length = x.shape[0] * self._shards
+            if length not in self._tables:
+                self._tables[length] = self._rope(length)
+            rope["rotary_pos_emb"] = self._tables[length]
+        found: torch.Tensor = self.block(
+            hidden_states=x[:, None],
+            attention_mask=None,
+            packed_seq_params=packing.write(packed, PackedSeqParams(qkv_format="thd")),
+            **rope,
+        )
+        return found[:, 0]
+
+
+def measure_decoder(
+    model_chunk: nn.Module,
+    config: Any,
+    grid: calibrate.Grid,
+    *,
+    name: str,
+    repeat: int = 7,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """A cost table (schema `thdprof.costs/1`) of a model chunk's decoder, run as `graphs.impl: chunk` runs it.
+
+    Embedding, output layer, loss and optimizer are left out. Gradients are left in the parameters. Under tensor
+    parallelism every rank of the group must call it alike.
+
+    Args:
+        model_chunk: GPTModel or HybridModel, wrapped or not, on the GPU; the first pipeline stage.
+        config: its TransformerConfig.
+        grid: what to measure.
+        name: a line that says what was measured.
+        repeat: rounds over all variants; the median counts.
+        progress: called with rounds done and in all.
+
+    Raises:
+        SettingsError: context parallelism, or a later pipeline stage.
+        VersionError: versions of megatron-core or Transformer Engine that nothing was checked on.
+        RuntimeError: a bucket could not be captured.
+    """
+    versions.check()
+    if config.context_parallel_size > 1:
+        raise SettingsError(f"context_parallel_size is {config.context_parallel_size}: calibrate with 1")
+    model = unwrapped(model_chunk)
+    if not model.decoder.pre_process:
+        raise SettingsError("a later pipeline stage takes its input from the one before: calibrate the first")
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    communicates = config.tensor_model_parallel_size > 1
+    chunk.prepare_experts(config, next(model.parameters()).device)
+
+    def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:
+        around = chunk.surroundings(module, communicates=communicates)
+        return chunk.ChunkGraphs(module, buckets, token_shards=shards, sample_every=0, surroundings=around)
+
+    def make_input() -> torch.Tensor:
+        shape = grid.n_tokens // shards, config.hidden_size
+        return torch.randn(shape, device="cuda", dtype=config.params_dtype, requires_grad=True)
+
+    return calibrate.measure(
+        PackedDecoder(model, shards),
+        make_input,
+        grid,
+        name=name,
+        attention="transformer_engine",
+        repeat=repeat,
+        progress=progress,
+        graphed=graphed,
+    )
