@@ -735,7 +735,8 @@ def planned_once(row: Row, prefix: Path, steps: int, directory: Path) -> Planned
     path = directory / f"{row.name}-planned.json"
     if path.exists():
         kept = json.loads(path.read_text())
-        return Planned(**{**kept, "plan": Plan.model_validate(kept["plan"])})
+        if kept["plan"]["dataset"]["uris"] == [str(prefix.with_suffix(".idx"))]:  # else made for another directory
+            return Planned(**{**kept, "plan": Plan.model_validate(kept["plan"])})
     planned = plan_row(row, prefix, steps)
     plan = planned.plan.model_dump(mode="json", by_alias=True)
     kept = {"plan": plan, "fallbacks": planned.fallbacks, "most_documents": planned.most_documents}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from thdprof.analyze.cost import CostTable, EagerPoint, ReplayPoint, built_in_co
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import Histogram, Profile, fallback_rate, upper_bound
 from thdprof.analyze.recommend import Bucket, Limits, StepCosts, recommend
+from thdprof.analyze.report.terminal import sentence
 from thdprof.errors import UsageError
 
 
@@ -138,6 +140,28 @@ def test_eager_is_an_answer():
     assert found.one_cap is None
     assert found.relative_step_time == 1
     assert found.fallback_rate.step == 1
+
+
+@pytest.mark.parametrize(("replay_ms", "chosen"), [(97.9, 1), (98.5, 0), (101.0, 0)])
+def test_graphs_that_save_next_to_nothing_are_not_recommended(replay_ms, chosen):
+    """Where the GPU is the bound, a gain within the spread of measured times is no reason to spend memory."""
+    costs = make_costs(replay=((1, None, replay_ms), (100, None, replay_ms)))
+    found = recommend_for(make_table([3, 3], ranks=1, num_microbatches=1), costs)
+    assert len(found.buckets) == chosen
+    assert (found.one_cap is not None) == bool(chosen)
+    assert found.relative_step_time == (pytest.approx(replay_ms / 100) if chosen else 1.0)
+    assert found.unlimited_relative_step_time == pytest.approx(min(1.0, replay_ms / 100))
+    forced = recommend_for(make_table([3, 3], ranks=1, num_microbatches=1), costs, limits=Limits(max_fallback_rate=0.0))
+    assert len(forced.buckets) == 1
+
+
+@pytest.mark.parametrize(
+    ("best", "told"),
+    [(1.0, "eagerly is quickest"), (0.99, "would take 0.990 of the eager step time, no clear gain"), (0.5, "within")],
+)
+def test_the_report_says_why_there_are_no_graphs(best, told):
+    chosen = SimpleNamespace(buckets=(), unlimited_relative_step_time=best)
+    assert told in sentence(SimpleNamespace(recommendation=chosen))
 
 
 def test_a_larger_cap_that_is_cheaper_is_taken():

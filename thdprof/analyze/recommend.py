@@ -20,6 +20,8 @@ from thdprof.analyze.microbatches import MicrobatchTable, RankGroups
 from thdprof.analyze.profile import PERCENTILES, FallbackRate, Profile, fallback_rate, upper_bound
 from thdprof.errors import UsageError
 
+LEAST_GAIN = 0.02
+"""Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
 _MAX_CANDIDATES = 16
 _SEARCH_WORK = 4_000_000_000
@@ -81,7 +83,7 @@ class Recommendation:
     """What to capture, and what that is expected to do."""
 
     buckets: tuple[Bucket, ...]
-    """Ascending, one context-parallel size after the other; empty where running eagerly is best."""
+    """Ascending, one context-parallel size after the other; empty where none save LEAST_GAIN of the eager step time."""
     shares: tuple[float, ...]
     """Share of micro-batches that replay each bucket."""
     fallback_rate: FallbackRate
@@ -92,7 +94,7 @@ class Recommendation:
     eager_step_ms: float
     graph_memory_bytes: int | None
     one_cap: Candidate | None
-    """The best single cap within the limits; None where running eagerly beats every one."""
+    """The best single cap within the limits; None where none saves LEAST_GAIN of the eager step time."""
     unlimited_relative_step_time: float
     """relative_step_time of the best choice without limits on memory and fallbacks."""
     candidates: tuple[Candidate, ...]
@@ -324,6 +326,7 @@ def recommend(
     lengths = sorted({b.max_seqlen for b in every})
     step_costs = StepCosts(table, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths, pipeline_size)
     eager_ms = float(step_costs.step_ms([()])[0])
+    least = 1 - LEAST_GAIN
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
@@ -345,8 +348,10 @@ def recommend(
         for c in curve
         if one_graph_fits
         and c.fallback_rate.step <= most_fallbacks
-        and (c.relative_step_time < 1.0 or limits.max_fallback_rate is not None)
+        and (c.relative_step_time <= least or limits.max_fallback_rate is not None)
     ]
+    if limits.max_fallback_rate is None and float(step_costs.step_ms([chosen])[0]) > least * eager_ms:
+        chosen = ()
     step_ms = float(step_costs.step_ms([chosen])[0])
     rate = step_costs.fallback_rate(chosen)
     return Recommendation(

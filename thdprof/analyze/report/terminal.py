@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
-from thdprof.analyze.recommend import Candidate
+from thdprof.analyze.recommend import LEAST_GAIN, Candidate
 
 _BAR = 20
 
@@ -134,7 +134,15 @@ def sentence(analysis: Analysis) -> str:
     """The recommendation in one sentence."""
     chosen = analysis.recommendation
     if not chosen.buckets:
-        return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
+        best = chosen.unlimited_relative_step_time
+        if best >= 1:
+            return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
+        if best > 1 - LEAST_GAIN:
+            return (
+                f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
+                "the GPU is busy without them too."
+            )
+        return "Do not use CUDA graphs here: none within the limits is quicker than running eagerly."
     caps = [
         f"{b.max_seqs} ({'' if b.cp_size is None else f'{_ranks(b.cp_size)}, '}{_percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
@@ -161,7 +169,7 @@ def reasons(analysis: Analysis) -> list[str]:
     found = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
     one = chosen.one_cap
     if one is None:
-        found.append("every single cap is slower than running eagerly")
+        found.append(f"no single cap saves {LEAST_GAIN:.0%} of the eager step time")
     elif len(chosen.buckets) > 1:
         found.append(
             f"with one cap only, {one.max_seqs} is best: {one.relative_step_time:.3f} of the eager step time, "
