@@ -481,7 +481,7 @@ def run_row(row: Row, planned: Planned, args: argparse.Namespace, host: Host, di
     """All variants of one row, compared with its first padded eager run."""
     path = directory / f"{row.name}.yaml"
     planned.plan.save(path, force=True)
-    variants = variants_of(row, planned, args.steps, args.impls)
+    variants = [v for v in variants_of(row, planned, args.steps, args.impls) if v[0].startswith(args.variants)]
     logs = [directory / f"{row.name}-{number}.jsonl" for number in range(len(variants))]
     together = [list(range(len(variants)))] if row.gpus > 1 else [[number] for number in range(len(variants))]
 
@@ -505,8 +505,9 @@ def run_row(row: Row, planned: Planned, args: argparse.Namespace, host: Host, di
             for n in numbers
         ]
 
+    wanted = row.calibrated and "calibrated".startswith(args.variants)
     with ThreadPoolExecutor(len(together) + 1) as pool:
-        calibrated = pool.submit(run_calibrated, row, args, host, directory) if row.calibrated else None
+        calibrated = pool.submit(run_calibrated, row, args, host, directory) if wanted else None
         ran = [one for done in pool.map(train, together) for one in done]
         ran += [calibrated.result()] if calibrated is not None else []
     reference = next((one.result for one in ran if one.variant == "padded eager"), None)
@@ -663,6 +664,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--share", type=int, default=1, help="jobs beside each other on one GPU: no times to trust [1]")
     parser.add_argument("--rows", help="names, comma-separated [all that take this many GPUs]")
     parser.add_argument("--impls", default="chunk,local,transformer_engine,stock", help="run only these [all]")
+    parser.add_argument(
+        "--variants", help="run only those whose names begin so, comma-separated: eager,calibrated [all]"
+    )
     parser.add_argument("--steps", type=int, default=100, help="a multiple of 4 [100]")
     parser.add_argument("--timeout", type=float, default=240, help="seconds of one variant [240]")
     parser.add_argument("--directory", type=Path, help="keep data, plans and logs here; data is made once [temporary]")
@@ -670,6 +674,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--extra", default="", help="more options of the example: --extra='--distributed-optimizer'")
     args = parser.parse_args(argv)
     args.impls = args.impls.split(",")
+    args.variants = tuple(args.variants.split(",")) if args.variants else ("",)
     if not set(args.gpus.split(",")) <= {"1", "2", "4", "8"}:
         parser.error(f"--gpus {args.gpus}: of 1, 2, 4 and 8, comma-separated")
     wanted = {int(text) for text in args.gpus.split(",")}
