@@ -88,6 +88,8 @@ class Row:
     """Whether the distributed optimizer's communication overlaps with forward and backward."""
     deterministic: bool = False
     """Whether only deterministic kernels run: for small shapes, where Transformer Engine has them."""
+    fused: bool = False
+    """Whether weight gradients are added to main_grad inside their kernels."""
     calibrated: bool = False
     """Whether there is a variant by the plan that analyze makes from costs measured on this model; one GPU."""
 
@@ -103,6 +105,7 @@ class Row:
         flags += ["--experts", 8] if self.model == "moe" else []
         if self.overlap:
             flags += ["--distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+        flags += ["--fuse-gradients"] if self.fused else []
         flags += ["--tp", self.tp, "--ep", self.ep, "--dropout", self.dropout]
         return [*map(str, flags), *(["--sequence-parallel"] if self.tp > 1 else [])]
 
@@ -113,6 +116,7 @@ class Row:
         told = f"{self.name}: {self.model}, {self.layers} layers, hidden {self.hidden}, {self.tokens} tokens, "
         told += ", ".join(sizes) or "one GPU"
         told += f", dropout {self.dropout}" if self.dropout else ""
+        told += ", fused gradient accumulation" if self.fused else ""
         told += ", distributed optimizer, both overlaps" if self.overlap else ""
         return told + (", deterministic kernels" if self.deterministic else "")
 
@@ -127,7 +131,8 @@ ROWS = (
     Row(name="dense", gpus=1, layers=24, impls=ALL_IMPLS, calibrated=True),
     Row(name="dense-2048", gpus=1, layers=24, tokens=2048, calibrated=True),  # waits for launches even more
     Row(name="moe", gpus=1, model="moe", layers=16, impls=ALL_IMPLS, calibrated=True),
-    Row(name="moe-2048", gpus=1, model="moe", layers=16, tokens=2048, calibrated=True),
+    Row(name="dense-fused", gpus=1, layers=24, fused=True, calibrated=True),
+    Row(name="moe-fused", gpus=1, model="moe", layers=16, fused=True, calibrated=True),
     Row(name="exact", gpus=1, layers=4, tokens=512, deterministic=True, impls=ALL_IMPLS),
     Row(
         name="exact-dropout",

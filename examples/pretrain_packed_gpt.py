@@ -186,6 +186,7 @@ def parser_of() -> argparse.ArgumentParser:
     add("--heads", type=positive, default=16)
     add("--experts", type=positive, default=8, help="of --model moe [8]")
     add("--aux-loss", type=float, default=0.0, help="load-balancing coefficient of --model moe [0]")
+    add("--fuse-gradients", action="store_true", help="weight gradients add to main_grad inside their kernels")
     add("--dropout", type=float, default=0.0, help="of attention and hidden states [0]")
     add("--vocabulary", type=positive, default=256, help="tokens are below this [256]")
     add("--lr", type=float, default=1e-4)
@@ -455,6 +456,10 @@ def build_chunks(args: argparse.Namespace, config: Any, sizes: Sizes, seq_length
         )
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if args.fuse_gradients:  # Megatron's own setting wants Apex for the output layer; these layers do not
+            for part in model.modules():
+                if hasattr(part, "fuse_wgrad_accumulation"):
+                    part.fuse_wgrad_accumulation = True
         chunks.append(Float16Module(config, model.cuda()))
     stream = torch.cuda.Stream()  # so that gradient accumulation is tied to no stream that a capture must not wait for
     stream.wait_stream(torch.cuda.current_stream())

@@ -511,22 +511,22 @@ def test_the_driver_goes_on_after_failures(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["megatron.py"])
     monkeypatch.setattr(bench, "header", lambda args: ["# made up"])
     out = tmp_path / "both.md"
-    options = ["--gpus", "1,2", "--rows", "dense,pp2", "--steps", "4", "--impls", "chunk"]
+    options = ["--gpus", "1,2", "--rows", "dense-2048,pp2", "--steps", "4", "--impls", "chunk"]
     code = bench.main([*options, "--directory", str(tmp_path / "kept"), "--out", str(out)])
     text = out.read_text()
     assert code == 1
-    assert text.count("this example trains on GPUs") == 4  # torchrun's own words end what the workers of pp2 say
+    assert text.count("this example trains on GPUs") == 5  # torchrun's own words end what the workers of pp2 say
     assert "ours: chunk: exit code 1; its last lines:" in text
     recorded = [json.loads(line) for line in out.with_suffix(".jsonl").read_text().splitlines()]
     padded = ("padded eager", "padded eager again", "ours: chunk")
     assert [(r["row"]["name"], r["variant"], r["code"]) for r in recorded] == [
-        *(("dense", variant, 1) for variant in ("eager", *padded)),
+        *(("dense-2048", variant, 1) for variant in ("eager", *padded, "calibrated")),
         *(("pp2", variant, 1) for variant in padded),
     ]
     assert capsys.readouterr().out == text + "\n"
-    first = (tmp_path / "kept" / "dense-planned.json").read_text()
+    first = (tmp_path / "kept" / "dense-2048-planned.json").read_text()
     assert bench.main([*options, "--directory", str(tmp_path / "kept"), "--out", str(out), "--prepare"]) == 0
-    assert (tmp_path / "kept" / "dense-planned.json").read_text() == first
+    assert (tmp_path / "kept" / "dense-2048-planned.json").read_text() == first
 
 
 def test_a_host_lends_each_gpu_once():
