@@ -349,6 +349,34 @@ def test_a_document_changes_no_other_ones_output():
     assert run.stats().fallbacks.total() == 0
 
 
+@pytest.mark.parametrize(("cp", "tail", "end"), [(1, "none", 8), (2, "none", 32), (2, "append_dummy_seq", 8)])
+def test_boundaries_that_cover_what_they_must_are_taken(cp, tail, end):
+    assert given_to_the_layers(cp, tail, end) == [[0] * end + [1] * (cp * TOKENS - end)]
+
+
+def test_under_context_parallelism_documents_must_cover_all_tokens():
+    with pytest.raises(
+        ValueError, match="cu_seqlens ends at 8 of 32 tokens, the rest of which Megatron's Mamba layers"
+    ):
+        given_to_the_layers(2, "none", 8)
+
+
+def given_to_the_layers(cp, tail, end):
+    """seq_idx of one micro-batch of a single document in a stack that only looks at it."""
+    stack, seen = make_stack("M"), []
+
+    def look(hidden_states, attention_mask=None, packed_seq_params=None):
+        seen.extend(packed_seq_params.seq_idx.tolist())
+        return hidden_states
+
+    decoder = Decoder(stack)
+    decoder._own_forward = look
+    decoder.attach(Eager(decoder, BUCKETS), cp_size=cp, shards=cp, tail=tail)
+    bounds = params_of([0, end])
+    stack.forward(hidden_states=inputs(1)[0], attention_mask=None, packed_seq_params=bounds)
+    return seen
+
+
 def test_a_decoder_without_mamba_layers_gets_no_documents_of_tokens():
     stack = make_stack("**")
     graphs_of(stack)

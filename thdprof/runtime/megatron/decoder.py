@@ -104,9 +104,12 @@ class Decoder(nn.Module):
                 hidden = self.block.input_tensor
             with_rope = self._rope is not None and given.pop("rotary_pos_emb", None) is not None
             self._like = params
+            packed = packing.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx)
+            if self._with_seq_idx and cp_size > 1 and tail == "none":
+                mamba.check_covered(packed, int(hidden.shape[0]) * shards)
             return run(
                 hidden,
-                packing.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx),
+                packed,
                 constants=packing.constants(params),
                 with_rope=with_rope,
                 **{name: value for name, value in given.items() if value is not None or name in required},
