@@ -96,7 +96,8 @@ def isolation(impl: str) -> None:
         aligned = differences(model, tokens, packed_seq_params, ALIGNED)
         for (i, j), change in aligned.items():
             assert (change > 0) == (i == j), (i, j, change)
-        # a chunk of the scan sums decays up from its first token, in whichever document: later ones round otherwise
+        # a chunk of the scan sums decays up from its first token, of whichever document: later ones round otherwise,
+        # in eager passes too
         for (i, j), change in differences(model, tokens, packed_seq_params, RAGGED).items():
             assert change > 0.1 if i == j else change <= (0.0 if j < i else 0.05), (i, j, change)
         one = torch.zeros(1, TOKENS, dtype=torch.int32, device="cuda")

@@ -36,6 +36,7 @@ def packed_seq_params(
     """megatron-core's metadata of one packed micro-batch, from the boundaries that its data loader has on the host.
 
     The boundaries stay on the host too, so that padding them costs one small copy and the dispatch reads nothing back.
+    From them an installation makes `seq_idx` for decoders with Mamba layers, over the whole buffer.
 
     Args:
         cu_seqlens: document boundaries, host, shape [documents + 1].
