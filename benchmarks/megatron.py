@@ -11,7 +11,8 @@ plan has one bucket that leaves at least 5% of micro-batches out. Variants of a 
     eager          Megatron alone, unpadded; fewer steps, for the speed only (1 GPU)
     padded eager   thdprof's padded inputs without graphs, twice: the second shows what differs without any graph
     ours: IMPL     replayed; losses and gradient norms are compared with the first padded eager, step by step
-    stock local    Megatron's own local graphs without thdprof, all micro-batches padded to the most documents (1 GPU)
+    stock local    Megatron's own local graphs without thdprof, all micro-batches padded to the most documents (1 GPU,
+                   no Mamba layers)
     calibrated     some rows: by the plan that analyze makes itself, from costs measured on this very model
 """
 
@@ -59,6 +60,8 @@ CYCLE = (4, 6, 8, 6)
 PLAN_MICROBATCHES = 8
 """Of a step in the plan, the largest of CYCLE: it decides how many slots there are."""
 LEAST_FALLBACKS = 0.05
+TUNING_SECONDS = 120
+"""What a process may take longer whose kernels tune themselves."""
 EAGER_STEPS = 24
 SHRINK = 4
 """Documents are so many times shorter than the demo's: about 45 to a micro-batch."""
@@ -86,6 +89,8 @@ class Row:
     dropout: float = 0.0
     overlap: bool = False
     """Whether the distributed optimizer's communication overlaps with forward and backward."""
+    pattern: str = ""
+    """Of a hybrid model's layers; empty: the example's own."""
     deterministic: bool = False
     """Whether only deterministic kernels run: for small shapes, where Transformer Engine has them."""
     fused: bool = False
@@ -103,6 +108,7 @@ class Row:
         """Options of the example; the other sizes are in the plan."""
         flags = ["--model", self.model, "--layers", self.layers, "--hidden", self.hidden, "--heads", 16]
         flags += ["--experts", 8] if self.model == "moe" else []
+        flags += ["--hybrid-pattern", self.pattern] if self.pattern else []
         if self.overlap:
             flags += ["--distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
         flags += ["--fuse-gradients"] if self.fused else []
@@ -113,7 +119,8 @@ class Row:
     def title(self) -> str:
         """For a heading."""
         sizes = [f"{k.upper()} {v}" for k in ("tp", "pp", "vpp", "cp", "ep", "dp") if (v := getattr(self, k) or 1) > 1]
-        told = f"{self.name}: {self.model}, {self.layers} layers, hidden {self.hidden}, {self.tokens} tokens, "
+        told = f"{self.name}: {self.model}{f' {self.pattern}' * bool(self.pattern)}, {self.layers} layers, "
+        told += f"hidden {self.hidden}, {self.tokens} tokens, "
         told += ", ".join(sizes) or "one GPU"
         told += f", dropout {self.dropout}" if self.dropout else ""
         told += ", fused gradient accumulation" if self.fused else ""
@@ -123,7 +130,19 @@ class Row:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of its processes."""
-        return {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if self.deterministic else {}
+        if self.deterministic:
+            return {
+                "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+                "MAMBA_DETERMINISTIC": "1",
+                "CAUSAL_CONV1D_DETERMINISTIC": "1",
+            }
+        # kernels of Mamba are tuned once for all processes, as far as Triton keeps it
+        return {"TRITON_CACHE_AUTOTUNING": "1"} if self.tunes else {}
+
+    @property
+    def tunes(self) -> bool:
+        """Whether the first passes of a process tune the kernels of Mamba layers, which takes about a minute."""
+        return "M" in self.pattern and not self.deterministic
 
 
 ALL_IMPLS = ("chunk", "local", "transformer_engine")
@@ -148,10 +167,22 @@ ROWS = (
     Row(name="exact-pp2-vpp2-dp2", gpus=4, pp=2, vpp=2, overlap=True, layers=4, tokens=512, deterministic=True),
     Row(name="exact-tp2-pp2", gpus=4, tp=2, pp=2, layers=4, tokens=512, deterministic=True),
     Row(name="exact-pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe", layers=4, tokens=512, deterministic=True),
-    Row(
-        name="bound", gpus=1, layers=12, hidden=2048, tokens=8192, calibrated=True
-    ),  # by the GPU, also in eager training
+    # bound by the GPU, also in eager training
+    Row(name="bound", gpus=1, layers=12, hidden=2048, tokens=8192, calibrated=True),
     Row(name="hybrid", gpus=1, model="hybrid", layers=12),
+    Row(name="mamba", gpus=1, model="hybrid", pattern="M-M-*-", layers=12, impls=("chunk", "transformer_engine")),
+    Row(
+        name="exact-mamba",
+        gpus=1,
+        model="hybrid",
+        pattern="M-*-",
+        layers=4,
+        tokens=512,
+        deterministic=True,
+        impls=ALL_IMPLS,
+    ),
+    Row(name="mamba-tp2", gpus=2, tp=2, model="hybrid", pattern="M-M-*-", layers=12),
+    Row(name="mamba-cp2", gpus=2, cp=2, model="hybrid", pattern="M-M-*-", layers=12),
     Row(name="tp2", gpus=2, tp=2, impls=("chunk", "transformer_engine")),
     Row(name="cp2", gpus=2, cp=2, impls=("chunk", "transformer_engine")),
     Row(name="pp2", gpus=2, pp=2, impls=("chunk", "transformer_engine")),
@@ -458,7 +489,7 @@ def variants_of(row: Row, planned: Planned, steps: int, impls: Sequence[str]) ->
     found = [("eager", min(steps, EAGER_STEPS), ["--eager"])] if row.gpus == 1 else []
     found += [(name, steps, ["--padded-eager"]) for name in ("padded eager", "padded eager again")]
     found += [(f"ours: {impl}", steps, ["--impl", impl]) for impl in row.impls if impl in impls]
-    if row.gpus == 1 and "local" in row.impls and "stock" in impls:
+    if row.gpus == 1 and "local" in row.impls and "stock" in impls and "M" not in row.pattern:
         found.append(("stock local", steps, ["--stock-local", str(planned.most_documents)]))
     return found
 
@@ -500,7 +531,7 @@ def run_row(row: Row, planned: Planned, args: argparse.Namespace, host: Host, di
         jobs.write_text(json.dumps(options))
         output = jobs.with_suffix(".out")
         with host.lend(row.gpus) as (gpus, cores):
-            command, limit = command_of(row, jobs), args.timeout * len(numbers)
+            command, limit = command_of(row, jobs), args.timeout * len(numbers) + TUNING_SECONDS * row.tunes
             code, seconds = run(command, output, limit, gpus=gpus, cores=cores, variables=row.environment)
         names = ", ".join(variants[number][0] for number in numbers)
         print(f"{row.name}: {names}: exit code {code} after {seconds:.0f} s", file=sys.stderr, flush=True)

@@ -61,6 +61,8 @@ from thdprof.reasons import BY_SHAPE
 from thdprof.runtime import Stats
 
 IMPLS = ("chunk", "local", "transformer_engine", "none")
+MAMBA_HEAD, MAMBA_STATE = 64, 128
+"""Channels of a head and of its state."""
 SKIPPED_STEPS = 5
 """First steps that no mean time counts: allocator, autotuning and communicators settle in them."""
 
@@ -181,6 +183,8 @@ def parser_of() -> argparse.ArgumentParser:
     add("--overlap-grad-reduce", action="store_true")
     add("--overlap-param-gather", action="store_true", help="needs the two options before")
     add("--model", choices=["dense", "moe", "hybrid"], default="dense")
+    add("--hybrid-pattern", help="layers of --model hybrid, repeated: M (Mamba), * (attention), - (MLP) [*-]")
+    add("--mamba-groups", type=positive, default=8, help="groups of Mamba's heads [8]")
     add("--layers", type=positive, default=12)
     add("--hidden", type=positive, default=1024)
     add("--heads", type=positive, default=16)
@@ -244,8 +248,7 @@ def sizes_of(args: argparse.Namespace, plan: Plan, world: int) -> Sizes:
         raise UsageError(f"--ep {args.ep}: does not divide the {world // pp} ranks of a pipeline stage")
     if args.layers % (pp * (vpp or 1)):
         raise UsageError(f"--layers {args.layers}: not a multiple of {pp * (vpp or 1)} model chunks")
-    if args.model == "hybrid" and args.layers // (pp * (vpp or 1)) % 2:
-        raise UsageError(f"--layers {args.layers}: a chunk of --model hybrid is pairs of attention and MLP")
+    check_hybrid(args, args.layers // (pp * (vpp or 1)), cp)
     if args.hidden % args.heads:
         raise UsageError(f"--hidden {args.hidden}: not a multiple of --heads {args.heads}")
     if not 0 <= args.dropout < 1:
@@ -261,6 +264,50 @@ def sizes_of(args: argparse.Namespace, plan: Plan, world: int) -> Sizes:
     return Sizes(
         world=world, tp=args.tp, pp=pp, vpp=vpp if pp > 1 else None, cp=cp, dp=run.data_parallel_size, ep=args.ep
     )
+
+
+def pattern_of(args: argparse.Namespace) -> str:
+    """What the layers of a hybrid model repeat; empty for another model."""
+    return (args.hybrid_pattern or "*-") if args.model == "hybrid" else ""
+
+
+def has_mamba(args: argparse.Namespace) -> bool:
+    """Whether the model has Mamba layers."""
+    return "M" in pattern_of(args)
+
+
+def check_hybrid(args: argparse.Namespace, chunk_layers: int, cp: int) -> None:
+    """Refuse layers that a hybrid model cannot have.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    pattern = pattern_of(args)
+    if args.hybrid_pattern is not None and not pattern:
+        raise UsageError(f"--hybrid-pattern {args.hybrid_pattern}: needs --model hybrid")
+    if strange := sorted(set(pattern) - set("M*-")):
+        raise UsageError(f"--hybrid-pattern {pattern}: {strange[0]!r} is none of M, * and -")
+    if pattern and chunk_layers % len(pattern):
+        raise UsageError(
+            f"--layers {args.layers}: a chunk of --model hybrid has {chunk_layers}, which is not a multiple of the "
+            f"{len(pattern)} of {pattern}"
+        )
+    if "M" not in pattern:
+        return
+    heads, groups = 2 * args.hidden // MAMBA_HEAD, args.mamba_groups
+    if 2 * args.hidden % MAMBA_HEAD or heads % groups:
+        raise UsageError(
+            f"--mamba-groups {groups}: {args.hidden} hidden make {2 * args.hidden / MAMBA_HEAD:g} heads of "
+            f"{MAMBA_HEAD}, which must be a multiple"
+        )
+    if groups % args.tp:
+        raise UsageError(f"--mamba-groups {groups}: not a multiple of --tp {args.tp}")
+    own_heads, own_groups = heads // args.tp, groups // args.tp
+    if own_heads % cp or (own_groups % cp and cp % own_groups):
+        raise UsageError(
+            f"--mamba-groups {groups}: {own_heads} heads in {own_groups} groups of a tensor-parallel rank cannot be "
+            f"split among {cp} context-parallel ranks"
+        )
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
@@ -389,6 +436,13 @@ def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
 
     graphs = {"cuda_graph_impl": impl, "cuda_graph_modules": []} if impl in ("local", "transformer_engine") else {}
     experts: dict[str, Any] = {}
+    mamba: dict[str, Any] = {}
+    if has_mamba(args):
+        mamba = {
+            "mamba_head_dim": MAMBA_HEAD,
+            "mamba_state_dim": MAMBA_STATE,
+            "mamba_num_groups": args.mamba_groups,
+        }
     if args.model == "moe":
         experts = {
             "num_moe_experts": args.experts,
@@ -424,6 +478,7 @@ def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
         batch_p2p_comm=sizes.vpp is None,
         is_hybrid_model=args.model == "hybrid",
         **experts,
+        **mamba,
         **graphs,
     )
 
@@ -487,8 +542,10 @@ def build_model(args: argparse.Namespace, config: Any, sizes: Sizes, seq_length:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        parts = sizes.pp * sizes.chunks
-        pattern = "|".join(["*-" * (args.layers // parts // 2)] * parts)
+        if has_mamba(args):
+            require_mamba(args)
+        parts, unit = sizes.pp * sizes.chunks, pattern_of(args)
+        pattern = "|".join([unit * (args.layers // parts // len(unit))] * parts)
         return HybridModel(config=config, hybrid_stack_spec=hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -529,8 +586,12 @@ Metadata = Callable[[MicroBatch, torch.device], Any]
 """Makes Megatron's PackedSeqParams of a micro-batch, on a device."""
 
 
-def stock_metadata(batch: MicroBatch, device: torch.device, *, cp: int, cap: int | None, seq_length: int) -> Any:
+def stock_metadata(
+    batch: MicroBatch, device: torch.device, *, cp: int, cap: int | None, seq_length: int, with_seq_idx: bool = False
+) -> Any:
     """PackedSeqParams as Megatron's own training makes them; with `cap`, of as many documents in every micro-batch.
+
+    `with_seq_idx` lets it derive the document of every token, as Mamba layers want it.
 
     Raises:
         DataError: the micro-batch has more documents than `cap`.
@@ -554,6 +615,7 @@ def stock_metadata(batch: MicroBatch, device: torch.device, *, cp: int, cap: int
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         pad_between_seqs=None if cp == 1 else False,
+        total_tokens=n_tokens if with_seq_idx else None,
         **split,
     )
 
@@ -782,6 +844,23 @@ def require_gpu() -> None:
             raise ThdprofError(f"{module} cannot be imported ({error}): pip install 'thdprof[{extra}]'") from error
 
 
+def require_mamba(args: argparse.Namespace) -> None:
+    """Refuse Mamba layers without the packages that they are made of.
+
+    Raises:
+        ThdprofError: one cannot be imported.
+    """
+    for module in ("causal_conv1d", "mamba_ssm.ops.triton.ssd_combined"):
+        try:
+            __import__(module)
+        except ImportError as error:
+            package = "mamba-ssm" if module.startswith("mamba_ssm") else "causal-conv1d"
+            raise ThdprofError(
+                f"--hybrid-pattern {pattern_of(args)}: {module} cannot be imported ({error}): pip install "
+                f"--no-build-isolation {package}"
+            ) from error
+
+
 def run_steps(args: argparse.Namespace, plan: Plan, sizes: Sizes, counts: Sequence[int]) -> RunResult:
     """Build everything, train `counts` micro-batches step by step, gather what was counted."""
     from megatron.core import parallel_state
@@ -802,7 +881,13 @@ def run_steps(args: argparse.Namespace, plan: Plan, sizes: Sizes, counts: Sequen
         # every chunk of this rank reads the same micro-batches, each at its own pace
         readers = list(itertools.tee(counted(batches, plan, predicted), sizes.chunks))
         if stock:
-            metadata: Metadata = partial(stock_metadata, cp=sizes.cp, cap=args.stock_local, seq_length=seq_length)
+            metadata: Metadata = partial(
+                stock_metadata,
+                cp=sizes.cp,
+                cap=args.stock_local,
+                seq_length=seq_length,
+                with_seq_idx=has_mamba(args),
+            )
         else:
             from thdprof.runtime.megatron import SettingsError, VersionError, install
 

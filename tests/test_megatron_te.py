@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime import Bucket, FallbackReason, bank
+from thdprof.runtime.capture import _homes
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder import Decoder
 from thdprof.runtime.megatron.settings import SettingsError, _of_transformer_engine
@@ -76,21 +77,17 @@ class Attention(nn.Module):
         return found + torch.cat(parts)
 
 
-def weights_of(block):
-    return [(owner, name, p) for owner in block.modules() for name, p in owner._parameters.items() if p is not None]
-
-
 @contextmanager
 def installed(weights):
     """Let modules use `weights`, those of a capture, and not what they have by now."""
-    before = [owner._parameters[name] for owner, name, _ in weights]
-    for owner, name, weight in weights:
-        owner._parameters[name] = weight
+    before = [home[name] for home, name, _ in weights]
+    for home, name, weight in weights:
+        home[name] = weight
     try:
         yield
     finally:
-        for (owner, name, _), weight in zip(weights, before, strict=True):
-            owner._parameters[name] = weight
+        for (home, name, _), weight in zip(weights, before, strict=True):
+            home[name] = weight
 
 
 class FakeGraph:
@@ -98,7 +95,7 @@ class FakeGraph:
 
     def __init__(self, engine, mates, module, surface, pool):
         self.engine, self.mates, self.module, self.surface, self.pool = engine, mates, module, surface, pool
-        self.weights = weights_of(engine.block)
+        self.weights = list(_homes(engine.block))
         self.static_output = self.static_grads = self.inner = None
         self.is_reset = False
         mates.append(self)

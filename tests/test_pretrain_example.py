@@ -128,6 +128,14 @@ def test_other_refusals_of_a_process(plan_file, tmp_path):
         (["--ep", 3, "--model", "moe", "--experts", 6], "--ep 3: does not divide the 2 ranks"),
         (["--sequence-parallel"], "--sequence-parallel: needs --tp over 1"),
         (["--model", "hybrid", "--layers", 3], "--layers 3: a chunk of --model hybrid"),
+        (["--hybrid-pattern", "M*"], r"--hybrid-pattern M\*: needs --model hybrid"),
+        (["--model", "hybrid", "--hybrid-pattern", "MG"], "--hybrid-pattern MG: 'G' is none of M, "),
+        (["--model", "hybrid", "--hybrid-pattern", "M-M*-"], "has 12, which is not a multiple of the 5 of M-M"),
+        (["--model", "hybrid", "--hybrid-pattern", "M", "--mamba-groups", 5], "1024 hidden make 32 heads of 64, which"),
+        (
+            ["--model", "hybrid", "--hybrid-pattern", "M", "--hidden", 1040],
+            "--mamba-groups 8: 1040 hidden make 32.5 heads",
+        ),
         (["--overlap-param-gather"], "--overlap-param-gather: needs"),
         (["--hidden", 1000], "--hidden 1000: not a multiple of --heads 16"),
         (["--dropout", 2], "--dropout 2.0: must be from 0 to under 1"),
@@ -137,6 +145,82 @@ def test_other_refusals_of_a_process(plan_file, tmp_path):
 def test_sizes_that_cannot_be(plan_file, options, message):
     with pytest.raises(UsageError, match=message):
         example.sizes_of(args_of(plan_file, *options), load_plan(plan_file), 2)
+
+
+def mamba_args(plan: Path, *more: object):
+    return args_of(plan, "--model", "hybrid", "--hybrid-pattern", "M-*-", *more)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "groups", "message"),
+    [
+        (1, 1, 8, None),
+        (2, 2, 8, None),
+        (2, 4, 2, None),  # groups are copied to several context-parallel ranks
+        (4, 1, 2, "--mamba-groups 2: not a multiple of --tp 4"),
+        (1, 3, 8, "32 heads in 8 groups of a tensor-parallel rank cannot be split among 3 context-parallel ranks"),
+        (1, 2, 1, None),
+        (8, 8, 8, "4 heads in 1 groups of a tensor-parallel rank cannot be split among 8 context-parallel"),
+    ],
+)
+def test_mamba_heads_and_groups_are_shared_out(plan_file, tp, cp, groups, message):
+    args = mamba_args(plan_file, "--mamba-groups", groups, "--tp", tp)
+    if message is None:
+        example.check_hybrid(args, 12, cp)
+    else:
+        with pytest.raises(UsageError, match=message):
+            example.check_hybrid(args, 12, cp)
+
+
+@needs_megatron
+def test_the_configuration_of_mamba_layers(plan_file, monkeypatch):
+    from megatron.core import transformer
+
+    monkeypatch.setattr(transformer, "TransformerConfig", dict)  # whose fused RoPE wants Transformer Engine
+    sizes = example.Sizes(world=1, tp=1, pp=1, vpp=None, cp=1, dp=1, ep=1)
+    args = mamba_args(plan_file, "--mamba-groups", 4)
+    assert (example.pattern_of(args), example.has_mamba(args)) == ("M-*-", True)
+    assert example.pattern_of(args_of(plan_file, "--model", "hybrid")) == "*-"
+    assert not example.has_mamba(args_of(plan_file, "--model", "hybrid"))
+    assert not example.has_mamba(args_of(plan_file))
+    config = example.build_config(args, sizes, "none")
+    assert config["is_hybrid_model"]
+    told = {name: value for name, value in config.items() if name.startswith("mamba_")}
+    assert told == {"mamba_num_groups": 4, "mamba_head_dim": 64, "mamba_state_dim": 128}
+    plain = example.build_config(args_of(plan_file), sizes, "none")
+    assert not [name for name in plain if name.startswith("mamba_")]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mamba_ssm") is not None, reason="mamba_ssm is here")
+def test_missing_mamba_packages_are_named(plan_file):
+    with pytest.raises(example.ThdprofError) as raised:
+        example.require_mamba(mamba_args(plan_file))
+    assert str(raised.value).startswith("--hybrid-pattern M-*-: causal_conv1d cannot be imported (")
+    assert str(raised.value).endswith("): pip install --no-build-isolation causal-conv1d")
+
+
+@needs_megatron
+def test_stock_metadata_lets_megatron_derive_the_documents_of_tokens(plan_file, monkeypatch):
+    monkeypatch.setattr(example, "to_device", lambda values, device: values)
+    batch = example.MicroBatch(
+        **dict.fromkeys(("labels", "loss_mask", "position_ids")),
+        tokens=example.torch.zeros(1, 6),
+        boundaries=example.torch.tensor([0, 2, 6], dtype=example.torch.int32),
+    )
+    made = example.stock_metadata(batch, None, cp=1, cap=None, seq_length=6, with_seq_idx=True)
+    assert made.seq_idx.tolist() == [[0, 0, 1, 1, 1, 1]]
+    assert example.stock_metadata(batch, None, cp=1, cap=None, seq_length=6).seq_idx is None
+
+
+def test_benchmark_rows_of_mamba():
+    rows = {row.name: row for row in bench.ROWS}
+    mamba, exact = rows["mamba"], rows["exact-mamba"]
+    assert mamba.flags[mamba.flags.index("--hybrid-pattern") + 1] == "M-M-*-"
+    assert mamba.title.startswith("mamba: hybrid M-M-*-, 12 layers, hidden 1024, 4096 tokens")
+    assert (mamba.tunes, exact.tunes, rows["hybrid"].tunes) == (True, False, False)
+    assert exact.environment["MAMBA_DETERMINISTIC"] == exact.environment["CAUSAL_CONV1D_DETERMINISTIC"] == "1"
+    for row in bench.ROWS:
+        example.check_hybrid(args_of(Path("plan"), *row.flags), row.layers // (row.pp * (row.vpp or 1)), row.cp)
 
 
 def test_sizes_come_from_the_plan(demo, tmp_path):

@@ -19,6 +19,8 @@ from thdprof.runtime.padding import Boundaries, PackedSequence, document_of_toke
 
 logger = logging.getLogger(__name__)
 
+_ALIGNED = 64
+"""Integers to whose multiple the start of seq_idx is rounded up: kernels are compiled anew for less than 16 bytes."""
 _STAGING_BUFFERS = 4
 """Pinned buffers of a slot, so that the host can run this many micro-batches ahead before it waits."""
 
@@ -43,7 +45,7 @@ class Metadata:
     ) -> None:
         self._num_boundaries = max(b.max_seqs for b in buckets) + 1
         self._with_padded, self._with_seq_idx = with_padded, with_seq_idx
-        self._idx_begins = self._num_boundaries * (2 if with_padded else 1)
+        self._idx_begins = -(-self._num_boundaries * (2 if with_padded else 1) // _ALIGNED) * _ALIGNED
         size = self._idx_begins + (max(b.n_tokens * b.cp_size for b in buckets) if with_seq_idx else 0)
         self._metadata = torch.zeros(size, dtype=torch.int32, device=device)
         self._staging = [_Staging(size) for _ in range(_STAGING_BUFFERS)]
@@ -87,6 +89,9 @@ class Metadata:
         pairs = [(static.cu_seqlens, boundaries.valid)]
         if static.cu_seqlens_padded is not None:
             pairs.append((static.cu_seqlens_padded, boundaries.in_memory))
+        if static.seq_idx is not None:
+            assert boundaries.seq_idx is not None  # whoever wants it says so in every micro-batch
+            static.seq_idx.copy_(boundaries.seq_idx)
         for target, given in pairs:
             assert isinstance(given, torch.Tensor)
             target[: len(given)].copy_(given)

@@ -222,24 +222,41 @@ def aliased_parameters(module: nn.Module) -> Iterator[dict[int, nn.Parameter]]:
     Autograd keeps, with a parameter, the stream that its gradient was first made on; a capture on another stream then
     fails. Fresh parameters have no past.
     """
-    originals: list[tuple[nn.Module, str, nn.Parameter]] = []
+    originals = list(_homes(module))
     aliases: dict[int, nn.Parameter] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) not in aliases:
-                alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-                alias.__dict__.update(parameter.__dict__)
-                aliases[id(parameter)] = alias
-            originals.append((owner, name, parameter))
+    for _, _, parameter in originals:
+        if id(parameter) not in aliases:
+            alias = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            alias.__dict__.update(parameter.__dict__)
+            aliases[id(parameter)] = alias
     try:
-        for owner, name, parameter in originals:
-            owner._parameters[name] = aliases[id(parameter)]
+        for home, name, parameter in originals:
+            home[name] = aliases[id(parameter)]
         yield aliases
     finally:
-        for owner, name, parameter in originals:
-            owner._parameters[name] = parameter
+        for home, name, parameter in originals:
+            home[name] = parameter
+
+
+def _homes(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, nn.Parameter]]:
+    """Where the module's passes look its parameters up: a table, the name in it, the parameter.
+
+    Besides the modules' own tables these are attributes of plain objects that modules hold, as Megatron's mixer of
+    state-space layers has one that keeps the mixer's parameters.
+    """
+    own = {id(p) for p in module.parameters()}
+    for owner in module.modules():
+        held = (v.__dict__ for v in vars(owner).values() if _is_plain(v))
+        for home in (owner._parameters, *held):
+            for name, value in home.items():
+                if isinstance(value, nn.Parameter) and id(value) in own:
+                    yield home, name, value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an object with attributes of its own, and neither a module nor a tensor."""
+    attributes = getattr(value, "__dict__", None)
+    return isinstance(attributes, dict) and not isinstance(value, nn.Module | torch.Tensor)
 
 
 def capture_pass(

@@ -42,6 +42,8 @@ class Boundaries:
     """int32, shape [documents + 1]: cu_seqlens."""
     padded: NDArray[np.int32] | torch.Tensor | None = None
     """int32, shape [documents + 1]: cu_seqlens_padded, where documents are followed by padding."""
+    seq_idx: torch.Tensor | None = None
+    """int32, shape [tokens]: the document of every token, where it is wanted and only the GPU has the boundaries."""
 
     @property
     def n_seqs(self) -> int:
@@ -128,7 +130,7 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
 
     Raises:
         ValueError: boundaries on the host reach past `n_tokens`, or those on the GPU alone need a tail: how long it is,
-            and so which graph holds it, cannot be known without reading them.
+            and so which graph holds it, cannot be known without reading them; or their `seq_idx` is of other tokens.
     """
     if packed.host is None:
         if policy != "none":
@@ -136,7 +138,9 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
                 f"the tail policy {policy} needs the boundaries on the host: make the metadata with "
                 "thdprof.runtime.pack, or thdprof.runtime.megatron.packed_seq_params"
             )
-        return Boundaries(valid=packed.cu_seqlens, padded=packed.cu_seqlens_padded)
+        if packed.seq_idx is not None and packed.seq_idx.numel() != n_tokens:
+            raise ValueError(f"seq_idx is of {packed.seq_idx.numel()} tokens, but the micro-batch has {n_tokens}")
+        return Boundaries(valid=packed.cu_seqlens, padded=packed.cu_seqlens_padded, seq_idx=packed.seq_idx)
     if packed.host_padded is None:
         return Boundaries(valid=with_tail(packed.host, n_tokens, policy))
     padded = with_tail(packed.host_padded, n_tokens, policy)

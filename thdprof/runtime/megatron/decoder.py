@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime.dispatched import DispatchedModule
-from thdprof.runtime.megatron import packing
+from thdprof.runtime.megatron import mamba, packing
 from thdprof.runtime.megatron.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence, TailPolicy
 
@@ -47,6 +47,7 @@ class Decoder(nn.Module):
         self._kept: dict[int, torch.Tensor] = {}
         self._like: PackedSeqParams | None = None
         self._shards, self._lengths = 1, frozenset[int]()
+        self._with_seq_idx = mamba.has_mamba(block)
 
     @property
     def training(self) -> bool:
@@ -103,9 +104,12 @@ class Decoder(nn.Module):
                 hidden = self.block.input_tensor
             with_rope = self._rope is not None and given.pop("rotary_pos_emb", None) is not None
             self._like = params
+            packed = packing.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx)
+            if self._with_seq_idx and cp_size > 1 and tail == "none":
+                mamba.check_covered(packed, int(hidden.shape[0]) * shards)
             return run(
                 hidden,
-                packing.read(params, cp_size=cp_size, tail=tail),
+                packed,
                 constants=packing.constants(params),
                 with_rope=with_rope,
                 **{name: value for name, value in given.items() if value is not None or name in required},

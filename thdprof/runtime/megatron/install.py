@@ -10,7 +10,7 @@ from torch import nn
 
 from thdprof.runtime.dispatch import Bucket
 from thdprof.runtime.dispatched import Call, DispatchedModule
-from thdprof.runtime.megatron import chunk, local, packing, settings, versions
+from thdprof.runtime.megatron import chunk, local, mamba, packing, settings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import Decoder, rope_of
 from thdprof.runtime.module import buckets_of
@@ -191,7 +191,6 @@ def unwrapped(model: nn.Module) -> Any:
 def _facts(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
     layers = [layer for model in models for layer in model.decoder.layers]
     wrapper = "DistributedDataParallel" if isinstance(chunks[0], DistributedDataParallel) else ""
@@ -202,7 +201,9 @@ def _facts(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts
         position_embedding=str(getattr(models[0], "position_embedding_type", "none")),
         graph_safe_rng=_graph_safe_rng(),
         foreign_hooks=tuple(name for model in models for name in chunk.foreign_hooks(model.decoder)),
-        foreign_layers=tuple(sorted({type(x).__name__ for x in layers if not isinstance(x, TransformerLayer)})),
+        foreign_layers=tuple(sorted(set(mamba.foreign(layers)))),
+        has_mamba=any(mamba.has_mamba(model.decoder) for model in models),
+        mamba_outside=any(mamba.outside(model) for model in models),
         wrapper=wrapper,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thdprof.runtime.padding import PackedSequence, TailPolicy, fill_padded, pack
+from thdprof.runtime.padding import PackedSequence, TailPolicy, _move, document_of_tokens, fill_padded, pack
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -36,6 +36,7 @@ def packed_seq_params(
     """megatron-core's metadata of one packed micro-batch, from the boundaries that its data loader has on the host.
 
     The boundaries stay on the host too, so that padding them costs one small copy and the dispatch reads nothing back.
+    From them an installation makes `seq_idx` for decoders with Mamba layers, over the whole buffer.
 
     Args:
         cu_seqlens: document boundaries, host, shape [documents + 1].
@@ -72,7 +73,7 @@ def packed_seq_params(
     return made
 
 
-def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy) -> PackedSequence:
+def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_idx: bool = False) -> PackedSequence:
     """What the runtime needs to know of a micro-batch; nothing is read from the GPU.
 
     The documents are counted by the entries of cu_seqlens_q: give them without repeated end entries.
@@ -81,9 +82,12 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy) -> PackedSe
         params: of self-attention, in `thd` format.
         cp_size: ranks that share the rows, where `params.local_cp_size` does not say.
         tail: the tail policy.
+        with_seq_idx: whether layers want the document of every token. It is made anew from boundaries on the host;
+            `params.seq_idx` counts where only the GPU has them.
 
     Raises:
-        TypeError: max_seqlen is missing or on the GPU, or queries and keys have other boundaries.
+        TypeError: max_seqlen is missing or on the GPU, queries and keys have other boundaries, or the documents of the
+            tokens are wanted and cannot be known.
         ValueError: `tail` would add padding that `pad_between_seqs` rules out.
     """
     longest = params.max_seqlen_q
@@ -98,9 +102,11 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy) -> PackedSe
     if tail != "none" and params.cu_seqlens_q_padded is not None and params.pad_between_seqs is False:
         raise ValueError(f"pad_between_seqs is False, but the tail policy {tail} adds padding: set it to True")
     host, host_padded = getattr(params, _HOST, (None, None))
+    idx = _seq_idx(params, host if host_padded is None else host_padded) if with_seq_idx else None
     return PackedSequence(
         cu_seqlens=params.cu_seqlens_q.reshape(-1),
         max_seqlen=longest,
+        seq_idx=idx,
         cp_size=params.local_cp_size or cp_size,
         host=host,
         cu_seqlens_padded=None if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.reshape(-1),
@@ -118,12 +124,14 @@ def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
     """PackedSeqParams of `packed`, the other fields as in `like`; `like` itself where its boundaries are unchanged.
 
     Transformer Engine would compare padded and unpadded boundaries on the GPU and wait, were it not told that they
-    differ.
+    differ. With `total_tokens` PackedSeqParams would derive seq_idx from the boundaries, padded ones too, and wait.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     if packed.max_seqlen == like.max_seqlen_q and (
-        _same(packed.cu_seqlens, like.cu_seqlens_q) and _same(packed.cu_seqlens_padded, like.cu_seqlens_q_padded)
+        _same(packed.cu_seqlens, like.cu_seqlens_q)
+        and _same(packed.cu_seqlens_padded, like.cu_seqlens_q_padded)
+        and (packed.seq_idx is None or _same(packed.seq_idx, like.seq_idx))
     ):
         return like
     return PackedSeqParams(
@@ -133,6 +141,7 @@ def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
         cu_seqlens_kv_padded=packed.cu_seqlens_padded,
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
+        seq_idx=None if packed.seq_idx is None else packed.seq_idx[None],
         pad_between_seqs=_pads(like),
         **{name: getattr(like, name) for name in _CONSTANT},
     )
@@ -150,13 +159,32 @@ def padded(call: Call, bucket: Bucket) -> PackedSequence:
         fill_padded(filled.numpy(), values)
         return filled.to(device, non_blocking=True)
 
-    in_memory = call.boundaries.padded
+    in_memory, idx = call.boundaries.padded, call.boundaries.seq_idx
+    if call.packed.seq_idx is not None and idx is None:
+        memory = call.boundaries.in_memory
+        assert isinstance(memory, np.ndarray)  # else the boundaries came with it
+        idx = _move(document_of_tokens(memory, bucket.n_tokens * bucket.cp_size), device)
     return PackedSequence(
         cu_seqlens=pad(call.boundaries.valid),
         max_seqlen=bucket.max_seqlen,
+        seq_idx=idx,
         cp_size=bucket.cp_size,
         cu_seqlens_padded=None if in_memory is None else pad(in_memory),
     )
+
+
+def _seq_idx(params: PackedSeqParams, memory: NDArray[np.int32] | None) -> torch.Tensor:
+    """Document of every token, int32, shape [tokens]: up to the last boundary on the host, of all where none is."""
+    if memory is not None:
+        return torch.from_numpy(document_of_tokens(memory, int(memory[-1])))
+    given: torch.Tensor | None = params.seq_idx
+    if given is None or given.dtype != torch.int32:
+        raise TypeError(
+            f"PackedSeqParams.seq_idx is {given if given is None else given.dtype}, and its boundaries are not on the "
+            "host, but the model has Mamba layers: make it with thdprof.runtime.megatron.packed_seq_params, or give "
+            "seq_idx, int32, [1, tokens], on the device"
+        )
+    return given.reshape(-1)
 
 
 def _check_padding(packed: PackedSequence, memory: PackedSequence, *, pad_between_seqs: bool | None) -> None:

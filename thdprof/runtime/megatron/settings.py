@@ -28,7 +28,11 @@ class Facts:
     foreign_hooks: tuple[str, ...] = ()
     """Submodules with forward or backward hooks that a replay would not run."""
     foreign_layers: tuple[str, ...] = ()
-    """Classes of layers that are no TransformerLayers."""
+    """Classes of layers, or of parts of layers, that were not looked at in a graph."""
+    has_mamba: bool = False
+    """Whether a decoder has MambaLayers."""
+    mamba_outside: bool = False
+    """Whether a model has MambaLayers outside its decoder."""
     wrapper: str = "DistributedDataParallel"
     """Class that wraps the chunks; empty: none."""
     data_parallel_size: int = 1
@@ -50,7 +54,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     if plan.graphs.impl != "none":  # which captures nothing
         said += [*_of_config(config, plan.graphs.impl, facts), *_of_local(config, plan, facts)]
         said += [*_of_transformer_engine(config, plan), *_of_shared_captures(config, plan)]
-        said += _of_run(facts, environment)
+        said += [*_of_mamba(config, facts), *_of_run(facts, environment)]
     if said:
         raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
 
@@ -222,6 +226,17 @@ _UNSUPPORTED_LOCAL: tuple[tuple[str, Any, str], ...] = (
 """Field, allowed value, reason and remedy."""
 
 
+def _of_mamba(config: Any, facts: Facts) -> Iterator[str]:
+    """What state-space layers want."""
+    if facts.has_mamba and not getattr(config, "use_mamba_mem_eff_path", True):
+        yield "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
+    if facts.mamba_outside:
+        yield (
+            "multi-token prediction has MambaLayers, which run outside the decoder and get no seq_idx there, so that "
+            "documents would mix; use attention and MLP layers in its pattern"
+        )
+
+
 def _of_run(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
     if facts.position_embedding == "mrope":
         yield "position_embedding_type is 'mrope': its table differs between micro-batches; set it to 'rope'"
@@ -235,8 +250,8 @@ def _of_run(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
         yield f"modules with hooks, which a replay does not run: {named}; remove the hooks"
     if facts.foreign_layers:
         yield (
-            f"the decoder has {', '.join(facts.foreign_layers)}: state-space layers need seq_idx, which is not passed "
-            "on yet; use attention and MLP layers alone"
+            f"the decoder has {', '.join(facts.foreign_layers)}: only attention, MLP, experts and MambaLayers were "
+            "looked at in a graph; use those alone, or set graphs.impl to none"
         )
     if facts.wrapper not in ("", "DistributedDataParallel"):
         yield f"the model is wrapped in {facts.wrapper}, which moves parameters; use DistributedDataParallel"

@@ -3,7 +3,7 @@
 The graphs come from `transformer_engine.pytorch.make_graphed_callables`. megatron-core replays such graphs itself, but
 for dense input alone; here its layers keep running eagerly as far as it knows (their `cuda_graphs` stay empty), and
 while a micro-batch holds a slot, the layers' `forward` is replaced on the instances by the slot's graphs. A layer that
-is not a TransformerLayer, as a MambaLayer, runs eagerly between them, and so does the final layer norm.
+is neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so does the final layer norm.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched import Call, DispatchedModule
 from thdprof.runtime.megatron.chunk import gather_parameters
 from thdprof.runtime.megatron.decoder import Decoder
+from thdprof.runtime.megatron.mamba import is_mamba
 from thdprof.runtime.megatron.settings import SettingsError
 from thdprof.runtime.padding import to_device
 
@@ -90,10 +91,16 @@ class LayerSlot:
     """Static tensors and one memory pool for the graphs of all buckets. Only one bucket is alive at a time."""
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], buckets: Sequence[Bucket], *, with_padded: bool, device: torch.device
+        self,
+        tensors: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
+        *,
+        with_padded: bool,
+        with_seq_idx: bool,
+        device: torch.device,
     ) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        self.metadata = Metadata(buckets, with_padded=with_padded, with_seq_idx=False, device=device)
+        self.metadata = Metadata(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
         self.others = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[1:]]
         """The decoder's other tensors, static: every layer may read them."""
         self.hidden: list[torch.Tensor] = []
@@ -232,7 +239,7 @@ class _Copied(torch.autograd.Function):
 
 
 class LayerGraphs(DispatchedModule):
-    """A decoder whose TransformerLayers are replayed one by one, through Transformer Engine's graphed callables.
+    """A decoder whose layers are replayed one by one, through Transformer Engine's graphed callables.
 
     Gradients reach the model's parameters through autograd, so that what Megatron hangs on their accumulation runs as
     it does eagerly. Its waiting for gathered parameters, in hooks that a replay does not run, is done layer by layer.
@@ -268,7 +275,7 @@ class LayerGraphs(DispatchedModule):
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
         super().__init__(decoder, buckets, **options)
-        self._layers = _transformer_layers(decoder.block)
+        self._layers = _graphed_layers(decoder.block)
         self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
         self._num_slots, self._find_generators = num_slots, generators
         self._generators: tuple[torch.Generator, ...] = ()
@@ -297,9 +304,14 @@ class LayerGraphs(DispatchedModule):
         self._generators = tuple(self._find_generators())
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._call = _without_values(call)
-        with_padded = call.packed.cu_seqlens_padded is not None
         self._slots = [
-            LayerSlot(call.tensors, self._buckets, with_padded=with_padded, device=device)
+            LayerSlot(
+                call.tensors,
+                self._buckets,
+                with_padded=call.packed.cu_seqlens_padded is not None,
+                with_seq_idx=call.packed.seq_idx is not None,
+                device=device,
+            )
             for _ in range(self._num_slots)
         ]
         if self._capture == "startup":
@@ -320,8 +332,10 @@ class LayerGraphs(DispatchedModule):
         args, kwargs = call.substitute(call.tensors, packed)
 
         def replayed(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
-            gather_parameters(self._layers[number])
-            return lease.run(number, hidden), None
+            layer = self._layers[number]
+            gather_parameters(layer)
+            found = lease.run(number, hidden)
+            return found if is_mamba(layer) else (found, None)  # as the layer itself would
 
         with self._timed(call.tensors, replayed=True) as outputs, self._layers_run(replayed):
             result = self.module(*args, **kwargs)
@@ -503,7 +517,7 @@ def _hidden(result: Any) -> torch.Tensor:
     return found
 
 
-def _transformer_layers(block: Any) -> tuple[nn.Module, ...]:
+def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
     """The layers that are captured.
 
     Raises:
@@ -511,11 +525,11 @@ def _transformer_layers(block: Any) -> tuple[nn.Module, ...]:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    found = tuple(layer for layer in block.layers if isinstance(layer, TransformerLayer))
+    found = tuple(layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
     if not found:
         raise SettingsError(
-            f"graphs.impl transformer_engine captures TransformerLayers, and this chunk of {len(block.layers)} layers "
-            "has none; set it to chunk"
+            "graphs.impl transformer_engine captures TransformerLayers and MambaLayers, and this chunk of "
+            f"{len(block.layers)} layers has none; set it to chunk"
         )
     owned = [id(p) for layer in found for p in layer.parameters()]
     if len(set(owned)) < len(owned):

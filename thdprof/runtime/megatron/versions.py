@@ -82,6 +82,18 @@ RELIED_ON = (
         why="a layer's graph takes the hidden states and bakes in the rest",
     ),
     Reliance(
+        package="megatron-core",
+        name="MambaMixer: packed_seq_params.seq_idx; MambaMixer.cp, which keeps parameters as plain attributes",
+        checked=MEGATRON,
+        why="documents are told apart by seq_idx alone, and a capture must run over aliases of every parameter",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="PackedSeqParams.__post_init__: total_tokens",
+        checked=MEGATRON,
+        why="without it seq_idx stays as it was given, also where local graphs copy the metadata",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,

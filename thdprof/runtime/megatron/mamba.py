@@ -1,0 +1,55 @@
+"""State-space layers in a decoder: which there are, and which of them graphs serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from thdprof.runtime.padding import PackedSequence
+
+
+def is_mamba(layer: nn.Module) -> bool:
+    """Whether `layer` is a MambaLayer, which wants the document of every token (seq_idx)."""
+    from megatron.core.ssm.mamba_layer import MambaLayer
+
+    return isinstance(layer, MambaLayer)
+
+
+def has_mamba(block: nn.Module) -> bool:
+    """Whether a decoder has MambaLayers; those of one pipeline stage may be others than those of the next."""
+    return any(is_mamba(part) for part in block.modules())
+
+
+def outside(model: Any) -> bool:
+    """Whether a model has MambaLayers that do not belong to its decoder, as multi-token prediction may."""
+    inside = {id(part) for part in model.decoder.modules()}
+    return any(is_mamba(part) and id(part) not in inside for part in model.modules())
+
+
+def check_covered(packed: PackedSequence, n_tokens: int) -> None:
+    """Make sure that documents cover all `n_tokens` tokens of a micro-batch under context parallelism.
+
+    Megatron puts the tokens of all ranks in order by the boundaries, and leaves those past the last one unwritten.
+
+    Raises:
+        ValueError: boundaries that the host knows end before.
+    """
+    memory = packed.host if packed.host_padded is None else packed.host_padded
+    if memory is not None and memory[-1] < n_tokens:
+        raise ValueError(
+            f"cu_seqlens ends at {memory[-1]} of {n_tokens} tokens, the rest of which Megatron's Mamba layers leave "
+            "undefined under context parallelism: analyse with --tail-policy append_dummy_seq or extend_last"
+        )
+
+
+def foreign(layers: Sequence[nn.Module]) -> Iterator[str]:
+    """Classes of layers, or of what they are made of, that were not looked at in a graph."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    for layer in layers:
+        if not isinstance(layer, TransformerLayer) and not is_mamba(layer):
+            yield type(layer).__name__
+        yield from (type(part).__name__ for part in layer.modules() if isinstance(part, GatedDeltaNet))
