@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,7 @@ def measure(
     microbatches: int = 8,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    with_seq_idx: bool = False,
     graphed: Callable[[nn.Module, Sequence[Bucket]], GraphedModule] | None = None,
 ) -> dict[str, Any]:
     """A cost table (schema `thdprof.costs/1`) of `module`, as a dict.
@@ -142,6 +144,7 @@ def measure(
         microbatches: micro-batches of one timing.
         seed: of the random packs.
         progress: called with rounds done and in all.
+        with_seq_idx: whether the module also wants the document of every token.
         graphed: makes what runs the module through graphs of the buckets, in one slot and timing nothing itself.
 
     Raises:
@@ -149,20 +152,21 @@ def measure(
     """
     rng = np.random.default_rng(seed)
     sizes = [(n, s) for s in grid.max_seqlen for n in grid.max_seqs]
-    eager = {n: _packs(rng, microbatches, [n], grid.n_tokens, grid.n_tokens) for n in grid.n_seqs}
+    packs = partial(_packs, rng, microbatches, n_tokens=grid.n_tokens, with_seq_idx=with_seq_idx)
+    eager = {n: packs([n], longest=grid.n_tokens) for n in grid.n_seqs}
     buckets = {}
     for n, s in sizes:
         documents = [typical_documents(rng, at_most=n) for _ in range(microbatches)]
-        buckets[Bucket(n, s, grid.n_tokens)] = _packs(rng, microbatches, documents, grid.n_tokens, s)
+        buckets[Bucket(n, s, grid.n_tokens)] = packs(documents, longest=s)
     x = make_input()
     times: dict[Any, list[float]] = {key: [] for key in (*eager, *buckets)}
     make = graphed or (lambda module, buckets: GraphedModule(module, buckets, sample_every=0))
     with make(module, list(buckets)) as graphs:
         for done in range(repeat + 1):
             progress(done, repeat + 1)
-            for key, packs in (*eager.items(), *buckets.items()):
+            for key, given in (*eager.items(), *buckets.items()):
                 with graphs.only(key if isinstance(key, Bucket) else None):
-                    ms = _time(graphs, x, packs)
+                    ms = _time(graphs, x, given)
                 if done > 0:  # the first round warms up and captures
                     times[key].append(ms)
         progress(repeat + 1, repeat + 1)
@@ -196,12 +200,13 @@ def _slot_costs(grown: Sequence[int]) -> tuple[int, float]:
 
 
 def _packs(
-    rng: np.random.Generator, count: int, documents: Sequence[int], n_tokens: int, longest: int
+    rng: np.random.Generator, count: int, documents: Sequence[int], *, n_tokens: int, longest: int, with_seq_idx: bool
 ) -> list[PackedSequence]:
-    return [
-        pack(random_pack(rng, documents=documents[i % len(documents)], n_tokens=n_tokens, longest=longest))
+    packs = (
+        random_pack(rng, documents=documents[i % len(documents)], n_tokens=n_tokens, longest=longest)
         for i in range(count)
-    ]
+    )
+    return [pack(boundaries, with_seq_idx=with_seq_idx) for boundaries in packs]
 
 
 def _time(runner: GraphedModule, x: torch.Tensor, packs: Iterable[PackedSequence]) -> float:

@@ -187,13 +187,13 @@ def to_device(packed: PackedSequence, boundaries: Boundaries, n_tokens: int, dev
     memory = boundaries.in_memory
     idx = packed.seq_idx
     if idx is not None and isinstance(memory, np.ndarray):
-        idx = _move(document_of_tokens(memory, n_tokens), device)
+        idx = moved(document_of_tokens(memory, n_tokens), device)
     padded = None
     if boundaries.padded is not None:
         same = packed.cu_seqlens_padded if boundaries.padded is packed.host_padded else None
-        padded = _move(boundaries.padded if same is None else same, device)
+        padded = moved(boundaries.padded if same is None else same, device)
     return PackedSequence(
-        cu_seqlens=_move(packed.cu_seqlens if boundaries.valid is packed.host else boundaries.valid, device),
+        cu_seqlens=moved(packed.cu_seqlens if boundaries.valid is packed.host else boundaries.valid, device),
         max_seqlen=shape.max_seqlen,
         seq_idx=idx,
         cp_size=packed.cp_size,
@@ -203,7 +203,8 @@ def to_device(packed: PackedSequence, boundaries: Boundaries, n_tokens: int, dev
     )
 
 
-def _move(given: NDArray[np.int32] | torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(given: NDArray[np.int32] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`given` on `device`, copied without waiting for it."""
     values = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)

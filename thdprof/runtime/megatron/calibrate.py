@@ -10,7 +10,7 @@ from torch import nn
 
 from thdprof.runtime import calibrate
 from thdprof.runtime.dispatch import Bucket
-from thdprof.runtime.megatron import chunk, packing, versions
+from thdprof.runtime.megatron import chunk, mamba, packing, versions
 from thdprof.runtime.megatron.decoder import rope_of
 from thdprof.runtime.megatron.install import unwrapped
 from thdprof.runtime.megatron.settings import SettingsError
@@ -100,5 +100,6 @@ def measure_decoder(
         attention="transformer_engine",
         repeat=repeat,
         progress=progress,
+        with_seq_idx=mamba.has_mamba(model.decoder),
         graphed=graphed,
     )

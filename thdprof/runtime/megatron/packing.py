@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thdprof.runtime.padding import PackedSequence, TailPolicy, _move, document_of_tokens, fill_padded, pack
+from thdprof.runtime.padding import PackedSequence, TailPolicy, document_of_tokens, fill_padded, moved, pack
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -163,7 +163,7 @@ def padded(call: Call, bucket: Bucket) -> PackedSequence:
     if call.packed.seq_idx is not None and idx is None:
         memory = call.boundaries.in_memory
         assert isinstance(memory, np.ndarray)  # else the boundaries came with it
-        idx = _move(document_of_tokens(memory, bucket.n_tokens * bucket.cp_size), device)
+        idx = moved(document_of_tokens(memory, bucket.n_tokens * bucket.cp_size), device)
     return PackedSequence(
         cu_seqlens=pad(call.boundaries.valid),
         max_seqlen=bucket.max_seqlen,
