@@ -87,8 +87,9 @@ REFUSED = [
     ),
     (
         {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"},
-        "- moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host; set it to True "
-        "with a moe_expert_capacity_factor",
+        "- moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host, so no layer is "
+        "captured whole; analyse with --experts dropless (graphs.impl transformer_engine, graphs.modules attn and "
+        "moe_router), or set it to True with a moe_expert_capacity_factor",
     ),
     (
         {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex", "moe_pad_expert_input_to_capacity": True},
@@ -104,7 +105,9 @@ REFUSED = [
     ),
     (
         {"moe_paged_stash": True},
-        "- moe_paged_stash is True: its order is fixed by the first step's micro-batches; set it to False",
+        "- moe_paged_stash is True: it needs moe_expert_rank_capacity_factor, which megatron-core takes only with the "
+        "hybridep and ncclep backends of the flex dispatcher, and none of its wheels has these; dropless experts run "
+        "eagerly (graphs.modules); set it to False",
     ),
 ]
 
@@ -112,6 +115,78 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
 def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
     assert complaints(plan, changes) == [line]
+
+
+def up_to_router(plan, **graphs):
+    changed = {"impl": "transformer_engine", "modules": ["attn", "moe_router"], **graphs}
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changed)})
+
+
+DROPLESS = {
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": ["moe_router", "attn"],
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_dropless_experts_are_accepted_behind_the_router(plan, dispatcher):
+    changes = {**DROPLESS, "moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": 2}
+    assert complaints(up_to_router(plan, capture="first_use"), changes) == []  # ranks share nothing in the graphs
+
+
+def test_megatron_cores_own_configuration_takes_the_modules(plan):
+    made = config(
+        num_moe_experts=4,
+        moe_token_dispatcher_type="alltoall",
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=["attn", "moe_router"],
+    )
+    settings.check(made, up_to_router(plan), FACTS, {})
+
+
+def test_inputs_are_padded_for_dropless_experts_without_graphs(plan):
+    facts = settings.Facts(num_chunks=1, replay=False)
+    changes = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
+    assert complaints(plan, changes, facts) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs", "line"),
+    [
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            {},
+            "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall' or 'allgather'",
+        ),
+        (
+            {"cuda_graph_modules": []},
+            {},
+            "- cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
+            "'moe_router']",
+        ),
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            {},
+            "- graphs.modules is ['attn', 'moe_router']: experts are padded to capacity, and their layers are captured "
+            "whole; analyse with --experts padded",
+        ),
+        (
+            {"num_moe_experts": None},
+            {},
+            "- graphs.modules is ['attn', 'moe_router']: the model has no experts; analyse with --experts none",
+        ),
+        (
+            {"cuda_graph_impl": "none", "cuda_graph_modules": []},
+            {"impl": "chunk"},
+            "- graphs.modules is ['attn', 'moe_router']: a part of a layer is captured by graphs.impl "
+            "transformer_engine alone; set graphs.impl to it, or graphs.modules to []",
+        ),
+    ],
+)
+def test_dropless_experts_are_refused_where_the_plan_is_of_another_run(plan, changes, graphs, line):
+    assert complaints(up_to_router(plan, **graphs), {**DROPLESS, **changes}) == [line]
 
 
 def test_every_complaint_is_told_at_once(plan):

@@ -442,7 +442,9 @@ def a_plan(**changes):
                 **changes,
             }
         ),
-        graphs=SimpleNamespace(impl="local", slots=[[1]] * changes.get("pipeline_parallel_size", 1), no_grad="eager"),
+        graphs=SimpleNamespace(
+            impl="local", modules=[], slots=[[1]] * changes.get("pipeline_parallel_size", 1), no_grad="eager"
+        ),
     )
 
 

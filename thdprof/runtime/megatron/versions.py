@@ -82,6 +82,13 @@ RELIED_ON = (
         why="a layer's graph takes the hidden states and bakes in the rest",
     ),
     Reliance(
+        package="megatron-core",
+        name="TransformerLayer._te_cuda_graph_capture, _te_cuda_graph_replay, _get_submodules_under_cudagraphs, "
+        "mlp_norm_manager; MoELayer.cudagraph_tensor_store",
+        checked=MEGATRON,
+        why="a layer with dropless experts is captured up to its router, and goes on from there, by its own split",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,
