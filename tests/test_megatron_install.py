@@ -117,6 +117,47 @@ def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
     assert complaints(plan, changes) == [line]
 
 
+LATENT = {
+    "multi_latent_attention": True,
+    "rope_type": "yarn",
+    "cache_mla_latents": False,
+    "experimental_attention_variant": None,
+}
+
+
+def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
+    assert complaints(plan, LATENT) == []
+    layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(layers, {**LATENT, "cuda_graph_impl": "transformer_engine"}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"rope_type": "rope", "apply_rope_fusion": False},
+            "- rope_type is 'rope': with multi-latent attention only yarn's RoPE is fused, and an unfused one reads "
+            "the boundaries on the host; set it to 'yarn', and apply_rope_fusion to True",
+        ),
+        (
+            {"apply_rope_fusion": False},
+            "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
+        ),
+        (
+            {"cache_mla_latents": True},
+            "- cache_mla_latents is True: megatron-core refuses it in training; set it to False",
+        ),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "- experimental_attention_variant is 'dsa': it was not checked in a graph; set it to None",
+        ),
+    ],
+)
+def test_multi_latent_attention_is_refused_where_its_tables_are_not_in_place(plan, changes, line):
+    facts = settings.Facts(num_chunks=1, position_embedding="none")  # of the model: its layers have their own
+    assert complaints(plan, {**LATENT, **changes}, facts) == [line]
+
+
 def up_to_router(plan, **graphs):
     changed = {"impl": "transformer_engine", "modules": ["attn", "moe_router"], **graphs}
     return plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changed)})
@@ -366,8 +407,8 @@ def test_unchanged_metadata_is_what_the_model_gave():
 
 def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
     none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})
-    assert complaints(none, {"fp8": "hybrid", "multi_latent_attention": True}) == []
-    assert len(complaints(plan, {"fp8": "hybrid", "multi_latent_attention": True})) == 2
+    assert complaints(none, {"fp8": "hybrid", "qk_clip": True}) == []
+    assert len(complaints(plan, {"fp8": "hybrid", "qk_clip": True})) == 2
 
 
 def test_written_metadata_keeps_what_the_model_gave():

@@ -479,8 +479,8 @@ REFUSED = {
     ),
     "multi_latent_attention": (
         True,
-        "multi_latent_attention is True: its layers' rotary tables may be replaced or freed while a graph reads "
-        "them; set graphs.impl to none",
+        "multi_latent_attention is True: it was not checked in Megatron's own layer graphs; set graphs.impl to chunk "
+        "or transformer_engine",
     ),
     "gtp_weight_remat_size": (
         2,

@@ -99,12 +99,31 @@ def _of_config(config: Any, impl: str, facts: Facts) -> Iterator[str]:
         if value and value != allowed:
             yield f"{name} is {value!r}: {why}; set it to {allowed!r}"
     if getattr(config, "multi_latent_attention", False):
-        yield (
-            "multi_latent_attention is True: its layers' rotary tables may be replaced or freed while a graph reads "
-            "them; set graphs.impl to none"
-        )
-    if facts.position_embedding in ("rope", "yarn") and not getattr(config, "apply_rope_fusion", True):
+        yield from _of_latent_attention(config, impl)
+    elif facts.position_embedding in ("rope", "yarn") and not getattr(config, "apply_rope_fusion", True):
         yield "apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
+
+
+def _of_latent_attention(config: Any, impl: str) -> Iterator[str]:
+    """Multi-latent attention, whose layers make their rotary tables themselves."""
+    rope = getattr(config, "rope_type", "yarn")
+    if rope != "yarn":
+        yield (
+            f"rope_type is {rope!r}: with multi-latent attention only yarn's RoPE is fused, and an unfused one reads "
+            "the boundaries on the host; set it to 'yarn', and apply_rope_fusion to True"
+        )
+    elif not getattr(config, "apply_rope_fusion", True):
+        yield "apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
+    if getattr(config, "cache_mla_latents", False):
+        yield "cache_mla_latents is True: megatron-core refuses it in training; set it to False"
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant is not None:
+        yield f"experimental_attention_variant is {variant!r}: it was not checked in a graph; set it to None"
+    if impl == "local":
+        yield (
+            "multi_latent_attention is True: it was not checked in Megatron's own layer graphs; set graphs.impl to "
+            "chunk or transformer_engine"
+        )
 
 
 def _of_shared_captures(config: Any, plan: Plan) -> Iterator[str]:
