@@ -71,6 +71,8 @@ class Row:
     name: str
     gpus: int
     model: str = "dense"
+    dropless: bool = False
+    """Whether experts have no capacity."""
     layers: int = 12
     impls: tuple[str, ...] = ("chunk",)
     tp: int = 1
@@ -97,6 +99,7 @@ class Row:
         """Options of the example; the other sizes are in the plan."""
         flags = ["--model", self.model, "--layers", self.layers, "--hidden", self.hidden, "--heads", 16]
         flags += ["--experts", 8] if self.model == "moe" else []
+        flags += ["--dropless"] if self.dropless else []
         if self.overlap:
             flags += ["--distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
         flags += ["--tp", self.tp, "--ep", self.ep, "--dropout", self.dropout]
@@ -106,7 +109,8 @@ class Row:
     def title(self) -> str:
         """For a heading."""
         sizes = [f"{k.upper()} {v}" for k in ("tp", "pp", "vpp", "cp", "ep", "dp") if (v := getattr(self, k) or 1) > 1]
-        told = f"{self.name}: {self.model}, {self.layers} layers, hidden {self.hidden}, {self.tokens} tokens, "
+        model = f"dropless {self.model}" if self.dropless else self.model
+        told = f"{self.name}: {model}, {self.layers} layers, hidden {self.hidden}, {self.tokens} tokens, "
         told += ", ".join(sizes) or "one GPU"
         told += f", dropout {self.dropout}" if self.dropout else ""
         told += ", distributed optimizer, both overlaps" if self.overlap else ""
@@ -115,7 +119,9 @@ class Row:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of its processes."""
-        return {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if self.deterministic else {}
+        # the second: processes take the same of Triton's kernels, which otherwise each finds by its own timing
+        exact = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "TRITON_CACHE_AUTOTUNING": "1"}
+        return exact if self.deterministic else {}
 
 
 ALL_IMPLS = ("chunk", "local", "transformer_engine")
@@ -133,6 +139,27 @@ ROWS = (
         impls=("chunk", "transformer_engine"),
     ),
     Row(name="exact-moe", gpus=1, model="moe", layers=4, tokens=512, deterministic=True, impls=ALL_IMPLS),
+    Row(name="moe-dropless", gpus=1, model="moe", dropless=True, layers=16, impls=("transformer_engine",)),
+    Row(
+        name="exact-moe-dropless",
+        gpus=1,
+        model="moe",
+        dropless=True,
+        layers=4,
+        tokens=512,
+        deterministic=True,
+        impls=("transformer_engine",),
+    ),
+    Row(name="mla", gpus=1, model="mla", impls=("chunk", "transformer_engine")),
+    Row(
+        name="exact-mla",
+        gpus=1,
+        model="mla",
+        layers=4,
+        tokens=512,
+        deterministic=True,
+        impls=("chunk", "transformer_engine"),
+    ),
     Row(name="exact-tp2-pp2", gpus=4, tp=2, pp=2, layers=4, tokens=512, deterministic=True),
     Row(name="exact-pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe", layers=4, tokens=512, deterministic=True),
     Row(name="bound", gpus=1, layers=12, hidden=2048, tokens=8192),  # by the GPU, also in eager training
