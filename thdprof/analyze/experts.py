@@ -15,7 +15,8 @@ UP_TO_ROUTER: list[Module] = ["attn", "moe_router"]
 WHY = (
     "dropless experts: a graph (graphs.impl transformer_engine) holds a layer's attention and router, and dispatch and "
     "experts run eagerly, for each expert's number of tokens is read on the host; a paged stash would put them into "
-    "the graph too, but megatron-core has it with dispatchers alone (hybridep, ncclep) that its wheels do not bring"
+    "the graph too, but megatron-core 0.19 has it with DeepEP's hybridep and NCCL 2.30.4's ncclep alone, which come "
+    "neither with it nor with torch 2.11"
 )
 """For those who read an analysis."""
 

@@ -55,7 +55,7 @@ _NOT_FOLLOWED = {
     "--pipeline-model-parallel-layout": "the layout is not followed; give --virtual-pipeline-size",
     "--hybrid-layer-pattern": "pipeline stages in the pattern are not followed; give --virtual-pipeline-size",
     "--overlap-moe-expert-parallel-comm": "its schedule is not followed; it keeps one more micro-batch in flight",
-    "--moe-paged-stash": "it needs a dispatcher that megatron-core's wheels do not bring; dropless experts run eagerly",
+    "--moe-paged-stash": "its dispatchers need DeepEP or NCCL 2.30.4, and were not run; dropless experts run eagerly",
     "--sft": "its dataset, made of conversations while training, is not followed",
 }
 _WANTED = frozenset(

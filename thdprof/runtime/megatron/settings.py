@@ -165,9 +165,9 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     (
         "moe_paged_stash",
         False,
-        "it needs moe_expert_rank_capacity_factor, which megatron-core takes only with the hybridep and ncclep "
-        "backends of the flex dispatcher, and none of its wheels has these; dropless experts run eagerly "
-        "(graphs.modules)",
+        "it needs moe_expert_rank_capacity_factor, which megatron-core takes with the flex dispatcher's hybridep "
+        "(DeepEP's package) and ncclep (NCCL 2.30.4, torch 2.11 has 2.28.9) alone, neither of which was run; dropless "
+        "experts run eagerly (graphs.modules)",
     ),
     ("qk_clip", False, "it keeps a maximum in Python"),
     ("log_max_attention_logit", False, "it keeps a maximum in Python"),
