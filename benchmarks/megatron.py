@@ -76,6 +76,8 @@ class Row:
     name: str
     gpus: int
     model: str = "dense"
+    dropless: bool = False
+    """Whether experts have no capacity."""
     layers: int = 12
     impls: tuple[str, ...] = ("chunk",)
     tp: int = 1
@@ -109,6 +111,7 @@ class Row:
         flags = ["--model", self.model, "--layers", self.layers, "--hidden", self.hidden, "--heads", 16]
         flags += ["--experts", 8] if self.model == "moe" else []
         flags += ["--hybrid-pattern", self.pattern] if self.pattern else []
+        flags += ["--dropless"] if self.dropless else []
         if self.overlap:
             flags += ["--distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
         flags += ["--fuse-gradients"] if self.fused else []
@@ -119,7 +122,8 @@ class Row:
     def title(self) -> str:
         """For a heading."""
         sizes = [f"{k.upper()} {v}" for k in ("tp", "pp", "vpp", "cp", "ep", "dp") if (v := getattr(self, k) or 1) > 1]
-        told = f"{self.name}: {self.model}{f' {self.pattern}' * bool(self.pattern)}, {self.layers} layers, "
+        model = f"dropless {self.model}" if self.dropless else self.model
+        told = f"{self.name}: {model}{f' {self.pattern}' * bool(self.pattern)}, {self.layers} layers, "
         told += f"hidden {self.hidden}, {self.tokens} tokens, "
         told += ", ".join(sizes) or "one GPU"
         told += f", dropout {self.dropout}" if self.dropout else ""
@@ -130,14 +134,12 @@ class Row:
     @property
     def environment(self) -> dict[str, str]:
         """Variables of its processes."""
+        # processes take the same of Triton's kernels, as far as it keeps them: each tunes for itself otherwise
+        alike = {"TRITON_CACHE_AUTOTUNING": "1"}
         if self.deterministic:
-            return {
-                "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-                "MAMBA_DETERMINISTIC": "1",
-                "CAUSAL_CONV1D_DETERMINISTIC": "1",
-            }
-        # kernels of Mamba are tuned once for all processes, as far as Triton keeps it
-        return {"TRITON_CACHE_AUTOTUNING": "1"} if self.tunes else {}
+            exact = ("MAMBA_DETERMINISTIC", "CAUSAL_CONV1D_DETERMINISTIC")
+            return {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", **alike, **dict.fromkeys(exact, "1")}
+        return alike if self.tunes else {}
 
     @property
     def tunes(self) -> bool:
@@ -165,6 +167,27 @@ ROWS = (
     Row(name="exact-moe", gpus=1, model="moe", layers=4, tokens=512, deterministic=True, impls=ALL_IMPLS),
     Row(name="exact-cp2", gpus=2, cp=2, layers=4, tokens=512, deterministic=True),
     Row(name="exact-pp2-vpp2-dp2", gpus=4, pp=2, vpp=2, overlap=True, layers=4, tokens=512, deterministic=True),
+    Row(name="moe-dropless", gpus=1, model="moe", dropless=True, layers=16, impls=("transformer_engine",)),
+    Row(
+        name="exact-moe-dropless",
+        gpus=1,
+        model="moe",
+        dropless=True,
+        layers=4,
+        tokens=512,
+        deterministic=True,
+        impls=("transformer_engine",),
+    ),
+    Row(name="mla", gpus=1, model="mla", impls=("chunk", "transformer_engine")),
+    Row(
+        name="exact-mla",
+        gpus=1,
+        model="mla",
+        layers=4,
+        tokens=512,
+        deterministic=True,
+        impls=("chunk", "transformer_engine"),
+    ),
     Row(name="exact-tp2-pp2", gpus=4, tp=2, pp=2, layers=4, tokens=512, deterministic=True),
     Row(name="exact-pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe", layers=4, tokens=512, deterministic=True),
     # bound by the GPU, also in eager training

@@ -182,13 +182,14 @@ def parser_of() -> argparse.ArgumentParser:
     add("--distributed-optimizer", action="store_true")
     add("--overlap-grad-reduce", action="store_true")
     add("--overlap-param-gather", action="store_true", help="needs the two options before")
-    add("--model", choices=["dense", "moe", "hybrid"], default="dense")
+    add("--model", choices=["dense", "moe", "hybrid", "mla"], default="dense")
     add("--hybrid-pattern", help="layers of --model hybrid, repeated: M (Mamba), * (attention), - (MLP) [*-]")
     add("--mamba-groups", type=positive, default=8, help="groups of Mamba's heads [8]")
     add("--layers", type=positive, default=12)
     add("--hidden", type=positive, default=1024)
     add("--heads", type=positive, default=16)
     add("--experts", type=positive, default=8, help="of --model moe [8]")
+    add("--dropless", action="store_true", help="--model moe without a capacity: every expert takes what comes to it")
     add("--aux-loss", type=float, default=0.0, help="load-balancing coefficient of --model moe [0]")
     add("--fuse-gradients", action="store_true", help="weight gradients add to main_grad inside their kernels")
     add("--dropout", type=float, default=0.0, help="of attention and hidden states [0]")
@@ -259,6 +260,10 @@ def sizes_of(args: argparse.Namespace, plan: Plan, world: int) -> Sizes:
         raise UsageError("--sequence-parallel: needs --tp over 1")
     if args.model == "moe" and args.tp > 1 and not args.sequence_parallel:
         raise UsageError("--model moe: with --tp over 1 Megatron needs --sequence-parallel")
+    if args.dropless and args.model != "moe":
+        raise UsageError("--dropless: needs --model moe")
+    if args.model == "mla" and args.hidden // args.heads % 8:
+        raise UsageError(f"--hidden {args.hidden}: --model mla needs a multiple of 8 for each of --heads {args.heads}")
     if args.overlap_param_gather and not (args.distributed_optimizer and args.overlap_grad_reduce):
         raise UsageError("--overlap-param-gather: needs --distributed-optimizer and --overlap-grad-reduce")
     return Sizes(
@@ -325,8 +330,14 @@ def plan_of(args: argparse.Namespace) -> Plan:
     if args.stats is not None and (args.eager or args.stock_local is not None):
         raise UsageError("--stats: without thdprof's runtime there is nothing to count")
     planned = "chunk" if plan.graphs.impl == "module" else plan.graphs.impl
-    graphs = plan.graphs.model_copy(update={"impl": args.impl or planned})
+    impl = args.impl or planned
+    graphs = plan.graphs.model_copy(update={"impl": impl, "modules": captured_modules(args, impl)})
     return plan.model_copy(update={"graphs": graphs})
+
+
+def captured_modules(args: argparse.Namespace, impl: str) -> list[str]:
+    """What of a layer is captured, by Megatron's names; none: all of it."""
+    return ["attn", "moe_router"] if args.dropless and impl == "transformer_engine" else []
 
 
 def step_counts(args: argparse.Namespace, plan: Plan) -> list[int]:
@@ -432,9 +443,11 @@ def counted(batches: Iterator[MicroBatch], plan: Plan, into: Counter[str]) -> It
 
 def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
     """Megatron's TransformerConfig; `impl` is what of it is captured."""
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    graphs = {"cuda_graph_impl": impl, "cuda_graph_modules": []} if impl in ("local", "transformer_engine") else {}
+    graphs: dict[str, Any] = {}
+    if impl in ("local", "transformer_engine"):
+        graphs = {"cuda_graph_impl": impl, "cuda_graph_modules": captured_modules(args, impl)}
     experts: dict[str, Any] = {}
     mamba: dict[str, Any] = {}
     if has_mamba(args):
@@ -448,14 +461,19 @@ def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
             "num_moe_experts": args.experts,
             "moe_router_topk": min(2, args.experts),
             "moe_token_dispatcher_type": "alltoall",
-            "moe_expert_capacity_factor": 1.0,
-            "moe_pad_expert_input_to_capacity": True,
+            "moe_expert_capacity_factor": None if args.dropless else 1.0,
+            "moe_pad_expert_input_to_capacity": not args.dropless,
             "moe_grouped_gemm": True,
             "expert_tensor_parallel_size": 1,
             "moe_router_load_balancing_type": "aux_loss" if args.aux_loss else "none",
             "moe_aux_loss_coeff": args.aux_loss,
         }
-    return TransformerConfig(
+    latent: dict[str, Any] = {}
+    if args.model == "mla":
+        half = args.hidden // args.heads // 2  # so that heads are as wide as the dense model's
+        latent = {"q_lora_rank": args.hidden // 2, "kv_lora_rank": args.hidden // 4, "v_head_dim": half}
+        latent |= {"qk_head_dim": half, "qk_pos_emb_head_dim": half}
+    return (MLATransformerConfig if latent else TransformerConfig)(
         num_layers=args.layers,
         hidden_size=args.hidden,
         num_attention_heads=args.heads,
@@ -479,6 +497,7 @@ def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
         is_hybrid_model=args.model == "hybrid",
         **experts,
         **mamba,
+        **latent,
         **graphs,
     )
 
@@ -551,7 +570,9 @@ def build_model(args: argparse.Namespace, config: Any, sizes: Sizes, seq_length:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
     spec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        multi_latent_attention=config.multi_latent_attention,
     )
     return GPTModel(config=config, transformer_layer_spec=spec, **common)
 

@@ -241,7 +241,7 @@ def test_python_and_command_give_the_same(thdprof, packs):
 
 OPTIONS = """
 --format --seq-length --micro-batch-size --global-batch-size --data-parallel-size --context-parallel-size
---pipeline-parallel-size --virtual-pipeline-size --microbatch-group-size --loader --data-sharding
+--pipeline-parallel-size --virtual-pipeline-size --microbatch-group-size --experts --loader --data-sharding
 --no-data-sharding --drop-last --no-drop-last --seed --split --train-samples --train-iters --weights
 --add-extra-token --no-add-extra-token
 --max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
@@ -268,3 +268,46 @@ def test_calibrate_without_a_gpu_says_so(thdprof, tmp_path):
     done = thdprof("calibrate", "-o", tmp_path / "costs.yaml", "--max-seqs", "0")
     assert done.stderr.startswith("thdprof: --max-seqs 0: must be whole numbers of at least 1")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_dropless_experts_decide_what_is_captured(thdprof, packs, tmp_path):
+    done = analyze(thdprof, packs, "--experts", "dropless", "-o", tmp_path / "plan.yaml")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "dropless experts: a graph (graphs.impl transformer_engine) holds a layer's attention and router" in done.stdout
+    )
+    assert "with experts run eagerly a replay saves less" in done.stdout
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert (plan.graphs.impl, plan.graphs.modules) == ("transformer_engine", ["attn", "moe_router"])
+    assert plan.training.experts == "dropless"
+    told = json.loads(analyze(thdprof, packs, "--experts", "dropless", "--json").stdout)
+    assert told["training"]["experts"] == "dropless"
+    captures = told["recommendation"]["captures"]
+    assert (captures["impl"], captures["modules"]) == ("transformer_engine", ["attn", "moe_router"])
+    assert captures["why"] in done.stdout
+    exported = thdprof("export", tmp_path / "plan.yaml", "--to", "megatron-lm")
+    assert "    --cuda-graph-scope attn moe_router\n" in exported.stdout
+
+
+@pytest.mark.parametrize("experts", ["none", "padded"])
+def test_other_experts_leave_the_choice(thdprof, packs, tmp_path, experts):
+    done = analyze(thdprof, packs, "--experts", experts, "--json", "-o", tmp_path / "plan.yaml")
+    assert json.loads(done.stdout)["recommendation"]["captures"] is None
+    plan = load_plan(tmp_path / "plan.yaml")
+    assert (plan.graphs.impl, plan.graphs.modules) == ("module", [])
+
+
+def test_whole_layers_of_dropless_experts_are_refused(thdprof, packs, tmp_path):
+    done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "chunk", "-o", tmp_path / "plan.yaml")
+    assert done.returncode == 2
+    assert (
+        "--impl chunk: with dropless experts no layer is captured whole; use --impl transformer_engine" in done.stderr
+    )
+
+
+def test_a_launch_script_tells_of_dropless_experts(thdprof, packs, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("WORLD_SIZE=1\npretrain_gpt.py --num-experts 8 --moe-router-topk 2\n")
+    done = analyze(thdprof, packs, "--megatron-args", script, "-o", tmp_path / "plan.yaml")
+    assert done.returncode == 0, done.stderr
+    assert load_plan(tmp_path / "plan.yaml").graphs.modules == ["attn", "moe_router"]

@@ -168,6 +168,16 @@ def test_megatron_lm_takes_any_cap(one_cap):
     assert "the cap was given" in exported.text
 
 
+def test_what_dropless_experts_leave_to_capture_is_said_to_every_target():
+    values = make_plan(graphs__impl="transformer_engine").model_dump(mode="json", by_alias=True)
+    values["graphs"]["modules"] = ["attn", "moe_router"]
+    plan = parse_plan(values, where="plan")
+    assert "--cuda-graph-scope attn moe_router" in " ".join(words_of(export_plan(plan, "megatron-lm")))
+    assert "--cuda-graph-modules attn moe_router" in " ".join(words_of(export_plan(plan, "megatron-lm-dev")))
+    bridge = overrides_of(export_plan(plan, "megatron-bridge"))
+    assert bridge["model"]["cuda_graph_modules"] == ["attn", "moe_router"]
+
+
 @pytest.mark.referee
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_released_megatron_knows_all_but_the_pull_requests_flag(megatron_parser, impl):

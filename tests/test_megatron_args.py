@@ -392,11 +392,33 @@ def test_the_interleaved_group_size_counts_with_interleaving_only():
     assert parse(text).settings["microbatch_group_size"] == 3
 
 
-@pytest.mark.parametrize("flag", ["--overlap-moe-expert-parallel-comm", "--sft"])
+@pytest.mark.parametrize("flag", ["--overlap-moe-expert-parallel-comm", "--moe-paged-stash", "--sft"])
 def test_flags_that_are_not_followed_are_noted(flag):
     notes = parse(f"WORLD_SIZE=1\npretrain_gpt.py {flag} --seq-length 8").notes
     assert [note for note in notes if note.startswith(f"run.sh, line 2: {flag}: ")] == notes
     assert len(notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "experts"),
+    [
+        ("", None),
+        ("--num-experts 8", "dropless"),
+        ("--num-experts 8 --moe-expert-capacity-factor 1.0", "dropless"),
+        ("--num-experts 8 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "padded"),
+        ("--moe-pad-expert-input-to-capacity", None),
+    ],
+)
+def test_what_experts_do_with_tokens(flags, experts):
+    assert parse(f"WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 {flags}").settings.get("experts") == experts
+
+
+def test_experts_that_are_not_settled_are_noted():
+    found = parse("WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 --num-experts $EXPERTS")
+    assert "experts" not in found.settings
+    (note,) = found.notes
+    assert note.startswith("run.sh, line 2: --num-experts: ")
+    assert note.endswith("; give --experts; a model without experts is taken")
 
 
 def test_documents_that_training_would_not_see_are_noted():

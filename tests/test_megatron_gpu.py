@@ -49,6 +49,7 @@ def train(plan: Path, log: Path, *options: str) -> dict:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "TRITON_CACHE_AUTOTUNING": "1",  # else processes may choose other kernels, which add in another order
     }
     command = [sys.executable, str(ROOT / "examples" / "pretrain_packed_gpt.py"), "--plan", str(plan)]
     command += ["--layers", "2", "--hidden", "256", "--heads", "4", "--log-file", str(log), *options]
@@ -65,6 +66,9 @@ CASES = [
     ("transformer_engine", "dense", 1, ("--dropout", "0.1")),
     ("transformer_engine", "dense", 2, ()),
     ("transformer_engine", "moe", 1, ("--aux-loss", "0.01")),
+    ("transformer_engine", "moe", 1, ("--dropless", "--aux-loss", "0.01")),
+    ("chunk", "mla", 1, ()),
+    ("transformer_engine", "mla", 2, ()),
     ("local", "dense", 1, ()),
     ("local", "dense", 2, ()),
 ]

@@ -89,8 +89,9 @@ REFUSED = [
     ),
     (
         {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"},
-        "- moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host; set it to True "
-        "with a moe_expert_capacity_factor",
+        "- moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host, so no layer is "
+        "captured whole; analyse with --experts dropless (graphs.impl transformer_engine, graphs.modules attn and "
+        "moe_router), or set it to True with a moe_expert_capacity_factor",
     ),
     (
         {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex", "moe_pad_expert_input_to_capacity": True},
@@ -106,7 +107,9 @@ REFUSED = [
     ),
     (
         {"moe_paged_stash": True},
-        "- moe_paged_stash is True: its order is fixed by the first step's micro-batches; set it to False",
+        "- moe_paged_stash is True: it needs moe_expert_rank_capacity_factor, which megatron-core takes with the flex "
+        "dispatcher's hybridep (DeepEP's package) and ncclep (NCCL 2.30.4, torch 2.11 has 2.28.9) alone, neither of "
+        "which was run; dropless experts run eagerly (graphs.modules); set it to False",
     ),
 ]
 
@@ -114,6 +117,119 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
 def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
     assert complaints(plan, changes) == [line]
+
+
+LATENT = {
+    "multi_latent_attention": True,
+    "rope_type": "yarn",
+    "cache_mla_latents": False,
+    "experimental_attention_variant": None,
+}
+
+
+def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
+    assert complaints(plan, LATENT) == []
+    layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(layers, {**LATENT, "cuda_graph_impl": "transformer_engine"}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"rope_type": "rope", "apply_rope_fusion": False},
+            "- rope_type is 'rope': with multi-latent attention only yarn's RoPE is fused, and an unfused one reads "
+            "the boundaries on the host; set it to 'yarn', and apply_rope_fusion to True",
+        ),
+        (
+            {"apply_rope_fusion": False},
+            "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
+        ),
+        (
+            {"cache_mla_latents": True},
+            "- cache_mla_latents is True: megatron-core refuses it in training; set it to False",
+        ),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "- experimental_attention_variant is 'dsa': it was not checked in a graph; set it to None",
+        ),
+    ],
+)
+def test_multi_latent_attention_is_refused_where_its_tables_are_not_in_place(plan, changes, line):
+    facts = settings.Facts(num_chunks=1, position_embedding="none")  # of the model: its layers have their own
+    assert complaints(plan, {**LATENT, **changes}, facts) == [line]
+
+
+def up_to_router(plan, **graphs):
+    changed = {"impl": "transformer_engine", "modules": ["attn", "moe_router"], **graphs}
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changed)})
+
+
+DROPLESS = {
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": ["moe_router", "attn"],
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_dropless_experts_are_accepted_behind_the_router(plan, dispatcher):
+    changes = {**DROPLESS, "moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": 2}
+    assert complaints(up_to_router(plan, capture="first_use"), changes) == []  # ranks share nothing in the graphs
+
+
+def test_megatron_cores_own_configuration_takes_the_modules(plan):
+    made = config(
+        num_moe_experts=4,
+        moe_token_dispatcher_type="alltoall",
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=["attn", "moe_router"],
+    )
+    settings.check(made, up_to_router(plan), FACTS, {})
+
+
+def test_inputs_are_padded_for_dropless_experts_without_graphs(plan):
+    facts = settings.Facts(num_chunks=1, replay=False)
+    changes = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
+    assert complaints(plan, changes, facts) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs", "line"),
+    [
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            {},
+            "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall' or 'allgather'",
+        ),
+        (
+            {"cuda_graph_modules": []},
+            {},
+            "- cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
+            "'moe_router']",
+        ),
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            {},
+            "- graphs.modules is ['attn', 'moe_router']: experts are padded to capacity, and their layers are captured "
+            "whole; analyse with --experts padded",
+        ),
+        (
+            {"num_moe_experts": None},
+            {},
+            "- graphs.modules is ['attn', 'moe_router']: the model has no experts; analyse with --experts none",
+        ),
+        (
+            {"cuda_graph_impl": "none", "cuda_graph_modules": []},
+            {"impl": "chunk"},
+            "- graphs.modules is ['attn', 'moe_router']: a part of a layer is captured by graphs.impl "
+            "transformer_engine alone; set graphs.impl to it, or graphs.modules to []",
+        ),
+    ],
+)
+def test_dropless_experts_are_refused_where_the_plan_is_of_another_run(plan, changes, graphs, line):
+    assert complaints(up_to_router(plan, **graphs), {**DROPLESS, **changes}) == [line]
 
 
 def test_every_complaint_is_told_at_once(plan):
@@ -294,8 +410,8 @@ def test_unchanged_metadata_is_what_the_model_gave():
 
 def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
     none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})
-    assert complaints(none, {"fp8": "hybrid", "multi_latent_attention": True}) == []
-    assert len(complaints(plan, {"fp8": "hybrid", "multi_latent_attention": True})) == 2
+    assert complaints(none, {"fp8": "hybrid", "qk_clip": True}) == []
+    assert len(complaints(plan, {"fp8": "hybrid", "qk_clip": True})) == 2
 
 
 def test_written_metadata_keeps_what_the_model_gave():

@@ -442,7 +442,9 @@ def a_plan(**changes):
                 **changes,
             }
         ),
-        graphs=SimpleNamespace(impl="local", slots=[[1]] * changes.get("pipeline_parallel_size", 1), no_grad="eager"),
+        graphs=SimpleNamespace(
+            impl="local", modules=[], slots=[[1]] * changes.get("pipeline_parallel_size", 1), no_grad="eager"
+        ),
     )
 
 
@@ -477,8 +479,8 @@ REFUSED = {
     ),
     "multi_latent_attention": (
         True,
-        "multi_latent_attention is True: its layers' rotary tables may be replaced or freed while a graph reads "
-        "them; set graphs.impl to none",
+        "multi_latent_attention is True: it was not checked in Megatron's own layer graphs; set graphs.impl to chunk "
+        "or transformer_engine",
     ),
     "gtp_weight_remat_size": (
         2,

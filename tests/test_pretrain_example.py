@@ -140,6 +140,8 @@ def test_other_refusals_of_a_process(plan_file, tmp_path):
         (["--hidden", 1000], "--hidden 1000: not a multiple of --heads 16"),
         (["--dropout", 2], "--dropout 2.0: must be from 0 to under 1"),
         (["--num-workers", -1], "--num-workers -1: must not be negative"),
+        (["--dropless"], "--dropless: needs --model moe"),
+        (["--model", "mla", "--hidden", 64], "--hidden 64: --model mla needs a multiple of 8 for each of --heads 16"),
     ],
 )
 def test_sizes_that_cannot_be(plan_file, options, message):
@@ -221,6 +223,43 @@ def test_benchmark_rows_of_mamba():
     assert exact.environment["MAMBA_DETERMINISTIC"] == exact.environment["CAUSAL_CONV1D_DETERMINISTIC"] == "1"
     for row in bench.ROWS:
         example.check_hybrid(args_of(Path("plan"), *row.flags), row.layers // (row.pp * (row.vpp or 1)), row.cp)
+
+
+@pytest.mark.parametrize(
+    ("options", "modules"),
+    [
+        (["--impl", "transformer_engine", "--model", "moe", "--dropless"], ["attn", "moe_router"]),
+        (["--impl", "transformer_engine", "--model", "moe"], []),
+        (["--impl", "chunk", "--model", "moe", "--dropless"], []),  # which installing then refuses
+    ],
+)
+def test_dropless_experts_are_captured_up_to_their_router(plan_file, options, modules):
+    assert example.plan_of(args_of(plan_file, *options)).graphs.modules == modules
+
+
+@needs_megatron
+def test_settings_of_models_with_experts_and_of_latent_attention(plan_file, monkeypatch):
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(rope_utils, name, object(), raising=False)  # asked for, not called
+    loaded = load_plan(plan_file)
+
+    def config(impl, *options):
+        args = args_of(plan_file, *options)
+        return example.build_config(args, example.sizes_of(args, loaded, 2), impl)
+
+    dropless = config("transformer_engine", "--model", "moe", "--dropless")
+    assert dropless.cuda_graph_modules == [CudaGraphModule.attn, CudaGraphModule.moe_router]
+    assert (dropless.moe_expert_capacity_factor, dropless.moe_pad_expert_input_to_capacity) == (None, False)
+    assert config("none", "--model", "moe", "--dropless").cuda_graph_modules == []
+    padded = config("transformer_engine", "--model", "moe")
+    assert (padded.cuda_graph_modules, padded.moe_pad_expert_input_to_capacity) == ([], True)
+    latent = config("none", "--model", "mla")
+    assert (latent.multi_latent_attention, latent.rope_type, latent.apply_rope_fusion) == (True, "yarn", True)
+    assert latent.qk_head_dim + latent.qk_pos_emb_head_dim == 1024 // 16
+    assert config("none").multi_latent_attention is False
 
 
 def test_sizes_come_from_the_plan(demo, tmp_path):

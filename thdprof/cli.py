@@ -68,6 +68,14 @@ class ImplName(StrEnum):
     transformer_engine = "transformer_engine"
 
 
+class ExpertsName(StrEnum):
+    """What experts do with the tokens that come to them."""
+
+    none = "none"
+    padded = "padded"
+    dropless = "dropless"
+
+
 class AttentionName(StrEnum):
     """Attention backends with built-in costs."""
 
@@ -110,6 +118,10 @@ def analyze(
     virtual_pipeline_size: Annotated[int | None, typer.Option(help="Model chunks a pipeline rank.")] = None,
     microbatch_group_size: Annotated[
         int | None, typer.Option(help="Micro-batches of a group of the interleaved schedule [pipeline size].")
+    ] = None,
+    experts: Annotated[
+        ExpertsName | None,
+        typer.Option(help="Whether the model has experts, each with room for its capacity or for all tokens [none]."),
     ] = None,
     loader: Annotated[LoaderName | None, typer.Option(help="Sampler of the data loader.")] = None,
     data_sharding: Annotated[
@@ -160,8 +172,12 @@ def analyze(
         float | None, typer.Option(help="Most graph memory of a pipeline rank, in GiB.")
     ] = None,
     impl: Annotated[
-        ImplName, typer.Option(help="What the plan captures: a torch module, or Megatron's chunks or layers.")
-    ] = ImplName.module,
+        ImplName | None,
+        typer.Option(
+            help="What the plan captures: a torch module, or Megatron's chunks or layers [module; "
+            "transformer_engine with dropless experts]."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", readable=False)
     ] = None,
@@ -192,6 +208,7 @@ def analyze(
         "pipeline_parallel_size": pipeline_parallel_size,
         "virtual_pipeline_size": virtual_pipeline_size,
         "microbatch_group_size": microbatch_group_size,
+        "experts": experts and experts.value,
         "loader": loader and loader.value,
         "data_sharding": data_sharding,
         "drop_last": drop_last,
@@ -233,7 +250,7 @@ def analyze(
             progress("writing the table", 1.0, 0)
             result.microbatches.write_parquet(microbatches)
     if output is not None:
-        plan = make_plan(result, impl=impl.value)
+        plan = make_plan(result, impl=impl.value if impl else None)
         if to_stdout:
             streams.write(plan.to_yaml())
         else:

@@ -15,6 +15,7 @@ SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
 
 Impl = Literal["none", "module", "chunk", "local", "transformer_engine"]
+Module = Literal["attn", "moe_router"]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -60,6 +61,8 @@ class TrainingPart(_Part):
     """Contiguous micro-batches of a chunk under interleaving; null: the pipeline-parallel size."""
     loader: Literal["single", "cyclic", "batch"] | None
     """Sampler; null where the order of rows was drawn."""
+    experts: Literal["none", "padded", "dropless"] = "none"
+    """Whether the model has experts, and whether each takes as many tokens as its capacity or all that come to it."""
     data_sharding: bool
     """Whether the cyclic sampler shuffles each rank's own share."""
     drop_last: bool
@@ -159,6 +162,9 @@ class GraphsPart(_Part):
 
     impl: Impl = "module"
     """What is captured: nothing, a wrapped torch module, a Megatron model chunk, or Megatron's layers."""
+    modules: list[Module] = []
+    """What of a Megatron layer with experts is captured, by megatron-core's cuda_graph_modules; the rest runs eagerly,
+    and other layers are captured whole. Empty: all of it. Dropless experts need attn and moe_router."""
     buckets: list[BucketPart]
     """Shapes to capture, ascending; a micro-batch takes the first that fits. Empty: run eagerly."""
     one_cap: OneCapPart | None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof import __version__
 from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
+from thdprof.analyze.experts import captured
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
 from thdprof.analyze.recommend import Limits, Recommendation, recommend
@@ -329,6 +330,8 @@ def _warnings(
             f"times are of {costs.name} on {costs.hardware}, {costs.attention}, not of your model: "
             "measure your own and give --cost-table"
         )
+    if settings.experts == "dropless":
+        found.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
     if recommendation.relative_step_time > recommendation.unlimited_relative_step_time + 1e-9:
         found.append(
             "the limits on memory or fallbacks decided: without them a step would take "
@@ -349,10 +352,17 @@ def _warnings(
     return found
 
 
-def make_plan(analysis: Analysis, *, impl: Impl = "module") -> Plan:
-    """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none."""
+def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
+    """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none.
+
+    Without `impl` they are of a torch module, or of what dropless experts leave to capture.
+
+    Raises:
+        UsageError: dropless experts, of which `impl` cannot capture anything.
+    """
     from thdprof.plan import Plan
 
+    kind, modules = captured(analysis.settings.experts, impl)
     chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
     one_cap = chosen.one_cap
     return Plan.model_validate(
@@ -374,7 +384,8 @@ def make_plan(analysis: Analysis, *, impl: Impl = "module") -> Plan:
                 "n_tokens_constant": analysis.share_of_full_size == 1.0,
             },
             "graphs": {
-                "impl": impl if chosen.buckets else "none",
+                "impl": kind if chosen.buckets else "none",
+                "modules": modules if chosen.buckets else [],
                 "buckets": [
                     {
                         "max_seqs": b.max_seqs,

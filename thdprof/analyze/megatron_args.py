@@ -45,6 +45,8 @@ _NODES = ("--nnodes",)
 _LOCAL_RANKS = ("--nproc-per-node", "--nproc_per_node")
 _DATA = ("--data-path", "--train-data-path")
 _MASKING = "--dataloader-inter-document-masking"
+_EXPERTS = "--num-experts"
+_PADDED = "--moe-pad-expert-input-to-capacity"
 _NOT_FOLLOWED = {
     "--rampup-batch-size": "the batch size ramp is not followed; the final global batch size is used",
     "--data-args-path": "the file is not read; name the datasets on the command line",
@@ -53,6 +55,7 @@ _NOT_FOLLOWED = {
     "--pipeline-model-parallel-layout": "the layout is not followed; give --virtual-pipeline-size",
     "--hybrid-layer-pattern": "pipeline stages in the pattern are not followed; give --virtual-pipeline-size",
     "--overlap-moe-expert-parallel-comm": "its schedule is not followed; it keeps one more micro-batch in flight",
+    "--moe-paged-stash": "its dispatchers need DeepEP or NCCL 2.30.4, and were not run; dropless experts run eagerly",
     "--sft": "its dataset, made of conversations while training, is not followed",
 }
 _WANTED = frozenset(
@@ -69,11 +72,22 @@ _WANTED = frozenset(
         "--dataloader-type",
         "--no-data-sharding",
         _MASKING,
+        _EXPERTS,
+        _PADDED,
     )
 )
 _TRAINING = _WANTED - {*_NODES, *_LOCAL_RANKS}
 _VALUELESS = frozenset(
-    (*_LAYER_COUNTING, "--no-data-sharding", "--mock-data", "--overlap-moe-expert-parallel-comm", "--sft", _MASKING)
+    (
+        *_LAYER_COUNTING,
+        "--no-data-sharding",
+        "--mock-data",
+        "--overlap-moe-expert-parallel-comm",
+        "--moe-paged-stash",
+        "--sft",
+        _MASKING,
+        _PADDED,
+    )
 )
 _SILENT = frozenset(("echo", "printf", "cat", "[", "[[", "test", ":", "set", "shift", "let", "logger"))
 _WORLD_VARIABLES = (("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"))
@@ -140,6 +154,7 @@ def parse_megatron_args(
     if split is not None:
         settings["split"] = split
     _loader(flags, settings)
+    _experts(flags, settings)
     _interleaving(flags, settings)
     _data_parallel(flags, script, settings, world_size)
     paths, weights = _blend(flags, settings)
@@ -328,6 +343,15 @@ def _loader(flags: _Flags, settings: dict[str, Any]) -> None:
         settings["loader"] = "single"  # Megatron's default, whatever the dataset
     if flags.has("--no-data-sharding", "data_sharding"):
         settings["data_sharding"] = False
+
+
+def _experts(flags: _Flags, settings: dict[str, Any]) -> None:
+    """What experts do with tokens; it only decides what is captured, so flags that are not settled are just noted."""
+    try:
+        if flags.one(_EXPERTS, "experts") is not None:
+            settings["experts"] = "padded" if flags.has(_PADDED, "experts") else "dropless"
+    except UsageError as error:
+        flags.notes.append(f"{error}; a model without experts is taken")
 
 
 def _interleaving(flags: _Flags, settings: dict[str, Any]) -> None:

@@ -25,6 +25,7 @@ DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
 STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
 """Packers that pack each global batch for itself while training."""
 Attention = Literal["transformer_engine", "torch"]
+Experts = Literal["none", "padded", "dropless"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,8 @@ class TrainingSettings:
     """Contiguous micro-batches of one chunk in the interleaved schedule; None: the pipeline-parallel size."""
     loader: Loader | None = None
     """Sampler of the data loader; None: the order of rows is not known and is drawn."""
+    experts: Experts = "none"
+    """Whether the model has experts, and whether each takes as many tokens as its capacity or all that come to it."""
     data_sharding: bool = True
     """`cyclic` alone: every rank shuffles its own share, as Megatron does by default."""
     drop_last: bool = True
@@ -123,7 +126,7 @@ _LARGEST = {
 }
 """Values beyond which nobody trains, and which would only take memory and time."""
 _MOST_MICROBATCHES = 2_000_000_000
-_CHOICES = {"loader": Loader, "tail_policy": TailPolicy, "packer": Packer}
+_CHOICES = {"loader": Loader, "tail_policy": TailPolicy, "packer": Packer, "experts": Experts}
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
 
 

@@ -86,7 +86,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
         },
         "model": {
             "cuda_graph_impl": "local" if plan.graphs.impl == "local" else "transformer_engine",
-            "cuda_graph_modules": ["attn"],
+            "cuda_graph_modules": list(plan.graphs.modules) or ["attn"],
             "use_te_rng_tracker": True,
         },
     }

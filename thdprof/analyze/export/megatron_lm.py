@@ -34,7 +34,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
         comments.append("if PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, also set NCCL_GRAPH_REGISTER=0")
         flags += [
             ("--cuda-graph-impl", "transformer_engine"),
-            ("--cuda-graph-scope", "mamba", "attn"),
+            ("--cuda-graph-scope", *(plan.graphs.modules or ("mamba", "attn"))),
             ("--te-rng-tracker",),
         ]
     comments += _cap_comments(plan, cap)

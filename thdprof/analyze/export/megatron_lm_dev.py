@@ -54,7 +54,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
         ("--thd-tail-padding-policy", tail),
         ("--thd-max-packed-sequences", str(cap)),
         ("--cuda-graph-impl", "local" if plan.graphs.impl == "local" else "transformer_engine"),
-        ("--cuda-graph-modules", "attn"),
+        ("--cuda-graph-modules", *(plan.graphs.modules or ("attn",))),
         ("--te-rng-tracker",),
     ]
     return shell_export(flags, comments, FILE)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.experts import UP_TO_ROUTER, WHY
 from thdprof.analyze.recommend import Candidate
 
 SCHEMA = "thdprof.analysis/1"
@@ -20,6 +21,13 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "relative_step_time": candidate.relative_step_time,
         "padding_ms": candidate.padding_ms,
     }
+
+
+def _captures(analysis: Analysis) -> dict[str, Any] | None:
+    """What of the model to capture, where its experts decide that; None: whatever `--impl` says."""
+    if not analysis.recommendation.buckets or analysis.settings.experts != "dropless":
+        return None
+    return {"impl": "transformer_engine", "modules": UP_TO_ROUTER, "why": WHY}
 
 
 def to_dict(analysis: Analysis) -> dict[str, Any]:
@@ -51,6 +59,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
                 }
                 for b, share in zip(chosen.buckets, chosen.shares, strict=True)
             ],
+            "captures": _captures(analysis),
             "slots": analysis.slots,
             "fallback_rate": asdict(chosen.fallback_rate),
             "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,

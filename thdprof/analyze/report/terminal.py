@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.experts import WHY
 from thdprof.analyze.recommend import LEAST_GAIN, Candidate
 
 _BAR = 20
@@ -175,6 +176,8 @@ def reasons(analysis: Analysis) -> list[str]:
             f"with one cap only, {one.max_seqs} is best: {one.relative_step_time:.3f} of the eager step time, "
             f"{_percent(one.fallback_rate.step)} of steps with an eager micro-batch"
         )
+    if chosen.buckets and analysis.settings.experts == "dropless":
+        found.append(WHY)
     if chosen.buckets:
         found.append(
             "unseen data: with 95% confidence fewer than "

@@ -67,7 +67,7 @@ def surroundings(block: nn.Module, *, communicates: bool = False) -> Surrounding
 
     return Surroundings(
         extra_state=_expert_metrics,
-        while_capturing=_capturing,
+        while_capturing=capturing,
         on_backward=on_backward,
         communicates=communicates,
     )
@@ -102,7 +102,8 @@ def _expert_metrics() -> Sequence[torch.Tensor]:
 
 
 @contextmanager
-def _capturing() -> Iterator[None]:
+def capturing() -> Iterator[None]:
+    """Let megatron-core take what runs for the capture of a graph."""
     from megatron.core.transformer import cuda_graphs
 
     cuda_graphs._set_capture_start()

@@ -16,6 +16,7 @@ from torch import nn
 
 from thdprof.runtime.dispatched import DispatchedModule
 from thdprof.runtime.megatron import mamba, packing
+from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence, TailPolicy
 
@@ -45,6 +46,7 @@ class Decoder(nn.Module):
         self._own_forward: Callable[..., Any] = block.forward
         self._rope = rope
         self._kept: dict[int, torch.Tensor] = {}
+        self._layers_tables: tuple[KeptTables, ...] = ()
         self._like: PackedSeqParams | None = None
         self._shards, self._lengths = 1, frozenset[int]()
         self._with_seq_idx = mamba.has_mamba(block)
@@ -89,6 +91,7 @@ class Decoder(nn.Module):
         """
         self._shards = shards
         self._lengths = run.lengths()
+        self._layers_tables = keep_tables(self.block, max(self._lengths, default=0))
         signature = inspect.signature(self._own_forward)
         required = {name for name, p in signature.parameters.items() if p.default is p.empty}
 
@@ -118,8 +121,11 @@ class Decoder(nn.Module):
         self.block.forward = forward
 
     def detach(self) -> None:
-        """Give the decoder its own forward back."""
+        """Give the decoder its own forward back, and its layers' rotary modules their tables."""
         self.block.__dict__.pop("forward", None)
+        for tables in self._layers_tables:
+            tables.detach()
+        self._layers_tables = ()
 
     def _table(self, length: int) -> torch.Tensor:
         """Rotary embeddings of `length` positions; those of buckets are kept, since graphs read them where they lie."""

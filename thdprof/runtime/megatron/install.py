@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
@@ -112,7 +113,7 @@ def install(
     if replay:
         settings.check(config, plan, _facts(chunks, models))
     else:
-        settings.check(config, _as_chunk(plan), _facts(chunks, models))
+        settings.check(config, _as_chunk(plan), replace(_facts(chunks, models), replay=False))
     decisions = Decisions(len(models), enabled=debug)
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -166,6 +167,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
                 decoder,
                 buckets_of(plan),
                 num_slots=slots,
+                modules=plan.graphs.modules,
                 generators=chunk.generators,
                 surroundings=around,
                 **common,
@@ -217,4 +219,4 @@ def _graph_safe_rng() -> bool:
 
 
 def _as_chunk(plan: Plan) -> Plan:
-    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk"})})
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk", "modules": []})})

@@ -36,6 +36,8 @@ class Facts:
     wrapper: str = "DistributedDataParallel"
     """Class that wraps the chunks; empty: none."""
     data_parallel_size: int = 1
+    replay: bool = True
+    """Whether graphs are captured, and not only inputs padded for them."""
 
 
 def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] = os.environ) -> None:
@@ -53,6 +55,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     said = [*_of_plan(config, plan, facts)]
     if plan.graphs.impl != "none":  # which captures nothing
         said += [*_of_config(config, plan.graphs.impl, facts), *_of_local(config, plan, facts)]
+        said += [*_of_experts(config, plan)] if facts.replay else []
         said += [*_of_transformer_engine(config, plan), *_of_shared_captures(config, plan)]
         said += [*_of_mamba(config, facts), *_of_run(facts, environment)]
     if said:
@@ -100,14 +103,31 @@ def _of_config(config: Any, impl: str, facts: Facts) -> Iterator[str]:
         if value and value != allowed:
             yield f"{name} is {value!r}: {why}; set it to {allowed!r}"
     if getattr(config, "multi_latent_attention", False):
-        yield (
-            "multi_latent_attention is True: its layers' rotary tables may be replaced or freed while a graph reads "
-            "them; set graphs.impl to none"
-        )
-    if facts.position_embedding in ("rope", "yarn") and not getattr(config, "apply_rope_fusion", True):
+        yield from _of_latent_attention(config, impl)
+    elif facts.position_embedding in ("rope", "yarn") and not getattr(config, "apply_rope_fusion", True):
         yield "apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
-    if getattr(config, "num_moe_experts", None):
-        yield from _of_experts(config)
+
+
+def _of_latent_attention(config: Any, impl: str) -> Iterator[str]:
+    """Multi-latent attention, whose layers make their rotary tables themselves."""
+    rope = getattr(config, "rope_type", "yarn")
+    if rope != "yarn":
+        yield (
+            f"rope_type is {rope!r}: with multi-latent attention only yarn's RoPE is fused, and an unfused one reads "
+            "the boundaries on the host; set it to 'yarn', and apply_rope_fusion to True"
+        )
+    elif not getattr(config, "apply_rope_fusion", True):
+        yield "apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
+    if getattr(config, "cache_mla_latents", False):
+        yield "cache_mla_latents is True: megatron-core refuses it in training; set it to False"
+    variant = getattr(config, "experimental_attention_variant", None)
+    if variant is not None:
+        yield f"experimental_attention_variant is {variant!r}: it was not checked in a graph; set it to None"
+    if impl == "local":
+        yield (
+            "multi_latent_attention is True: it was not checked in Megatron's own layer graphs; set graphs.impl to "
+            "chunk or transformer_engine"
+        )
 
 
 def _of_shared_captures(config: Any, plan: Plan) -> Iterator[str]:
@@ -117,9 +137,10 @@ def _of_shared_captures(config: Any, plan: Plan) -> Iterator[str]:
     tensor = config.tensor_model_parallel_size
     routing = getattr(config, "moe_router_load_balancing_type", None) or ()
     shared = []
-    if getattr(config, "expert_model_parallel_size", 1) > 1:
+    experts_captured = "moe_router" not in plan.graphs.modules
+    if experts_captured and getattr(config, "expert_model_parallel_size", 1) > 1:
         shared.append(f"expert_model_parallel_size is {config.expert_model_parallel_size}")
-    if (getattr(config, "expert_tensor_parallel_size", None) or tensor) > tensor:
+    if experts_captured and (getattr(config, "expert_tensor_parallel_size", None) or tensor) > tensor:
         shared.append(f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}")
     if "global_aux_loss" in ([routing] if isinstance(routing, str) else routing):
         shared.append("moe_router_load_balancing_type has global_aux_loss")
@@ -145,7 +166,13 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("quant_recipe", None, "cached quantized weights would not be renewed in replays"),
     ("use_kitchen", False, "cached quantized weights would not be renewed in replays"),
     ("moe_enable_routing_replay", False, "it keeps routing decisions in Python"),
-    ("moe_paged_stash", False, "its order is fixed by the first step's micro-batches"),
+    (
+        "moe_paged_stash",
+        False,
+        "it needs moe_expert_rank_capacity_factor, which megatron-core takes with the flex dispatcher's hybridep "
+        "(DeepEP's package) and ncclep (NCCL 2.30.4, torch 2.11 has 2.28.9) alone, neither of which was run; dropless "
+        "experts run eagerly (graphs.modules)",
+    ),
     ("qk_clip", False, "it keeps a maximum in Python"),
     ("log_max_attention_logit", False, "it keeps a maximum in Python"),
     ("tp_comm_overlap", False, "its buffers were not checked in a graph"),
@@ -155,12 +182,19 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
 
 
 def _of_transformer_engine(config: Any, plan: Plan) -> Iterator[str]:
-    """What Transformer Engine's graphs of whole layers cannot serve."""
+    """What Transformer Engine's graphs of layers cannot serve."""
+    planned = list(plan.graphs.modules)
     if plan.graphs.impl != "transformer_engine":
+        if planned:
+            yield (
+                f"graphs.modules is {planned}: a part of a layer is captured by graphs.impl transformer_engine alone; "
+                "set graphs.impl to it, or graphs.modules to []"
+            )
         return
     modules = [getattr(module, "name", str(module)) for module in getattr(config, "cuda_graph_modules", None) or ()]
-    if modules:
-        yield f"cuda_graph_modules is {modules}: graphs.impl transformer_engine captures whole layers; set it to []"
+    if sorted(modules) != sorted(planned):
+        what = f"the plan's graphs.modules is {planned}" if planned else "the plan captures whole layers"
+        yield f"cuda_graph_modules is {modules}: {what}; set it to {planned}"
     if getattr(config, "cuda_graph_retain_backward_graph", False):
         yield (
             "cuda_graph_retain_backward_graph is True: a slot's memory is given back after its backward; set it to "
@@ -168,16 +202,30 @@ def _of_transformer_engine(config: Any, plan: Plan) -> Iterator[str]:
         )
 
 
-def _of_experts(config: Any) -> Iterator[str]:
-    if not config.moe_pad_expert_input_to_capacity:
+def _of_experts(config: Any, plan: Plan) -> Iterator[str]:
+    """Experts that are padded to capacity are captured; dropless ones run eagerly behind their router's graph."""
+    modules = sorted(plan.graphs.modules)
+    if not getattr(config, "num_moe_experts", None):
+        if modules:
+            yield f"graphs.modules is {modules}: the model has no experts; analyse with --experts none"
+        return
+    padded = config.moe_pad_expert_input_to_capacity
+    if not padded and modules != ["attn", "moe_router"]:
         yield (
-            "moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host; set it to "
-            "True with a moe_expert_capacity_factor"
+            "moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host, so no layer "
+            "is captured whole; analyse with --experts dropless (graphs.impl transformer_engine, graphs.modules attn "
+            "and moe_router), or set it to True with a moe_expert_capacity_factor"
         )
-    if config.moe_token_dispatcher_type != "alltoall":
+    if padded and modules:
+        yield (
+            f"graphs.modules is {modules}: experts are padded to capacity, and their layers are captured whole; "
+            "analyse with --experts padded"
+        )
+    allowed = ("alltoall",) if padded else ("alltoall", "allgather")
+    if config.moe_token_dispatcher_type not in allowed:
         yield (
             f"moe_token_dispatcher_type is {config.moe_token_dispatcher_type!r}: it was not checked in a graph; set "
-            "it to 'alltoall'"
+            f"it to {' or '.join(map(repr, allowed))}"
         )
 
 

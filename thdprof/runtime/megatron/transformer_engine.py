@@ -3,7 +3,8 @@
 The graphs come from `transformer_engine.pytorch.make_graphed_callables`. megatron-core replays such graphs itself, but
 for dense input alone; here its layers keep running eagerly as far as it knows (their `cuda_graphs` stay empty), and
 while a micro-batch holds a slot, the layers' `forward` is replaced on the instances by the slot's graphs. A layer that
-is neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so does the final layer norm.
+is neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so does the final layer norm. Of a layer
+with dropless experts the graph ends at the router (`split`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ from thdprof.runtime.megatron.chunk import gather_parameters
 from thdprof.runtime.megatron.decoder import Decoder
 from thdprof.runtime.megatron.mamba import is_mamba
 from thdprof.runtime.megatron.settings import SettingsError
+from thdprof.runtime.megatron.split import splits
 from thdprof.runtime.padding import to_device
 
 logger = logging.getLogger(__name__)
@@ -40,24 +43,24 @@ logger = logging.getLogger(__name__)
 _WARMUP_PASSES = 1
 """Warm-up passes of make_graphed_callables, after the one in which the layers' arguments are recorded."""
 
-Make = Callable[..., Sequence[Callable[..., torch.Tensor]]]
+Make = Callable[..., Sequence[Callable[..., Any]]]
 """make_graphed_callables, or what stands for it."""
 
 
 class LayerPass(nn.Module):
-    """One layer as Transformer Engine captures it: hidden states in, hidden states out, all else static.
+    """One layer as Transformer Engine captures it: hidden states in, its outputs out, all else static.
 
     The layer's parameters are arguments too, and not this module's own: a replay then takes the model's parameters,
     although the capture ran over aliases of them.
     """
 
-    def __init__(self, layer_forward: Callable[..., Any], constants: dict[str, Any]) -> None:
+    def __init__(self, captured: Callable[..., Any], constants: dict[str, Any]) -> None:
         super().__init__()
-        self._layer_forward, self._constants = layer_forward, constants
+        self._captured, self._constants = captured, constants
 
-    def forward(self, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the layer."""
-        return _hidden(self._layer_forward(hidden_states=hidden_states, **self._constants))
+    def forward(self, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        """Hidden states after the layer, or what of it is captured gives out."""
+        return self._captured(hidden_states, **self._constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +77,8 @@ class _Recorded:
 class LayerReplays:
     """The graphs of one bucket in one slot; the static memory that they share is the slot's."""
 
-    graphs: tuple[Callable[..., torch.Tensor], ...]
-    """One a layer, in order: takes hidden states and the layer's parameters, gives the graph's own output buffer."""
+    graphs: tuple[Callable[..., Any], ...]
+    """One a layer, in order: takes hidden states and the layer's parameters, gives the graph's own output buffers."""
     parameters: tuple[tuple[nn.Parameter, ...], ...]
     """The model's parameters that each layer gives a gradient to."""
     fused: dict[int, tuple[nn.Parameter, torch.Tensor, int]]
@@ -142,16 +145,20 @@ class LayerLease:
         self._held = True
         slot.busy = True
 
-    def run(self, number: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Replay the forward graph of layer `number`; the last one's output is a copy, the caller's to keep."""
+    def run(self, number: int, hidden: torch.Tensor) -> Any:
+        """Replay the forward graph of layer `number`; the outputs are the graph's own memory."""
         if number == 0:
             hidden = _Enter.apply(self, self._anchor, hidden)
         parameters = self.replays.parameters[number]
         unfused = [p for p in parameters if id(p) not in self.replays.fused]
         copied = iter(_Copied.apply(*unfused) if unfused else ())
         given = [p if id(p) in self.replays.fused else next(copied) for p in parameters]
-        found = self.replays.graphs[number](hidden, *given)
-        return _Leave.apply(self, found) if number == len(self.replays.graphs) - 1 else found
+        return self.replays.graphs[number](hidden, *given)
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the last layer, copied for the caller to keep."""
+        found: torch.Tensor = _Leave.apply(self, hidden)
+        return found
 
     def begin_backward(self) -> None:
         """Before any layer's backward graph is replayed.
@@ -251,6 +258,7 @@ class LayerGraphs(DispatchedModule):
         buckets: Sequence[Bucket],
         *,
         num_slots: int,
+        modules: Sequence[str] = (),
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         surroundings: Surroundings | None = None,
         make: Make | None = None,
@@ -262,6 +270,7 @@ class LayerGraphs(DispatchedModule):
             decoder: a TransformerBlock or HybridStack.
             buckets: shapes to capture.
             num_slots: copies of every bucket's graphs.
+            modules: what of a layer is captured, by megatron-core's names; none: whole layers.
             generators: gives the CUDA generators of Megatron's tracker.
             surroundings: what the decoder touches outside itself.
             make: make_graphed_callables; None: Transformer Engine's.
@@ -276,6 +285,7 @@ class LayerGraphs(DispatchedModule):
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
         super().__init__(decoder, buckets, **options)
         self._layers = _graphed_layers(decoder.block)
+        self._splits = splits(self._layers, modules)
         self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
         self._num_slots, self._find_generators = num_slots, generators
         self._generators: tuple[torch.Generator, ...] = ()
@@ -332,10 +342,12 @@ class LayerGraphs(DispatchedModule):
         args, kwargs = call.substitute(call.tensors, packed)
 
         def replayed(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
-            layer = self._layers[number]
-            gather_parameters(layer)
-            found = lease.run(number, hidden)
-            return found if is_mamba(layer) else (found, None)  # as the layer itself would
+            split = self._splits[number]
+            split.gather()
+            found = split.replay(partial(lease.run, number), hidden)
+            if number == len(self._layers) - 1:
+                found = lease.leave(found)
+            return found if is_mamba(split.layer) else (found, None)  # as the layer itself would
 
         with self._timed(call.tensors, replayed=True) as outputs, self._layers_run(replayed):
             result = self.module(*args, **kwargs)
@@ -384,7 +396,7 @@ class LayerGraphs(DispatchedModule):
                 inputs = slot.inputs_like(recorded)
                 graphs = self._make(
                     tuple(
-                        LayerPass(layer.forward, r.constants) for layer, r in zip(self._layers, recorded, strict=True)
+                        LayerPass(split.captured, r.constants) for split, r in zip(self._splits, recorded, strict=True)
                     ),
                     tuple(
                         (hidden, *(aliases[id(p)] for p in own)) for hidden, own in zip(inputs, parameters, strict=True)
@@ -420,12 +432,12 @@ class LayerGraphs(DispatchedModule):
         args, kwargs = self._call.substitute([first, *slot.others], slot.metadata.packed(bucket))
         recorded: dict[int, _Recorded] = {}
         touched: set[int] = set()
-        own = [layer.forward for layer in self._layers]
+        heads: list[torch.Tensor] = []
 
         def record(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
             zeros = torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
             recorded[number] = _Recorded(hidden=zeros, constants=constants)
-            return own[number](hidden_states=hidden, **constants)
+            return self._splits[number].rehearse(hidden, constants, heads)
 
         def hook(original: int) -> Callable[[torch.Tensor], None]:
             def arrived(alias: torch.Tensor) -> None:
@@ -441,7 +453,7 @@ class LayerGraphs(DispatchedModule):
             for original, alias in aliases.items():
                 if alias.requires_grad:
                     alias.register_post_accumulate_grad_hook(hook(original))
-            outputs = [o for o in tree_flatten(self.module(*args, **kwargs))[0] if o.requires_grad]
+            outputs = [o for o in (*tree_flatten(self.module(*args, **kwargs))[0], *heads) if o.requires_grad]
             torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
         torch.cuda.synchronize(self._device)
         if len(recorded) < len(self._layers):
@@ -509,12 +521,6 @@ def _without_values(call: Call) -> Call:
     tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.tensors)
     args, kwargs = call.substitute(tensors, call.packed)
     return replace(call, args=tuple(args), kwargs=kwargs, tensors=tensors)
-
-
-def _hidden(result: Any) -> torch.Tensor:
-    """The hidden states of what a layer returns, which may come with a context."""
-    found: torch.Tensor = result[0] if isinstance(result, tuple) else result
-    return found
 
 
 def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:

@@ -94,6 +94,20 @@ RELIED_ON = (
         why="without it seq_idx stays as it was given, also where local graphs copy the metadata",
     ),
     Reliance(
+        package="megatron-core",
+        name="TransformerLayer._te_cuda_graph_capture, _te_cuda_graph_replay, _get_submodules_under_cudagraphs, "
+        "mlp_norm_manager; MoELayer.cudagraph_tensor_store",
+        checked=MEGATRON,
+        why="a layer with dropless experts is captured up to its router, and goes on from there, by its own split",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="YarnRotaryEmbedding.get_cached_cos_sin: cos_cached, sin_cached, max_seq_len_cached, offset_cached, "
+        "dtype_cached, packed_seq_cached",
+        checked=MEGATRON,
+        why="multi-latent attention makes its rotary tables there anew for longer documents; graphs need them in place",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,

@@ -1,0 +1,221 @@
+"""Rotary tables of multi-latent attention: real megatron-core modules on a CPU, its fused kernels by a stand-in."""
+
+from __future__ import annotations
+
+import gc
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import torch
+from test_megatron_te import (  # noqa: F401
+    BUCKETS,
+    HIDDEN,
+    LARGE,
+    OVER,
+    SMALL,
+    TOKENS,
+    Attention,
+    FakeEngine,
+    _as_if_on_a_gpu,
+    _parallel_state,
+    forward,
+    graphs_of,
+    inputs,
+    one_f_one_b,
+    train,
+)
+from torch import nn
+
+from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
+
+ROTARY = 4
+"""Dimensions that are rotated."""
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+
+
+def rotary(longest=8):
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+
+    return YarnRotaryEmbedding(ROTARY, scaling_factor=4.0, original_max_position_embeddings=longest)
+
+
+def test_tables_are_megatrons_own_numbers_and_stay_where_they_are():
+    plain, module = rotary(), rotary()
+    tables = KeptTables(module, 32)
+    first = module.get_cached_cos_sin(5, dtype=torch.bfloat16, packed_seq=True)
+    places, compared = [t.data_ptr() for t in first], 0
+    for length in (5, 3, 32, 8, 31):
+        found = module.get_cached_cos_sin(length, dtype=torch.bfloat16, packed_seq=True)
+        expected = plain.get_cached_cos_sin(length, dtype=torch.bfloat16, packed_seq=True)
+        for table, other in zip(found, expected, strict=True):
+            assert table.shape == (length, 1, 1, ROTARY)
+            assert table.is_contiguous()
+            assert torch.equal(table, other)
+            compared += 1
+        assert [t.data_ptr() for t in found] == places
+    assert compared == 10
+    tables.detach()
+    assert "get_cached_cos_sin" not in vars(module)
+
+
+def test_a_token_behind_the_last_document_reads_a_row_of_the_table():
+    module = rotary()
+    KeptTables(module, 32)
+    cos, sin = module.get_cached_cos_sin(7, dtype=torch.float32, packed_seq=True)
+    for table in (cos, sin):
+        assert table.storage_offset() == ROTARY  # position -1 lies in the same memory
+        before = torch.as_strided(table, (ROTARY,), (1,), 0)
+        assert torch.equal(before, table[0, 0, 0])
+
+
+def test_tables_of_other_kinds_and_longer_ones_leave_the_first_alive_and_the_modules_buffers_alone():
+    module = rotary()
+    buffers = [(b, b.data_ptr(), b.clone()) for b in (module.cos_cached, module.sin_cached)]
+    state = module.max_seq_len_cached, module.dtype_cached, module.packed_seq_cached
+    KeptTables(module, 32)
+    first, _ = module.get_cached_cos_sin(5, dtype=torch.float32, packed_seq=True)
+    values, place = first.clone(), first.data_ptr()
+    del first
+    module.get_cached_cos_sin(4, dtype=torch.float32)  # not packed, as in evaluation
+    module.get_cached_cos_sin(4, dtype=torch.bfloat16, packed_seq=True)
+    longer, _ = module.get_cached_cos_sin(40, dtype=torch.float32, packed_seq=True)
+    assert longer.data_ptr() != place
+    gc.collect()
+    kept = [t for tables in module.get_cached_cos_sin._outgrown for t in tables]
+    assert kept[0].data_ptr() == place - ROTARY * 4
+    assert torch.equal(kept[0][1:6], values)
+    for (buffer, pointer, saved), now in zip(buffers, (module.cos_cached, module.sin_cached), strict=True):
+        assert now is buffer
+        assert now.data_ptr() == pointer
+        assert torch.equal(now, saved)
+    assert (module.max_seq_len_cached, module.dtype_cached, module.packed_seq_cached) == state
+
+
+def test_a_table_is_not_made_inside_a_capture(monkeypatch):
+    module = rotary()
+    KeptTables(module, 32)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a rotary table of 32 positions was asked for first inside a capture"):
+        module.get_cached_cos_sin(5, packed_seq=True)
+
+
+# --- whole layers ---------------------------------------------------------------------------------------------------
+
+
+def positions_of(boundaries):
+    """Position of every token in its document."""
+    ends = boundaries.tolist()
+    return torch.cat([torch.arange(b - a) for a, b in pairwise(ends)])
+
+
+def rotated(x, cos, sin, boundaries):
+    """Rotate the last dimensions as the fused kernels do."""
+    where = positions_of(boundaries)
+    cos, sin = (table[where, 0].reshape(-1, 1, ROTARY) for table in (cos, sin))
+    left, right = x[..., 0::2], x[..., 1::2]
+    half = ROTARY // 2
+    return torch.cat(
+        (left * cos[..., :half] - right * sin[..., :half], right * cos[..., half:] + left * sin[..., half:]), -1
+    )
+
+
+@pytest.fixture
+def tables_read(monkeypatch):
+    """Where the tables lay that the kernels were given; the kernels themselves replaced."""
+    from megatron.core.transformer import multi_latent_attention as module
+
+    seen = []
+
+    def for_q(q, cos, sin, head, emb, boundaries, *_):
+        assert len(cos) >= int(boundaries.diff().max())
+        seen.append((cos.data_ptr(), sin.data_ptr()))
+        return torch.cat((q[..., :head], rotated(q[..., head:], cos, sin, boundaries)), -1)
+
+    def for_kv(kv, k_pos, cos, sin, emb, k_dim, v_dim, boundaries, *_):
+        key = rotated(k_pos, cos, sin, boundaries).expand(-1, kv.shape[1], -1)
+        return torch.cat((kv[..., :k_dim], key), -1), kv[..., k_dim:]
+
+    monkeypatch.setattr(module, "fused_apply_mla_rope_for_q", for_q)
+    monkeypatch.setattr(module, "fused_apply_mla_rope_for_kv", for_kv)
+    return seen
+
+
+class Latent(Attention):
+    """Takes queries and keys with more dimensions than values."""
+
+    def forward(self, query, key, value, *rest, **named):
+        flat = [t.reshape(TOKENS, -1)[:, :HIDDEN] for t in (query, key, value)]
+        return super().forward(*flat, *rest, **named)
+
+
+def make_latent():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    torch.manual_seed(0)
+    config = MLATransformerConfig(
+        num_layers=2,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        q_lora_rank=6,
+        kv_lora_rank=6,
+        qk_head_dim=4,
+        qk_pos_emb_head_dim=ROTARY,
+        v_head_dim=8,
+        original_max_position_embeddings=4,
+        use_cpu_initialization=True,
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=[],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        normalization="LayerNorm",
+    )
+    config.apply_rope_fusion = True  # whose own check wants Transformer Engine
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="LayerNorm")
+    spec.submodules.self_attention.submodules.core_attention = Latent
+    block = TransformerBlock(config, spec).train()
+    for layer in block.layers:
+        layer.self_attention.linear_proj = nn.Linear(HIDDEN, HIDDEN)
+        layer.self_attention.linear_proj.forward = lambda x, own=layer.self_attention.linear_proj: (
+            nn.functional.linear(x, own.weight, own.bias),
+            None,
+        )
+    return block
+
+
+def test_layers_read_one_table_through_captures_replays_and_eager_micro_batches(tables_read):
+    plain, graphed = make_latent(), make_latent()
+    mixed = [SMALL, OVER, LARGE, SMALL, OVER, LARGE]  # the longest documents differ from one to the next
+    batches = list(zip(inputs(len(mixed)), mixed, strict=True))
+    expected = train(plain, batches, one_f_one_b(len(mixed)))
+    tables_read.clear()
+    run = graphs_of(graphed, FakeEngine())
+    found = train(graphed, batches, one_f_one_b(len(mixed)))
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b)
+    assert run.stats().replays == {BUCKETS[0]: 2, BUCKETS[1]: 2}
+    assert len(tables_read) > 20
+    assert len(set(tables_read)) == len(graphed.layers)  # each layer its own, always the same
+    assert len(keep_tables(plain, TOKENS)) == len(graphed.layers)
+
+
+def test_detaching_gives_the_layers_their_own_tables_back(tables_read):
+    block = make_latent()
+    run = graphs_of(block, FakeEngine())
+    modules = [layer.self_attention.rotary_pos_emb for layer in block.layers]
+    assert all(isinstance(vars(module)["get_cached_cos_sin"], KeptTables) for module in modules)
+    forward(block, inputs(1)[0].requires_grad_(), SMALL).sum().backward()
+    run.close()
+    run.module.detach()
+    assert not any("get_cached_cos_sin" in vars(module) for module in modules)
