@@ -9,9 +9,21 @@ except ModuleNotFoundError as error:  # pragma: no cover - tested in an environm
         "thdprof.runtime.megatron needs megatron-core and Transformer Engine: pip install 'thdprof[megatron,te]'"
     ) from error
 
+from thdprof.runtime.megatron.context_groups import context_group, misplaced
 from thdprof.runtime.megatron.install import Installation, install
+from thdprof.runtime.megatron.layout import Layout, lay_out
 from thdprof.runtime.megatron.packing import packed_seq_params
 from thdprof.runtime.megatron.settings import SettingsError
 from thdprof.runtime.megatron.versions import VersionError
 
-__all__ = ["Installation", "SettingsError", "VersionError", "install", "packed_seq_params"]
+__all__ = [
+    "Installation",
+    "Layout",
+    "SettingsError",
+    "VersionError",
+    "context_group",
+    "install",
+    "lay_out",
+    "misplaced",
+    "packed_seq_params",
+]

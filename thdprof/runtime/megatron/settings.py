@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from thdprof.runtime.megatron import dynamic_cp_settings
+
 if TYPE_CHECKING:
     from thdprof.plan import Plan
 
@@ -78,11 +80,7 @@ def _of_plan(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
     with_slots = {len(chunks) for chunks in plan.graphs.slots}
     if with_slots != {facts.num_chunks}:
         yield f"{facts.num_chunks} model chunks on this rank, the plan has slots for {sorted(with_slots)}"
-    if training.max_seqlen_per_dp_cp_rank is not None:
-        yield (
-            f"the plan is of dynamic context parallelism (--packer {training.packer}): a graph for each size is not "
-            "captured in Megatron yet; analyse a run with one size"
-        )
+    yield from dynamic_cp_settings.refusals(config, plan)
     if plan.graphs.no_grad == "replay":
         yield "graphs.no_grad is replay: Megatron's evaluation runs eagerly; set it to eager"
 
@@ -145,7 +143,6 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("qk_clip", False, "it keeps a maximum in Python"),
     ("log_max_attention_logit", False, "it keeps a maximum in Python"),
     ("tp_comm_overlap", False, "its buffers were not checked in a graph"),
-    ("hybrid_context_parallel", False, "a bucket for each context-parallel size is not captured yet"),
 )
 """Field, value to set, reason."""
 
