@@ -104,7 +104,7 @@ def rounds_of(args: argparse.Namespace, ranks: int) -> list[Round] | None:
         return None
     found = []
     for sizes in args.sizes:
-        whole = sizes * (ranks // sizes[0]) if len(sizes) == 1 else sizes
+        whole = sizes * max(1, ranks // sizes[0]) if len(sizes) == 1 else sizes
         told = "+".join(map(str, whole))
         if sum(whole) != ranks:
             raise UsageError(f"--sizes: a round of {told} takes {sum(whole)} ranks, and there are {ranks}")
@@ -183,6 +183,12 @@ class Documents:
         """Tokens of every document in memory, int64."""
         self.lengths = np.minimum(lengths, self.padded)
         """Tokens of every document, int64."""
+
+    def layout(self, numbers: Sequence[int], *, cp_size: int, room: int) -> Any:
+        """How these documents lie in a micro-batch of `cp_size` ranks with `room` for tokens each."""
+        from thdprof.runtime.megatron import lay_out
+
+        return lay_out(self.lengths[numbers], cp_size=cp_size, max_seqlen_per_rank=room, multiple=self.multiple)
 
     def texts(self, numbers: Sequence[int]) -> dict[str, NDArray[np.int64]]:
         """Tokens, labels, loss mask and positions of documents, one after the other, each of shape [their tokens]."""
@@ -282,7 +288,7 @@ def make_forward_step(plan: Plan, documents: Documents, into: Counts) -> Callabl
     """The function that Megatron's schedule calls for every sample; counts into `into` what its boundaries ask for."""
     from megatron.core import parallel_state
 
-    from thdprof.runtime.megatron import lay_out, packed_seq_params
+    from thdprof.runtime.megatron import packed_seq_params
 
     device = torch.device(torch.cuda.current_device())
     rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
@@ -291,9 +297,7 @@ def make_forward_step(plan: Plan, documents: Documents, into: Counts) -> Callabl
     def forward_step(samples: Iterator[dict[str, Any]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         sample = next(samples)
         size, numbers = int(sample["local_cp_size"]), sample["documents"]  # the size is Megatron's, on the host
-        layout = lay_out(
-            documents.lengths[numbers], cp_size=size, max_seqlen_per_rank=room, multiple=documents.multiple
-        )
+        layout = documents.layout(numbers, cp_size=size, room=room)
         into[size, bucket_of(plan, layout)] += 1
         held = layout.tokens_of(rank % size)
         part = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import struct
 import sys
@@ -21,7 +22,7 @@ from test_dynamic_cp_runtime import ranks  # noqa: E402
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.errors import DataError, UsageError  # noqa: E402
 from thdprof.runtime import Bucket, FallbackReason, Stats  # noqa: E402
-from thdprof.runtime.megatron import lay_out, misplaced  # noqa: E402
+from thdprof.runtime.megatron import misplaced  # noqa: E402
 
 ROOM, BATCH = 256, 32
 
@@ -70,12 +71,7 @@ def counted(plan, documents, dealt):
             for rank, ids in enumerate(placed):
                 for sample in ids:
                     numbers = samples[sample]["documents"]
-                    layout = lay_out(
-                        documents.lengths[numbers],
-                        cp_size=sharing[sample],
-                        max_seqlen_per_rank=ROOM,
-                        multiple=documents.multiple,
-                    )
+                    layout = documents.layout(numbers, cp_size=sharing[sample], room=ROOM)
                     found[rank][sharing[sample], example.bucket_of(plan, layout)] += 1
     return found
 
@@ -200,3 +196,36 @@ def test_what_a_rank_did_otherwise_than_its_boundaries_ask_is_told(run):
     told = example.check(args, plan, result)
     assert told[0] == "rank 1 did not replay what its micro-batches' boundaries ask for"
     assert told[1] == "rank 1: 2 micro-batches fell back by shape, but 1 do not fit the buckets"
+
+
+# --- the benchmark --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bench():
+    path = Path(__file__).parents[1] / "benchmarks" / "megatron.py"
+    spec = importlib.util.spec_from_file_location("bench_megatron", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_covers_every_size_with_fallbacks(bench, tmp_path):
+    rows = {row.gpus: row for row in bench.ROWS if row.sizes}
+    assert set(rows) == {4, 8}
+    for gpus, row in rows.items():
+        bench.write_documents(tmp_path / "documents", 3_000_000)
+        planned = bench.plan_row(row, tmp_path / "documents", 8)
+        assert [b.cp_size for b in planned.plan.graphs.buckets] == [s for s in (1, 2, 4, 8) if s <= gpus]
+        assert planned.plan.predictions.fallback_rate.microbatch >= 0.05
+        assert len(planned.fallbacks) == gpus
+        assert min(planned.fallbacks) > 0
+        planned.plan.save(tmp_path / f"{row.name}.yaml")
+        options = bench.options_of(row, tmp_path / f"{row.name}.yaml", tmp_path / "log", 8, ["--padded-eager"])
+        args = example.arguments(options)
+        plan = example.plan_of(args)
+        sizes = example.sizes_of(args, plan, gpus)
+        assert (sizes.cp, sizes.dp) == (2, gpus // 2)
+        assert len(example.rounds_of(args, gpus)) == row.sizes.count(",") + 1
+        assert "One bucket for each context-parallel size, of " in "\n".join(bench.table_of(row, planned, []))
