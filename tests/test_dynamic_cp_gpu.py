@@ -17,7 +17,9 @@ GPUS = torch.cuda.device_count()
 ROUNDS = {2: "1,2", 4: "1,2,4,2+1+1", 8: "1,2,4,8,4+2+1+1"}
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs 2 NVIDIA GPUs, better 4 or 8")]
 on_all = pytest.mark.parametrize("gpus", [n for n in ROUNDS if n <= GPUS][-1:])
-STEPS = 12
+STEPS = 8
+UNPADDED_STEPS = 3
+"""Fewer, since every eager micro-batch of a shape of its own makes kernels of its own."""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,10 @@ def together(bench, jobs: Path, command: list[str], variables=None) -> str:
     return text
 
 
+def steps_of(variant: str) -> int:
+    return UNPADDED_STEPS if variant == "unpadded" else STEPS
+
+
 @on_all
 def test_replayed_training_equals_eager_of_the_same_padded_input(bench, small, tmp_path, gpus):
     row, planned = small(gpus)
@@ -63,7 +69,7 @@ def test_replayed_training_equals_eager_of_the_same_padded_input(bench, small, t
         **{size: ["--sizes", size] for size in singles},
     }  # fmt: skip
     options = [
-        bench.options_of(row, tmp_path / "plan.yaml", tmp_path / f"{name}.jsonl", STEPS, more)
+        bench.options_of(row, tmp_path / "plan.yaml", tmp_path / f"{name}.jsonl", steps_of(name), more)
         for name, more in variants.items()
     ]
     jobs = tmp_path / "jobs.json"
@@ -71,7 +77,7 @@ def test_replayed_training_equals_eager_of_the_same_padded_input(bench, small, t
     together(bench, jobs, bench.command_of(row, jobs), row.environment)
     ran = {name: bench.read_log(tmp_path / f"{name}.jsonl") for name in variants}
     for name, result in ran.items():
-        assert len(result["losses"]) == STEPS, name
+        assert len(result["losses"]) == steps_of(name)
         assert all(map(math.isfinite, result["losses"] + result["grad_norms"])), name
     ours, eager, again = ran["ours"], ran["eager"], ran["again"]
     assert ours["captures"] == len(planned.plan.graphs.buckets) == len(singles)
@@ -84,7 +90,7 @@ def test_replayed_training_equals_eager_of_the_same_padded_input(bench, small, t
             assert a == b or b != c, f"{kind} of step {step}: {a} replayed, {b} eager twice"
     for name in ("unpadded", *singles):  # the same documents and tokens, whatever shares them
         for kind, tolerance in (("losses", 5e-3), ("grad_norms", 5e-2)):
-            assert ran[name][kind] == pytest.approx(eager[kind], rel=tolerance), (name, kind)
+            assert ran[name][kind] == pytest.approx(eager[kind][: steps_of(name)], rel=tolerance), (name, kind)
 
 
 @on_all

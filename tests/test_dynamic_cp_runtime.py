@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -348,6 +349,28 @@ def test_the_first_micro_batch_captures_whatever_it_is_like():
     assert Counter(shapes) == {(torch.Size((ROOM, 1, 2)), True, torch.Size((ROOM, 1, 2))): 3}
     run._capture = "first_use"
     assert not run._opens_at(described.shape)
+
+
+def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeypatch):
+    from thdprof.runtime.megatron import install
+    from thdprof.runtime.megatron.chunk import ChunkGraphs
+
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    static = plan.model_copy(update={"training": plan.training.model_copy(update={"max_seqlen_per_dp_cp_rank": None})})
+    for given, kind in ((plan, SizedChunkGraphs), (static, ChunkGraphs), (graphs(plan, impl="none"), SizedChunkGraphs)):
+        run = sys.modules[install.__module__]._run_of(Decoder(Block()), given, config(), slots=1, common={})
+        assert type(run) is kind
+        assert run._surroundings.communicates  # a pass that fails on one rank ends training
+
+
+def test_tables_of_one_size_for_all_cover_all_of_its_ranks():
+    block, lengths = Block(), []
+    decoder = Decoder(block, lambda length: lengths.append(length) or torch.zeros(length, 1, 1, 4))
+    run = SizedChunkGraphs(decoder, [Bucket(max_seqs=3, max_seqlen=ROOM, n_tokens=ROOM, cp_size=2)], sample_every=0)
+    decoder.attach(run, cp_size=2, shards=1, tail="none")
+    call(block, packing.packed_seq_params([0, 2 * ROOM], cu_seqlens_padded=[0, 2 * ROOM], device="cpu"))
+    assert lengths == [2 * ROOM]
+    assert block.seen[-1][1] == 2  # the model's own group
 
 
 def test_a_capture_is_shown_documents_that_its_ranks_can_share():
