@@ -22,7 +22,9 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import importlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import os
@@ -99,6 +101,9 @@ class Row:
     """Whether weight gradients are added to main_grad inside their kernels."""
     calibrated: bool = False
     """Whether there is a variant by the plan that analyze makes from costs measured on this model; one GPU."""
+    sizes: str = ""
+    """Dynamic context parallelism: the rounds of groups that examples/pretrain_dynamic_cp.py cycles through; `tokens`
+    are then of one rank."""
 
     @property
     def dp(self) -> int:
@@ -126,6 +131,7 @@ class Row:
         told = f"{self.name}: {model}{f' {self.pattern}' * bool(self.pattern)}, {self.layers} layers, "
         told += f"hidden {self.hidden}, {self.tokens} tokens, "
         told += ", ".join(sizes) or "one GPU"
+        told += f", dynamic context parallelism {self.sizes}" if self.sizes else ""
         told += f", dropout {self.dropout}" if self.dropout else ""
         told += ", fused gradient accumulation" if self.fused else ""
         told += ", distributed optimizer, both overlaps" if self.overlap else ""
@@ -213,6 +219,10 @@ ROWS = (
     Row(name="tp2-pp2", gpus=4, tp=2, pp=2),
     Row(name="tp2-cp2", gpus=4, tp=2, cp=2),
     Row(name="pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe"),
+    Row(name="static-cp4", gpus=4, cp=4),
+    Row(name="dynamic-cp", gpus=4, cp=2, sizes="1,2,4,2+1+1"),
+    Row(name="exact-dynamic-cp", gpus=4, cp=2, layers=4, tokens=256, deterministic=True, sizes="1,2,4,2+1+1"),
+    Row(name="dynamic-cp8", gpus=8, cp=2, sizes="1,2,4,8,4+2+1+1"),
     Row(name="tp2-cp2-pp2", gpus=8, tp=2, cp=2, pp=2),
     Row(name="pp2-ep4-moe", gpus=8, pp=2, ep=4, model="moe"),
 )
@@ -290,7 +300,9 @@ def analysis_of(row: Row, prefix: Path, steps: int, *, buckets: int, cost_table:
 
 
 def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
-    """A plan with one bucket that at least 5% of micro-batches do not fit."""
+    """A plan with one bucket, or one for each context-parallel size, that at least 5% of micro-batches do not fit."""
+    if row.sizes:
+        return plan_dynamic_row(row, prefix, steps)
     analysis = analysis_of(row, prefix, steps, buckets=1)
     plan = make_plan(analysis)
     table = analysis.microbatches
@@ -315,6 +327,55 @@ def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
         fallbacks=of_ranks(table, falls).sum(axis=1).tolist(),
         most_documents=int(table.n_seqs.max()),
     )
+
+
+def plan_dynamic_row(row: Row, prefix: Path, steps: int) -> Planned:
+    """A plan with one bucket for each size of the rounds that the example will form."""
+    example = import_example("pretrain_dynamic_cp")
+    lengths = prefix.with_name(f"{row.name}-lengths.npy")
+    if not lengths.exists():
+        example.write_lengths(str(prefix), lengths)
+    rounds = example.rounds_of(argparse.Namespace(sizes=example.rounds_argument(row.sizes)), row.gpus)
+    analysis = analyze_dataset(
+        lengths,
+        packer="balanced_cp",
+        max_seqlen_per_dp_cp_rank=row.tokens,
+        data_parallel_size=row.dp,
+        context_parallel_size=row.cp,
+        # as many documents as fill every round once
+        global_batch_size=len(rounds) * row.gpus * -(-row.tokens // MEAN_DOCUMENT),
+        pad_seq_to_mult=2 * row.gpus,
+        tail_policy="append_dummy_seq",
+        train_iters=steps,
+    )
+    plan = make_plan(analysis, impl="chunk")
+    documents = example.Documents(str(prefix), plan)
+    ran: list[list[Any]] = [[] for _ in range(row.gpus)]  # what every rank runs
+    for samples, groups in example.dealt_steps(plan, documents, rounds):
+        for placed in groups:
+            sizes = {sample: sum(sample in ids for ids in placed) for ids in placed for sample in ids}
+            for rank, ids in enumerate(placed):
+                ran[rank] += [documents.layout(samples[i]["documents"], cp_size=sizes[i], room=row.tokens) for i in ids]
+    # a micro-batch that several ranks run is looked at once for each of them, all of a size alike
+    counts = {
+        size: np.array([layout.n_seqs for rank in ran for layout in rank if layout.cp_size == size])
+        for size in sorted({layout.cp_size for rank in ran for layout in rank})
+    }
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"] |= {
+        "buckets": [
+            {"max_seqs": choose_cap(n_seqs), "max_seqlen": row.tokens * size, "cp_size": size, "share": 0.0}
+            for size, n_seqs in counts.items()
+        ]
+    }
+    plan = Plan.model_validate(values)
+    falls = [sum(example.bucket_of(plan, layout) == example.EAGER for layout in rank) for rank in ran]
+    once = dict.fromkeys((True, False), 0.0)
+    for layout in itertools.chain(*ran):
+        once[example.bucket_of(plan, layout) == example.EAGER] += 1 / layout.cp_size
+    values["predictions"]["fallback_rate"]["microbatch"] = once[True] / sum(once.values())
+    most = max(int(n_seqs.max()) for n_seqs in counts.values())
+    return Planned(plan=Plan.model_validate(values), fallbacks=falls, most_documents=most)
 
 
 def choose_cap(n_seqs: np.ndarray) -> int:
@@ -381,6 +442,9 @@ class Host:
 def options_of(row: Row, plan: Path, log: Path, steps: int, more: Sequence[str]) -> list[str]:
     """The example's options for one variant."""
     settings = ["--plan", str(plan), "--log-file", str(log), "--steps", str(steps)]
+    if row.sizes:
+        data = plan.with_name("documents")
+        return [*settings, "--data", str(data), "--sizes", row.sizes, *row.flags, *more]
     return [*settings, "--microbatch-counts", ",".join(map(str, CYCLE)), *row.flags, *more]
 
 
@@ -395,11 +459,12 @@ def command_of(row: Row, jobs: Path) -> list[str]:
 
 def work(jobs: Path) -> int:
     """Be one rank of a process group that trains the variants in `jobs`; the first exit code that is not 0."""
-    example = import_example()
+    wanted = json.loads(jobs.read_text())
+    example = import_example("pretrain_dynamic_cp" if "--data" in wanted[0] else "pretrain_packed_gpt")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     codes = []
     started = False
-    for options in json.loads(jobs.read_text()):
+    for options in wanted:
         args = example.arguments(options)
         plan = example.plan_of(args)
         sizes = example.sizes_of(args, plan, int(os.environ.get("WORLD_SIZE", "1")))
@@ -424,14 +489,12 @@ def work(jobs: Path) -> int:
     return next((code for code in codes if code), 0)
 
 
-def import_example() -> Any:
-    """The module of the example."""
+def import_example(name: str = "pretrain_packed_gpt") -> Any:
+    """The module of an example."""
     # run as a script, this file lies on the path and would pass for the package megatron
     here = Path(__file__).resolve().parent
     sys.path[:] = [str(EXAMPLE.parent), *(entry for entry in sys.path if Path(entry).resolve() != here)]
-    import pretrain_packed_gpt
-
-    return pretrain_packed_gpt
+    return importlib.import_module(name)
 
 
 def run(
@@ -652,11 +715,16 @@ COLUMNS += ("step ms", "of eager", "peak MiB", "graphs MiB", "captures")
 
 def table_of(row: Row, planned: Planned, ran: Sequence[Ran]) -> list[str]:
     """One row of the matrix as Markdown."""
-    bucket = planned.plan.graphs.buckets[0]
+    caps = ", ".join(str(bucket.max_seqs) for bucket in planned.plan.graphs.buckets)
+    buckets = (
+        f"One bucket for each context-parallel size, of {caps} documents"
+        if row.sizes
+        else (f"One bucket of {caps} documents")
+    )
     lines = [
         f"## {row.title}",
         "",
-        f"One bucket of {bucket.max_seqs} documents; the data has up to {planned.most_documents}, and "
+        f"{buckets}; the data has up to {planned.most_documents}, and "
         f"{planned.plan.predictions.fallback_rate.microbatch:.1%} of micro-batches do not fit.",
         "",
         "| " + " | ".join(COLUMNS) + " |",

@@ -710,8 +710,8 @@ def make_forward_step(metadata: Metadata, cp: int) -> Callable[..., Any]:
     return forward_step
 
 
-def start(args: argparse.Namespace, sizes: Sizes) -> None:
-    """Process groups."""
+def start(args: argparse.Namespace, sizes: Sizes, **more: Any) -> None:
+    """Process groups; `more` is for Megatron's."""
     from megatron.core import parallel_state
 
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -727,6 +727,7 @@ def start(args: argparse.Namespace, sizes: Sizes) -> None:
         expert_model_parallel_size=sizes.ep,
         expert_tensor_parallel_size=1 if args.model == "moe" else None,
         create_gloo_process_groups=False,
+        **more,
     )
 
 
@@ -787,11 +788,7 @@ def train(args: argparse.Namespace) -> RunResult:
     plan = plan_of(args)
     sizes = sizes_of(args, plan, int(os.environ.get("WORLD_SIZE", "1")))
     counts = step_counts(args, plan)
-    for flag, path in (("--stats", args.stats), ("--log-file", args.log_file)):
-        if path is not None and path.exists():
-            raise UsageError(f"{flag} {path}: exists; give another name")
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"{flag} {path}: {path.parent} is not a directory")
+    check_outputs(args)
     prepare(sizes)
     start(args, sizes)
     try:
@@ -836,6 +833,19 @@ def calibrate(args: argparse.Namespace) -> None:
         raise UsageError(str(error)) from error
     finally:
         stop()
+
+
+def check_outputs(args: argparse.Namespace) -> None:
+    """Refuse files that cannot be written.
+
+    Raises:
+        UsageError: one is there already, or its directory is not.
+    """
+    for flag, path in (("--stats", args.stats), ("--log-file", args.log_file)):
+        if path is not None and path.exists():
+            raise UsageError(f"{flag} {path}: exists; give another name")
+        if path is not None and not path.parent.is_dir():
+            raise UsageError(f"{flag} {path}: {path.parent} is not a directory")
 
 
 def prepare(sizes: Sizes) -> None:

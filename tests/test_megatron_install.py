@@ -296,12 +296,6 @@ def test_expandable_segments_need_nccls_registration_off(plan):
     assert complaints(plan, environment={**bad, "NCCL_GRAPH_REGISTER": "0"}) == []
 
 
-def test_a_plan_of_dynamic_context_parallelism_is_refused(plan):
-    training = plan.training.model_copy(update={"max_seqlen_per_dp_cp_rank": 16, "packer": "balanced_cp"})
-    (line,) = complaints(plan.model_copy(update={"training": training}))
-    assert "the plan is of dynamic context parallelism (--packer balanced_cp)" in line
-
-
 def test_a_plan_for_torch_modules_is_refused(plan):
     other = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "module"})})
     assert "which is for thdprof.runtime.graphed: analyse with --impl chunk" in complaints(other)[0]

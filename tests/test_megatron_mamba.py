@@ -146,13 +146,16 @@ def test_mamba_layers_outside_the_decoder_are_found():
     assert mamba.outside(model)
 
 
-def test_the_path_that_takes_no_packed_input_is_refused():
-    facts = settings.Facts(num_chunks=1, has_mamba=True)
-    good = SimpleNamespace(use_mamba_mem_eff_path=True)
-    assert list(settings._of_mamba(good, facts)) == []
-    (line,) = settings._of_mamba(SimpleNamespace(use_mamba_mem_eff_path=False), facts)
+def test_what_state_space_layers_cannot_do_is_refused():
+    facts, none = settings.Facts(num_chunks=1, has_mamba=True), settings.Facts(num_chunks=1)
+    good, other = (SimpleNamespace(use_mamba_mem_eff_path=value) for value in (True, False))
+    plan, dynamic = (SimpleNamespace(training=SimpleNamespace(max_seqlen_per_dp_cp_rank=room)) for room in (None, 4096))
+    assert list(settings._of_mamba(good, plan, facts)) == []
+    (line,) = settings._of_mamba(other, plan, facts)
     assert line == "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
-    assert list(settings._of_mamba(SimpleNamespace(use_mamba_mem_eff_path=False), settings.Facts(num_chunks=1))) == []
+    assert list(settings._of_mamba(other, dynamic, none)) == []
+    (line,) = settings._of_mamba(good, dynamic, facts)
+    assert "exchange tokens over groups of one size" in line
 
 
 # --- metadata -------------------------------------------------------------------------------------------------------

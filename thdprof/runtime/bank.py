@@ -384,6 +384,7 @@ def sample_boundaries(bucket: Bucket) -> Boundaries:
     boundaries leave a tail.
     """
     tokens, parts = bucket.n_tokens * bucket.cp_size, 2 * bucket.cp_size if bucket.cp_size > 1 else 1
-    length = min(bucket.max_seqlen, -(-tokens // bucket.max_seqs))
-    length = min(bucket.max_seqlen, -(-length // parts) * parts)
+    longest = max(bucket.max_seqlen // parts, 1) * parts
+    length = min(longest, -(-tokens // bucket.max_seqs))
+    length = min(longest, -(-length // parts) * parts)
     return Boundaries(valid=np.minimum(np.arange(bucket.max_seqs + 1) * length, tokens).astype(np.int32))

@@ -176,9 +176,10 @@ class DispatchedModule(nn.Module):
             if opens and not torch.is_grad_enabled():
                 return FallbackReason.not_training  # a capture needs gradients
             if opens:
-                self._signature = self._sign(call)
-                self._takes_grad = tuple(t.requires_grad for t in tensors)
-                self._open(call)
+                opening = self._opening(call)
+                self._signature = self._sign(opening)
+                self._takes_grad = tuple(t.requires_grad for t in opening.tensors)
+                self._open(opening)
         elif isinstance(choice, Bucket) and (
             self._sign(call) != self._signature
             or (torch.is_grad_enabled() and tuple(t.requires_grad for t in tensors) != self._takes_grad)
@@ -195,6 +196,10 @@ class DispatchedModule(nn.Module):
         return self._capture == "startup" and any(
             shape.n_tokens == b.n_tokens and shape.cp_size == b.cp_size for b in self._buckets
         )
+
+    def _opening(self, call: Call) -> Call:
+        """The call that `_open` is shown when `call` is the first."""
+        return call
 
     def _sign(self, call: Call) -> tuple[Any, ...]:
         """What must not change between captures and replays, but for the values of tensors and boundaries."""
@@ -247,6 +252,7 @@ class DispatchedModule(nn.Module):
 
     def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:
         self._stats.fallbacks[reason] += 1
+        self._stats.fallback_sizes[reason, shape.cp_size] += 1
         if reason not in self._explained:
             self._explained.add(reason)
             logger.warning("%s", advice(reason, shape, self._dispatcher.buckets))

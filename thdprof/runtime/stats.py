@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +57,8 @@ class Stats:
     """Micro-batches that replayed, by bucket."""
     fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
     """Micro-batches that ran eagerly, by reason."""
+    fallback_sizes: Counter[tuple[FallbackReason, int]] = field(default_factory=Counter)
+    """The same by reason and context-parallel size."""
     captures: int = 0
     """Forward/backward pairs captured."""
     replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
@@ -68,6 +70,24 @@ class Stats:
     is dispatched, and only this can be held against a plan."""
     prediction: Prediction | None = None
     """What the plan predicts, to be shown beside what happened."""
+
+    @classmethod
+    def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
+        """Counters of all ranks that share micro-batches out among them, each micro-batch counted once.
+
+        Ranks that share one have all counted it, and decided alike.
+        """
+        made, fallbacks = cls(), Counter[tuple[FallbackReason, int]]()
+        for rank in ranks:
+            made.replays.update(rank.replays)
+            fallbacks.update(rank.fallback_sizes)
+            made.captures += rank.captures
+            made.prediction = made.prediction or rank.prediction
+        made.replays = Counter({bucket: n // bucket.cp_size for bucket, n in made.replays.items()})
+        made.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})
+        for (reason, _), n in made.fallback_sizes.items():
+            made.fallbacks[reason] += n
+        return made
 
     @property
     def microbatches(self) -> int:

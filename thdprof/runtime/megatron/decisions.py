@@ -13,10 +13,10 @@ _REASONS = tuple(FallbackReason)
 class Decisions:
     """A running digest of every chunk's decisions, in order; compared between ranks with one all-reduce."""
 
-    def __init__(self, num_chunks: int, *, enabled: bool) -> None:
+    def __init__(self, num_chunks: int, *, enabled: bool, across_context: bool = True) -> None:
         self.digests = [0] * num_chunks
         """One a chunk; equal on ranks that decided alike."""
-        self._enabled = enabled
+        self._enabled, self._across_context = enabled, across_context
 
     def recorder(self, chunk: int) -> Callable[[Bucket | FallbackReason], None]:
         """What to call with each decision of `chunk`."""
@@ -28,6 +28,9 @@ class Decisions:
 
     def check(self) -> None:
         """Compare with the other ranks of the tensor-, context- and pipeline-parallel group, where enabled.
+
+        Without `across_context`, as where micro-batches have context-parallel sizes of their own, not with those of
+        the context-parallel group.
 
         Raises:
             RuntimeError: a rank decided otherwise.
@@ -41,7 +44,7 @@ class Decisions:
         context = parallel_state.get_context_parallel_group()
         # of all chunks, which see the same micro-batches; the largest of d and of -d show whether all d are the same
         here = torch.tensor([self.digests[0], -self.digests[0]], device="cuda")
-        for ranks in (group, context) if context.size() > 1 else (group,):
+        for ranks in (group, context) if self._across_context and context.size() > 1 else (group,):
             torch.distributed.all_reduce(here, op=torch.distributed.ReduceOp.MAX, group=ranks)
         most, least = here.tolist()
         if most != -least:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,8 @@ from thdprof.runtime.padding import PackedSequence, TailPolicy
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
+
+    from thdprof.runtime.megatron.context_groups import ContextGroups
 
 Rope = Callable[[int], torch.Tensor]
 """Rotary embeddings of so many positions, from the model's own module."""
@@ -50,6 +52,7 @@ class Decoder(nn.Module):
         self._like: PackedSeqParams | None = None
         self._shards, self._lengths = 1, frozenset[int]()
         self._with_seq_idx = mamba.has_mamba(block)
+        self._groups: ContextGroups | None = None
 
     @property
     def training(self) -> bool:
@@ -74,22 +77,34 @@ class Decoder(nn.Module):
         """
         assert self._like is not None  # set by what `attach` puts in
         params = packing.write(packed, self._like)
+        if self._groups is not None:
+            params = self._groups.of_size(params, packed.cp_size)
         if with_rope:
-            kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards)
-        with self._given(hidden_states):
+            kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards * packed.cp_size)
+        around = self._groups.around(packed.cp_size) if self._groups is not None else nullcontext()
+        with self._given(hidden_states), around:
             found: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
         return found
 
-    def attach(self, run: DispatchedModule, *, cp_size: int, shards: int, tail: TailPolicy) -> None:
+    def attach(
+        self,
+        run: DispatchedModule,
+        *,
+        cp_size: int,
+        shards: int,
+        tail: TailPolicy,
+        groups: ContextGroups | None = None,
+    ) -> None:
         """Send the decoder's packed micro-batches through `run`, which calls this module.
 
         Args:
             run: dispatches.
             cp_size: ranks that share the rows.
-            shards: ranks that share a micro-batch's tokens out among them, context parallelism included.
+            shards: ranks that share a micro-batch's tokens out among them, besides context parallelism.
             tail: the plan's tail policy.
+            groups: process groups of every context-parallel size, where micro-batches have their own.
         """
-        self._shards = shards
+        self._shards, self._groups = shards, groups
         self._lengths = run.lengths()
         self._layers_tables = keep_tables(self.block, max(self._lengths, default=0))
         signature = inspect.signature(self._own_forward)
@@ -102,6 +117,8 @@ class Decoder(nn.Module):
                 return self._own_forward(*args, **kwargs)
             if params is None:
                 return run.unpacked(self._own_forward, *args, **kwargs)
+            if groups is not None:
+                groups.check(params)
             hidden = given.pop("hidden_states")
             if not self.block.pre_process:
                 hidden = self.block.input_tensor
@@ -109,11 +126,11 @@ class Decoder(nn.Module):
             self._like = params
             packed = packing.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx)
             if self._with_seq_idx and cp_size > 1 and tail == "none":
-                mamba.check_covered(packed, int(hidden.shape[0]) * shards)
+                mamba.check_covered(packed, int(hidden.shape[0]) * shards * cp_size)
             return run(
                 hidden,
                 packed,
-                constants=packing.constants(params),
+                constants=packing.constants(params, of_size=groups is None),
                 with_rope=with_rope,
                 **{name: value for name, value in given.items() if value is not None or name in required},
             )

@@ -12,8 +12,11 @@ from torch import nn
 from thdprof.runtime.dispatch import Bucket
 from thdprof.runtime.dispatched import Call, DispatchedModule
 from thdprof.runtime.megatron import chunk, local, mamba, packing, settings, versions
+from thdprof.runtime.megatron.context_groups import groups_of
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import Decoder, rope_of
+from thdprof.runtime.megatron.dynamic_cp import SizedChunkGraphs
+from thdprof.runtime.megatron.dynamic_cp_settings import is_dynamic
 from thdprof.runtime.module import buckets_of
 from thdprof.runtime.stats import Prediction, Stats
 
@@ -114,7 +117,8 @@ def install(
         settings.check(config, plan, _facts(chunks, models))
     else:
         settings.check(config, _as_chunk(plan), replace(_facts(chunks, models), replay=False))
-    decisions = Decisions(len(models), enabled=debug)
+    decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan))
+    groups = [groups_of(plan, model.decoder) for model in models]
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
     chunk.prepare_experts(config, next(models[0].parameters()).device)
@@ -135,8 +139,8 @@ def install(
         decoders.append(decoder)
         runs.append(run)
     cp_size = config.context_parallel_size
-    for decoder, run in zip(decoders, runs, strict=True):  # nothing can fail any more
-        decoder.attach(run, cp_size=cp_size, shards=shards * cp_size, tail=plan.graphs.tail_policy)
+    for decoder, run, own in zip(decoders, runs, groups, strict=True):  # nothing can fail any more
+        decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
     return Installation(decoders, runs, decisions)
 
 
@@ -151,7 +155,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
     around = chunk.surroundings(decoder.block, communicates=max(sizes) > 1)
     match plan.graphs.impl:
         case "chunk" | "none":
-            return chunk.ChunkGraphs(
+            return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
                 decoder,
                 buckets_of(plan),
                 num_slots=slots,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from thdprof.runtime.megatron.context_groups import context_group
 from thdprof.runtime.padding import PackedSequence, TailPolicy, document_of_tokens, fill_padded, moved, pack
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ _HOST = "_thdprof_host"
 
 _CONSTANT = ("qkv_format", "local_cp_size", "cp_group", "tokens_per_sample")
 """Fields that are passed on as they are; graphs bake them in."""
+_OF_SIZE = ("local_cp_size", "cp_group")
+"""Those of them that belong to a bucket under dynamic context parallelism."""
 
 
 def packed_seq_params(
@@ -31,6 +34,7 @@ def packed_seq_params(
     cu_seqlens_padded: torch.Tensor | Sequence[int] | NDArray[np.integer] | None = None,
     max_seqlen: int | None = None,
     pad_between_seqs: bool | None = None,
+    local_cp_size: int | None = None,
     device: torch.device | str = "cuda",
 ) -> PackedSeqParams:
     """megatron-core's metadata of one packed micro-batch, from the boundaries that its data loader has on the host.
@@ -43,10 +47,13 @@ def packed_seq_params(
         cu_seqlens_padded: where the documents begin in memory, host, shape [documents + 1], where they are padded.
         max_seqlen: tokens of the longest document, padding included; worked out if it is not given.
         pad_between_seqs: whether documents are padded; None: where `cu_seqlens_padded` is given.
+        local_cp_size: under dynamic context parallelism, how many ranks share this micro-batch; its process group
+            comes along.
         device: where the boundaries go.
 
     Raises:
         ValueError: they are not boundaries, or not on the host.
+        SettingsError: there is no process group of `local_cp_size` ranks.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -67,6 +74,8 @@ def packed_seq_params(
         cu_seqlens_kv_padded=padded,
         max_seqlen_q=packed.max_seqlen,
         max_seqlen_kv=packed.max_seqlen,
+        local_cp_size=local_cp_size,
+        cp_group=None if local_cp_size is None else context_group(local_cp_size),
         pad_between_seqs=pad_between_seqs,
     )
     setattr(made, _HOST, (packed.host, None if memory is None else memory.host))
@@ -114,9 +123,12 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_id
     )
 
 
-def constants(params: PackedSeqParams) -> str:
-    """The fields that a graph bakes in besides the boundaries' number, as one value to compare."""
-    fields = {name: _name(getattr(params, name)) for name in _CONSTANT}
+def constants(params: PackedSeqParams, *, of_size: bool = True) -> str:
+    """The fields that a graph bakes in besides the boundaries' number, as one value to compare.
+
+    Without `of_size` those are left out that differ between context-parallel sizes.
+    """
+    fields = {name: _name(getattr(params, name)) for name in _CONSTANT if of_size or name not in _OF_SIZE}
     return " ".join(f"{name}={value}" for name, value in {**fields, "pad_between_seqs": _pads(params)}.items())
 
 

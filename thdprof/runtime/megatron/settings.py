@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from thdprof.runtime.megatron import dynamic_cp_settings
+
 if TYPE_CHECKING:
     from thdprof.plan import Plan
 
@@ -57,7 +59,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         said += [*_of_config(config, plan.graphs.impl, facts), *_of_local(config, plan, facts)]
         said += [*_of_experts(config, plan)] if facts.replay else []
         said += [*_of_transformer_engine(config, plan), *_of_shared_captures(config, plan)]
-        said += [*_of_mamba(config, facts), *_of_run(facts, environment)]
+        said += [*_of_mamba(config, plan, facts), *_of_run(facts, environment)]
     if said:
         raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
 
@@ -85,11 +87,7 @@ def _of_plan(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
     with_slots = {len(chunks) for chunks in plan.graphs.slots}
     if with_slots != {facts.num_chunks}:
         yield f"{facts.num_chunks} model chunks on this rank, the plan has slots for {sorted(with_slots)}"
-    if training.max_seqlen_per_dp_cp_rank is not None:
-        yield (
-            f"the plan is of dynamic context parallelism (--packer {training.packer}): a graph for each size is not "
-            "captured in Megatron yet; analyse a run with one size"
-        )
+    yield from dynamic_cp_settings.refusals(config, plan)
     if plan.graphs.no_grad == "replay":
         yield "graphs.no_grad is replay: Megatron's evaluation runs eagerly; set it to eager"
 
@@ -176,7 +174,6 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("qk_clip", False, "it keeps a maximum in Python"),
     ("log_max_attention_logit", False, "it keeps a maximum in Python"),
     ("tp_comm_overlap", False, "its buffers were not checked in a graph"),
-    ("hybrid_context_parallel", False, "a bucket for each context-parallel size is not captured yet"),
 )
 """Field, value to set, reason."""
 
@@ -274,8 +271,13 @@ _UNSUPPORTED_LOCAL: tuple[tuple[str, Any, str], ...] = (
 """Field, allowed value, reason and remedy."""
 
 
-def _of_mamba(config: Any, facts: Facts) -> Iterator[str]:
+def _of_mamba(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
     """What state-space layers want."""
+    if facts.has_mamba and plan.training.max_seqlen_per_dp_cp_rank is not None:
+        yield (
+            "the decoder has MambaLayers, which exchange tokens over groups of one size, and the plan is of dynamic "
+            "context parallelism: analyse a run with one size"
+        )
     if facts.has_mamba and not getattr(config, "use_mamba_mem_eff_path", True):
         yield "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
     if facts.mamba_outside:

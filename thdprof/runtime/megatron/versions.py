@@ -108,6 +108,13 @@ RELIED_ON = (
         why="multi-latent attention makes its rotary tables there anew for longer documents; graphs need them in place",
     ),
     Reliance(
+        package="megatron-core",
+        name="Attention: pg_collection.cp, core_attention; TEDotProductAttention.forward: local_cp_size, cp_group",
+        checked=MEGATRON,
+        why="under dynamic context parallelism attention takes its group from the metadata, but packed rotary "
+        "positions theirs from the group that the model was built with",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,
