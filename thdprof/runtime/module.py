@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +14,7 @@ from thdprof.runtime.bank import Bank, BankOptions, Lease, Surroundings
 from thdprof.runtime.capture import restore
 from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched import Call, DispatchedModule, FallbackError
+from thdprof.runtime.offload_plan import Choice, OffloadPlan
 from thdprof.runtime.padding import Boundaries, PackedSequence, TailPolicy
 from thdprof.runtime.stats import Prediction
 
@@ -83,6 +85,7 @@ class GraphedModule(DispatchedModule):
         sample_every: int = 16,
         on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
         surroundings: Surroundings | None = None,
+        offload: Choice | None = None,
     ) -> None:
         """A module over `buckets`.
 
@@ -100,6 +103,7 @@ class GraphedModule(DispatchedModule):
             sample_every: every so many micro-batches one is timed; 0: none.
             on_decision: called with every decision, before it is run.
             surroundings: what the module touches outside itself.
+            offload: which activations are on the host between forward and backward, of eager micro-batches too.
 
         Raises:
             ValueError: no slot.
@@ -125,13 +129,25 @@ class GraphedModule(DispatchedModule):
             on_decision=on_decision,
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
-        self._surroundings = surroundings or Surroundings()
+        self._surroundings, self._offload = surroundings or Surroundings(), offload
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
 
     def pool_bytes(self) -> int:
         """Bytes of the graphs' memory pools."""
         return self._bank.pool_bytes() if self._bank is not None else 0
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory that hold activations between forward and backward."""
+        return self._bank.host_bytes() if self._bank is not None else 0
+
+    def offloaded(self) -> OffloadPlan | None:
+        """What a slot moves to the host, and what that frees; None before the captures, and without offloading."""
+        return self._bank.offloaded() if self._bank is not None else None
+
+    def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
+        with self._bank.eager_offload() if self._bank is not None else nullcontext():
+            return super()._run_eagerly(call, timed=timed)
 
     def _open(self, call: Call) -> None:
         device = call.tensors[0].device
@@ -155,6 +171,7 @@ class GraphedModule(DispatchedModule):
                 with_seq_idx=call.packed.seq_idx is not None,
                 on_capture=self._count_capture,
                 surroundings=self._surroundings,
+                offload=self._offload,
             ),
         )
         if self._capture == "startup":
