@@ -21,11 +21,14 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from late_mover import LateMover
 from torch import nn
 
+from thdprof.offload_plan import Choice
 from thdprof.runtime import Bucket, FallbackReason, bank
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder import Decoder
+from thdprof.runtime.megatron.layer_offload import LayerOffload
 from thdprof.runtime.megatron.settings import SettingsError, _of_transformer_engine
 from thdprof.runtime.megatron.transformer_engine import LayerGraphs, LayerPass
 
@@ -369,6 +372,42 @@ def test_gradients_without_main_grad_are_the_callers_to_keep():
             assert torch.equal(p.grad, q.grad)
             checked += 1
     assert checked > 30
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+def test_activations_on_the_host_change_no_number(monkeypatch, fraction):
+    mover = LateMover()
+    monkeypatch.setattr(
+        LayerOffload, "on_cuda", lambda choice, layers, streams: LayerOffload(choice, layers, lambda: mover)
+    )
+    plain, graphed, kept = make_block(), make_block(), make_block()
+    run = graphs_of(graphed, offload=Choice(fraction=fraction, min_bytes=64))
+    graphs_of(kept)
+    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    seen = [train(block, batches, one_f_one_b(len(batches))) for block in (plain, graphed, kept)]
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+    assert all(
+        p.grad is None or torch.equal(p.grad, q.grad)
+        for p, q in zip(kept.parameters(), graphed.parameters(), strict=True)
+    )
+    assert sum(p.grad is not None for p in graphed.parameters()) > 30
+    assert run.stats().replays == {BUCKETS[0]: 3, BUCKETS[1]: 3}
+    assert mover.out_copies == mover.back_copies > 30
+    assert not mover.unwaited
+    moves = [slot.moves for slot in run._slots]
+    for one in moves:
+        moved = [plan.offloaded_bytes for plan in one._plans]
+        assert moved[0] > 0
+        assert (moved[-1] > 0) is (fraction == 1.0)  # the first layers' activations go first
+        hosts = [slab.data_ptr() for buffers in one._buffers for slab in buffers.slabs]
+        assert len(set(hosts)) == len(hosts) > 0
+    assert not {s.data_ptr() for b in moves[0]._buffers for s in b.slabs} & {
+        s.data_ptr() for b in moves[1]._buffers for s in b.slabs
+    }
+    assert run.host_bytes() == sum(b.nbytes() for one in moves for b in one._buffers)
+    assert run.offload_freed_bytes() > 0
+    run.recapture()
+    assert run.host_bytes() == 0
 
 
 def test_captures_share_a_pool_and_static_tensors_within_a_slot():

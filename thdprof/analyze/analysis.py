@@ -27,6 +27,7 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
 
 if TYPE_CHECKING:
+    from thdprof.analyze.offload import OffloadPrediction
     from thdprof.plan import Impl, Plan
 
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
@@ -349,11 +350,18 @@ def _warnings(
     return found
 
 
-def make_plan(analysis: Analysis, *, impl: Impl = "module") -> Plan:
-    """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none."""
+def make_plan(analysis: Analysis, *, impl: Impl = "module", offload: OffloadPrediction | None = None) -> Plan:
+    """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none.
+
+    Args:
+        analysis: what was found.
+        impl: what training captures.
+        offload: activations that are moved to the host, and what that is predicted to do; None: all stay.
+    """
     from thdprof.plan import Plan
 
     chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
+    offload = offload if chosen.buckets else None
     one_cap = chosen.one_cap
     return Plan.model_validate(
         {
@@ -389,6 +397,13 @@ def make_plan(analysis: Analysis, *, impl: Impl = "module") -> Plan:
                 else {"max_seqs": one_cap.max_seqs, "fallback_rate": asdict(one_cap.fallback_rate)},
                 "slots": analysis.slots,
                 "tail_policy": settings.tail_policy,
+                "offload": None
+                if offload is None
+                else {
+                    "modules": list(offload.choice.modules),
+                    "fraction": offload.choice.fraction,
+                    "min_bytes": offload.choice.min_bytes,
+                },
             },
             "predictions": {
                 "fallback_rate": asdict(chosen.fallback_rate),
@@ -396,7 +411,9 @@ def make_plan(analysis: Analysis, *, impl: Impl = "module") -> Plan:
                 "relative_step_time": chosen.relative_step_time,
                 "step_ms": chosen.step_ms,
                 "eager_step_ms": chosen.eager_step_ms,
-                "graph_memory_bytes": chosen.graph_memory_bytes,
+                "graph_memory_bytes": chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes,
+                "offload_host_bytes": None if offload is None else offload.host_bytes,
+                "offload_freed_bytes": None if offload is None else offload.device_bytes_freed,
             },
             "costs": {
                 "name": costs.name,

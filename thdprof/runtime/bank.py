@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from thdprof.offload_plan import Choice, OffloadPlan
 from thdprof.runtime.capture import CapturedPass, GradientBuffers, WarmupError, capture_pass
 from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.offload import CudaMover, EagerOffload, HostBuffers, PassOffload
-from thdprof.runtime.offload_plan import Choice, OffloadPlan
 from thdprof.runtime.padding import Boundaries, PackedSequence, document_of_tokens, fill_padded
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from thdprof.offload_plan import OffloadPlan
 from thdprof.runtime.offload import NoOffload, PassOffload
-from thdprof.runtime.offload_plan import OffloadPlan
 
 WARMUP_PASSES = 2
 """Passes before a capture: libraries make their handles and workspaces, and kernels tune themselves, in the first."""

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from thdprof.offload_plan import Choice, OffloadPlan
 from thdprof.runtime.bank import Bank, BankOptions, Lease, Surroundings
 from thdprof.runtime.capture import restore
 from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched import Call, DispatchedModule, FallbackError
-from thdprof.runtime.offload_plan import Choice, OffloadPlan
 from thdprof.runtime.padding import Boundaries, PackedSequence, TailPolicy
 from thdprof.runtime.stats import Prediction
 
@@ -145,6 +145,11 @@ class GraphedModule(DispatchedModule):
         """What a slot moves to the host, and what that frees; None before the captures, and without offloading."""
         return self._bank.offloaded() if self._bank is not None else None
 
+    def offload_freed_bytes(self) -> int:
+        """By how much the graphs' memory should be less than without offloading, all slots together."""
+        made = self.offloaded()
+        return 0 if made is None else made.device_bytes_freed * self._num_slots
+
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
         with self._bank.eager_offload() if self._bank is not None else nullcontext():
             return super()._run_eagerly(call, timed=timed)
@@ -210,6 +215,14 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     ]
 
 
+def offload_of(plan: Plan) -> Choice | None:
+    """Which activations `plan` keeps on the host; None where all stay on the device."""
+    asked = plan.graphs.offload
+    if asked is None:
+        return None
+    return Choice(modules=tuple(asked.modules), fraction=asked.fraction, min_bytes=asked.min_bytes)
+
+
 def graphed(
     module: nn.Module,
     plan: Plan,
@@ -240,6 +253,7 @@ def graphed(
         no_grad=graphs.no_grad,
         generators=generators,
         token_dim=token_dim,
+        offload=offload_of(plan),
     )
     made.stats().prediction = Prediction.of(plan)
     return made

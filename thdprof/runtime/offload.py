@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from thdprof.runtime.offload_plan import NOT_MOVED, Choice, OffloadPlan, SavedStorage, plan_offload
+from thdprof.offload_plan import NOT_MOVED, Choice, OffloadPlan, SavedStorage, plan_offload
 
 
 class OffloadError(RuntimeError):

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.offload import OffloadPrediction
 from thdprof.analyze.recommend import Candidate
 
 SCHEMA = "thdprof.analysis/1"
@@ -22,8 +23,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def to_dict(analysis: Analysis) -> dict[str, Any]:
-    """The JSON object as a dict."""
+def to_dict(analysis: Analysis, offload: OffloadPrediction | None = None) -> dict[str, Any]:
+    """The JSON object as a dict; with `offload`, also what that is predicted to do."""
     chosen = analysis.recommendation
     return {
         "schema": SCHEMA,
@@ -60,6 +61,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
             "graph_memory_bytes": chosen.graph_memory_bytes,
             "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap),
         },
+        **({} if offload is None else {"offload": asdict(offload)}),
         "costs": {
             "name": analysis.costs.name,
             "calibrated": analysis.costs.calibrated,
@@ -71,6 +73,6 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def to_json(analysis: Analysis) -> str:
-    """The analysis as JSON text, indented."""
-    return json.dumps(to_dict(analysis), indent=2, allow_nan=False)
+def to_json(analysis: Analysis, offload: OffloadPrediction | None = None) -> str:
+    """The analysis as JSON text, indented; with `offload`, also what that is predicted to do."""
+    return json.dumps(to_dict(analysis, offload), indent=2, allow_nan=False)

@@ -13,7 +13,7 @@ from thdprof.runtime.dispatched import Call, DispatchedModule
 from thdprof.runtime.megatron import chunk, local, packing, settings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import Decoder, rope_of
-from thdprof.runtime.module import buckets_of
+from thdprof.runtime.module import buckets_of, offload_of
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -33,6 +33,14 @@ class Installation:
     def pool_bytes(self) -> int:
         """Bytes of graph memory on this rank."""
         return sum(run.pool_bytes() for run in self._runs)
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory on this rank that hold activations between forward and backward."""
+        return sum(run.host_bytes() for run in self._runs)
+
+    def offload_freed_bytes(self) -> int:
+        """By how much graph memory on this rank should be less than without offloading: told by what passes save."""
+        return sum(run.offload_freed_bytes() for run in self._runs)
 
     def check_decisions(self) -> None:
         """With `debug`, make sure that all ranks of the model-parallel group decided alike; one all-reduce.
@@ -155,6 +163,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
                 buckets_of(plan),
                 num_slots=slots,
                 surroundings=around,
+                offload=offload_of(plan),
                 **common,
             )
         case "local":
@@ -168,6 +177,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
                 num_slots=slots,
                 generators=chunk.generators,
                 surroundings=around,
+                offload=offload_of(plan),
                 **common,
             )
         case other:

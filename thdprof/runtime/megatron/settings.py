@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from thdprof.runtime.megatron import offload
+
 if TYPE_CHECKING:
     from thdprof.plan import Plan
 
@@ -50,6 +52,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     if plan.graphs.impl != "none":  # which captures nothing
         said += [*_of_config(config, plan.graphs.impl, facts), *_of_local(config, plan, facts)]
         said += [*_of_transformer_engine(config, plan), *_of_shared_captures(config, plan)]
+        said += offload.complaints(config, plan)
         said += _of_run(facts, environment)
     if said:
         raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
@@ -135,7 +138,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("fp4", None, "scales are not kept across replays of packed graphs"),
     ("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
     ("cpu_offloading", False, "megatron-core refuses it with graphs"),
-    ("fine_grained_activation_offloading", False, "it is not driven with packed input yet"),
+    ("fine_grained_activation_offloading", False, offload.OWN_OFFLOADING),
     ("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),
     ("delay_wgrad_compute", False, "its weight gradients are not part of a backward pass"),
     ("quant_recipe", None, "cached quantized weights would not be renewed in replays"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NOT_MOVED = -1
 """In place of a storage's number: a saved tensor that is never moved, as a parameter."""
@@ -48,6 +48,10 @@ class Choice:
     """Share of the eligible bytes; those that are saved first, and used last, are moved first."""
     min_bytes: int = 2**20
     """Smaller storages stay on the device."""
+
+    def whole(self) -> Choice:
+        """The same without a fraction."""
+        return replace(self, fraction=1.0)
 
     def takes(self, module: str) -> bool:
         """Whether what `module` saves may be moved; its name as `named_modules` gives it."""
@@ -197,6 +201,29 @@ def plan_offload(storage_at: Sequence[int], storages: Sequence[SavedStorage], ch
         slabs=slabs,
         window_bytes=max([min(WINDOW_BYTES, total // WINDOW_SHARE), *(storages[n].nbytes for n in moved)]),
     )
+
+
+def plan_in_turn(parts: Sequence[OffloadPlan], choice: Choice) -> list[OffloadPlan]:
+    """Plans of passes that run one after the other, as layers do; the fraction is of all of them together.
+
+    Args:
+        parts: plans of the same choice without its fraction.
+        choice: what is to be moved.
+    """
+    left = choice.fraction * sum(part.offloaded_bytes for part in parts)
+    made = []
+    for part in parts:
+        share = min(1.0, left / part.offloaded_bytes) if part.offloaded_bytes else 1.0
+        made.append(plan_offload(part.storage_at, part.storages, replace(choice, fraction=max(0.0, share))))
+        whole = made[-1].offloaded_bytes == part.offloaded_bytes
+        left = left - part.offloaded_bytes if whole else 0.0
+    return made
+
+
+def freed_in_turn(parts: Sequence[OffloadPlan]) -> int:
+    """By how much the most that they keep together becomes less: only one at a time has copies under way."""
+    under_way = max((part.offloaded_bytes - part.device_bytes_freed for part in parts), default=0)
+    return max(0, sum(part.offloaded_bytes for part in parts) - under_way)
 
 
 def _laid_out(sizes: Sequence[int]) -> tuple[list[Place], tuple[int, ...]]:
