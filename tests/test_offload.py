@@ -221,6 +221,26 @@ def test_a_backward_may_be_asked_twice():
     assert torch.equal(first, torch.autograd.grad(stack(x).sum(), x)[0])
 
 
+def test_compiled_functions_save_the_same_in_their_first_pass():
+    compiled = torch.compile(lambda x, y: functional.gelu(x) * torch.tanh(y) + x.sigmoid(), backend="aot_eager")
+
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x):
+            for one, other in zip(self.layers[::2], self.layers[1::2], strict=True):
+                x = compiled(one(x), other(x))
+            return x
+
+    stack, mover = Compiled(), LateMover()
+    offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
+    found, expected = passes(stack, offload), passes(stack, None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert mover.out_copies > 4
+
+
 def test_buckets_of_a_slot_share_its_host_memory():
     mover, buffers = LateMover(), HostBuffers()
     large = buffers.reserve(mover, (1024, 4096))

@@ -148,6 +148,10 @@ class _Handle:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
+_COUNTED = (torch.Tensor, nn.Parameter)
+"""Others are passed on and not counted: a compiler's stand-ins come in the first pass alone."""
+
+
 def _movable(tensor: torch.Tensor, device: torch.device) -> bool:
     """Whether a saved tensor is plain memory on the device, and no parameter or other input of the whole pass."""
     leaf = tensor.is_leaf and tensor.requires_grad
@@ -242,6 +246,8 @@ class Discovery:
                 handle.remove()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in _COUNTED:
+            return tensor
         if not _movable(tensor, self._mover.device):
             self._at.append(NOT_MOVED)
             return _kept(tensor)
@@ -311,6 +317,8 @@ class Offload:
             entry.device = entry.copied = entry.reloaded = None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) not in _COUNTED:
+            return tensor
         position, self._position = self._position, self._position + 1
         number = NOT_MOVED
         if movable := _movable(tensor, self._mover.device):
@@ -382,7 +390,7 @@ class Offload:
         return found
 
     def _reload(self, entry: _Entry) -> None:
-        entry.device = torch.empty_like(entry.host, device=self._mover.device)
+        entry.device = torch.empty(len(entry.host), dtype=torch.uint8, device=self._mover.device)
         entry.reloaded = self._mover.back(entry.device, entry.host)
 
     def _look_ahead(self) -> None:
