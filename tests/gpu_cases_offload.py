@@ -1,4 +1,4 @@
-"""Scenarios of activations on the host that need a GPU, each in a process of its own: `... gpu_cases_offload.py NAME`."""
+"""Activations on the host on a GPU, each scenario in a process of its own: `python tests/gpu_cases_offload.py NAME`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack
 from thdprof.runtime.padding import boundaries_of, pad_cu_seqlens, to_device
 from thdprof.runtime.stack import PackedStack
 
-TOKENS, HIDDEN, HEADS, LAYERS = 2048, 512, 8, 8
+TOKENS, HIDDEN, HEADS, LAYERS = 4096, 1024, 16, 8
 BUCKETS = [Bucket(8, TOKENS, TOKENS), Bucket(32, TOKENS, TOKENS)]
-WHOLE, HALF = Choice(min_bytes=2**18), Choice(fraction=0.5, min_bytes=2**18)
+WHOLE, HALF = Choice(), Choice(fraction=0.5)
+SEGMENT_BYTES = 20 * 2**20
+"""By which a pool grows where tensors are below 10 MiB."""
 
 
 def make_stack(dropout: float = 0.0) -> PackedStack:
@@ -95,9 +97,10 @@ def graph_memory() -> None:
     batches = batches_of([3, 8, 20, 32, 5, 9])
     plain = make_graphs(None)
     expected = one_f_one_b(plain, batches, in_flight=1)
+    assert not differing(one_f_one_b(plain, batches, in_flight=1), expected), "the kernels are not deterministic"
     before = plain.pool_bytes()
     release(plain)
-    for choice in (WHOLE, HALF, Choice(modules=("up", "attention.qkv"), min_bytes=2**18)):
+    for choice in (WHOLE, HALF, Choice(modules=("up", "attention.qkv"))):
         graphs = make_graphs(choice)
         found = one_f_one_b(graphs, batches, in_flight=1)
         plan, after = graphs.offloaded(), graphs.pool_bytes()
@@ -110,7 +113,8 @@ def graph_memory() -> None:
         assert graphs.stats().captures == 2, str(graphs.stats())
         assert not (wrong := differing(found, expected)), f"{len(wrong)} of {len(found)} differ, first {wrong[:5]}"
         assert plan.offloaded_bytes <= plan.host_bytes == graphs.host_bytes()
-        assert abs(freed - plan.device_bytes_freed) <= 0.1 * plan.device_bytes_freed
+        allowed = max(0.1 * plan.device_bytes_freed, SEGMENT_BYTES)
+        assert abs(freed - plan.device_bytes_freed) <= allowed
         release(graphs)
 
 
@@ -187,6 +191,6 @@ def soak() -> None:
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # which torch takes for attention only where it raises
     globals()[sys.argv[1]]()
     print("ok")

@@ -1,4 +1,4 @@
-"""Activations on the host on a GPU: every scenario of gpu_cases_offload.py, and Megatron training, beside eager runs."""
+"""Activations on the host on a GPU: every scenario of gpu_cases_offload.py, and Megatron beside its eager twin."""
 
 from __future__ import annotations
 
@@ -57,4 +57,5 @@ def test_a_run_equals_its_eager_twin(plans, tmp_path, impl, model, choice):  # n
     assert ours["losses"] == eager["losses"]
     assert ours["grad_norms"] == eager["grad_norms"]
     assert ours["host_bytes"] > 0
-    assert abs(less - ours["freed_bytes"]) <= max(0.1 * ours["freed_bytes"], 8 * 2**20)  # pools grow in steps
+    assert abs(less - ours["freed_bytes"]) <= max(0.1 * ours["freed_bytes"], 24 * 2**20)  # pools grow in steps
+    assert less > ours["freed_bytes"] / 2
