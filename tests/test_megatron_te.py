@@ -31,6 +31,7 @@ from thdprof.runtime.megatron.decoder import Decoder
 from thdprof.runtime.megatron.layer_offload import LayerOffload
 from thdprof.runtime.megatron.settings import SettingsError, _of_transformer_engine
 from thdprof.runtime.megatron.transformer_engine import LayerGraphs, LayerPass
+from thdprof.runtime.offload import HostBuffers, PassOffload
 
 TOKENS, HIDDEN, LAYERS = 16, 8, 3
 BUCKETS = [Bucket(3, TOKENS, TOKENS), Bucket(6, TOKENS, TOKENS)]
@@ -372,6 +373,34 @@ def test_gradients_without_main_grad_are_the_callers_to_keep():
             assert torch.equal(p.grad, q.grad)
             checked += 1
     assert checked > 30
+
+
+def test_parts_of_a_layer_are_where_the_plan_looks_for_them():
+    block = make_block()
+    decoder = Decoder(block)
+    found = {}
+    for part in (
+        "attn_norm",
+        "qkv_linear",
+        "core_attn",
+        "attn_proj",
+        "mlp_norm",
+        "mlp_fc1",
+        "mlp_act",
+        "mlp_fc2",
+        "all",
+    ):
+        offload = PassOffload(decoder, Choice(modules=(part,), min_bytes=64), LateMover(), HostBuffers())
+        with offload.forward():
+            y = forward(block, inputs(1)[0].requires_grad_(), SMALL)
+        found[part] = {n for n, place in enumerate(offload.plan.places) if place is not None}
+        with offload.backward():
+            y.sum().backward()
+    assert all(found.values())
+    rest = found.pop("all") - set.union(*found.values())
+    elsewhere = [offload.plan.storages[n].modules for n in sorted(rest)]
+    assert all(set(modules) == {"block.final_layernorm"} for modules in elsewhere), elsewhere
+    assert not found["mlp_act"] & found["mlp_fc1"]
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.4])

@@ -51,7 +51,11 @@ def test_a_fraction_moves_what_is_saved_first(fraction, moved):
     [
         ("all", "", True),
         ("core_attn", "block.layers.3.self_attention.core_attention", True),
+        ("core_attn", "block.layers.3.self_attention.core_attention.fused_attention", True),
         ("core_attn", "block.layers.3.self_attention.linear_proj", False),
+        ("mlp_act", "block.layers.3.mlp.router", True),
+        ("mlp_act", "block.layers.3.mlp.experts.linear_fc1", False),
+        ("attention", "layers.0.attention.qkv", True),
         ("mlp_act", "block.layers.3.mlp", True),
         ("mlp_act", "block.layers.3.mlp.linear_fc1", False),
         ("mlp_fc1", "block.layers.3.mlp.linear_fc1", True),
@@ -181,6 +185,16 @@ def test_what_stays_alive_anyway_is_not_moved():
     plain = PassOffload(without := Stack(layers=2), Choice(min_bytes=4 * KIB), LateMover(), HostBuffers())
     passes(without, plain, count=1)
     assert plain.plan.offloaded_bytes - offload.plan.offloaded_bytes == 64 * 32 * 4  # the first layer's output
+
+
+def test_a_choice_that_moves_nothing_is_told(caplog):
+    stack = Stack(layers=2)
+    for choice in (Choice(modules=("core_attn",), min_bytes=4 * KIB), Choice()):
+        caplog.clear()
+        offload = PassOffload(stack, choice, LateMover(), HostBuffers())
+        passes(stack, offload, count=2)
+        (record,) = caplog.records
+        assert "offloading moves nothing: " + choice.modules[0] in record.getMessage()
 
 
 def test_a_pass_that_saves_other_tensors_is_refused():

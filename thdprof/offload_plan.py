@@ -35,7 +35,12 @@ MODULES: dict[str, tuple[str, ...]] = {
     "moe_act": ("experts",),
     "expert_fc2": ("experts.linear_fc2",),
 }
-"""Name of a part of a Megatron layer -> how the names of the modules that save its tensors end."""
+"""Name of a part of a Megatron layer -> how the names of the modules that save its tensors end. What the feed-forward
+network saves outside its linear layers, as routers do, is mlp_act."""
+
+
+def _ends(path: str, end: str) -> bool:
+    return path == end or path.endswith("." + end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +59,18 @@ class Choice:
         return replace(self, fraction=1.0)
 
     def takes(self, module: str) -> bool:
-        """Whether what `module` saves may be moved; its name as `named_modules` gives it."""
+        """Whether what `module` saves may be moved; its name as `named_modules` gives it.
+
+        A module belongs to the innermost part of a layer that holds it; names that are no part's hold all below them.
+        """
         if "all" in self.modules:
             return True
-        ends = [end for name in self.modules for end in MODULES.get(name, (name,))]
-        return any(module == end or module.endswith("." + end) for end in ends)
+        inwards = module.split(".")
+        around = [".".join(inwards[:depth]) for depth in range(len(inwards), 0, -1)]
+        if any(_ends(path, name) for path in around for name in self.modules if name not in MODULES):
+            return True
+        parts = ([p for p, ends in MODULES.items() if any(_ends(path, end) for end in ends)] for path in around)
+        return any(part in self.modules for part in next(filter(None, parts), []))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -207,7 +207,8 @@ class PredictionsPart(_Part):
     """Graph memory of the busiest pipeline rank, after what graphs.offload frees; null where the cost table does not
     tell."""
     offload_host_bytes: int | None = None
-    """Pinned host memory of the busiest pipeline rank; null without graphs.offload."""
+    """Pinned host memory of the busiest pipeline rank's slots; null without graphs.offload. Chunk graphs pin as much
+    again for each eager micro-batch in flight."""
     offload_freed_bytes: int | None = None
     """By how much graphs.offload makes that rank's graph memory less; null without it."""
 

@@ -27,7 +27,7 @@ class OffloadPrediction:
     offloaded_bytes: int
     """Bytes that one micro-batch moves to the host, and back, over all layers of the model."""
     host_bytes: int
-    """Pinned host memory of the rank."""
+    """Pinned host memory of the rank's slots; chunk graphs pin as much again for each eager micro-batch in flight."""
     device_bytes_freed: int
     """By how much its graph memory becomes less."""
     graph_memory_bytes: int | None

@@ -216,10 +216,16 @@ def buckets_of(plan: Plan) -> list[Bucket]:
 
 
 def offload_of(plan: Plan) -> Choice | None:
-    """Which activations `plan` keeps on the host; None where all stay on the device."""
+    """Which activations `plan` keeps on the host; None where all stay on the device.
+
+    Raises:
+        ValueError: delayed copies, which there are not inside graphs.
+    """
     asked = plan.graphs.offload
     if asked is None:
         return None
+    if asked.delayed_commit:
+        raise ValueError("graphs.offload.delayed_commit: copies are part of the graphs; set it to false")
     return Choice(modules=tuple(asked.modules), fraction=asked.fraction, min_bytes=asked.min_bytes)
 
 

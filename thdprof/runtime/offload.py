@@ -12,6 +12,7 @@ Tensors that an autograd function keeps as attributes, without `save_for_backwar
 from __future__ import annotations
 
 import gc
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -23,6 +24,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from thdprof.offload_plan import NOT_MOVED, Choice, OffloadPlan, SavedStorage, plan_offload
+
+logger = logging.getLogger(__name__)
 
 
 class OffloadError(RuntimeError):
@@ -415,6 +418,23 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def report(plan: OffloadPlan, choice: Choice) -> None:
+    """Say what is moved, and warn where a choice moves nothing."""
+    if plan.offloaded_bytes:
+        logger.info(
+            "activations to the host: %.1f of %.1f MiB, %.1f MiB less on the device",
+            plan.offloaded_bytes / 2**20,
+            plan.saved_bytes / 2**20,
+            plan.device_bytes_freed / 2**20,
+        )
+    elif choice.fraction > 0:
+        logger.warning(
+            "offloading moves nothing: %s saves no tensor of at least %d bytes that only a backward needs",
+            ", ".join(choice.modules),
+            choice.min_bytes,
+        )
+
+
 class PassOffload:
     """What one pass (a bucket in a slot) moves: its first warm-up shows what, and those after it follow the plan."""
 
@@ -441,6 +461,7 @@ class PassOffload:
             yield
         if discovery is not None:
             self.plan = discovery.plan
+            report(self.plan, self._choice)
             self._hosts = self._buffers.reserve(self._mover, self.plan.slabs)
 
     @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thdprof.offload_plan import Choice, OffloadPlan, freed_in_turn, plan_in_turn
-from thdprof.runtime.offload import CudaMover, Discovery, HostBuffers, Mover, Offload
+from thdprof.runtime.offload import CudaMover, Discovery, HostBuffers, Mover, Offload, report
 
 
 class _BeforeLayer(torch.autograd.Function):
@@ -70,6 +70,8 @@ class LayerOffload:
         assert len(found) == len(self._found)
         mover = self._mover()
         self._plans = plan_in_turn(found, self._choice)
+        if not any(plan.offloaded_bytes for plan in self._plans):
+            report(self._plans[0], self._choice)
         self._freed_bytes = max(self._freed_bytes, freed_in_turn(self._plans))
         self._hosts = [b.reserve(mover, p.slabs) for b, p in zip(self._buffers, self._plans, strict=True)]
 
