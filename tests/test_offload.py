@@ -273,7 +273,7 @@ def test_eager_passes_move_what_agrees_with_the_plan_and_give_their_host_memory_
     passes(stack, made, count=1)
     expected = passes(stack, None, count=1, tokens=tokens)
     x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    session = _Returning(made.plan, HostBuffers(), mover, free)
+    session = _Returning(made.plan, HostBuffers(), mover, [x], free)
     with session.forward():
         y = stack(x)
     del session
@@ -288,6 +288,27 @@ def test_eager_passes_move_what_agrees_with_the_plan_and_give_their_host_memory_
     assert len(free) == 1
 
 
+def test_an_eager_pass_may_get_its_input_from_another_module():
+    """A graph's input is a leaf; outside it may be an embedding's output, saved all the same."""
+    stack, mover, embed = Stack(), LateMover(), nn.Linear(32, 32)
+    static = torch.zeros(64, 32, requires_grad=True)
+    made = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers(), [static])
+    with made.forward():
+        y = stack(static)
+    with made.backward():
+        y.sum().backward()
+    found = []
+    for offloads in (False, True):
+        embed.zero_grad()
+        x = embed(torch.ones(64, 32))
+        with _Returning(made.plan, HostBuffers(), mover, [x], []).forward() if offloads else nullcontext():
+            y = stack(x)
+        y.square().mean().backward()
+        found.append(embed.weight.grad.clone())
+    assert torch.equal(*found)
+    assert mover.out_copies == sum(place is not None for place in made.plan.places) > 10
+
+
 def test_an_eager_pass_of_other_code_is_right_too():
     stack, mover = Stack(layers=4), LateMover()
     made = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
@@ -296,7 +317,7 @@ def test_an_eager_pass_of_other_code_is_right_too():
     other.layers[1].norm = nn.Identity()
     expected = passes(other, None, count=1)
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    with _Returning(made.plan, HostBuffers(), mover, []).forward():
+    with _Returning(made.plan, HostBuffers(), mover, [x], []).forward():
         y = other(x)
     y.square().mean().backward()
     found = [y.detach(), x.grad, *(p.grad for p in other.parameters() if p.grad is not None)]

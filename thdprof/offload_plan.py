@@ -109,6 +109,8 @@ class OffloadPlan:
     """Bytes of each piece of host memory."""
     window_bytes: int
     """Most bytes on their way in either direction."""
+    min_bytes: int = 1
+    """Smaller storages are not looked at."""
 
     @property
     def saved_bytes(self) -> int:
@@ -212,6 +214,7 @@ def plan_offload(storage_at: Sequence[int], storages: Sequence[SavedStorage], ch
         places=tuple(where.get(n) for n in range(len(storages))),
         slabs=slabs,
         window_bytes=max([min(WINDOW_BYTES, total // WINDOW_SHARE), *(storages[n].nbytes for n in moved)]),
+        min_bytes=choice.min_bytes,
     )
 
 

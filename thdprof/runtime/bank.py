@@ -367,17 +367,17 @@ class Bank:
         if self._options.offload is None:
             return None
         mover = CudaMover(self._stream, self._outwards, self._inwards)
-        return PassOffload(self._module, self._options.offload, mover, slot.host)
+        return PassOffload(self._module, self._options.offload, mover, slot.host, slot.inputs)
 
     def offloaded(self) -> OffloadPlan | None:
         """What a slot moves for its largest bucket; None where nothing was captured or nothing is moved."""
         found = [(bucket, p.offload) for slot in self.slots for bucket, p in slot.passes.items() if p.offload]
         return max(found, key=lambda pair: pair[0])[1] if found else None
 
-    def eager_offload(self) -> AbstractContextManager[None]:
-        """Around an eager forward: moves what the largest bucket's would."""
+    def eager_offload(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Around an eager forward of `inputs`: moves what the largest bucket's would."""
         plan = self.offloaded() if torch.is_grad_enabled() else None
-        return nullcontext() if plan is None else self._eager.forward(plan)
+        return nullcontext() if plan is None else self._eager.forward(plan, inputs)
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory, of all slots and of eager passes."""

@@ -151,7 +151,7 @@ class GraphedModule(DispatchedModule):
         return 0 if made is None else made.device_bytes_freed * self._num_slots
 
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
-        with self._bank.eager_offload() if self._bank is not None else nullcontext():
+        with self._bank.eager_offload(call.tensors) if self._bank is not None else nullcontext():
             return super()._run_eagerly(call, timed=timed)
 
     def _open(self, call: Call) -> None:

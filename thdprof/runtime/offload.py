@@ -155,32 +155,41 @@ _COUNTED = (torch.Tensor, nn.Parameter)
 """Others are passed on and not counted: a compiler's stand-ins come in the first pass alone."""
 
 
-def _movable(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a saved tensor is plain memory on the device, and no parameter or other input of the whole pass."""
-    leaf = tensor.is_leaf and tensor.requires_grad
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    return plain and not leaf and tensor.device == device and not (tensor.is_conj() or tensor.is_neg())
+class _Sight:
+    """Which saved tensors a pass looks at, and which storages they are of.
+
+    Not parameters and inputs, which are there anyway; and not small ones, as boundaries, which may be views of one
+    storage in a graph and of several outside it.
+    """
+
+    def __init__(self, device: torch.device, min_bytes: int, inputs: Sequence[torch.Tensor]) -> None:
+        self._device, self._min_bytes = device, max(1, min_bytes)
+        self._inputs = {t.untyped_storage()._cdata for t in inputs}
+        self._seen: dict[int, int] = {}
+        self.references: list[StorageWeakRef] = []  # each also keeps its address from being given to another storage
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """Number of the tensor's storage, in the order of their first saved tensors; NOT_MOVED: not looked at."""
+        if not self._movable(tensor):
+            return NOT_MOVED
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._inputs or storage.nbytes() < self._min_bytes:
+            return NOT_MOVED
+        if key not in self._seen:
+            self._seen[key] = len(self.references)
+            self.references.append(StorageWeakRef(storage))
+        return self._seen[key]
+
+    def _movable(self, tensor: torch.Tensor) -> bool:
+        leaf = tensor.is_leaf and tensor.requires_grad
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        return plain and not leaf and tensor.device == self._device and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
     """What to give autograd for a tensor that stays: an output of the function that saves it must not keep itself."""
     return tensor if tensor.is_leaf else tensor.detach()
-
-
-class _Numbers:
-    """Numbers storages in the order of their first saved tensor."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, int] = {}
-        self.references: list[StorageWeakRef] = []  # each also keeps its address from being given to another storage
-
-    def of(self, storage: torch.UntypedStorage) -> int:
-        """The storage's number."""
-        key = storage._cdata
-        if key not in self._seen:
-            self._seen[key] = len(self.references)
-            self.references.append(StorageWeakRef(storage))
-        return self._seen[key]
 
 
 class Discovery:
@@ -189,9 +198,9 @@ class Discovery:
     Not during a capture.
     """
 
-    def __init__(self, module: nn.Module, mover: Mover, choice: Choice) -> None:
+    def __init__(self, module: nn.Module, mover: Mover, choice: Choice, inputs: Sequence[torch.Tensor]) -> None:
         self._module, self._mover, self._choice = module, mover, choice
-        self._numbers = _Numbers()
+        self._sight = _Sight(mover.device, choice.min_bytes, inputs)
         self._at: list[int] = []
         self._hosts: dict[int, torch.Tensor] = {}
         self._modules: dict[int, list[str]] = {}
@@ -224,9 +233,9 @@ class Discovery:
                 modules=tuple(dict.fromkeys(self._modules[number])),
                 first=first[number],
                 last=last[number],
-                released=number in self._hosts and reference.expired(),
+                released=reference.expired(),
             )
-            for number, (nbytes, reference) in enumerate(zip(self._sizes, self._numbers.references, strict=True))
+            for number, (nbytes, reference) in enumerate(zip(self._sizes, self._sight.references, strict=True))
         ]
 
     @contextmanager
@@ -251,17 +260,14 @@ class Discovery:
     def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in _COUNTED:
             return tensor
-        if not _movable(tensor, self._mover.device):
-            self._at.append(NOT_MOVED)
+        number = self._sight.number(tensor)
+        self._at.append(number)
+        if number == NOT_MOVED:
             return _kept(tensor)
         storage = tensor.untyped_storage()
-        number = self._numbers.of(storage)
-        self._at.append(number)
         self._modules.setdefault(number, []).append(self._running[-1])
         if number == len(self._sizes):
             self._sizes.append(storage.nbytes())
-        if storage.nbytes() < max(1, self._choice.min_bytes):
-            return _kept(tensor)
         whole = _bytes_of(storage)
         if number not in self._hosts:
             self._hosts[number] = torch.empty(len(whole), dtype=torch.uint8)
@@ -283,9 +289,17 @@ class Offload:
     does everything after a tensor of another storage than expected.
     """
 
-    def __init__(self, plan: OffloadPlan, hosts: Sequence[torch.Tensor], mover: Mover, *, strict: bool) -> None:
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        hosts: Sequence[torch.Tensor],
+        mover: Mover,
+        inputs: Sequence[torch.Tensor],
+        *,
+        strict: bool,
+    ) -> None:
         self._plan, self._hosts, self._mover, self._strict = plan, hosts, mover, strict
-        self._numbers = _Numbers()
+        self._sight = _Sight(mover.device, plan.min_bytes, inputs)
         self._position = 0
         self._entries: dict[int, _Entry] = {}
         self._outward: deque[_Entry] = deque()
@@ -323,11 +337,9 @@ class Offload:
         if type(tensor) not in _COUNTED:
             return tensor
         position, self._position = self._position, self._position + 1
-        number = NOT_MOVED
-        if movable := _movable(tensor, self._mover.device):
-            number = self._numbers.of(tensor.untyped_storage())
+        number = self._sight.number(tensor)
         self._compare(position, number)
-        if not movable or not self._agrees:
+        if number == NOT_MOVED or not self._agrees:
             return _kept(tensor)
         planned, place = self._plan.storages[number], self._plan.places[number]
         storage = tensor.untyped_storage()
@@ -438,8 +450,11 @@ def report(plan: OffloadPlan, choice: Choice) -> None:
 class PassOffload:
     """What one pass (a bucket in a slot) moves: its first warm-up shows what, and those after it follow the plan."""
 
-    def __init__(self, module: nn.Module, choice: Choice, mover: Mover, buffers: HostBuffers) -> None:
+    def __init__(
+        self, module: nn.Module, choice: Choice, mover: Mover, buffers: HostBuffers, inputs: Sequence[torch.Tensor] = ()
+    ) -> None:
         self._module, self._choice, self._mover, self._buffers = module, choice, mover, buffers
+        self._inputs = inputs
         self.plan: OffloadPlan | None = None
         """None until a forward has run."""
         self._hosts: list[torch.Tensor] = []
@@ -454,9 +469,9 @@ class PassOffload:
         """
         discovery = None
         if self.plan is None:
-            self._now = discovery = Discovery(self._module, self._mover, self._choice)
+            self._now = discovery = Discovery(self._module, self._mover, self._choice, self._inputs)
         else:
-            self._now = Offload(self.plan, self._hosts, self._mover, strict=True)
+            self._now = Offload(self.plan, self._hosts, self._mover, self._inputs, strict=True)
         with self._tidy(), self._now.forward():
             yield
         if discovery is not None:
@@ -512,14 +527,14 @@ class EagerOffload:
         self._free: list[HostBuffers] = []
         self._all: list[HostBuffers] = []
 
-    def forward(self, plan: OffloadPlan) -> AbstractContextManager[None]:
-        """Around an eager forward on the current stream."""
+    def forward(self, plan: OffloadPlan, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Around an eager forward of `inputs` on the current stream."""
         mover = CudaMover(torch.cuda.current_stream(self._streams[0].device), *self._streams)
         if not self._free:
             self._free.append(HostBuffers())
             self._all.append(self._free[0])
         buffers = self._free.pop()
-        return _Returning(plan, buffers, mover, self._free).forward()
+        return _Returning(plan, buffers, mover, inputs, self._free).forward()
 
     def nbytes(self) -> int:
         """Bytes pinned."""
@@ -529,8 +544,15 @@ class EagerOffload:
 class _Returning(Offload):
     """Gives its host memory back when autograd has dropped the last saved tensor."""
 
-    def __init__(self, plan: OffloadPlan, buffers: HostBuffers, mover: Mover, free: list[HostBuffers]) -> None:
-        super().__init__(plan, buffers.reserve(mover, plan.slabs), mover, strict=False)
+    def __init__(
+        self,
+        plan: OffloadPlan,
+        buffers: HostBuffers,
+        mover: Mover,
+        inputs: Sequence[torch.Tensor],
+        free: list[HostBuffers],
+    ) -> None:
+        super().__init__(plan, buffers.reserve(mover, plan.slabs), mover, inputs, strict=False)
         self._buffers, self._free = buffers, free
 
     def __del__(self) -> None:

@@ -58,9 +58,9 @@ class LayerOffload:
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""
         given = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
-        discovery = Discovery(layer, self._mover(), self._choice.whole())
+        discovery = Discovery(layer, self._mover(), self._choice.whole(), [given])
         with discovery.forward():
-            output = run(given.view_as(given))
+            output = run(given)
         self._found[number] = discovery.plan
         return output
 
@@ -84,7 +84,7 @@ class LayerOffload:
         plan, hosts = self._plans[number], self._hosts[number]
 
         def run(hidden: torch.Tensor, layer: Callable[[torch.Tensor], Any]) -> Any:
-            session = Offload(plan, hosts, self._mover(), strict=True)
+            session = Offload(plan, hosts, self._mover(), [hidden], strict=True)
             entered = _BeforeLayer.apply(session, hidden)
             moving: AbstractContextManager[None] = session.forward()
             with moving:
