@@ -31,7 +31,7 @@ from thdprof.runtime.megatron.decoder import Decoder
 from thdprof.runtime.megatron.layer_offload import LayerOffload
 from thdprof.runtime.megatron.settings import SettingsError, _of_transformer_engine
 from thdprof.runtime.megatron.transformer_engine import LayerGraphs, LayerPass
-from thdprof.runtime.offload import HostBuffers, PassOffload
+from thdprof.runtime.offload import HostBuffers, PassOffload, _Returning
 
 TOKENS, HIDDEN, LAYERS = 16, 8, 3
 BUCKETS = [Bucket(3, TOKENS, TOKENS), Bucket(6, TOKENS, TOKENS)]
@@ -401,6 +401,26 @@ def test_parts_of_a_layer_are_where_the_plan_looks_for_them():
     elsewhere = [offload.plan.storages[n].modules for n in sorted(rest)]
     assert all(set(modules) == {"block.final_layernorm"} for modules in elsewhere), elsewhere
     assert not found["mlp_act"] & found["mlp_fc1"]
+
+
+def test_eager_micro_batches_of_a_decoder_move_what_its_graphs_do():
+    block, mover, static = make_block(), LateMover(), inputs(1)[0].requires_grad_()
+    offload = PassOffload(Decoder(block), Choice(min_bytes=256), mover, HostBuffers(), [static])
+    with offload.forward():
+        y = forward(block, static, SMALL)
+    with offload.backward():
+        y.sum().backward()
+    embedding = nn.Linear(HIDDEN, HIDDEN)
+    moved, found = sum(place is not None for place in offload.plan.places), []
+    for moves in (False, True):
+        block.zero_grad()
+        x = embedding(inputs(1)[0])
+        with _Returning(offload.plan, HostBuffers(), mover, [x], []).forward() if moves else nullcontext():
+            y = forward(block, x, [0, 3, 16])
+        y.square().sum().backward()
+        found.append([p.grad.clone() for p in block.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert mover.out_copies == mover.back_copies == moved > 20
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
