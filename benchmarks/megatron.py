@@ -95,6 +95,8 @@ class Row:
     """Whether the distributed optimizer's communication overlaps with forward and backward."""
     pattern: str = ""
     """Of a hybrid model's layers; empty: the example's own."""
+    offload: tuple[float, ...] = ()
+    """Shares of the activations that further variants keep on the host."""
     deterministic: bool = False
     """Whether only deterministic kernels run: for small shapes, where Transformer Engine has them."""
     fused: bool = False
@@ -196,6 +198,16 @@ ROWS = (
     ),
     Row(name="exact-tp2-pp2", gpus=4, tp=2, pp=2, layers=4, tokens=512, deterministic=True),
     Row(name="exact-pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe", layers=4, tokens=512, deterministic=True),
+    Row(name="offload", gpus=1, layers=24, offload=(1.0, 0.5)),
+    Row(
+        name="exact-offload",
+        gpus=1,
+        layers=4,
+        tokens=512,
+        deterministic=True,
+        impls=("chunk", "transformer_engine"),
+        offload=(1.0, 0.5),
+    ),
     # bound by the GPU, also in eager training
     Row(name="bound", gpus=1, layers=12, hidden=2048, tokens=8192, calibrated=True),
     Row(name="hybrid", gpus=1, model="hybrid", layers=12),
@@ -575,6 +587,9 @@ def variants_of(row: Row, planned: Planned, steps: int, impls: Sequence[str]) ->
     found = [("eager", min(steps, EAGER_STEPS), ["--eager"])] if row.gpus == 1 else []
     found += [(name, steps, ["--padded-eager"]) for name in ("padded eager", "padded eager again")]
     found += [(f"ours: {impl}", steps, ["--impl", impl]) for impl in row.impls if impl in impls]
+    for impl, share in itertools.product((impl for impl in row.impls if impl in impls), row.offload):
+        options = ["--impl", impl, "--offload", "all", "--offload-fraction", str(share)]
+        found.append((f"ours: {impl}, {share:.0%} offloaded", steps, options))
     if row.gpus == 1 and "local" in row.impls and "stock" in impls and "M" not in row.pattern:
         found.append(("stock local", steps, ["--stock-local", str(planned.most_documents)]))
     return found
@@ -738,10 +753,34 @@ def table_of(row: Row, planned: Planned, ran: Sequence[Ran]) -> list[str]:
         if one.result is not None and one.result["pool_bytes"]:
             held = ", ".join(f"{size / 2**20:,.0f}" for size in one.result["pool_bytes_of_ranks"])
             lines += ["", f"{one.variant}: graph memory of each rank, MiB: {held}; {predicted_memory(row, planned)}."]
+    lines += offload_lines(planned, ran)
     for one in ran:
         if one.code != 0:
             how = f"exit code {one.code}" if one.code is not None else f"ended after {one.seconds:.0f} s"
             lines += ["", f"{one.variant}: {how}; its last lines:", "", "```", *one.tail, "```"]
+    return lines
+
+
+def offload_lines(planned: Planned, ran: Sequence[Ran]) -> list[str]:
+    """What activations on the host freed, beside what the passes before the captures predicted.
+
+    At the peak a micro-batch runs eagerly beside the slots; under chunk graphs its activations are on the host too.
+    """
+    lines = []
+    results = {one.variant: one.result for one in ran if one.result is not None}
+    for one in ran:
+        without = results.get(one.variant.split(", ")[0])
+        if one.result is None or without is None or not one.result.get("host_bytes"):
+            continue
+        told, slots = one.result, planned.plan.graphs.slots[0][0]
+        eager = told["freed_bytes"] / slots if "chunk" in one.variant and sum(planned.fallbacks) else 0
+        graphs, peak = (f"{(without[name] - told[name]) / 2**20:,.0f}" for name in ("pool_bytes", "peak_bytes"))
+        lines += [
+            "",
+            f"{one.variant}: {told['host_bytes'] / 2**20:,.0f} MiB of pinned host memory; graphs {graphs} MiB less, "
+            f"predicted {told['freed_bytes'] / 2**20:,.0f}; peak {peak} MiB less, predicted "
+            f"{(told['freed_bytes'] + eager) / 2**20:,.0f}.",
+        ]
     return lines
 
 

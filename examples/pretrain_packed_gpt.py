@@ -56,7 +56,7 @@ from train_packed import _gpt_dataset as gpt_dataset
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.files import check_targets, write_text
-from thdprof.plan import Plan, load_plan
+from thdprof.plan import OffloadPart, Plan, load_plan
 from thdprof.reasons import BY_SHAPE
 from thdprof.runtime import Stats
 
@@ -116,6 +116,8 @@ class RankResult:
     """Counters of its first model chunk; None where thdprof is not installed."""
     pool_bytes: int
     peak_bytes: int
+    host_bytes: int = 0
+    freed_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,6 +151,10 @@ class RunResult:
     pool_bytes: int = 0
     """Graph memory of the rank that has most."""
     pool_bytes_of_ranks: list[int] = field(default_factory=list)
+    host_bytes: int = 0
+    """Pinned host memory that holds activations, on the rank that has most."""
+    freed_bytes: int = 0
+    """By how much its passes said that this would make graph memory less, on the rank where it is most."""
     peak_bytes: int = 0
     """Memory that the allocator reserved at most, on the rank that has most."""
 
@@ -170,6 +176,8 @@ def parser_of() -> argparse.ArgumentParser:
     add("--eager", action="store_true", help="without thdprof's runtime")
     add("--padded-eager", action="store_true", help="inputs padded as for replay, but nothing replays")
     add("--impl", choices=IMPLS, help="what is captured [the plan's graphs.impl; chunk for module]")
+    add("--offload", metavar="MODULES", help="keep activations of these, or all, on the host; none [the plan's]")
+    add("--offload-fraction", type=float, help="share of them [the plan's; 1 with --offload]")
     add("--debug", action="store_true", help="check in every step that all ranks decided alike")
     add("--steps", type=positive, help="optimizer steps [as many as the plan's micro-batches give]")
     add("--microbatch-counts", type=counts_argument, help="micro-batches of a step, cycled: 4,6,8,6 [the plan's]")
@@ -331,13 +339,31 @@ def plan_of(args: argparse.Namespace) -> Plan:
         raise UsageError("--stats: without thdprof's runtime there is nothing to count")
     planned = "chunk" if plan.graphs.impl == "module" else plan.graphs.impl
     impl = args.impl or planned
-    graphs = plan.graphs.model_copy(update={"impl": impl, "modules": captured_modules(args, impl)})
+    graphs = plan.graphs.model_copy(
+        update={"impl": impl, "modules": captured_modules(args, impl), "offload": offload_of(args, plan)}
+    )
     return plan.model_copy(update={"graphs": graphs})
 
 
 def captured_modules(args: argparse.Namespace, impl: str) -> list[str]:
     """What of a layer is captured, by Megatron's names; none: all of it."""
     return ["attn", "moe_router"] if args.dropless and impl == "transformer_engine" else []
+
+
+def offload_of(args: argparse.Namespace, plan: Plan) -> OffloadPart | None:
+    """Which activations are kept on the host: the command line's, else the plan's.
+
+    Raises:
+        UsageError: a fraction of nothing, or one that is no share.
+    """
+    asked = plan.graphs.offload
+    if args.offload is not None:
+        asked = None if args.offload == "none" else OffloadPart(modules=args.offload.split(","))
+    if args.offload_fraction is None:
+        return asked
+    if asked is None or not 0 <= args.offload_fraction <= 1:
+        raise UsageError(f"--offload-fraction {args.offload_fraction}: must be a share from 0 to 1, of --offload")
+    return asked.model_copy(update={"fraction": args.offload_fraction})
 
 
 def step_counts(args: argparse.Namespace, plan: Plan) -> list[int]:
@@ -944,6 +970,8 @@ def run_steps(args: argparse.Namespace, plan: Plan, sizes: Sizes, counts: Sequen
                 predicted=predicted,
                 stats=installation.stats(chunk=0) if installation is not None else None,
                 pool_bytes=installation.pool_bytes() if installation is not None else 0,
+                host_bytes=installation.host_bytes() if installation is not None else 0,
+                freed_bytes=installation.offload_freed_bytes() if installation is not None else 0,
                 peak_bytes=torch.cuda.max_memory_reserved(),
             )
             result.dispatching = installation is not None and plan.graphs.impl != "none"
@@ -1054,6 +1082,8 @@ def combine(result: RunResult, ranks: Sequence[RankResult]) -> Stats | None:
     result.predicted_replays = {name: n for name, n in sorted(predicted.items()) if name != "eager"}
     result.pool_bytes_of_ranks = [rank.pool_bytes for rank in sorted(ranks, key=lambda rank: rank.rank)]
     result.pool_bytes = max(result.pool_bytes_of_ranks)
+    result.host_bytes = max(rank.host_bytes for rank in ranks)
+    result.freed_bytes = max(rank.freed_bytes for rank in ranks)
     result.peak_bytes = max(rank.peak_bytes for rank in ranks)
     if not result.fallbacks:
         result.fallbacks = None
@@ -1148,6 +1178,9 @@ def print_report(plan: Plan, result: RunResult, console: Console) -> None:
     times.add_row("last loss", f"{result.losses[-1]:.5f}")
     times.add_row("captures", f"{result.captures:,}")
     times.add_row("graph memory", f"{result.pool_bytes / 2**20:,.0f} MiB")
+    if result.host_bytes:
+        times.add_row("activations on the host", f"{result.host_bytes / 2**20:,.0f} MiB")
+        times.add_row("graph memory that frees", f"{result.freed_bytes / 2**20:,.0f} MiB")
     times.add_row("peak memory", f"{result.peak_bytes / 2**20:,.0f} MiB")
     console.print(times)
 

@@ -66,6 +66,71 @@ def test_a_plain_configuration_is_accepted(plan):
     assert complaints(plan) == []
 
 
+OFFLOADS = [
+    ("chunk", {}, {}, None),
+    ("chunk", {"modules": ["core_attn", "attn_proj", "moe_act"]}, {}, None),
+    ("transformer_engine", {}, {"cuda_graph_impl": "transformer_engine"}, None),
+    (
+        "local",
+        {},
+        {"cuda_graph_impl": "local"},
+        "graphs.offload: megatron-core does not support it with cuda_graph_impl='local' and whole-layer capture, which "
+        "graphs.impl local is; set graphs.impl to chunk or transformer_engine",
+    ),
+    (
+        "chunk",
+        {"delayed_commit": True},
+        {},
+        "graphs.offload.delayed_commit is True: copies are part of the graphs, so that launching one queues them all "
+        "and there is nothing to delay; set it to False",
+    ),
+    (
+        "chunk",
+        {"modules": ["attn_proj"]},
+        {},
+        "graphs.offload.modules has attn_proj without core_attn: its input is the output of core_attn, which "
+        "core_attn's backward needs; add core_attn",
+    ),
+    (
+        "chunk",
+        {"modules": ["fused_group_mlp"]},
+        {},
+        "graphs.offload.modules has fused_group_mlp (it needs use_transformer_engine_op_fuser, which was not checked): "
+        "choose all, or some of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, mlp_fc1, mlp_act, mlp_fc2, "
+        "expert_fc1, moe_act, expert_fc2",
+    ),
+    (
+        "transformer_engine",
+        {},
+        {
+            "cuda_graph_impl": "transformer_engine",
+            "num_moe_experts": 4,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_token_dispatcher_type": "alltoall",
+        },
+        "graphs.offload with num_moe_experts: megatron-core does not support it where a layer's graph holds experts "
+        "with token dropping; set graphs.impl to chunk, or graphs.offload to null",
+    ),
+]
+
+
+@pytest.mark.parametrize(("impl", "offload", "changes", "line"), OFFLOADS)
+def test_activations_on_the_host_are_refused_where_they_cannot_be(plan, impl, offload, changes, line):
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"] |= {"impl": impl, "offload": offload}
+    said = [text for text in complaints(type(plan).model_validate(values), changes) if "offload" in text]
+    assert said == ([] if line is None else [f"- {line}"])
+
+
+def test_megatrons_own_offloading_is_refused_with_what_to_use_instead(plan):
+    (line,) = complaints(plan, {"fine_grained_activation_offloading": True})
+    assert line == (
+        "- fine_grained_activation_offloading is True: megatron-core's own replays no packed input, and waits for its "
+        "copies only in graphs of parts of layers; say graphs.offload in the plan instead (thdprof analyze --offload), "
+        "which moves the same tensors; set it to False"
+    )
+
+
 REFUSED = [
     ({"cuda_graph_impl": "local"}, "- cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
     (

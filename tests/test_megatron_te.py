@@ -23,14 +23,18 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from late_mover import LateMover
 from torch import nn
 
+from thdprof.offload_plan import Choice
 from thdprof.runtime import Bucket, FallbackReason, bank
 from thdprof.runtime.capture import _homes
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder import Decoder
+from thdprof.runtime.megatron.layer_offload import LayerOffload
 from thdprof.runtime.megatron.settings import SettingsError, _of_transformer_engine
 from thdprof.runtime.megatron.transformer_engine import LayerGraphs, LayerPass
+from thdprof.runtime.offload import HostBuffers, PassOffload, _Returning
 
 TOKENS, HIDDEN, LAYERS = 16, 8, 3
 BUCKETS = [Bucket(3, TOKENS, TOKENS), Bucket(6, TOKENS, TOKENS)]
@@ -374,6 +378,90 @@ def test_gradients_without_main_grad_are_the_callers_to_keep():
             assert torch.equal(p.grad, q.grad)
             checked += 1
     assert checked > 30
+
+
+def test_parts_of_a_layer_are_where_the_plan_looks_for_them():
+    block = make_block()
+    decoder = Decoder(block)
+    found = {}
+    for part in (
+        "attn_norm",
+        "qkv_linear",
+        "core_attn",
+        "attn_proj",
+        "mlp_norm",
+        "mlp_fc1",
+        "mlp_act",
+        "mlp_fc2",
+        "all",
+    ):
+        offload = PassOffload(decoder, Choice(modules=(part,), min_bytes=64), LateMover(), HostBuffers())
+        with offload.forward():
+            y = forward(block, inputs(1)[0].requires_grad_(), SMALL)
+        found[part] = {n for n, place in enumerate(offload.plan.places) if place is not None}
+        with offload.backward():
+            y.sum().backward()
+    assert all(found.values())
+    rest = found.pop("all") - set.union(*found.values())
+    elsewhere = [offload.plan.storages[n].modules for n in sorted(rest)]
+    assert all(set(modules) == {"block.final_layernorm"} for modules in elsewhere), elsewhere
+    assert not found["mlp_act"] & found["mlp_fc1"]
+
+
+def test_eager_micro_batches_of_a_decoder_move_what_its_graphs_do():
+    block, mover, static = make_block(), LateMover(), inputs(1)[0].requires_grad_()
+    offload = PassOffload(Decoder(block), Choice(min_bytes=256), mover, HostBuffers(), [static])
+    with offload.forward():
+        y = forward(block, static, SMALL)
+    with offload.backward():
+        y.sum().backward()
+    embedding = nn.Linear(HIDDEN, HIDDEN)
+    moved, found = sum(place is not None for place in offload.plan.places), []
+    for moves in (False, True):
+        block.zero_grad()
+        x = embedding(inputs(1)[0])
+        with _Returning(offload.plan, HostBuffers(), mover, [x], []).forward() if moves else nullcontext():
+            y = forward(block, x, [0, 3, 16])
+        y.square().sum().backward()
+        found.append([p.grad.clone() for p in block.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert mover.out_copies == mover.back_copies == moved > 20
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+def test_activations_on_the_host_change_no_number(monkeypatch, fraction):
+    mover = LateMover()
+    monkeypatch.setattr(
+        LayerOffload, "on_cuda", lambda choice, layers, streams: LayerOffload(choice, layers, lambda: mover)
+    )
+    plain, graphed, kept = make_block(), make_block(), make_block()
+    run = graphs_of(graphed, offload=Choice(fraction=fraction, min_bytes=64))
+    graphs_of(kept)
+    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    seen = [train(block, batches, one_f_one_b(len(batches))) for block in (plain, graphed, kept)]
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+    assert all(
+        p.grad is None or torch.equal(p.grad, q.grad)
+        for p, q in zip(kept.parameters(), graphed.parameters(), strict=True)
+    )
+    assert sum(p.grad is not None for p in graphed.parameters()) > 30
+    assert run.stats().replays == {BUCKETS[0]: 3, BUCKETS[1]: 3}
+    assert mover.out_copies == mover.back_copies > 30
+    assert not mover.unwaited
+    moves = [slot.moves for slot in run._slots]
+    for one in moves:
+        moved = [plan.offloaded_bytes for plan in one._plans]
+        assert moved[0] > 0
+        assert (moved[-1] > 0) is (fraction == 1.0)  # the first layers' activations go first
+        hosts = [slab.data_ptr() for buffers in one._buffers for slab in buffers.slabs]
+        assert len(set(hosts)) == len(hosts) > 0
+    assert not {s.data_ptr() for b in moves[0]._buffers for s in b.slabs} & {
+        s.data_ptr() for b in moves[1]._buffers for s in b.slabs
+    }
+    assert run.host_bytes() == sum(b.nbytes() for one in moves for b in one._buffers)
+    assert run.offload_freed_bytes() > 0
+    run.recapture()
+    assert run.host_bytes() == 0
 
 
 def test_captures_share_a_pool_and_static_tensors_within_a_slot():

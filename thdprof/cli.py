@@ -178,6 +178,10 @@ def analyze(
             "transformer_engine with dropless experts]."
         ),
     ] = None,
+    offload: Annotated[
+        str | None, typer.Option(help="Activations to keep on the host: all, or modules such as core_attn,mlp_act.")
+    ] = None,
+    offload_fraction: Annotated[str | None, typer.Option(help="Share of them: 0.5 or 50% [1].")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", readable=False)
     ] = None,
@@ -190,7 +194,8 @@ def analyze(
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
     from thdprof.analyze.analysis import make_plan
-    from thdprof.analyze.request import read_request
+    from thdprof.analyze.offload import choice_of, predict_offload
+    from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
 
     to_stdout = output is not None and str(output) == "-"
@@ -199,6 +204,8 @@ def analyze(
     if str(microbatches) == "-":
         raise UsageError("--microbatches -: a parquet table cannot go to stdout; name a file")
     check_targets([p for p in (None if to_stdout else output, microbatches) if p is not None], force=force)
+    share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
+    choice = choice_of(offload, share)
     flags = {
         "seq_length": seq_length,
         "micro_batch_size": micro_batch_size,
@@ -249,8 +256,9 @@ def analyze(
         if microbatches is not None:
             progress("writing the table", 1.0, 0)
             result.microbatches.write_parquet(microbatches)
+    moved = None if choice is None else predict_offload(result, choice)
     if output is not None:
-        plan = make_plan(result, impl=impl.value if impl else None)
+        plan = make_plan(result, impl=impl.value if impl else None, offload=moved)
         if to_stdout:
             streams.write(plan.to_yaml())
         else:
@@ -258,11 +266,14 @@ def analyze(
     if json:
         from thdprof.analyze.report.json_ import to_json
 
-        streams.write(to_json(result) + "\n")
+        streams.write(to_json(result, moved) + "\n")
     else:
-        from thdprof.analyze.report.terminal import print_report
+        from thdprof.analyze.report.terminal import print_offload, print_report
 
-        print_report(result, streams.console(stderr=to_stdout))
+        console = streams.console(stderr=to_stdout)
+        print_report(result, console)
+        if moved is not None:
+            print_offload(moved, console)
         if output is not None and not to_stdout:
             streams.say(f"plan written to {output}")
 

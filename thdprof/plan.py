@@ -157,6 +157,19 @@ class OneCapPart(_Part):
     """Predicted under this cap."""
 
 
+class OffloadPart(_Part):
+    """Activations that are in host memory between a micro-batch's forward and its backward."""
+
+    modules: list[str] = Field(default=["all"], min_length=1)
+    """Parts of a layer whose saved tensors are moved, as megatron-core names them, or all."""
+    fraction: Share = 1.0
+    """Of the bytes that may be moved; what is saved first, and used last, is moved first."""
+    min_bytes: int = Field(default=2**20, ge=0)
+    """Smaller tensors stay on the device."""
+    delayed_commit: bool = False
+    """Whether copies wait until a graph was launched: megatron-core's delay_offload_until_cuda_graph."""
+
+
 class GraphsPart(_Part):
     """What training captures and how it dispatches."""
 
@@ -179,6 +192,8 @@ class GraphsPart(_Part):
     """When graphs are captured."""
     no_grad: Literal["eager", "replay"] = "eager"
     """What passes without gradients do while the module is in training mode; in eval mode they always run eagerly."""
+    offload: OffloadPart | None = None
+    """Activations in host memory; null: all stay on the device."""
 
 
 class PredictionsPart(_Part):
@@ -195,7 +210,13 @@ class PredictionsPart(_Part):
     eager_step_ms: float
     """The same, all eagerly."""
     graph_memory_bytes: int | None
-    """Graph memory of the busiest pipeline rank; null where the cost table does not tell."""
+    """Graph memory of the busiest pipeline rank, after what graphs.offload frees; null where the cost table does not
+    tell."""
+    offload_host_bytes: int | None = None
+    """Pinned host memory of the busiest pipeline rank's slots; null without graphs.offload. Chunk graphs pin as much
+    again for each eager micro-batch in flight."""
+    offload_freed_bytes: int | None = None
+    """By how much graphs.offload makes that rank's graph memory less; null without it."""
 
 
 class CostsPart(_Part):

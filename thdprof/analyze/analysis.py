@@ -28,6 +28,7 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
 
 if TYPE_CHECKING:
+    from thdprof.analyze.offload import OffloadPrediction
     from thdprof.plan import Impl, Plan
 
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
@@ -352,10 +353,13 @@ def _warnings(
     return found
 
 
-def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
+def make_plan(analysis: Analysis, *, impl: Impl | None = None, offload: OffloadPrediction | None = None) -> Plan:
     """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none.
 
-    Without `impl` they are of a torch module, or of what dropless experts leave to capture.
+    Args:
+        analysis: what was found.
+        impl: what training captures; without it a torch module, or what dropless experts leave to capture.
+        offload: activations that are moved to the host, and what that is predicted to do; None: all stay.
 
     Raises:
         UsageError: dropless experts, of which `impl` cannot capture anything.
@@ -364,6 +368,7 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
 
     kind, modules = captured(analysis.settings.experts, impl)
     chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
+    offload = offload if chosen.buckets else None
     one_cap = chosen.one_cap
     return Plan.model_validate(
         {
@@ -400,6 +405,13 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                 else {"max_seqs": one_cap.max_seqs, "fallback_rate": asdict(one_cap.fallback_rate)},
                 "slots": analysis.slots,
                 "tail_policy": settings.tail_policy,
+                "offload": None
+                if offload is None
+                else {
+                    "modules": list(offload.choice.modules),
+                    "fraction": offload.choice.fraction,
+                    "min_bytes": offload.choice.min_bytes,
+                },
             },
             "predictions": {
                 "fallback_rate": asdict(chosen.fallback_rate),
@@ -407,7 +419,9 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                 "relative_step_time": chosen.relative_step_time,
                 "step_ms": chosen.step_ms,
                 "eager_step_ms": chosen.eager_step_ms,
-                "graph_memory_bytes": chosen.graph_memory_bytes,
+                "graph_memory_bytes": chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes,
+                "offload_host_bytes": None if offload is None else offload.host_bytes,
+                "offload_freed_bytes": None if offload is None else offload.device_bytes_freed,
             },
             "costs": {
                 "name": costs.name,

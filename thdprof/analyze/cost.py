@@ -43,6 +43,23 @@ class ReplayPoint(_Part):
     """Milliseconds of forward and backward."""
 
 
+class MeasuredModel(_Part):
+    """The model that a table was measured on, as far as its activations depend on it."""
+
+    layers: Count
+    """Transformer layers."""
+    hidden: Count
+    """Width of hidden states."""
+    ffn_hidden: Count
+    """Width inside the feed-forward network."""
+    heads: Count
+    """Attention heads."""
+    query_groups: Count
+    """Heads of keys and values."""
+    head_size: Count
+    """Width of a head."""
+
+
 class CostTable(_Part):
     """Measured times of one model on one kind of GPU."""
 
@@ -66,6 +83,8 @@ class CostTable(_Part):
     """Graph memory of one slot with one bucket; null where it was not measured."""
     bucket_overhead: float = Field(default=0.0, ge=0)
     """Share of slot_bytes that every further bucket of a slot adds."""
+    model: MeasuredModel | None = None
+    """What --offload predicts from: Transformer Engine's layers, dense; null where it is another model."""
 
     @property
     def needs_max_seqlen(self) -> bool:
@@ -151,6 +170,7 @@ def _transformer_engine(n_tokens: int, eager_ms: float, replay_ms: dict[int, flo
         replay=[ReplayPoint(max_seqs=n, ms=ms) for n, ms in replay_ms.items()],
         slot_bytes=round(3392 * 2**20 * n_tokens / 4096),
         bucket_overhead=0.0106,
+        model=MeasuredModel(layers=24, hidden=1024, ffn_hidden=4096, heads=16, query_groups=16, head_size=64),
     )
 
 

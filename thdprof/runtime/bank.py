@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from thdprof.offload_plan import Choice, OffloadPlan
 from thdprof.runtime.capture import CapturedPass, GradientBuffers, WarmupError, capture_pass
 from thdprof.runtime.dispatch import Bucket, FallbackReason
+from thdprof.runtime.offload import CudaMover, EagerOffload, HostBuffers, PassOffload
 from thdprof.runtime.padding import Boundaries, PackedSequence, document_of_tokens, fill_padded
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,7 @@ class Slot:
         device: torch.device,
     ) -> None:
         self.pool = torch.cuda.graph_pool_handle()
+        self.host = HostBuffers()
         self.passes: dict[Bucket, CapturedPass] = {}
         self.busy = self.closed = False
         self.inputs = [
@@ -228,6 +231,8 @@ class BankOptions:
     """Called after every capture."""
     surroundings: Surroundings
     """What the module touches outside itself."""
+    offload: Choice | None = None
+    """Which activations are on the host between forward and backward."""
 
 
 class Placement:
@@ -291,7 +296,7 @@ class Bank:
     def __init__(self, module: nn.Module, call: Call, tensors: Sequence[torch.Tensor], options: BankOptions) -> None:
         device = tensors[0].device
         self._module, self._call, self._options = module, call, options
-        self._stream = torch.cuda.Stream(device)
+        self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
         self._placement: Placement | None = None  # layers may make buffers in the first pass
         self.slots = [
@@ -306,6 +311,7 @@ class Bank:
         ]
         self.failures: dict[Bucket, str] = {}
         """Buckets that could not be captured, and why."""
+        self._eager = EagerOffload(self._outwards, self._inwards)
 
     def capture(self, slot: Slot, bucket: Bucket) -> CapturedPass | None:
         """The pass of `bucket` in `slot`, captured now if it is not yet; None if that has failed."""
@@ -327,6 +333,7 @@ class Bank:
                     pool=slot.pool,
                     stream=self._stream,
                     extra_state=self._options.surroundings.extra_state,
+                    offload=self._offload_of(slot),
                 )
         except Exception as error:
             refuse_half_a_pass(error, self._options.surroundings)
@@ -360,6 +367,26 @@ class Bank:
             if self.capture(slot, bucket) is not None:
                 return Lease(slot, bucket, self._gradients, self._options.surroundings.on_backward)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
+
+    def _offload_of(self, slot: Slot) -> PassOffload | None:
+        if self._options.offload is None:
+            return None
+        mover = CudaMover(self._stream, self._outwards, self._inwards)
+        return PassOffload(self._module, self._options.offload, mover, slot.host, slot.inputs)
+
+    def offloaded(self) -> OffloadPlan | None:
+        """What a slot moves for its largest bucket; None where nothing was captured or nothing is moved."""
+        found = [(bucket, p.offload) for slot in self.slots for bucket, p in slot.passes.items() if p.offload]
+        return max(found, key=lambda pair: pair[0])[1] if found else None
+
+    def eager_offload(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Around an eager forward of `inputs`: moves what the largest bucket's would."""
+        plan = self.offloaded() if torch.is_grad_enabled() else None
+        return nullcontext() if plan is None else self._eager.forward(plan, inputs)
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory, of all slots and of eager passes."""
+        return self._eager.nbytes() + sum(slot.host.nbytes() for slot in self.slots)
 
     def pool_bytes(self) -> int:
         """Bytes that all slots' pools hold."""

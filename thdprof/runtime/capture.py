@@ -17,6 +17,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from thdprof.offload_plan import OffloadPlan
+from thdprof.runtime.offload import NoOffload, PassOffload
+
 WARMUP_PASSES = 2
 """Passes before a capture: libraries make their handles and workspaces, and kernels tune themselves, in the first."""
 
@@ -45,6 +48,8 @@ class CapturedPass:
     """Which of the parameters the backward pass adds a gradient to."""
     pool_bytes: int
     """What the slot's pool grew by."""
+    offload: OffloadPlan | None = None
+    """Which activations are on the host between forward and backward; None: all stay."""
 
 
 @dataclass(slots=True)
@@ -270,6 +275,7 @@ def capture_pass(
     pool: Any,
     stream: torch.cuda.Stream,
     extra_state: Callable[[], Sequence[torch.Tensor]] = tuple,
+    offload: PassOffload | None = None,
 ) -> CapturedPass:
     """Warm up and capture one forward and one backward pass of `call()`, which runs `module` on static inputs.
 
@@ -283,6 +289,7 @@ def capture_pass(
         pool: handle of the memory pool to capture into.
         stream: side stream for warm-up and capture.
         extra_state: gives tensors, besides the module's buffers, that the passes must leave as they were.
+        offload: moves activations to the host, over `stream`; None: all stay.
 
     Raises:
         WarmupError: the module failed before the capture.
@@ -290,6 +297,7 @@ def capture_pass(
     """
     _refuse_hooks(gradients.parameters)
     device = stream.device
+    moves = offload or NoOffload()
     with (
         aliased_parameters(module) as aliases,
         unchanged_state(module, generators, extra_state),
@@ -301,8 +309,12 @@ def capture_pass(
         try:
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_PASSES):
-                    heads = _heads(_tensors(call()))
-                    with torch.autocast("cuda", enabled=False):  # a backward runs outside the forward's autocast
+                    with moves.forward():
+                        made = _tensors(call())
+                    heads = _heads(made)
+                    del made
+                    # a backward runs outside the forward's autocast
+                    with torch.autocast("cuda", enabled=False), moves.backward():
                         torch.autograd.backward(heads, static_output_grads(heads))
                     del heads
                     for leaf in (*inputs, *parameters):
@@ -317,7 +329,7 @@ def capture_pass(
             if generator is not torch.cuda.default_generators[device.index]:  # which registers itself
                 forward.register_generator_state(generator)
                 backward.register_generator_state(generator)
-        with torch.cuda.graph(forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(forward, pool=pool, stream=stream, capture_error_mode="thread_local"), moves.forward():
             result = call()
         outputs, spec = _tensors(result), tree_flatten(result)[1]
         heads = _heads(outputs)
@@ -325,6 +337,7 @@ def capture_pass(
         with (
             torch.cuda.graph(backward, pool=pool, stream=stream, capture_error_mode="thread_local"),
             torch.autocast("cuda", enabled=False),
+            moves.backward(),
         ):
             torch.autograd.backward(heads, output_grads)
         captured = CapturedPass(
@@ -337,6 +350,7 @@ def capture_pass(
             output_grads=tuple(output_grads),
             touched=tuple(i in touched for i in range(len(parameters))),
             pool_bytes=_pool_bytes(device, pool) - before,
+            offload=moves.plan,
         )
         for leaf in (*inputs, *parameters):
             leaf.grad = None

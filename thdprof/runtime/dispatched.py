@@ -98,6 +98,14 @@ class DispatchedModule(nn.Module):
         """Bytes of the graphs' memory pools."""
         return 0
 
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory that hold activations between forward and backward."""
+        return 0
+
+    def offload_freed_bytes(self) -> int:
+        """By how much the graphs' memory should be less than without offloading, all slots together."""
+        return 0
+
     @abstractmethod
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         """Run `call` through the graphs of `bucket` and give the module's output, or a FallbackReason."""

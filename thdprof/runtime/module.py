@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from thdprof.offload_plan import Choice, OffloadPlan
 from thdprof.runtime.bank import Bank, BankOptions, Lease, Surroundings
 from thdprof.runtime.capture import restore
 from thdprof.runtime.dispatch import Bucket, FallbackReason
@@ -83,6 +85,7 @@ class GraphedModule(DispatchedModule):
         sample_every: int = 16,
         on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
         surroundings: Surroundings | None = None,
+        offload: Choice | None = None,
     ) -> None:
         """A module over `buckets`.
 
@@ -100,6 +103,7 @@ class GraphedModule(DispatchedModule):
             sample_every: every so many micro-batches one is timed; 0: none.
             on_decision: called with every decision, before it is run.
             surroundings: what the module touches outside itself.
+            offload: which activations are on the host between forward and backward, of eager micro-batches too.
 
         Raises:
             ValueError: no slot.
@@ -125,7 +129,7 @@ class GraphedModule(DispatchedModule):
             on_decision=on_decision,
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
-        self._surroundings = surroundings or Surroundings()
+        self._surroundings, self._offload = surroundings or Surroundings(), offload
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
 
@@ -136,6 +140,23 @@ class GraphedModule(DispatchedModule):
     def bytes_of_buckets(self) -> list[int]:
         """What each bucket made the pool of the first slot grow by, in the order of their captures."""
         return [captured.pool_bytes for captured in self._bank.slots[0].passes.values()] if self._bank else []
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory that hold activations between forward and backward."""
+        return self._bank.host_bytes() if self._bank is not None else 0
+
+    def offloaded(self) -> OffloadPlan | None:
+        """What a slot moves to the host, and what that frees; None before the captures, and without offloading."""
+        return self._bank.offloaded() if self._bank is not None else None
+
+    def offload_freed_bytes(self) -> int:
+        """By how much the graphs' memory should be less than without offloading, all slots together."""
+        made = self.offloaded()
+        return 0 if made is None else made.device_bytes_freed * self._num_slots
+
+    def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
+        with self._bank.eager_offload(call.tensors) if self._bank is not None else nullcontext():
+            return super()._run_eagerly(call, timed=timed)
 
     def _open(self, call: Call) -> None:
         device = call.tensors[0].device
@@ -159,6 +180,7 @@ class GraphedModule(DispatchedModule):
                 with_seq_idx=call.packed.seq_idx is not None,
                 on_capture=self._count_capture,
                 surroundings=self._surroundings,
+                offload=self._offload,
             ),
         )
         if self._capture == "startup":
@@ -197,6 +219,20 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     ]
 
 
+def offload_of(plan: Plan) -> Choice | None:
+    """Which activations `plan` keeps on the host; None where all stay on the device.
+
+    Raises:
+        ValueError: delayed copies, which there are not inside graphs.
+    """
+    asked = plan.graphs.offload
+    if asked is None:
+        return None
+    if asked.delayed_commit:
+        raise ValueError("graphs.offload.delayed_commit: copies are part of the graphs; set it to false")
+    return Choice(modules=tuple(asked.modules), fraction=asked.fraction, min_bytes=asked.min_bytes)
+
+
 def graphed(
     module: nn.Module,
     plan: Plan,
@@ -227,6 +263,7 @@ def graphed(
         no_grad=graphs.no_grad,
         generators=generators,
         token_dim=token_dim,
+        offload=offload_of(plan),
     )
     made.stats().prediction = Prediction.of(plan)
     return made

@@ -8,6 +8,7 @@ from typing import Any
 
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.experts import UP_TO_ROUTER, WHY
+from thdprof.analyze.offload import OffloadPrediction
 from thdprof.analyze.recommend import Candidate
 
 SCHEMA = "thdprof.analysis/1"
@@ -30,8 +31,8 @@ def _captures(analysis: Analysis) -> dict[str, Any] | None:
     return {"impl": "transformer_engine", "modules": UP_TO_ROUTER, "why": WHY}
 
 
-def to_dict(analysis: Analysis) -> dict[str, Any]:
-    """The JSON object as a dict."""
+def to_dict(analysis: Analysis, offload: OffloadPrediction | None = None) -> dict[str, Any]:
+    """The JSON object as a dict; with `offload`, also what that is predicted to do."""
     chosen = analysis.recommendation
     return {
         "schema": SCHEMA,
@@ -69,6 +70,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
             "graph_memory_bytes": chosen.graph_memory_bytes,
             "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap),
         },
+        **({} if offload is None else {"offload": asdict(offload)}),
         "costs": {
             "name": analysis.costs.name,
             "calibrated": analysis.costs.calibrated,
@@ -80,6 +82,6 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
     }
 
 
-def to_json(analysis: Analysis) -> str:
-    """The analysis as JSON text, indented."""
-    return json.dumps(to_dict(analysis), indent=2, allow_nan=False)
+def to_json(analysis: Analysis, offload: OffloadPrediction | None = None) -> str:
+    """The analysis as JSON text, indented; with `offload`, also what that is predicted to do."""
+    return json.dumps(to_dict(analysis, offload), indent=2, allow_nan=False)

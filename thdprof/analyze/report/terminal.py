@@ -10,6 +10,7 @@ from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.experts import WHY
+from thdprof.analyze.offload import OffloadPrediction
 from thdprof.analyze.recommend import LEAST_GAIN, Candidate
 
 _BAR = 20
@@ -20,6 +21,20 @@ def print_report(analysis: Analysis, console: Console) -> None:
     block = "█" if console.encoding.lower().startswith("utf") else "#"
     for part in _parts(analysis, block):
         console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))
+
+
+def print_offload(offload: OffloadPrediction, console: Console) -> None:
+    """Write what is predicted of activations on the host."""
+    choice = offload.choice
+    text = (
+        f"activations on the host ({', '.join(choice.modules)}; {choice.fraction:.0%} of their bytes): "
+        f"{offload.offloaded_bytes / 2**20:,.0f} MiB a micro-batch, there and back; on the busiest pipeline rank "
+        f"{offload.host_bytes / 2**30:.2f} GiB of pinned host memory and {offload.device_bytes_freed / 2**30:.2f} GiB "
+        "less graph memory"
+    )
+    if offload.graph_memory_bytes is not None:
+        text += f", {offload.graph_memory_bytes / 2**30:.2f} GiB in all"
+    console.print(Text(f"{text} ({offload.model})"), highlight=False, soft_wrap=True)
 
 
 def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:

@@ -17,7 +17,7 @@ from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import Decoder, rope_of
 from thdprof.runtime.megatron.dynamic_cp import SizedChunkGraphs
 from thdprof.runtime.megatron.dynamic_cp_settings import is_dynamic
-from thdprof.runtime.module import buckets_of
+from thdprof.runtime.module import buckets_of, offload_of
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -37,6 +37,14 @@ class Installation:
     def pool_bytes(self) -> int:
         """Bytes of graph memory on this rank."""
         return sum(run.pool_bytes() for run in self._runs)
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory on this rank that hold activations between forward and backward."""
+        return sum(run.host_bytes() for run in self._runs)
+
+    def offload_freed_bytes(self) -> int:
+        """By how much graph memory on this rank should be less than without offloading: told by what passes save."""
+        return sum(run.offload_freed_bytes() for run in self._runs)
 
     def check_decisions(self) -> None:
         """With `debug`, make sure that all ranks of the model-parallel group decided alike; one all-reduce.
@@ -160,6 +168,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
                 buckets_of(plan),
                 num_slots=slots,
                 surroundings=around,
+                offload=offload_of(plan),
                 **common,
             )
         case "local":
@@ -174,6 +183,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
                 modules=plan.graphs.modules,
                 generators=chunk.generators,
                 surroundings=around,
+                offload=offload_of(plan),
                 **common,
             )
         case other:

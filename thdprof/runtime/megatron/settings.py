@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from thdprof.runtime.megatron import dynamic_cp_settings
+from thdprof.runtime.megatron import dynamic_cp_settings, offload
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -60,6 +60,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         said += [*_of_experts(config, plan)] if facts.replay else []
         said += [*_of_transformer_engine(config, plan), *_of_shared_captures(config, plan)]
         said += [*_of_mamba(config, plan, facts), *_of_run(facts, environment)]
+        said += offload.complaints(config, plan)
     if said:
         raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
 
@@ -158,7 +159,7 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("fp4", None, "scales are not kept across replays of packed graphs"),
     ("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
     ("cpu_offloading", False, "megatron-core refuses it with graphs"),
-    ("fine_grained_activation_offloading", False, "it is not driven with packed input yet"),
+    ("fine_grained_activation_offloading", False, offload.OWN_OFFLOADING),
     ("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),
     ("delay_wgrad_compute", False, "its weight gradients are not part of a backward pass"),
     ("quant_recipe", None, "cached quantized weights would not be renewed in replays"),

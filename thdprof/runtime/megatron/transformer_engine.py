@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from thdprof.offload_plan import Choice
 from thdprof.runtime.bank import Metadata, Placement, Surroundings, refuse_half_a_pass, sample_boundaries
 from thdprof.runtime.capture import (
     WarmupError,
@@ -33,6 +34,7 @@ from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched import Call, DispatchedModule
 from thdprof.runtime.megatron.chunk import gather_parameters
 from thdprof.runtime.megatron.decoder import Decoder
+from thdprof.runtime.megatron.layer_offload import LayerOffload
 from thdprof.runtime.megatron.mamba import is_mamba
 from thdprof.runtime.megatron.settings import SettingsError
 from thdprof.runtime.megatron.split import splits
@@ -47,6 +49,10 @@ Make = Callable[..., Sequence[Callable[..., Any]]]
 """make_graphed_callables, or what stands for it."""
 
 
+Moves = Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]
+"""Runs a layer on hidden states and moves what it saves to the host."""
+
+
 class LayerPass(nn.Module):
     """One layer as Transformer Engine captures it: hidden states in, its outputs out, all else static.
 
@@ -54,12 +60,15 @@ class LayerPass(nn.Module):
     although the capture ran over aliases of them.
     """
 
-    def __init__(self, captured: Callable[..., Any], constants: dict[str, Any]) -> None:
+    def __init__(self, captured: Callable[..., Any], constants: dict[str, Any], moves: Moves | None = None) -> None:
         super().__init__()
-        self._captured, self._constants = captured, constants
+        self._captured, self._constants, self._moves = captured, constants, moves
 
     def forward(self, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> Any:
         """Hidden states after the layer, or what of it is captured gives out."""
+        return self._run(hidden_states) if self._moves is None else self._moves(hidden_states, self._run)
+
+    def _run(self, hidden_states: torch.Tensor) -> Any:
         return self._captured(hidden_states, **self._constants)
 
 
@@ -109,6 +118,8 @@ class LayerSlot:
         self.hidden: list[torch.Tensor] = []
         """Static input of every layer."""
         self.replays: dict[Bucket, LayerReplays] = {}
+        self.moves: LayerOffload | None = None
+        """What the layers move to the host; None where all stays on the device."""
         self.busy = self.closed = False
 
     def inputs_like(self, recorded: Sequence[_Recorded]) -> list[torch.Tensor]:
@@ -133,6 +144,7 @@ class LayerSlot:
         for replays in self.replays.values():
             replays.reset()
         self.replays.clear()
+        self.moves = None
         self.hidden.clear()
 
 
@@ -262,6 +274,7 @@ class LayerGraphs(DispatchedModule):
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         surroundings: Surroundings | None = None,
         make: Make | None = None,
+        offload: Choice | None = None,
         **options: Any,
     ) -> None:
         """Graphs of `decoder`'s layers over `buckets`.
@@ -274,6 +287,7 @@ class LayerGraphs(DispatchedModule):
             generators: gives the CUDA generators of Megatron's tracker.
             surroundings: what the decoder touches outside itself.
             make: make_graphed_callables; None: Transformer Engine's.
+            offload: which activations the graphs move to the host; eager micro-batches keep theirs.
             options: as DispatchedModule takes them.
 
         Raises:
@@ -291,6 +305,7 @@ class LayerGraphs(DispatchedModule):
         self._generators: tuple[torch.Generator, ...] = ()
         self._surroundings = surroundings or Surroundings()
         self._make = make or _transformer_engines(generators())
+        self._offload = offload
         self._slots: list[LayerSlot] = []
         self._failures: dict[Bucket, str] = {}
         self._placement: Placement | None = None
@@ -300,6 +315,14 @@ class LayerGraphs(DispatchedModule):
     def pool_bytes(self) -> int:
         """Bytes of the graphs' memory pools and of the layers' static inputs."""
         return sum(_pool_bytes(self._device, slot.pool) + slot.static_bytes() for slot in self._slots)
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory that hold activations between forward and backward."""
+        return sum(slot.moves.host_bytes() for slot in self._slots if slot.moves is not None)
+
+    def offload_freed_bytes(self) -> int:
+        """By how much the graphs' memory should be less than without offloading, all slots together."""
+        return sum(slot.moves.freed_bytes() for slot in self._slots if slot.moves is not None)
 
     @property
     def _device(self) -> torch.device:
@@ -324,6 +347,10 @@ class LayerGraphs(DispatchedModule):
             )
             for _ in range(self._num_slots)
         ]
+        if self._offload is not None:
+            streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            for slot in self._slots:
+                slot.moves = LayerOffload.on_cuda(self._offload, len(self._layers), streams)
         if self._capture == "startup":
             for slot in self._slots:
                 for bucket in sorted(self._buckets, reverse=True):  # smaller ones fit into the largest's memory
@@ -396,7 +423,8 @@ class LayerGraphs(DispatchedModule):
                 inputs = slot.inputs_like(recorded)
                 graphs = self._make(
                     tuple(
-                        LayerPass(split.captured, r.constants) for split, r in zip(self._splits, recorded, strict=True)
+                        LayerPass(split.captured, r.constants, None if slot.moves is None else slot.moves.layer(number))
+                        for number, (split, r) in enumerate(zip(self._splits, recorded, strict=True))
                     ),
                     tuple(
                         (hidden, *(aliases[id(p)] for p in own)) for hidden, own in zip(inputs, parameters, strict=True)
@@ -437,7 +465,14 @@ class LayerGraphs(DispatchedModule):
         def record(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
             zeros = torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
             recorded[number] = _Recorded(hidden=zeros, constants=constants)
-            return self._splits[number].rehearse(hidden, constants, heads)
+            split = self._splits[number]
+
+            def run(given: torch.Tensor) -> Any:
+                return split.rehearse(given, constants, heads)
+
+            if slot.moves is None:
+                return run(hidden)
+            return slot.moves.rehearse(number, split.layer, hidden, run)
 
         def hook(original: int) -> Callable[[torch.Tensor], None]:
             def arrived(alias: torch.Tensor) -> None:
@@ -458,6 +493,8 @@ class LayerGraphs(DispatchedModule):
         torch.cuda.synchronize(self._device)
         if len(recorded) < len(self._layers):
             raise RuntimeError(f"the decoder called {len(recorded)} of its {len(self._layers)} layers")
+        if slot.moves is not None:
+            slot.moves.settle()
         return [recorded[number] for number in range(len(self._layers))], touched
 
     @contextmanager

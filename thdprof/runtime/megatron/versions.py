@@ -115,6 +115,12 @@ RELIED_ON = (
         "positions theirs from the group that the model was built with",
     ),
     Reliance(
+        package="megatron-core",
+        name="names of submodules: linear_qkv, core_attention, linear_proj, linear_fc1, linear_fc2, mlp, experts",
+        checked=MEGATRON,
+        why="graphs.offload names parts of layers by the modules that save their tensors",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,

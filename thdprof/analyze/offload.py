@@ -1,0 +1,130 @@
+"""Activations on the host: what a slot of the cost table's model saves for its backward, and what moving it frees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from thdprof.analyze.cost import MeasuredModel
+from thdprof.errors import UsageError
+from thdprof.offload_plan import MODULES, Choice, SavedStorage, plan_offload
+
+if TYPE_CHECKING:
+    from thdprof.analyze.analysis import Analysis
+
+BYTES = 2
+"""Of an element, in bf16."""
+STATISTICS_BYTES = 4
+"""Of an element of what norms and attention keep to compute gradients, in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPrediction:
+    """Of one kind of choice, for the pipeline rank with most slots."""
+
+    choice: Choice
+    offloaded_bytes: int
+    """Bytes that one micro-batch moves to the host, and back, over all layers of the model."""
+    host_bytes: int
+    """Pinned host memory of the rank's slots; chunk graphs pin as much again for each eager micro-batch in flight."""
+    device_bytes_freed: int
+    """By how much its graph memory becomes less."""
+    graph_memory_bytes: int | None
+    """Its graph memory after that; null where the cost table does not tell."""
+    model: str
+    """Whose figures these are."""
+
+
+def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
+    """What a forward of `model` saves, in order; the decoder's input and output are not its own and left out.
+
+    A layer is Transformer Engine's, with norms fused into the linear layers behind them, without biases and dropout:
+    each such linear layer saves its norm's input, statistics and output; attention saves queries, keys, values, its
+    output and statistics; the linear layer behind it saves that same output; the activation and the linear layer behind
+    it save their inputs.
+    """
+    found: list[SavedStorage] = []
+    position = 0
+
+    def add(
+        module: str, width: float, element: int = BYTES, *, again: str | None = None, released: bool = True
+    ) -> None:
+        nonlocal position
+        nbytes = round(n_tokens * width * element)
+        modules = (module,) if again is None else (module, again)
+        last = position if again is None else position + 1
+        found.append(SavedStorage(nbytes=nbytes, modules=modules, first=position, last=last, released=released))
+        position = last + 1
+
+    attention, keys = model.heads * model.head_size, model.query_groups * model.head_size
+    for layer in range(model.layers):
+        at = f"layers.{layer}"
+        qkv, fc1 = f"{at}.self_attention.linear_qkv", f"{at}.mlp.linear_fc1"
+        core = f"{at}.self_attention.core_attention"
+        add(qkv, model.hidden, released=layer > 0)
+        add(qkv, model.hidden)
+        add(qkv, 2, STATISTICS_BYTES)
+        for width in (attention, keys, keys):
+            add(core, width)
+        add(core, model.heads, STATISTICS_BYTES)
+        add(core, attention, again=f"{at}.self_attention.linear_proj")
+        add(fc1, model.hidden)
+        add(fc1, model.hidden)
+        add(fc1, 2, STATISTICS_BYTES)
+        add(f"{at}.mlp", model.ffn_hidden)
+        add(f"{at}.mlp.linear_fc2", model.ffn_hidden)
+    return found
+
+
+def choice_of(modules: str | None, fraction: float | None) -> Choice | None:
+    """What `--offload` and `--offload-fraction` say; None without the first.
+
+    Raises:
+        UsageError: an unknown module, or a fraction without modules.
+    """
+    if modules is None:
+        if fraction is not None:
+            raise UsageError("--offload-fraction: says how much of --offload; give --offload all, or modules")
+        return None
+    names = tuple(name.strip() for name in modules.split(","))
+    for name in names:
+        if name != "all" and name not in MODULES:
+            raise UsageError(f"--offload {name}: choose all, or some of {', '.join(MODULES)}, separated by commas")
+    return Choice(modules=names, fraction=1.0 if fraction is None else fraction)
+
+
+def predict_offload(analysis: Analysis, choice: Choice) -> OffloadPrediction:
+    """Host and device memory under `choice`, for the model that the cost table was measured on.
+
+    Raises:
+        UsageError: the cost table does not describe its model.
+    """
+    costs, settings = analysis.costs, analysis.settings
+    if costs.model is None:
+        raise UsageError(
+            "--offload: the cost table does not say which model it is of; add `model` to it, with layers, hidden, "
+            "ffn_hidden, heads, query_groups and head_size"
+        )
+    n_tokens = settings.max_seqlen_per_dp_cp_rank or analysis.n_tokens_max // settings.context_parallel_size
+    slots = most_slots(analysis.slots)
+    storages = saved_by_layers(costs.model, n_tokens)
+    at = [0] * (storages[-1].last + 1)
+    for number, storage in enumerate(storages):
+        at[storage.first] = at[storage.last] = number
+    made = plan_offload(at, storages, choice)
+    freed = round(slots * made.device_bytes_freed)
+    memory = analysis.recommendation.graph_memory_bytes
+    return OffloadPrediction(
+        choice=choice,
+        offloaded_bytes=made.offloaded_bytes,
+        host_bytes=round(slots * made.host_bytes),
+        device_bytes_freed=freed,
+        graph_memory_bytes=None if memory is None else max(0, memory - freed),
+        model=costs.name,
+    )
+
+
+def most_slots(slots: Sequence[Sequence[int]]) -> float:
+    """Slots of the pipeline rank that needs most, in whole models: a chunk is its part of one."""
+    return max(sum(rank) / (len(slots) * len(rank)) for rank in slots)
