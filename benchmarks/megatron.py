@@ -49,9 +49,11 @@ from thdprof.analyze import analyze_dataset
 from thdprof.analyze.analysis import Analysis, make_plan
 from thdprof.analyze.demo import _heavy_tailed, _random, _tokens
 from thdprof.analyze.microbatches import MicrobatchTable
+from thdprof.analyze.offload import predict_offload
 from thdprof.analyze.profile import fallback_rate, upper_bound
 from thdprof.analyze.report.terminal import sentence
 from thdprof.errors import ThdprofError, UsageError
+from thdprof.offload_plan import Choice
 from thdprof.plan import Plan
 
 ROOT = Path(__file__).parents[1]
@@ -292,6 +294,8 @@ class Planned:
     """By shape, a data-parallel rank each."""
     most_documents: int
     """Of a micro-batch."""
+    offload_freed_bytes: dict[str, int] = field(default_factory=dict)
+    """By share of the activations, what analyze says for the model of the built-in costs: less graph memory."""
 
 
 def analysis_of(row: Row, prefix: Path, steps: int, *, buckets: int, cost_table: Path | None = None) -> Analysis:
@@ -338,6 +342,10 @@ def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
         plan=Plan.model_validate(values),
         fallbacks=of_ranks(table, falls).sum(axis=1).tolist(),
         most_documents=int(table.n_seqs.max()),
+        offload_freed_bytes={
+            f"{share:.0%}": predict_offload(analysis, Choice(fraction=share)).device_bytes_freed
+            for share in (row.offload if row.name == "offload" else ())
+        },
     )
 
 
@@ -769,16 +777,19 @@ def offload_lines(planned: Planned, ran: Sequence[Ran]) -> list[str]:
     lines = []
     results = {one.variant: one.result for one in ran if one.result is not None}
     for one in ran:
-        without = results.get(one.variant.split(", ")[0])
-        if one.result is None or without is None or not one.result.get("host_bytes"):
+        name, _, share = one.variant.removesuffix(" offloaded").partition(", ")
+        without = results.get(name)
+        if one.result is None or without is None or not share:
             continue
         told, slots = one.result, planned.plan.graphs.slots[0][0]
         eager = told["freed_bytes"] / slots if "chunk" in one.variant and sum(planned.fallbacks) else 0
+        foretold = planned.offload_freed_bytes.get(share)
+        analyzed = f" (by analyze {foretold / 2**20:,.0f})" if foretold is not None else ""
         graphs, peak = (f"{(without[name] - told[name]) / 2**20:,.0f}" for name in ("pool_bytes", "peak_bytes"))
         lines += [
             "",
             f"{one.variant}: {told['host_bytes'] / 2**20:,.0f} MiB of pinned host memory; graphs {graphs} MiB less, "
-            f"predicted {told['freed_bytes'] / 2**20:,.0f}; peak {peak} MiB less, predicted "
+            f"predicted {told['freed_bytes'] / 2**20:,.0f}{analyzed}; peak {peak} MiB less, predicted "
             f"{(told['freed_bytes'] + eager) / 2**20:,.0f}.",
         ]
     return lines
@@ -910,7 +921,8 @@ def planned_once(row: Row, prefix: Path, steps: int, directory: Path) -> Planned
             return Planned(**{**kept, "plan": Plan.model_validate(kept["plan"])})
     planned = plan_row(row, prefix, steps)
     plan = planned.plan.model_dump(mode="json", by_alias=True)
-    kept = {"plan": plan, "fallbacks": planned.fallbacks, "most_documents": planned.most_documents}
+    kept = {name: getattr(planned, name) for name in ("fallbacks", "most_documents", "offload_freed_bytes")}
+    kept["plan"] = plan
     path.write_text(json.dumps(kept))
     return planned
 

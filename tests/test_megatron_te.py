@@ -34,7 +34,8 @@ from thdprof.runtime.megatron.decoder import Decoder
 from thdprof.runtime.megatron.layer_offload import LayerOffload
 from thdprof.runtime.megatron.settings import SettingsError, _of_transformer_engine
 from thdprof.runtime.megatron.transformer_engine import LayerGraphs, LayerPass
-from thdprof.runtime.offload import HostBuffers, PassOffload, _Returning
+from thdprof.runtime.mover import HostBuffers
+from thdprof.runtime.offload import PassOffload, _Returning
 
 TOKENS, HIDDEN, LAYERS = 16, 8, 3
 BUCKETS = [Bucket(3, TOKENS, TOKENS), Bucket(6, TOKENS, TOKENS)]

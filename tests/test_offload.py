@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from thdprof.offload_plan import NOT_MOVED, SLAB_BYTES, Choice, SavedStorage, plan_offload
-from thdprof.runtime.offload import HostBuffers, OffloadError, PassOffload, _Returning
+from thdprof.runtime.mover import HostBuffers
+from thdprof.runtime.offload import OffloadError, PassOffload, _Returning
 
 KIB = 1024
 

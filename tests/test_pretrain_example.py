@@ -690,3 +690,42 @@ def test_the_table_of_a_row(documents):
     ) in lines
     assert "| ours: local | failed |  |  |  |  |  |  |  |  |  |" in lines
     assert lines[-5:] == ["ours: local: ended after 240 s; its last lines:", "", "```", "stuck", "```"]
+
+
+def test_the_table_holds_offloading_against_its_prediction(documents):
+    row = next(row for row in bench.ROWS if row.name == "offload")
+    planned = bench.plan_row(row, documents, 8)
+    names = [name for name, _, _ in bench.variants_of(row, planned, 8, ["chunk"])]
+    assert names[-3:] == ["ours: chunk", "ours: chunk, 100% offloaded", "ours: chunk, 50% offloaded"]
+    assert set(planned.offload_freed_bytes) == {"100%", "50%"}
+    mib = 2**20
+    kept = {"pool_bytes": 3400 * mib, "peak_bytes": 9000 * mib, "host_bytes": 0, "freed_bytes": 0}
+    moved = {"pool_bytes": 500 * mib, "peak_bytes": 3300 * mib, "host_bytes": 6144 * mib, "freed_bytes": 2800 * mib}
+    pairs = zip(names[-3:], (kept, moved, None), strict=True)
+    ran = [bench.Ran(variant=name, code=0, seconds=1.0, tail=[], result=result) for name, result in pairs]
+    planned.offload_freed_bytes["100%"] = 2750 * mib
+    assert bench.offload_lines(planned, ran) == [
+        "",
+        "ours: chunk, 100% offloaded: 6,144 MiB of pinned host memory; graphs 2,900 MiB less, predicted 2,800 "
+        "(by analyze 2,750); peak 5,700 MiB less, predicted 5,600.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "modules", "fraction"),
+    [
+        ([], None, None),
+        (["--offload", "all"], ["all"], 1.0),
+        (["--offload", "core_attn,mlp_act", "--offload-fraction", "0.25"], ["core_attn", "mlp_act"], 0.25),
+        (["--offload", "none"], None, None),
+    ],
+)
+def test_what_is_offloaded_is_the_command_lines_or_the_plans(plan_file, options, modules, fraction):
+    asked = example.plan_of(example.arguments(["--plan", str(plan_file), *options])).graphs.offload
+    assert (asked and (asked.modules, asked.fraction)) == (modules and (modules, fraction))
+
+
+@pytest.mark.parametrize("options", [["--offload-fraction", "0.5"], ["--offload", "all", "--offload-fraction", "2"]])
+def test_a_fraction_is_of_something(plan_file, options):
+    with pytest.raises(UsageError, match="--offload-fraction"):
+        example.plan_of(example.arguments(["--plan", str(plan_file), *options]))

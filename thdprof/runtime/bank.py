@@ -16,7 +16,8 @@ from torch import nn
 from thdprof.offload_plan import Choice, OffloadPlan
 from thdprof.runtime.capture import CapturedPass, GradientBuffers, WarmupError, capture_pass
 from thdprof.runtime.dispatch import Bucket, FallbackReason
-from thdprof.runtime.offload import CudaMover, EagerOffload, HostBuffers, PassOffload
+from thdprof.runtime.mover import CudaMover, HostBuffers
+from thdprof.runtime.offload import EagerOffload, PassOffload
 from thdprof.runtime.padding import Boundaries, PackedSequence, document_of_tokens, fill_padded
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from thdprof.offload_plan import Choice, OffloadPlan, freed_in_turn, plan_in_turn
-from thdprof.runtime.offload import CudaMover, Discovery, HostBuffers, Mover, Offload, report
+from thdprof.runtime.mover import CudaMover, HostBuffers, Mover
+from thdprof.runtime.offload import Discovery, Offload, report
 
 
 class _BeforeLayer(torch.autograd.Function):
