@@ -13,12 +13,15 @@ import sys
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from thdprof import streams
-from thdprof.errors import ThdprofError, UsageError
+from thdprof.errors import GateError, ThdprofError, UsageError
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
 
 app = typer.Typer(
     name="thdprof",
@@ -73,6 +76,14 @@ class AttentionName(StrEnum):
 
     transformer_engine = "transformer_engine"
     torch = "torch"
+
+
+class LevelName(StrEnum):
+    """What a fallback rate is a share of."""
+
+    microbatch = "microbatch"
+    rank_step = "rank_step"
+    step = "step"
 
 
 def _version(value: bool) -> None:
@@ -286,21 +297,42 @@ def export(
 @app.command(no_args_is_help=True)
 def compare(
     plan: Annotated[Path, typer.Argument(help="Plan file.", readable=False)],
-    stats: Annotated[
-        Path, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.", readable=False)
+    other: Annotated[
+        Path,
+        typer.Argument(
+            help="Statistics of a run, JSON lines, of which the last is read; or another plan.",
+            metavar="STATS|PLAN",
+            readable=False,
+        ),
     ],
-    tolerance: Annotated[str, typer.Option(help="Largest difference of a share: 0.01 or 1%.")] = "0.01",
+    tolerance: Annotated[str, typer.Option(help="Largest difference that is let pass: 0.01 or 1%.")] = "0.01",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Hold a run's statistics against its plan's prediction; exit 3 where they differ."""
+    """Hold a run's statistics, or another plan, against a plan; exit 3 where they differ.
+
+    Statistics: the shares of micro-batches that ran eagerly and that replayed each bucket count, by their difference.
+
+    Another plan: all that changed is listed. The fallback rates count by their difference; the predicted step times
+    (in ms, and beside eager) and the percentiles from P50 to max of documents and longest document by their relative
+    change, of the larger. Nothing else counts: neither dataset, training settings, buckets and slots nor costs.
+    """
     from thdprof.analyze.request import share_of
-    from thdprof.compare import compare as run
-    from thdprof.compare import print_comparison, read_stats, to_json
-    from thdprof.errors import GateError
+    from thdprof.compare_plans import kind_of
     from thdprof.plan import load_plan
 
     allowed = share_of("--tolerance", tolerance)
-    result = run(load_plan(plan), read_stats(stats), tolerance=allowed, where=str(stats))
+    first = load_plan(plan)
+    if kind_of(other) == "plan":
+        _compare_plans(first, load_plan(other), allowed, where=f"{plan} and {other}", json=json)
+    else:
+        _compare_stats(first, other, allowed, json=json)
+
+
+def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> None:
+    from thdprof.compare import compare as run
+    from thdprof.compare import print_comparison, read_stats, to_json
+
+    result = run(plan, read_stats(stats), tolerance=allowed, where=str(stats))
     if json:
         streams.write(to_json(result) + "\n")
     else:
@@ -310,6 +342,71 @@ def compare(
             f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "
             f"{allowed:.3%}: analyse the data and settings that were trained on"
         )
+
+
+def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, json: bool) -> None:
+    from thdprof.compare_plans import compare_plans, print_plan_comparison, to_json
+
+    result = compare_plans(first, second, tolerance=allowed)
+    if json:
+        streams.write(to_json(result) + "\n")
+    else:
+        print_plan_comparison(result, streams.console(stderr=False))
+    if not result.holds:
+        fields = ", ".join(d.field for d in result.past_tolerance)
+        raise GateError(f"{where} differ by more than --tolerance {allowed:.3%}: {fields}")
+
+
+@app.command(no_args_is_help=True)
+def check(
+    plan: Annotated[Path, typer.Argument(help="Plan file.", readable=False)],
+    datasets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files, globs, directories or Megatron prefixes, in the plan's format [the files that the plan names; "
+            "name the directory to see new ones].",
+            metavar="DATASET",
+        ),
+    ] = None,
+    max_fallback_rate: Annotated[
+        str | None, typer.Option(help="Largest rate that is let pass: 0.005 or 0.5% [the plan's own prediction].")
+    ] = None,
+    level: Annotated[
+        LevelName,
+        typer.Option(
+            help="Rate that counts: of micro-batches, of a rank's steps with an eager one, or of steps with one on any "
+            "rank, which is what training waits for."
+        ),
+    ] = LevelName.step,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Hold a dataset against a plan that was made before; exit 3 where it no longer fits.
+
+    The dataset is replayed with the plan's own training settings, and every micro-batch is dispatched to the plan's
+    buckets as training does.
+    """
+    from thdprof.analyze.check import check as run
+    from thdprof.analyze.report.check import print_check, to_json, verdict
+    from thdprof.analyze.request import share_of
+    from thdprof.plan import load_plan
+
+    allowed = None if max_fallback_rate is None else share_of("--max-fallback-rate", max_fallback_rate)
+    loaded = load_plan(plan)
+    with streams.progress_bar() as progress:
+        result = run(
+            loaded,
+            datasets or [],
+            max_fallback_rate=allowed,
+            level=level.value,
+            where=str(plan),
+            progress=progress,
+        )
+    if json:
+        streams.write(to_json(result) + "\n")
+    else:
+        print_check(result, streams.console(stderr=False))
+    if not result.holds:
+        raise GateError(f"{plan}: {verdict(result)} Analyse the dataset again")
 
 
 @app.command(no_args_is_help=True)
