@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -21,6 +23,7 @@ from thdprof import streams
 from thdprof.errors import GateError, ThdprofError, UsageError
 
 if TYPE_CHECKING:
+    from thdprof.analyze.request import Request
     from thdprof.plan import Plan
 
 app = typer.Typer(
@@ -173,8 +176,19 @@ def analyze(
     impl: Annotated[
         ImplName, typer.Option(help="What the plan captures: a torch module, or Megatron's chunks or layers.")
     ] = ImplName.module,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Options to vary, as in --sweep seq-length=4096,8192 micro-batch-size=1,2: the dataset is read once, "
+            "and every combination is a row of one table.",
+            metavar="NAME=V1,V2 ...",
+        ),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", readable=False)
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Plan file; - for stdout. With --sweep a directory of plans.", readable=False
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -188,12 +202,6 @@ def analyze(
     from thdprof.analyze.request import read_request
     from thdprof.files import check_targets
 
-    to_stdout = output is not None and str(output) == "-"
-    if json and to_stdout:
-        raise UsageError("--json and -o - both print on stdout; give one")
-    if str(microbatches) == "-":
-        raise UsageError("--microbatches -: a parquet table cannot go to stdout; name a file")
-    check_targets([p for p in (None if to_stdout else output, microbatches) if p is not None], force=force)
     flags = {
         "seq_length": seq_length,
         "micro_batch_size": micro_batch_size,
@@ -227,6 +235,18 @@ def analyze(
         "graph_memory_gib": graph_memory_gib,
         "world_size": world_size,
     }
+    if sweep is not None:
+        if microbatches is not None:
+            raise UsageError("--microbatches: is of one run; leave out --sweep")
+        read = functools.partial(read_request, settings=settings, megatron_args=megatron_args)
+        _sweep(sweep, datasets or [], flags, read, impl=impl, output=output, force=force, json=json)
+        return
+    to_stdout = output is not None and str(output) == "-"
+    if json and to_stdout:
+        raise UsageError("--json and -o - both print on stdout; give one")
+    if str(microbatches) == "-":
+        raise UsageError("--microbatches -: a parquet table cannot go to stdout; name a file")
+    check_targets([p for p in (None if to_stdout else output, microbatches) if p is not None], force=force)
     asked = read_request(datasets or [], flags, settings=settings, megatron_args=megatron_args)
     for note in asked.notes:
         streams.say(note)
@@ -259,6 +279,42 @@ def analyze(
         print_report(result, streams.console(stderr=to_stdout))
         if output is not None and not to_stdout:
             streams.say(f"plan written to {output}")
+
+
+def _sweep(
+    texts: list[str],
+    arguments: list[str],
+    flags: dict[str, Any],
+    read: Callable[..., Request],
+    *,
+    impl: ImplName,
+    output: Path | None,
+    force: bool,
+    json: bool,
+) -> None:
+    """Analyse every combination of what `texts`, and the arguments of their form, name."""
+    from thdprof.analyze.report.sweep import print_sweep, to_json
+    from thdprof.analyze.sweep import check_plan_files, write_plans
+    from thdprof.analyze.sweep import sweep as run
+    from thdprof.analyze.sweep_axes import read_axes, split_arguments
+
+    locations, more = split_arguments(arguments)
+    axes = read_axes([*texts, *more], flags)
+    if output is not None:
+        check_plan_files(axes, output, force=force)
+    with streams.progress_bar() as progress:
+        result = run(axes, lambda values: read(locations, {**flags, **values}), impl=impl.value, progress=progress)
+    for note in result.notes:
+        streams.say(note)
+    written = write_plans(result, output, force=force) if output is not None else []
+    if json:
+        streams.write(to_json(result) + "\n")
+    else:
+        print_sweep(result, streams.console(stderr=False))
+    for path in written:
+        streams.say(f"plan written to {path}")
+    if not result.any_works:
+        raise UsageError(f"--sweep: no combination can be; the first: {result.combinations[0].problem}")
 
 
 @app.command(no_args_is_help=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -109,8 +110,14 @@ def _fields(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]
         names = list(before) + [name for name in after if name not in before]
         for name in sorted(names, key=_shape) if path == "graphs.buckets" else names:
             yield from _fields(f"{path}.{name}".lstrip("."), before.get(name), after.get(name))
-    elif before != after:
+    elif before != after and not _alike(before, after):
         yield path, before, after
+
+
+def _alike(before: Any, after: Any) -> bool:
+    """Whether two numbers differ by rounding alone."""
+    numbers = isinstance(before, float) and isinstance(after, float)
+    return numbers and math.isclose(before, after, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
 
 
 def _shape(name: str) -> list[int]:

@@ -177,7 +177,7 @@ def check(
             lambda done: progress("replaying the schedule", _READ_SHARE + (1 - _READ_SHARE) * done, documents),
         )
         needed = _slots(plan, replayed.schedule.table)
-    except UsageError as error:
+    except (DataError, UsageError) as error:
         raise DataError(f"{where}: its training settings do not fit the dataset: {error}") from error
     table = replayed.schedule.table
     dispatched = dispatch(table, plan)
@@ -213,7 +213,8 @@ def dispatch(table: MicrobatchTable, plan: Plan) -> Dispatched:
     shapes = tuple(sorted({Shape(b.max_seqs, b.max_seqlen, b.cp_size) for b in captured}))
     choice = np.full(len(table), -1, dtype=np.int32)
     cp_size = _cp_size(table, plan)
-    right_tokens = table.n_tokens // cp_size == plan.graph_tokens if shapes else np.zeros(len(table), dtype=np.bool_)
+    tokens = table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens
+    right_tokens = np.broadcast_to(tokens // cp_size == plan.graph_tokens, len(table))
     for index in reversed(range(len(shapes))):  # the smallest that fits is written last
         shape = shapes[index]
         fits = (table.n_seqs <= shape.max_seqs) & (table.max_seqlen <= shape.max_seqlen) & right_tokens

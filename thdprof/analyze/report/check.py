@@ -16,9 +16,14 @@ from thdprof.analyze.report.terminal import percent
 
 SCHEMA = "thdprof.check/1"
 _LEVELS = {
-    "microbatch": "eager micro-batches",
-    "rank_step": "rank-steps with one",
-    "step": "steps with one",
+    "microbatch": "of micro-batches that run eagerly",
+    "rank_step": "of (rank, step) pairs with one",
+    "step": "of steps with one on any rank",
+}
+_VERDICTS = {
+    "microbatch": "of micro-batches run eagerly",
+    "rank_step": "of (rank, step) pairs have an eager micro-batch",
+    "step": "of steps have an eager micro-batch",
 }
 _PERCENTILES = {"p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99", "p99_9": "P99.9", "max": "max"}
 
@@ -59,10 +64,10 @@ def verdict(check: Check) -> str:
     """Whether the plan still fits, in one sentence."""
     if not check.buckets:
         return "Nothing to outgrow: the plan captures no graphs."
-    what = "The dataset fits the plan" if check.holds else "The dataset does not fit the plan"
+    what = "fits" if check.holds else "does not fit"
     return (
-        f"{what}: {_LEVELS[check.level]} {percent(check.rate)}, planned {percent(check.planned_rate)}, "
-        f"let pass up to {check.max_fallback_rate:.4g}."
+        f"The dataset {what} the plan: {percent(check.rate)} {_VERDICTS[check.level]}, "
+        f"{percent(check.planned_rate)} planned, {100 * check.max_fallback_rate:.4g}% allowed."
     )
 
 
@@ -92,12 +97,12 @@ def _sizes(check: Check) -> Table:
 
 
 def _shares(check: Check) -> Table:
-    table = _table("share")
+    table = _table("share ...")
     for name, label in _LEVELS.items():
         planned = getattr(check.plan.predictions.fallback_rate, name)
         _add_share(table, label, planned, getattr(check.fallback_rate, name))
     for b in check.buckets:
-        label = f"{b.max_seqs:,} documents of {b.max_seqlen:,} tokens"
+        label = f"in {b.max_seqs:,} documents of {b.max_seqlen:,} tokens"
         label += f", context-parallel size {b.cp_size}" if b.cp_size > 1 else ""
         _add_share(table, label, b.planned_share, b.share)
     return table
