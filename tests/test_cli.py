@@ -211,6 +211,18 @@ def test_a_max_documents_cap_reports_what_it_costs(thdprof, tmp_path):
     assert "20.00% of the tokens hold documents; --max-docs-per-pack 10 loses 80.00 points" in done.stdout
 
 
+def test_bridges_packers_have_one_row_a_micro_batch(thdprof, tmp_path):
+    (tmp_path / "documents.jsonl").write_text("1\n2\n3\n")
+    options = ("--seq-length", 4, "--micro-batch-size", 2, "--packer")
+    done = thdprof("analyze", tmp_path, *options, "first_fit_shuffle")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "thdprof: --micro-batch-size 2: --packer first_fit_shuffle packs for Megatron-Bridge, which trains packed rows "
+        "with 1; make the packs longer, or give another packer\n"
+    )
+    assert thdprof("analyze", tmp_path, *options, "next_fit").returncode == 0
+
+
 def test_dp_balanced_from_the_command_line(thdprof, tmp_path):
     (tmp_path / "documents.jsonl").write_text("\n".join(["3", "4", "5", "2", "6", "1", "1", "1"]) + "\n")
     done = thdprof(
@@ -247,7 +259,7 @@ OPTIONS = """
 --max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
 --max-docs-per-pack --max-seqlen-per-dp-cp-rank --settings --megatron-args --world-size --buckets --cost-table
 --attention --max-fallback-rate --graph-memory-gib --impl --offload --offload-fraction --output --force --json
---microbatches --help
+--microbatches --help --sweep
 """
 
 

@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from thdprof import streams
-from thdprof.errors import ThdprofError, UsageError
+from thdprof.errors import GateError, ThdprofError, UsageError
+
+if TYPE_CHECKING:
+    from thdprof.analyze.request import Request
+    from thdprof.plan import Plan
 
 app = typer.Typer(
     name="thdprof",
@@ -81,6 +87,14 @@ class AttentionName(StrEnum):
 
     transformer_engine = "transformer_engine"
     torch = "torch"
+
+
+class LevelName(StrEnum):
+    """What a fallback rate is a share of."""
+
+    microbatch = "microbatch"
+    rank_step = "rank_step"
+    step = "step"
 
 
 def _version(value: bool) -> None:
@@ -182,8 +196,19 @@ def analyze(
         str | None, typer.Option(help="Activations to keep on the host: all, or modules such as core_attn,mlp_act.")
     ] = None,
     offload_fraction: Annotated[str | None, typer.Option(help="Share of them: 0.5 or 50% [1].")] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Options to vary, as in --sweep seq-length=4096,8192 micro-batch-size=1,2: the dataset is read once, "
+            "and every combination is a row of one table.",
+            metavar="NAME=V1,V2 ...",
+        ),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", readable=False)
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Plan file; - for stdout. With --sweep a directory of plans.", readable=False
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -198,14 +223,6 @@ def analyze(
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
 
-    to_stdout = output is not None and str(output) == "-"
-    if json and to_stdout:
-        raise UsageError("--json and -o - both print on stdout; give one")
-    if str(microbatches) == "-":
-        raise UsageError("--microbatches -: a parquet table cannot go to stdout; name a file")
-    check_targets([p for p in (None if to_stdout else output, microbatches) if p is not None], force=force)
-    share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
-    choice = choice_of(offload, share)
     flags = {
         "seq_length": seq_length,
         "micro_batch_size": micro_batch_size,
@@ -240,6 +257,22 @@ def analyze(
         "graph_memory_gib": graph_memory_gib,
         "world_size": world_size,
     }
+    if sweep is not None:
+        if microbatches is not None:
+            raise UsageError("--microbatches: is of one run; leave out --sweep")
+        read = functools.partial(read_request, settings=settings, megatron_args=megatron_args)
+        if offload is not None:
+            raise UsageError("--offload: is of one run; leave out --sweep")
+        _sweep(sweep, datasets or [], flags, read, impl=impl, output=output, force=force, json=json)
+        return
+    to_stdout = output is not None and str(output) == "-"
+    if json and to_stdout:
+        raise UsageError("--json and -o - both print on stdout; give one")
+    if str(microbatches) == "-":
+        raise UsageError("--microbatches -: a parquet table cannot go to stdout; name a file")
+    check_targets([p for p in (None if to_stdout else output, microbatches) if p is not None], force=force)
+    share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
+    choice = choice_of(offload, share)
     asked = read_request(datasets or [], flags, settings=settings, megatron_args=megatron_args)
     for note in asked.notes:
         streams.say(note)
@@ -278,6 +311,47 @@ def analyze(
             streams.say(f"plan written to {output}")
 
 
+def _sweep(
+    texts: list[str],
+    arguments: list[str],
+    flags: dict[str, Any],
+    read: Callable[..., Request],
+    *,
+    impl: ImplName | None,
+    output: Path | None,
+    force: bool,
+    json: bool,
+) -> None:
+    """Analyse every combination of what `texts`, and the arguments of their form, name."""
+    from thdprof.analyze.report.sweep import print_sweep, to_json
+    from thdprof.analyze.sweep import check_plan_files, write_plans
+    from thdprof.analyze.sweep import sweep as run
+    from thdprof.analyze.sweep_axes import read_axes, split_arguments
+
+    locations, more = split_arguments(arguments)
+    axes = read_axes([*texts, *more], flags)
+    if output is not None:
+        check_plan_files(axes, output, force=force)
+    with streams.progress_bar() as progress:
+        result = run(
+            axes,
+            lambda values: read(locations, {**flags, **values}),
+            impl=impl.value if impl else None,
+            progress=progress,
+        )
+    for note in result.notes:
+        streams.say(note)
+    written = write_plans(result, output, force=force) if output is not None else []
+    if json:
+        streams.write(to_json(result) + "\n")
+    else:
+        print_sweep(result, streams.console(stderr=False))
+    for path in written:
+        streams.say(f"plan written to {path}")
+    if not result.any_works:
+        raise UsageError(f"--sweep: no combination can be; the first: {result.combinations[0].problem}")
+
+
 @app.command(no_args_is_help=True)
 def export(
     plan: Annotated[Path, typer.Argument(help="Plan file.", readable=False)],
@@ -314,21 +388,42 @@ def export(
 @app.command(no_args_is_help=True)
 def compare(
     plan: Annotated[Path, typer.Argument(help="Plan file.", readable=False)],
-    stats: Annotated[
-        Path, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.", readable=False)
+    other: Annotated[
+        Path,
+        typer.Argument(
+            help="Statistics of a run, JSON lines, of which the last is read; or another plan.",
+            metavar="STATS|PLAN",
+            readable=False,
+        ),
     ],
-    tolerance: Annotated[str, typer.Option(help="Largest difference of a share: 0.01 or 1%.")] = "0.01",
+    tolerance: Annotated[str, typer.Option(help="Largest difference that is let pass: 0.01 or 1%.")] = "0.01",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Hold a run's statistics against its plan's prediction; exit 3 where they differ."""
+    """Hold a run's statistics, or another plan, against a plan; exit 3 where they differ.
+
+    Statistics: the shares of micro-batches that ran eagerly and that replayed each bucket count, by their difference.
+
+    Another plan: all that changed is listed. The fallback rates count by their difference; the predicted step times
+    (in ms, and beside eager) and the percentiles from P50 to max of documents and longest document by their relative
+    change, of the larger. Nothing else counts: neither dataset, training settings, buckets and slots nor costs.
+    """
     from thdprof.analyze.request import share_of
-    from thdprof.compare import compare as run
-    from thdprof.compare import print_comparison, read_stats, to_json
-    from thdprof.errors import GateError
+    from thdprof.compare_plans import kind_of
     from thdprof.plan import load_plan
 
     allowed = share_of("--tolerance", tolerance)
-    result = run(load_plan(plan), read_stats(stats), tolerance=allowed, where=str(stats))
+    first = load_plan(plan)
+    if kind_of(other) == "plan":
+        _compare_plans(first, load_plan(other), allowed, where=f"{plan} and {other}", json=json)
+    else:
+        _compare_stats(first, other, allowed, json=json)
+
+
+def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> None:
+    from thdprof.compare import compare as run
+    from thdprof.compare import print_comparison, read_stats, to_json
+
+    result = run(plan, read_stats(stats), tolerance=allowed, where=str(stats))
     if json:
         streams.write(to_json(result) + "\n")
     else:
@@ -338,6 +433,71 @@ def compare(
             f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "
             f"{allowed:.3%}: analyse the data and settings that were trained on"
         )
+
+
+def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, json: bool) -> None:
+    from thdprof.compare_plans import compare_plans, print_plan_comparison, to_json
+
+    result = compare_plans(first, second, tolerance=allowed)
+    if json:
+        streams.write(to_json(result) + "\n")
+    else:
+        print_plan_comparison(result, streams.console(stderr=False))
+    if not result.holds:
+        fields = ", ".join(d.field for d in result.past_tolerance)
+        raise GateError(f"{where} differ by more than --tolerance {allowed:.3%}: {fields}")
+
+
+@app.command(no_args_is_help=True)
+def check(
+    plan: Annotated[Path, typer.Argument(help="Plan file.", readable=False)],
+    datasets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files, globs, directories or Megatron prefixes, in the plan's format [the files that the plan names; "
+            "name the directory to see new ones].",
+            metavar="DATASET",
+        ),
+    ] = None,
+    max_fallback_rate: Annotated[
+        str | None, typer.Option(help="Largest rate that is let pass: 0.005 or 0.5% [the plan's own prediction].")
+    ] = None,
+    level: Annotated[
+        LevelName,
+        typer.Option(
+            help="Rate that counts: of micro-batches, of a rank's steps with an eager one, or of steps with one on any "
+            "rank, which is what training waits for."
+        ),
+    ] = LevelName.step,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Hold a dataset against a plan that was made before; exit 3 where it no longer fits.
+
+    The dataset is replayed with the plan's own training settings, and every micro-batch is dispatched to the plan's
+    buckets as training does.
+    """
+    from thdprof.analyze.check import check as run
+    from thdprof.analyze.report.check import print_check, to_json, verdict
+    from thdprof.analyze.request import share_of
+    from thdprof.plan import load_plan
+
+    allowed = None if max_fallback_rate is None else share_of("--max-fallback-rate", max_fallback_rate)
+    loaded = load_plan(plan)
+    with streams.progress_bar() as progress:
+        result = run(
+            loaded,
+            datasets or [],
+            max_fallback_rate=allowed,
+            level=level.value,
+            where=str(plan),
+            progress=progress,
+        )
+    if json:
+        streams.write(to_json(result) + "\n")
+    else:
+        print_check(result, streams.console(stderr=False))
+    if not result.holds:
+        raise GateError(f"{plan}: {verdict(result)} Analyse the dataset again")
 
 
 @app.command(no_args_is_help=True)

@@ -247,6 +247,12 @@ class Plan(_Part):
     predictions: PredictionsPart
     costs: CostsPart
 
+    @property
+    def graph_tokens(self) -> int:
+        """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
+        run = self.training
+        return run.max_seqlen_per_dp_cp_rank or self.microbatches.n_tokens_max // run.context_parallel_size
+
     def to_yaml(self) -> str:
         """The plan as YAML text."""
         import yaml

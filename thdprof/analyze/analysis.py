@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from thdprof import __version__
 from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
 from thdprof.analyze.experts import captured
+from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
 from thdprof.analyze.recommend import Limits, Recommendation, recommend
-from thdprof.analyze.schedule import Schedule, build_schedule
+from thdprof.analyze.schedule import Schedule, Tick, build_schedule
 from thdprof.analyze.settings import (
     STEP_PACKERS,
     Assumption,
@@ -137,6 +138,40 @@ class Analysis:
         return not self.microbatches.exact and self.settings.packer != "dynamic_cp"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The schedule of a dataset, and the settings that made it."""
+
+    settings: TrainingSettings
+    assumptions: tuple[Assumption, ...]
+    """Settings that nobody gave."""
+    schedule: Schedule
+    notes: tuple[str, ...]
+    """Settings that were given in vain."""
+
+
+def replay(
+    dataset: Dataset, given: Mapping[str, Any], tick: Tick = lambda done: None, memo: Memo = FORGETFUL
+) -> Replay:
+    """The micro-batches that training forms of `dataset` under the settings `given`, by name.
+
+    Raises:
+        DataError: what the dataset holds.
+        UsageError: settings that cannot be.
+    """
+    settings, assumptions, vain = resolve_settings(
+        given,
+        pack_tokens=_pack_tokens(dataset),
+        dataset_format=dataset.format,
+        default_loader=_default_loader(dataset, given),
+        num_datasets=len(dataset.uris),
+        kind=_kind(dataset),
+    )
+    tick(0.0)
+    schedule = build_schedule(dataset, settings, tick, memo)
+    return Replay(settings=settings, assumptions=assumptions, schedule=schedule, notes=vain)
+
+
 def analyze(
     locations: Sequence[str],
     given: Mapping[str, Any],
@@ -165,22 +200,32 @@ def analyze(
     measured = load_costs(cost_table) if cost_table is not None else None
     progress("reading", 0.0, 0)
     dataset = read_dataset(locations, format=format)
+    return analyze_read(dataset, given, measured=measured, attention=attention, limits=limits, progress=progress)
+
+
+def analyze_read(
+    dataset: Dataset,
+    given: Mapping[str, Any],
+    *,
+    measured: CostTable | None,
+    attention: Attention = "transformer_engine",
+    limits: Limits | None = None,
+    progress: Progress = lambda stage, done, documents: None,
+    memo: Memo = FORGETFUL,
+) -> Analysis:
+    """What `analyze` does once the dataset is read; `memo` keeps work for the next analysis of the same dataset.
+
+    Raises:
+        DataError: what the dataset holds.
+        UsageError: settings that cannot be.
+    """
     documents = dataset.num_documents()
-    kind = _kind(dataset)
-    settings, assumptions, vain = resolve_settings(
-        given,
-        pack_tokens=_pack_tokens(dataset),
-        dataset_format=dataset.format,
-        default_loader=_default_loader(dataset, given),
-        num_datasets=len(dataset.uris),
-        kind=kind,
-    )
 
     def tick(done: float) -> None:
         progress("replaying the schedule", _READ_SHARE + (_REPLAYED_SHARE - _READ_SHARE) * done, documents)
 
-    tick(0.0)
-    schedule = build_schedule(dataset, settings, tick)
+    replayed = replay(dataset, given, tick, memo)
+    settings, schedule = replayed.settings, replayed.schedule
     table = schedule.table
     progress("recommending", _REPLAYED_SHARE, documents)
     profile = Profile.of(table)
@@ -208,9 +253,9 @@ def analyze(
     )
     full_size = _share_of_full_size(table, settings)
     return Analysis(
-        dataset=_summary(dataset),
+        dataset=summary_of(dataset),
         settings=settings,
-        assumptions=assumptions,
+        assumptions=replayed.assumptions,
         microbatches=table,
         profile=profile,
         n_seqs=Percentiles.of(profile.n_seqs),
@@ -223,7 +268,7 @@ def analyze(
         recommendation=recommendation,
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-        warnings=(*vain, *_warnings(dataset, settings, schedule, costs, full_size, recommendation)),
+        warnings=(*replayed.notes, *_warnings(dataset, settings, schedule, costs, full_size, recommendation)),
     )
 
 
@@ -283,7 +328,8 @@ def _pack_tokens(dataset: Dataset) -> int | None:
     return dataset.pack_tokens
 
 
-def _summary(dataset: Dataset) -> DatasetSummary:
+def summary_of(dataset: Dataset) -> DatasetSummary:
+    """What is reported of `dataset`."""
     return DatasetSummary(
         format=dataset.format,
         uris=dataset.uris,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.errors import DataError, UsageError
 
 _LAST_EPOCH_THRESHOLD = 0.80
@@ -64,6 +65,7 @@ def gpt_samples(
     add_extra_token: bool = True,
     where: str = "dataset",
     tick: Callable[[float], None] = lambda done: None,
+    memo: Memo = FORGETFUL,
 ) -> Samples:
     """What GPTDataset serves for the sequences of one split.
 
@@ -75,6 +77,7 @@ def gpt_samples(
         add_extra_token: whether a sample is drawn with one token more.
         where: names the dataset in errors.
         tick: called with the share of the work that is done.
+        memo: keeps the shuffled sequences of `where`.
 
     Raises:
         DataError: the split has too few tokens for one sample.
@@ -101,7 +104,15 @@ def gpt_samples(
                 "Megatron's own index build stops on them"
             )
     random = np.random.RandomState(seed)
-    ends = _shuffled_ends(sequence_tokens, epochs, last_apart=last_apart, random=random)
+    ends, state = memo.get(
+        ("shuffled", where),
+        (len(sequence_tokens), epochs, last_apart, seed),
+        lambda: (
+            _shuffled_ends(sequence_tokens, epochs, last_apart=last_apart, random=random),
+            random.get_state(),
+        ),
+    )
+    random.set_state(state)
     tick(_SHUFFLE_SHARE)
     packed = _count(ends, seq_length, total, extra, lambda done: tick(_SHUFFLE_SHARE + (1 - _SHUFFLE_SHARE) * done))
     del ends

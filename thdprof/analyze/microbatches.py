@@ -94,6 +94,17 @@ class MicrobatchTable:
         np.add.at(changes, (step, first + size), -1)
         return np.asarray(np.cumsum(changes, axis=1)[:, :-1] > 0)
 
+    def position(self, index: int) -> tuple[int, int, int]:
+        """Step, rank (with `groups`: the first) and place on it of micro-batch `index`, as in `record_batches`."""
+        if self.groups is not None:
+            where = (self.groups.step, self.groups.first_rank, self.groups.microbatch)
+            return int(where[0][index]), int(where[1][index]), int(where[2][index])
+        ends = np.cumsum(self.num_microbatches, dtype=np.int64) * self.data_parallel_size
+        step = int(np.searchsorted(ends, index, side="right"))
+        count = int(self.num_microbatches[step])
+        rank, place = divmod(index - int(ends[step]) + count * self.data_parallel_size, count)
+        return step, rank, place
+
     def record_batches(self) -> Iterator[pa.RecordBatch]:
         """The table as Arrow record batches: `step`, `dp_rank`, `microbatch` and the three measures.
 

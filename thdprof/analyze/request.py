@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from thdprof.analyze.settings import NAMES, Attention, load_settings_file
+from thdprof.analyze.settings import NAMES, Attention, check_values, load_settings_file
 from thdprof.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from thdprof.analyze.recommend import Limits
 
-_OF_THE_COMMAND = frozenset(
+OF_THE_COMMAND = frozenset(
     ("format", "buckets", "cost_table", "attention", "max_fallback_rate", "graph_memory_gib", "world_size")
 )
 """Options that are no training settings; a settings file takes them too."""
@@ -45,13 +45,13 @@ def read_request(
         DataError: a file that cannot be read.
         UsageError: an option that is unknown, or of a value that cannot be.
     """
-    stronger = load_settings_file(settings, NAMES | _OF_THE_COMMAND) if settings is not None else {}
+    stronger = load_settings_file(settings, NAMES | OF_THE_COMMAND) if settings is not None else {}
     _override(stronger, {name: value for name, value in flags.items() if value is not None})
     if "weights" in stronger:
         stronger["weights"] = _weights(stronger["weights"])
     if isinstance(stronger.get("split"), int | float):  # YAML takes a text such as 1 for a number
         stronger["split"] = str(stronger["split"])
-    command = {name: stronger.pop(name) for name in _OF_THE_COMMAND & set(stronger)}
+    command = {name: stronger.pop(name) for name in OF_THE_COMMAND & set(stronger)}
     world_size = _count("--world-size", command.get("world_size"))
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     if megatron_args is not None:
@@ -80,6 +80,20 @@ def read_request(
         limits=_limits(command),
         notes=notes,
     )
+
+
+def check_option(name: str, value: Any) -> None:
+    """Refuse a value of option `name` (with underscores) that can be in no request, whatever the other options.
+
+    Raises:
+        UsageError: naming the option and the value.
+    """
+    if name in NAMES:
+        check_values({name: value})
+    elif name == "world_size":
+        _count("--world-size", value)
+    else:
+        read_request([], {name: value}, settings=None, megatron_args=None)
 
 
 def share_of(flag: str, value: Any) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze import blend, samplers
 from thdprof.analyze.gpt import Samples, gpt_samples, train_share
+from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.settings import DYNAMIC_CP, TrainingSettings
 from thdprof.analyze.sources.base import Dataset, PackedRows, TokenStream, UnpackedDocuments
@@ -39,8 +41,10 @@ Tick = Callable[[float], None]
 """Called with the share of the work that is done."""
 
 
-def build_schedule(dataset: Dataset, settings: TrainingSettings, tick: Tick = lambda done: None) -> Schedule:
-    """The micro-batches of the run that `settings` describe on `dataset`.
+def build_schedule(
+    dataset: Dataset, settings: TrainingSettings, tick: Tick = lambda done: None, memo: Memo = FORGETFUL
+) -> Schedule:
+    """The micro-batches of the run that `settings` describe on `dataset`; `memo` is of this dataset alone.
 
     Raises:
         DataError: the data cannot make one step, or has a row that training would refuse.
@@ -50,16 +54,16 @@ def build_schedule(dataset: Dataset, settings: TrainingSettings, tick: Tick = la
         case PackedRows():
             return _schedule_rows(dataset.content, settings)
         case UnpackedDocuments():
-            return _schedule_documents(dataset.content, settings)
+            return _schedule_documents(dataset.content, settings, memo)
         case streams:
-            return _schedule_streams(streams, settings, tick)
+            return _schedule_streams(streams, settings, tick, memo)
 
 
-def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick) -> Schedule:
+def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Schedule:
     samples = (
-        _blended(streams, settings, tick)
+        _blended(streams, settings, tick, memo)
         if len(streams) > 1 or settings.weights
-        else _samples_of(streams[0], settings.train_samples, settings, tick)
+        else _samples_of(streams[0], settings.train_samples, settings, tick, memo)
     )
     if int(samples.n_seqs.max()) > settings.seq_length:
         raise DataError(
@@ -77,20 +81,28 @@ def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings
     return Schedule(table=table, notes=notes, independent=len(table))
 
 
-def _samples_of(stream: TokenStream, num_samples: int | None, settings: TrainingSettings, tick: Tick) -> Samples:
-    lengths = stream.sequence_tokens
-    return gpt_samples(
-        lengths[train_share(settings.split, len(lengths))],
-        seq_length=settings.seq_length,
-        num_samples=num_samples,
-        seed=settings.seed,
-        add_extra_token=settings.add_extra_token,
-        where=stream.path,
-        tick=tick,
+def _samples_of(
+    stream: TokenStream, num_samples: int | None, settings: TrainingSettings, tick: Tick, memo: Memo
+) -> Samples:
+    lengths = stream.sequence_tokens[train_share(settings.split, len(stream.sequence_tokens))]
+    seq_length, seed, add_extra_token = settings.seq_length, settings.seed, settings.add_extra_token
+    return memo.get(
+        ("samples", stream.path),
+        (len(lengths), seq_length, num_samples, seed, add_extra_token),
+        lambda: gpt_samples(
+            lengths,
+            seq_length=seq_length,
+            num_samples=num_samples,
+            seed=seed,
+            add_extra_token=add_extra_token,
+            where=stream.path,
+            tick=tick,
+            memo=memo,
+        ),
     )
 
 
-def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick) -> Samples:
+def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Samples:
     """The samples of a blend, in the order of its top-level dataset."""
     ends = np.cumsum([len(s.sequence_tokens) for s in streams]) / sum(len(s.sequence_tokens) for s in streams)
     ticks = [partial(_tick_between, tick, low, high) for low, high in zip([0.0, *ends], ends, strict=False)]
@@ -98,10 +110,10 @@ def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: T
         assert settings.train_samples is not None  # settings refuse weights without it
         weights: Sequence[float] = blend.normalize(settings.weights)
         sizes = blend.drawn_and_built(weights, settings.train_samples)
-        parts = [_samples_of(s, n, settings, t) for s, (_, n), t in zip(streams, sizes, ticks, strict=True)]
+        parts = [_samples_of(s, n, settings, t, memo) for s, (_, n), t in zip(streams, sizes, ticks, strict=True)]
         order = blend.blend_order(weights, sum(drawn for drawn, _ in sizes))
     else:
-        parts = [_samples_of(s, None, settings, t) for s, t in zip(streams, ticks, strict=True)]
+        parts = [_samples_of(s, None, settings, t, memo) for s, t in zip(streams, ticks, strict=True)]
         weights = [len(p) for p in parts]
         if settings.train_samples is None:
             order = blend.exhaustive_order([len(p) for p in parts])
@@ -121,7 +133,7 @@ def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
     tick(low + (high - low) * done)
 
 
-def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
+def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings, memo: Memo) -> Schedule:
     from thdprof.analyze import packers
 
     if settings.packer in DYNAMIC_CP:
@@ -142,14 +154,16 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         independent = max(1, min(len(table), one_epoch))
         return Schedule(table=table, notes=(), independent=independent, packing_efficiency=used)
     adds_tail = settings.packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
-    packing = packers.pack_rows(
-        documents.document_tokens,
-        packer=settings.packer,
-        pack_tokens=settings.seq_length,
-        seed=settings.seed,
-        max_documents=settings.max_docs_per_pack,
-        pad_to_multiple=settings.pad_seq_to_mult,
-        tail_documents=int(adds_tail),
+    options: dict[str, Any] = {
+        "packer": settings.packer,
+        "pack_tokens": settings.seq_length,
+        "seed": settings.seed,
+        "max_documents": settings.max_docs_per_pack,
+        "pad_to_multiple": settings.pad_seq_to_mult,
+        "tail_documents": int(adds_tail),
+    }
+    packing = memo.get(
+        "packed", tuple(options.items()), lambda: packers.pack_rows(documents.document_tokens, **options)
     )
     schedule = _schedule_rows(packing.rows, settings)
     return Schedule(

@@ -190,7 +190,7 @@ def resolve_settings(
     unknown = sorted(set(values) - NAMES)
     if unknown:
         raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(NAMES))}")
-    _check_values(values)
+    check_values(values)
     notes = _drop_what_has_no_effect(values, kind, dataset_format)
     assumed: list[Assumption] = []
 
@@ -213,6 +213,11 @@ def resolve_settings(
         packer = values["packer"]
         if packer in STEP_PACKERS and "global_batch_size" not in values:
             raise UsageError(f"--packer {packer} packs the documents of one step together: give --global-batch-size")
+        if packer.startswith("first_fit") and values["micro_batch_size"] != 1:
+            raise UsageError(
+                f"--micro-batch-size {values['micro_batch_size']}: --packer {packer} packs for Megatron-Bridge, which "
+                "trains packed rows with 1; make the packs longer, or give another packer"
+            )
         if not dynamic and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
             notes += (f"--max-seqlen-per-dp-cp-rank has no effect on --packer {packer} and was left out",)
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
@@ -260,7 +265,7 @@ def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_
     return tuple(notes)
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
+def check_values(values: Mapping[str, Any]) -> None:
     """Refuse values of a wrong type or out of range, naming the flag that was given."""
     for name, value in values.items():
         flag = FLAGS.get(name, "--" + name.replace("_", "-"))

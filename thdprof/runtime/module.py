@@ -211,10 +211,8 @@ def buckets_of(plan: Plan) -> list[Bucket]:
     """The buckets that `plan` captures; none where its `impl` is."""
     if plan.graphs.impl == "none":
         return []
-    n_tokens = plan.training.max_seqlen_per_dp_cp_rank  # under dynamic context parallelism, whatever the size
-    n_tokens = n_tokens or plan.microbatches.n_tokens_max // plan.training.context_parallel_size
     return [
-        Bucket(max_seqs=b.max_seqs, max_seqlen=b.max_seqlen, n_tokens=n_tokens, cp_size=b.cp_size)
+        Bucket(max_seqs=b.max_seqs, max_seqlen=b.max_seqlen, n_tokens=plan.graph_tokens, cp_size=b.cp_size)
         for b in plan.graphs.buckets
     ]
 

@@ -101,7 +101,7 @@ def _cp_sizes(analysis: Analysis) -> Table:
         numbers = [getattr(p, n) for p in (size.n_seqs, size.max_seqlen) for n in ("p50", "p99", "max")]
         table.add_row(
             str(size.cp_size),
-            _percent(size.share),
+            percent(size.share),
             *(f"{v:,}" for v in numbers),
             f"{size.n_tokens_max:,}/{size.n_tokens:,}",
         )
@@ -121,8 +121,8 @@ def _caps(analysis: Analysis, block: str) -> Table:
         table.add_row(
             f"{'*' if candidate.max_seqs in chosen else ''}{candidate.max_seqs:,}",
             label,
-            _percent(candidate.coverage),
-            _percent(candidate.fallback_rate.step),
+            percent(candidate.coverage),
+            percent(candidate.fallback_rate.step),
             f"{candidate.relative_step_time:.3f} {_bar(candidate.relative_step_time, block)}",
         )
     return table
@@ -136,7 +136,7 @@ def _percentile_name(name: str) -> str:
     return "max" if name == "max" else name.upper().replace("_", ".")
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     """`share` in per cent; never 0% or 100% unless it is exactly that."""
     text = f"{share:.1%}"
     if text == "100.0%" and share < 1:
@@ -160,14 +160,14 @@ def sentence(analysis: Analysis) -> str:
             )
         return "Do not use CUDA graphs here: none within the limits is quicker than running eagerly."
     caps = [
-        f"{b.max_seqs} ({'' if b.cp_size is None else f'{_ranks(b.cp_size)}, '}{_percent(share)})"
+        f"{b.max_seqs} ({'' if b.cp_size is None else f'{_ranks(b.cp_size)}, '}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
     listed = caps[0] if len(caps) == 1 else ", ".join(caps[:-1]) + " and " + caps[-1]
     fallbacks = (
         "no micro-batch seen falls back"
         if chosen.fallback_rate.microbatch == 0
-        else f"{_percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
+        else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
     )
     return (
         f"Capture graphs for {listed} documents: a step takes {chosen.relative_step_time:.3f} of its eager time, "
@@ -189,7 +189,7 @@ def reasons(analysis: Analysis) -> list[str]:
     elif len(chosen.buckets) > 1:
         found.append(
             f"with one cap only, {one.max_seqs} is best: {one.relative_step_time:.3f} of the eager step time, "
-            f"{_percent(one.fallback_rate.step)} of steps with an eager micro-batch"
+            f"{percent(one.fallback_rate.step)} of steps with an eager micro-batch"
         )
     if chosen.buckets and analysis.settings.experts == "dropless":
         found.append(WHY)
@@ -217,8 +217,8 @@ def _percentile_advice(analysis: Analysis, name: str) -> str | None:
 def _stall(candidate: Candidate, name: str) -> str:
     rate = candidate.fallback_rate
     return (
-        f"a cap at {name} ({candidate.max_seqs}) with eager fallback runs {_percent(rate.microbatch)} of "
-        f"micro-batches eagerly, and so stalls {_percent(rate.step)} of steps"
+        f"a cap at {name} ({candidate.max_seqs}) with eager fallback runs {percent(rate.microbatch)} of "
+        f"micro-batches eagerly, and so stalls {percent(rate.step)} of steps"
     )
 
 
@@ -230,4 +230,4 @@ def _coverage_of_run(analysis: Analysis) -> str:
         return "the run was drawn, not replayed"
     if analysis.steps == wanted:
         return "the table is the whole run, so only a change of its data brings any"
-    return f"the table covers {_percent(analysis.steps / wanted)} of the run's steps"
+    return f"the table covers {percent(analysis.steps / wanted)} of the run's steps"

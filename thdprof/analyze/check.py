@@ -1,0 +1,327 @@
+"""Does a dataset still fit a plan? Every micro-batch is dispatched to the plan's buckets, as training would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.analysis import DatasetSummary, Percentiles, Progress, replay, summary_of
+from thdprof.analyze.microbatches import MicrobatchTable
+from thdprof.analyze.profile import FallbackRate, Profile, fallback_rate
+from thdprof.analyze.slots import slots
+from thdprof.analyze.sources import read_dataset
+from thdprof.errors import DataError, UsageError
+from thdprof.plan import Plan
+from thdprof.reasons import FallbackReason
+
+Level = Literal["microbatch", "rank_step", "step"]
+_READ_SHARE = 0.15
+"""Of the time, what is over after reading."""
+_ROUNDING = 1e-12
+_REASONS = (
+    FallbackReason.cp_size_not_captured,
+    FallbackReason.token_count_differs,
+    FallbackReason.too_many_seqs,
+    FallbackReason.document_too_long,
+)
+"""In the order of the runtime's dispatcher: where several things are wrong, the first counts."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shape:
+    """A bucket's static shape, ordered as buckets are tried."""
+
+    max_seqs: int
+    max_seqlen: int
+    cp_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatched:
+    """What is decided about every micro-batch."""
+
+    shapes: tuple[Shape, ...]
+    """The plan's, ascending and each once."""
+    choice: NDArray[np.int32]
+    """Index into `shapes` that each micro-batch replays, or -1: it runs eagerly; shape [micro-batches]."""
+    eager: NDArray[np.int64]
+    """Micro-batches that run eagerly, ascending; shape [eager micro-batches]."""
+    reason: NDArray[np.int8]
+    """Index into `_REASONS` of each of them, same shape."""
+
+    def reasons(self) -> dict[FallbackReason, int]:
+        """How many micro-batches run eagerly for each reason that occurs."""
+        counts = np.bincount(self.reason, minlength=len(_REASONS))
+        return {name: int(n) for name, n in zip(_REASONS, counts, strict=True) if n}
+
+    def reason_of(self, index: int) -> FallbackReason:
+        """Why the eager micro-batch `index` of the table is one."""
+        return _REASONS[int(self.reason[np.searchsorted(self.eager, index)])]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketUse:
+    """One bucket of the plan."""
+
+    max_seqs: int
+    max_seqlen: int
+    cp_size: int
+    planned_share: float
+    """Of micro-batches, as the plan predicts."""
+    share: float
+    """Of micro-batches now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overshoot:
+    """The eager micro-batch that is over the largest bucket by the largest factor; the first of equals."""
+
+    step: int
+    dp_rank: int
+    microbatch: int
+    """Position on the rank in the step; all three from 0."""
+    n_seqs: int
+    max_seqlen: int
+    n_tokens: int
+    """Over all context-parallel ranks."""
+    cp_size: int
+    reason: FallbackReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A plan's prediction beside what a dataset would do now."""
+
+    plan: Plan
+    dataset: DatasetSummary
+    exact: bool
+    """Whether the micro-batches equal training's, or were drawn."""
+    microbatches: int
+    """Over all ranks and steps."""
+    steps: int
+    n_seqs: Percentiles
+    """Documents of a micro-batch now."""
+    max_seqlen: Percentiles
+    """Tokens of a micro-batch's longest document now."""
+    n_tokens_max: int
+    """Tokens of the largest micro-batch now."""
+    fallback_rate: FallbackRate
+    """Shares that run eagerly now."""
+    reasons: dict[FallbackReason, int]
+    """Micro-batches that run eagerly, by reason."""
+    buckets: tuple[BucketUse, ...]
+    """Ascending."""
+    worst: Overshoot | None
+    """None where nothing falls back, or the plan captures nothing."""
+    level: Level
+    """Whose rate is limited."""
+    max_fallback_rate: float
+    """Largest rate that is let pass."""
+    notes: tuple[str, ...]
+    """What the user should know."""
+
+    @property
+    def same_data(self) -> bool:
+        """Whether the dataset has the fingerprint that the plan was made from."""
+        return self.dataset.fingerprint == self.plan.dataset.fingerprint
+
+    @property
+    def planned_rate(self) -> float:
+        """The plan's rate at `level`."""
+        return float(getattr(self.plan.predictions.fallback_rate, self.level))
+
+    @property
+    def rate(self) -> float:
+        """The rate now at `level`."""
+        return float(getattr(self.fallback_rate, self.level))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the rate is within the limit; a plan that captures nothing cannot be outgrown."""
+        return not self.buckets or self.rate <= self.max_fallback_rate + _ROUNDING
+
+
+def check(
+    plan: Plan,
+    locations: Sequence[str] = (),
+    *,
+    max_fallback_rate: float | None = None,
+    level: Level = "step",
+    where: str = "plan",
+    progress: Progress = lambda stage, done, documents: None,
+) -> Check:
+    """Replay a dataset with the plan's own training settings and dispatch its micro-batches to the plan's buckets.
+
+    Args:
+        plan: what `thdprof analyze` wrote.
+        locations: files, globs, directories or Megatron prefixes; none: the files that the plan names.
+        max_fallback_rate: largest rate at `level` that is let pass; None: the plan's own prediction.
+        level: of micro-batches, of (rank, step) pairs with an eager one, or of steps with an eager one on any rank.
+        where: names the plan in errors.
+        progress: called with the stage, the share of the whole work that is done, and the documents it is about.
+
+    Raises:
+        DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.
+    """
+    progress("reading", 0.0, 0)
+    dataset = read_dataset(list(locations) or plan.dataset.uris, format=plan.dataset.format)
+    documents = dataset.num_documents()
+    try:
+        replayed = replay(
+            dataset,
+            plan.training.model_dump(),
+            lambda done: progress("replaying the schedule", _READ_SHARE + (1 - _READ_SHARE) * done, documents),
+        )
+        needed = _slots(plan, replayed.schedule.table)
+    except (DataError, UsageError) as error:
+        raise DataError(f"{where}: its training settings do not fit the dataset: {error}") from error
+    table = replayed.schedule.table
+    dispatched = dispatch(table, plan)
+    profile = Profile.of(table)
+    allowed = getattr(plan.predictions.fallback_rate, level) if max_fallback_rate is None else max_fallback_rate
+    return Check(
+        plan=plan,
+        dataset=summary_of(dataset),
+        exact=table.exact,
+        microbatches=len(table),
+        steps=table.num_steps,
+        n_seqs=Percentiles.of(profile.n_seqs),
+        max_seqlen=Percentiles.of(profile.max_seqlen),
+        n_tokens_max=int(table.n_tokens.max()),
+        fallback_rate=fallback_rate(table, dispatched.choice < 0),
+        reasons=dispatched.reasons() if dispatched.shapes else {FallbackReason.disabled_by_user: len(table)},
+        buckets=_bucket_uses(plan, dispatched),
+        worst=_worst(table, plan, dispatched),
+        level=level,
+        max_fallback_rate=allowed,
+        notes=(
+            *dataset.notes,
+            *replayed.notes,
+            *replayed.schedule.notes,
+            *_notes(plan, table, dispatched, needed),
+        ),
+    )
+
+
+def dispatch(table: MicrobatchTable, plan: Plan) -> Dispatched:
+    """What `thdprof.runtime.dispatch.Dispatcher` decides about every micro-batch of `table` over the plan's buckets."""
+    captured = plan.graphs.buckets if plan.graphs.impl != "none" else []
+    shapes = tuple(sorted({Shape(b.max_seqs, b.max_seqlen, b.cp_size) for b in captured}))
+    choice = np.full(len(table), -1, dtype=np.int32)
+    cp_size = _cp_size(table, plan)
+    tokens = table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens
+    right_tokens = np.broadcast_to(tokens // cp_size == plan.graph_tokens, len(table))
+    for index in reversed(range(len(shapes))):  # the smallest that fits is written last
+        shape = shapes[index]
+        fits = (table.n_seqs <= shape.max_seqs) & (table.max_seqlen <= shape.max_seqlen) & right_tokens
+        choice[fits & (cp_size == shape.cp_size)] = index
+    eager = np.flatnonzero(choice < 0)
+    n_seqs, cp_size = table.n_seqs[eager], np.broadcast_to(cp_size, len(table))[eager]
+    most = np.zeros(len(eager), dtype=np.int64)  # documents of the largest bucket of the micro-batch's size
+    for shape in shapes:
+        most[cp_size == shape.cp_size] = shape.max_seqs
+    wrong = (most == 0, ~right_tokens[eager], n_seqs > most)
+    reason = np.select(wrong, range(len(wrong)), default=len(wrong)).astype(np.int8)
+    return Dispatched(shapes=shapes, choice=choice, eager=eager, reason=reason)
+
+
+def _cp_size(table: MicrobatchTable, plan: Plan) -> NDArray[np.int32]:
+    """Context-parallel size of every micro-batch, shape [micro-batches] or, where all have the run's, []."""
+    if table.groups is not None:
+        return table.groups.cp_size
+    return np.array(plan.training.context_parallel_size, dtype=np.int32)
+
+
+def _bucket_uses(plan: Plan, dispatched: Dispatched) -> tuple[BucketUse, ...]:
+    counts = np.bincount(dispatched.choice + 1, minlength=len(dispatched.shapes) + 1)[1:]
+    planned = dict.fromkeys(dispatched.shapes, 0.0)
+    if dispatched.shapes:
+        for b in plan.graphs.buckets:
+            planned[Shape(b.max_seqs, b.max_seqlen, b.cp_size)] += b.share
+    return tuple(
+        BucketUse(
+            max_seqs=shape.max_seqs,
+            max_seqlen=shape.max_seqlen,
+            cp_size=shape.cp_size,
+            planned_share=planned[shape],
+            share=int(count) / len(dispatched.choice),
+        )
+        for shape, count in zip(dispatched.shapes, counts, strict=True)
+    )
+
+
+def _worst(table: MicrobatchTable, plan: Plan, dispatched: Dispatched) -> Overshoot | None:
+    """The eager micro-batch that is over the largest documents, length or tokens by the largest factor."""
+    eager, shapes = dispatched.eager, dispatched.shapes
+    if not len(eager) or not shapes:
+        return None
+    cp_size = np.broadcast_to(_cp_size(table, plan), len(table))
+    over = np.zeros(len(eager))
+    for size in {s.cp_size for s in shapes}:
+        here = np.flatnonzero(cp_size[eager] == size)
+        at = eager[here]
+        fitting = [s for s in shapes if s.cp_size == size]
+        most = fitting[-1].max_seqs
+        lengths = np.maximum.accumulate([s.max_seqlen for s in reversed(fitting)])[::-1]  # of a bucket and those above
+        first = np.searchsorted([s.max_seqs for s in fitting], table.n_seqs[at])  # with room for the documents
+        longest = lengths[np.minimum(first, len(fitting) - 1)]
+        factors = (
+            table.n_seqs[at] / most,
+            table.max_seqlen[at] / longest,
+            table.n_tokens[at] / (plan.graph_tokens * size),
+        )
+        over[here] = np.maximum.reduce(factors)
+    index = int(eager[over.argmax()])
+    step, rank, place = table.position(index)
+    return Overshoot(
+        step=step,
+        dp_rank=rank,
+        microbatch=place,
+        n_seqs=int(table.n_seqs[index]),
+        max_seqlen=int(table.max_seqlen[index]),
+        n_tokens=int(table.n_tokens[index]),
+        cp_size=int(cp_size[index]),
+        reason=dispatched.reason_of(index),
+    )
+
+
+def _slots(plan: Plan, table: MicrobatchTable) -> list[list[int]]:
+    """Micro-batches in flight now for every pipeline rank and model chunk."""
+    run = plan.training
+    return slots(
+        pipeline_size=run.pipeline_parallel_size,
+        num_chunks=run.virtual_pipeline_size or 1,
+        num_microbatches=int(table.num_microbatches.max()),
+        group=run.microbatch_group_size,
+    )
+
+
+def _notes(plan: Plan, table: MicrobatchTable, dispatched: Dispatched, needed: list[list[int]]) -> list[str]:
+    found = []
+    if not dispatched.shapes:
+        found.append("the plan captures no graphs: all micro-batches run eagerly by its own advice, whatever the data")
+    elif not plan.microbatches.n_tokens_constant and FallbackReason.token_count_differs in dispatched.reasons():
+        found.append(
+            "the plan's rates hold once every micro-batch is padded to one token count, which its training settings do "
+            "not do: those of another count run eagerly here, as in training"
+        )
+    if plan.graphs.tail_policy != plan.training.tail_policy:
+        found.append(
+            f"graphs.tail_policy {plan.graphs.tail_policy} is not the training settings' "
+            f"{plan.training.tail_policy}, with which micro-batches were replayed: analyse again"
+        )
+    if dispatched.shapes and plan.graphs.slots != needed:
+        had = {(r, c): n for r, rank in enumerate(plan.graphs.slots) for c, n in enumerate(rank)}
+        lacking = sum(n > had.get((r, c), 0) for r, rank in enumerate(needed) for c, n in enumerate(rank))
+        if lacking:
+            found.append(
+                f"{lacking} model chunks now have more micro-batches in flight than slots: some will run eagerly "
+                "(no_free_slot), which the rates here do not count; analyse again"
+            )
+    if not table.exact:
+        found.append("micro-batches were drawn or follow a description, so rates are estimates and positions examples")
+    return found

@@ -1,0 +1,209 @@
+"""Several analyses of one dataset, which is read once: one for every combination of values of some options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thdprof.analyze.analysis import DatasetSummary, Progress, analyze_read, make_plan, summary_of
+from thdprof.analyze.cost import CostTable, load_costs
+from thdprof.analyze.memo import Memo
+from thdprof.analyze.request import Request
+from thdprof.analyze.settings import Assumption
+from thdprof.analyze.sources import read_dataset
+from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.sweep_axes import Axis
+from thdprof.errors import DataError, UsageError
+from thdprof.files import check_targets
+from thdprof.plan import Plan
+
+if TYPE_CHECKING:
+    from thdprof.plan import Impl
+
+_READ_SHARE = 0.1
+_SCHEDULE_ANEW = ("seed", "packer", "max_docs_per_pack", "pad_seq_to_mult", "train_samples", "train_iters")
+_SAMPLES_ANEW = ("add_extra_token", "seq_length")
+"""Options on which the work depends that a Memo keeps; the second still leave the shuffled sequences."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combination:
+    """One value of each swept option, and what comes of them."""
+
+    values: dict[str, Any]
+    """By name, with underscores."""
+    plan: Plan | None
+    """What `analyze` would write; None where the combination cannot be."""
+    problem: str | None
+    """Why it cannot be; None where it can."""
+    assumptions: tuple[Assumption, ...] = ()
+    """Settings that nobody gave."""
+    warnings: tuple[str, ...] = ()
+    """What the user should know before trusting its numbers."""
+
+    @property
+    def file_name(self) -> str:
+        """Name of the combination's plan file, told by its values."""
+        parts = (f"{name.replace('_', '-')}-{_plain(value)}" for name, value in self.values.items())
+        return "_".join(parts) + ".yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What `thdprof analyze --sweep` reports."""
+
+    dataset: DatasetSummary
+    names: tuple[str, ...]
+    """Of the swept options, with underscores."""
+    combinations: tuple[Combination, ...]
+    """Of all values; those of the last name vary fastest."""
+    notes: tuple[str, ...]
+    """What reading the request has to say."""
+
+    @property
+    def any_works(self) -> bool:
+        """Whether a combination can be."""
+        return any(c.plan is not None for c in self.combinations)
+
+
+def combinations_of(axes: Sequence[Axis]) -> list[Combination]:
+    """Every combination of the axes' values, none of them analysed yet."""
+    return [
+        Combination(
+            values=dict(zip((axis.name for axis in axes), values, strict=True)), plan=None, problem="not analysed"
+        )
+        for values in product(*(axis.values for axis in axes))
+    ]
+
+
+def sweep(
+    axes: Sequence[Axis],
+    request_of: Callable[[Mapping[str, Any]], Request],
+    *,
+    impl: Impl | None = None,
+    progress: Progress = lambda stage, done, documents: None,
+) -> Sweep:
+    """Analyse one dataset under every combination of the axes' values.
+
+    Args:
+        axes: what is swept.
+        request_of: the request with these values of the swept options, by name; all must name the same dataset.
+        impl: what the plans capture; None: as make_plan has it.
+        progress: called with the stage, the share of the whole work that is done, and the documents it is about.
+
+    Raises:
+        DataError: the dataset or a cost table cannot be read.
+        UsageError: no combination makes a request, so that nothing could be read.
+    """
+    names = tuple(axis.name for axis in axes)
+    wanted = [c.values for c in combinations_of(axes)]
+    requests: list[Request | UsageError] = []
+    for values in wanted:
+        try:
+            requests.append(request_of(values))
+        except UsageError as error:
+            requests.append(error)
+    first = next((r for r in requests if isinstance(r, Request)), None)
+    if first is None:
+        raise requests[0] if isinstance(requests[0], UsageError) else UsageError("--sweep: names nothing")
+    paths = {r.cost_table for r in requests if isinstance(r, Request) and r.cost_table is not None}
+    costs = {path: load_costs(path) for path in sorted(paths)}
+    progress("reading", 0.0, 0)
+    dataset = read_dataset(first.locations, format=first.format)
+    memo, done = Memo(), dict[int, Combination]()
+    for count, index in enumerate(_order(axes)):
+        request = requests[index]
+        low, share = _READ_SHARE + (1 - _READ_SHARE) * count / len(wanted), (1 - _READ_SHARE) / len(wanted)
+
+        def show(stage: str, part: float, documents: int, low: float = low, share: float = share) -> None:
+            progress(stage, low + share * part, documents)
+
+        if isinstance(request, UsageError):
+            done[index] = Combination(values=wanted[index], plan=None, problem=str(request))
+        else:
+            done[index] = _analysed(wanted[index], request, dataset, costs, impl, memo, show)
+    return Sweep(
+        dataset=summary_of(dataset),
+        names=names,
+        combinations=tuple(done[index] for index in range(len(wanted))),
+        notes=tuple(dict.fromkeys(note for r in requests if isinstance(r, Request) for note in r.notes)),
+    )
+
+
+def check_plan_files(axes: Sequence[Axis], directory: Path, *, force: bool) -> None:
+    """Refuse, before the work, a directory in which the plans of a sweep cannot be written; make it.
+
+    Raises:
+        UsageError: it is none, or holds one of the plans' files without `force`.
+        DataError: it cannot be made.
+    """
+    if str(directory) == "-":
+        raise UsageError("-o -: several plans cannot go to stdout; name a directory, or use --json")
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"-o {directory}: is a file; with --sweep name a directory for the plans")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{directory}: cannot be made: {error.strerror}") from error
+    check_targets([directory / c.file_name for c in combinations_of(axes)], force=force)
+
+
+def write_plans(sweep: Sweep, directory: Path, *, force: bool) -> list[Path]:
+    """Write the plan of every combination that can be, each whole or not at all; their paths.
+
+    Raises:
+        DataError: a file exists and `force` is false, or it cannot be written.
+    """
+    paths = []
+    for combination in sweep.combinations:
+        if combination.plan is not None:
+            paths.append(directory / combination.file_name)
+            combination.plan.save(paths[-1], force=force)
+    return paths
+
+
+def _analysed(
+    values: dict[str, Any],
+    request: Request,
+    dataset: Dataset,
+    costs: Mapping[Path, CostTable],
+    impl: Impl | None,
+    memo: Memo,
+    progress: Progress,
+) -> Combination:
+    try:
+        result = analyze_read(
+            dataset,
+            request.given,
+            measured=costs[request.cost_table] if request.cost_table is not None else None,
+            attention=request.attention,
+            limits=request.limits,
+            progress=progress,
+            memo=memo,
+        )
+        plan = make_plan(result, impl=impl)
+    except (DataError, UsageError) as error:
+        return Combination(values=values, plan=None, problem=str(error))
+    return Combination(
+        values=values,
+        plan=plan,
+        problem=None,
+        assumptions=result.assumptions,
+        warnings=result.warnings,
+    )
+
+
+def _order(axes: Sequence[Axis]) -> list[int]:
+    """Indices of the combinations, so ordered that those which share the most work come one after the other."""
+    places = list(product(*(range(len(axis.values)) for axis in axes)))
+    slow = [k for names in (_SCHEDULE_ANEW, _SAMPLES_ANEW) for k, axis in enumerate(axes) if axis.name in names]
+    return sorted(range(len(places)), key=lambda index: [places[index][k] for k in slow])
+
+
+def _plain(value: Any) -> str:
+    """`value` in letters that any file system takes."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return "".join(c if c.isascii() and (c.isalnum() or c in ".+-") else "-" for c in text)
