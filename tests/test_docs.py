@@ -364,6 +364,13 @@ def test_measured_numbers_stand_in_the_results_that_are_cited(page, paragraph):
     assert unknown_numbers(paragraph) == set()
 
 
+def test_no_measured_number_stands_without_its_source():
+    measured = re.compile(r"\d (?:ms|MiB|GiB|times)\b")
+    found = [part for page in PAGES for part in paragraphs(page.read_text()) if measured.search(part)]
+    assert len(found) >= 5
+    assert [part for part in found if "](../benchmarks/results/" not in part] == []
+
+
 def test_numbers_that_are_not_in_the_results_are_found():
     link = "[runtime](../benchmarks/results/runtime.md)"
     assert unknown_numbers(f"13.88 ms with buckets of 64, 128 and 358 {link}") == set()
@@ -421,7 +428,7 @@ def test_the_command_reference_has_every_option():
         options = [option for param in command.params for option in param.opts if option.startswith("--")]
         assert options
         for option in options:
-            assert re.search(rf"^\| `[^`]*{option}\b", section, re.M), (name, option)
+            assert re.search(rf"^\| `[^`]*{option}\b[^`]*` \| \w.* \|$", section, re.M), (name, option, "says nothing")
 
 
 def test_refused_settings_are_those_of_install():
@@ -438,12 +445,15 @@ def test_pages_name_the_lines_that_are_generated():
     assert sorted(re.findall(r"<!-- generated: ([a-z ]+) -->", text)) == ["commands", "plan", "refused settings"]
 
 
-def test_formats_and_packers_are_those_there_are():
+def test_formats_targets_and_packers_are_those_there_are():
+    from thdprof.analyze.export import TARGETS
     from thdprof.analyze.sources import FORMATS
     from thdprof.cli import PackerName
 
     text = (DOCS / "formats.md").read_text()
     assert re.findall(r"^\| `([a-z-]+)` \|", text.split("## What is exact")[0], re.M) == [*FORMATS]
+    targets = (DOCS / "reference-cli.md").read_text().split("## Export targets")[1]
+    assert re.findall(r"^\| `([a-z-]+)` \|", targets, re.M) == [*TARGETS]
     table = text.split("| packer | as |")[1].split("```")[0]
     assert set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row))) == {*PackerName}
 
