@@ -48,7 +48,7 @@ bench: $(TEST_STAMP)  ## time analysis beside its peers
 	$(PY) benchmarks/analyze.py
 
 docs: $(DOCS_STAMP)  ## build the site into build/site; a broken link or an undocumented field fails
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:           ## remove what the targets above made
 	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
