@@ -5,8 +5,9 @@ PYTHON := $(shell for p in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1
 	"$$p" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$p" && break; done)
 STAMP := $(VENV)/.installed-for-analysis
 TEST_STAMP := $(VENV)/.installed-for-tests
+DOCS_STAMP := $(VENV)/.installed-for-docs
 
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench docs clean
 help:            ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -20,6 +21,9 @@ $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 $(TEST_STAMP): $(STAMP) pyproject.toml constraints.txt
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[test,megatron]'
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt --no-deps megatron-bridge
+	@touch $@
+$(DOCS_STAMP): $(STAMP) pyproject.toml constraints.txt
+	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
 	@touch $@
 
 demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml
@@ -42,6 +46,9 @@ format: $(TEST_STAMP)  ## rewrite files in the project's format
 
 bench: $(TEST_STAMP)  ## time analysis beside its peers
 	$(PY) benchmarks/analyze.py
+
+docs: $(DOCS_STAMP)  ## build the site into build/site; a broken link or an undocumented field fails
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:           ## remove what the targets above made
 	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -126,9 +126,9 @@ def analyze(
     seq_length: Annotated[int | None, typer.Option(help="Tokens of a row; the pack size.")] = None,
     micro_batch_size: Annotated[int | None, typer.Option(help="Rows of a micro-batch.")] = None,
     global_batch_size: Annotated[int | None, typer.Option(help="Rows of a step over all ranks.")] = None,
-    data_parallel_size: Annotated[int | None, typer.Option()] = None,
-    context_parallel_size: Annotated[int | None, typer.Option()] = None,
-    pipeline_parallel_size: Annotated[int | None, typer.Option()] = None,
+    data_parallel_size: Annotated[int | None, typer.Option(help="Ranks with micro-batches of their own.")] = None,
+    context_parallel_size: Annotated[int | None, typer.Option(help="Ranks that share a micro-batch's tokens.")] = None,
+    pipeline_parallel_size: Annotated[int | None, typer.Option(help="Stages that layers are spread over.")] = None,
     virtual_pipeline_size: Annotated[int | None, typer.Option(help="Model chunks a pipeline rank.")] = None,
     microbatch_group_size: Annotated[
         int | None, typer.Option(help="Micro-batches of a group of the interleaved schedule [pipeline size].")
@@ -506,9 +506,9 @@ def calibrate(
     module: Annotated[
         str | None, typer.Option(help="package.module:callable that makes the module; else the built-in stack.")
     ] = None,
-    layers: Annotated[int, typer.Option(min=1)] = 24,
+    layers: Annotated[int, typer.Option(min=1, help="Of the built-in stack.")] = 24,
     hidden: Annotated[int, typer.Option(min=1, help="Width of the input, also of --module.")] = 1024,
-    heads: Annotated[int, typer.Option(min=1)] = 16,
+    heads: Annotated[int, typer.Option(min=1, help="Of the built-in stack.")] = 16,
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 2048,
     attention: Annotated[
         str, typer.Option(help="Attention of the built-in stack, torch; else a name to note.")

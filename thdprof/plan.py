@@ -53,8 +53,11 @@ class TrainingPart(_Part):
     global_batch_size: Count
     """Rows of a step over all data-parallel ranks."""
     data_parallel_size: Count
+    """Ranks that train on micro-batches of their own and add up their gradients."""
     context_parallel_size: Count
+    """Ranks that share the tokens of a micro-batch."""
     pipeline_parallel_size: Count
+    """Stages that the layers are spread over."""
     virtual_pipeline_size: Count | None
     """Model chunks a pipeline rank; null without interleaving."""
     microbatch_group_size: Count | None = None
@@ -68,6 +71,7 @@ class TrainingPart(_Part):
     drop_last: bool
     """Whether the batch sampler drops an epoch's partial global batch."""
     seed: int
+    """Of the order of the data."""
     split: str
     """Train, validation, test weights; the training part was analysed."""
     train_samples: Count | None
@@ -96,12 +100,19 @@ class Percentiles(_Part):
     """Nearest-rank percentiles over micro-batches."""
 
     mean: float
+    """Arithmetic mean."""
     p50: int
+    """Least value that half of the micro-batches do not exceed."""
     p90: int
+    """The same for 90%."""
     p95: int
+    """For 95%."""
     p99: int
+    """For 99%."""
     p99_9: int
+    """For 99.9%."""
     max: int
+    """Of all micro-batches."""
 
 
 class MicrobatchesPart(_Part):
@@ -227,6 +238,7 @@ class CostsPart(_Part):
     calibrated: bool
     """Whether it was measured on the user's own GPU and model."""
     hardware: str
+    """GPU that was measured on."""
     attention: str
     """Attention backend that was measured."""
     n_tokens: Count

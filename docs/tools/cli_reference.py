@@ -1,0 +1,33 @@
+"""The reference of the command line, from the commands themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from thdprof.cli import app
+
+
+def commands() -> dict[str, Any]:
+    """Every command by name."""
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def reference() -> str:
+    """Markdown: a section for each command, a row for each argument and option."""
+    return "\n\n".join(_section(name, command) for name, command in commands().items())
+
+
+def _section(name: str, command: Any) -> str:
+    context = command.context_class(command, info_name=f"thdprof {name}")
+    usage = context.get_usage().removeprefix("Usage: ")
+    lines = [f"## `{name}`", "", command.help, "", "```text", usage, "```", ""]
+    lines += ["| option | meaning |", "|---|---|"]
+    for param in command.get_params(context):
+        record = param.get_help_record(context)
+        if record is not None and "--help" not in param.opts:
+            names, meaning = (" ".join(text.split()) for text in record)
+            lines.append(f"| `{names}` | {meaning} |")
+    return "\n".join(lines)

@@ -1,0 +1,99 @@
+"""The reference of the plan file, from its own schema: a section for each part, a row for each field."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from thdprof.plan import Plan
+
+Schema = Mapping[str, Any]
+
+
+def reference(model: type[BaseModel] = Plan) -> str:
+    """Markdown of `model` and of every model in it.
+
+    Raises:
+        ValueError: a field or a part says nothing of itself.
+    """
+    root = model.model_json_schema(by_alias=True)
+    parts: Mapping[str, Schema] = {model.__name__: root, **root.get("$defs", {})}
+    return "\n\n".join(
+        _section(parts, name, paths) for name, paths in _places(parts, model.__name__).items() if parts[name]
+    )
+
+
+def _places(parts: Mapping[str, Schema], root: str) -> dict[str, list[str]]:
+    """Where in the file each part stands, in the file's order; the root at ''."""
+    found: dict[str, list[str]] = {root: [""]}
+
+    def walk(name: str, path: str) -> None:
+        for field, schema in parts[name]["properties"].items():
+            inner = f"{path}.{field}".lstrip(".") + ("[]" if schema.get("type") == "array" else "")
+            for part in _parts_in(schema):
+                found.setdefault(part, []).append(inner)
+                walk(part, inner)
+
+    walk(root, "")
+    return found
+
+
+def _parts_in(schema: Schema) -> Iterator[str]:
+    if "$ref" in schema:
+        yield schema["$ref"].rsplit("/", 1)[1]
+    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
+        yield from _parts_in(inner)
+
+
+def _section(parts: Mapping[str, Schema], name: str, paths: list[str]) -> str:
+    part = parts[name]
+    heading = "The whole file" if paths == [""] else ", ".join(f"`{path}`" for path in paths)
+    lines = [f"## {heading} {{ #{name.lower()} }}", "", _said(part, name), ""]
+    lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+    required = part.get("required", ())
+    for field, schema in part["properties"].items():
+        inner = next(_parts_in(schema), None)
+        meaning = schema.get("description") or (inner and _said(parts[inner], inner))
+        if not meaning:
+            raise ValueError(f"{name}.{field}: has no docstring under it: say what it means, and its unit")
+        default = "required" if field in required else f"`{_yaml(schema.get('default'))}`"
+        cells = (f"`{field}`", _type(schema), default, " ".join(meaning.split()))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _said(part: Schema, name: str) -> str:
+    if not part.get("description"):
+        raise ValueError(f"{name}: has no docstring")
+    return str(part["description"])
+
+
+def _type(schema: Schema) -> str:
+    """What a value may be, in words."""
+    if "$ref" in schema:
+        return f"[mapping](#{schema['$ref'].rsplit('/', 1)[1].lower()})"
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if "enum" in schema:
+        return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
+    kind = schema["type"]
+    if kind == "array":
+        return f"list ({_type(schema['items'])})"
+    named = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
+    return named.get(kind, kind) + _range(schema)
+
+
+def _range(schema: Schema) -> str:
+    least, most = schema.get("minimum"), schema.get("maximum")
+    if least is None:
+        return "" if most is None else f", at most {most:g}"
+    return f", at least {least:g}" if most is None else f", {least:g} to {most:g}"
+
+
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
