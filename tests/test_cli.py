@@ -246,7 +246,7 @@ OPTIONS = """
 --add-extra-token --no-add-extra-token
 --max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
 --max-docs-per-pack --max-seqlen-per-dp-cp-rank --settings --megatron-args --world-size --buckets --cost-table
---attention --max-fallback-rate --graph-memory-gib --impl --output --force --json --microbatches --help
+--attention --max-fallback-rate --graph-memory-gib --impl --output --force --json --microbatches --profile --part --help
 """
 
 

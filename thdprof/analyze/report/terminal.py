@@ -10,6 +10,8 @@ from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.recommend import LEAST_GAIN, Candidate
+from thdprof.analyze.report.words import percent as _percent
+from thdprof.analyze.report.words import percentile_name as _percentile_name
 
 _BAR = 20
 
@@ -114,20 +116,6 @@ def _caps(analysis: Analysis, block: str) -> Table:
 
 def _bar(value: float, block: str) -> str:
     return block * max(1, round(min(value, 1.5) * _BAR))
-
-
-def _percentile_name(name: str) -> str:
-    return "max" if name == "max" else name.upper().replace("_", ".")
-
-
-def _percent(share: float) -> str:
-    """`share` in per cent; never 0% or 100% unless it is exactly that."""
-    text = f"{share:.1%}"
-    if text == "100.0%" and share < 1:
-        return ">99.9%"
-    if text == "0.0%" and share > 0:
-        return "<0.1%"
-    return text
 
 
 def sentence(analysis: Analysis) -> str:
