@@ -18,6 +18,11 @@ def percentile_name(name: str) -> str:
     return "max" if name == "max" else name.upper().replace("_", ".")
 
 
+def memory_size(gib: float) -> str:
+    """`gib` in GiB, or in MiB where that is little."""
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
+
+
 def listed(words: list[str]) -> str:
     """ "a, b and c"."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -384,7 +385,7 @@ def _memory_bars(axis: Axes, found: findings.Memory) -> None:
 def observed(found: findings.Observed) -> Drawing:
     """Pairs of bars."""
     rows = np.arange(len(found.names))
-    with canvas(1.9 + 0.5 * len(rows), found.title) as figure:
+    with canvas(2.2 + 0.5 * len(rows), found.title) as figure:
         axis = figure.subplots()
         looks = (("predicted", found.predicted, -0.2, BLUE, ""), ("observed", found.observed, 0.2, ORANGE, "///"))
         for name, values, offset, colour, hatch in looks:
@@ -405,7 +406,7 @@ def observed(found: findings.Observed) -> Drawing:
         axis.invert_yaxis()
         axis.set_xlim(0, max(*found.predicted, *found.observed) * 1.15 or 1)
         axis.xaxis.set_major_formatter(_percent_format())
-        axis.set_xlabel("share of dispatched micro-batches" + (f"\n{found.note}" if found.note else ""))
+        axis.set_xlabel("\n".join(["share of dispatched micro-batches", *textwrap.wrap(found.note, 90)]))
         axis.grid(False, axis="y")
         axis.legend(loc="lower right", fontsize=8.5)
         alt = "Predicted and observed shares: " + "; ".join(

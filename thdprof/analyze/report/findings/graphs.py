@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.words import counted, percent
+from thdprof.analyze.report.words import counted, memory_size, percent
 from thdprof.plan import Plan
 
 
@@ -52,14 +52,14 @@ def memory(report: Report, cap: int) -> Memory:
     if not gib:
         title += "; the cost table does not tell what a slot takes."
     elif num_buckets == 0:
-        title += f", with one cap of {cap:,} about {gib[0]:.1f} GiB; the plan captures nothing."
+        title += f", with one cap of {cap:,} about {memory_size(gib[0])}; the plan captures nothing."
     elif num_buckets == 1:
-        title += f" and about {gib[0]:.1f} GiB of graph memory."
+        title += f" and about {memory_size(gib[0])} of graph memory."
     else:
         ratio = gib[num_buckets - 1] / gib[0] if gib[0] else 1.0
         title += (
-            f" and about {gib[num_buckets - 1]:.1f} GiB for {num_buckets} graphs a slot, {ratio:.2f} times that of "
-            "one, because all graphs of a slot share its memory."
+            f" and about {memory_size(gib[num_buckets - 1])} for {num_buckets} graphs a slot, {ratio:.2f} times "
+            "that of one, because all graphs of a slot share its memory."
         )
     return Memory(
         title=title,
