@@ -231,6 +231,18 @@ def test_a_plan_without_graphs_and_a_pipeline_with_chunks(made, tmp_path):
     assert "Slots of each pipeline rank: " in figures.memory(piped, 4).alt
 
 
+def test_dynamic_context_parallelism(tmp_path):
+    documents = [90, 20, 20, 10, 5, 5, 60, 8] * 8
+    (tmp_path / "documents.jsonl").write_text("".join(f"{n}\n" for n in documents))
+    report = report_of(
+        tmp_path, packer="balanced_cp", data_parallel_size=4, global_batch_size=16, max_seqlen_per_dp_cp_rank=32,
+        seq_length=128, loader="single",
+    )  # fmt: skip
+    assert len({b.cp_size for b in report.plan.graphs.buckets}) > 1
+    assert [figure(report, report.default_cap).id for figure in figures.ALL] == IDS
+    assert re.search(r"documents?, 4 ranks \d", figures.choice(report, 4).alt)
+
+
 def test_drawings_are_the_same_bytes_and_carry_no_colour_of_ink(made):
     report = open_report(made / "plan.yaml", stats=made / "stats.jsonl")
     for figure in figures.ALL:
@@ -377,10 +389,10 @@ def test_screenshots(chromium, page, scheme):
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     target = SCREENSHOTS / f"report-{scheme}.png"
     target.unlink(missing_ok=True)
-    _, console = chromium(page, "--window-size=1100,5600", f"--screenshot={target}", dark=scheme == "dark")
+    _, console = chromium(page, "--window-size=1100,5000", f"--screenshot={target}", dark=scheme == "dark")
     assert console == []
     with Image.open(target) as image:
-        assert image.size == (1100, 5600)
+        assert image.size == (1100, 5000)
         grey = np.asarray(image.convert("L"))
     corner = int(grey[0, 0])
     assert corner > 240 if scheme == "light" else corner < 40
@@ -451,6 +463,7 @@ def test_outputs_that_cannot_be(thdprof, made, tmp_path):
     refused(thdprof("report", tmp_path / "nothing.yaml"), 1, "cannot be read")
     refused(thdprof("report", plan, tmp_path / "nothing.jsonl"), 1, "cannot be read")
     assert thdprof("report", plan, "--cap", 0).returncode == 2
+    refused(thdprof("report", plan, "-o", "-"), 2, "-o -: a report cannot go to stdout")
 
 
 @pytest.mark.parametrize("package", ["nbconvert", "nbclient", "ipykernel", "nbformat"])
@@ -481,6 +494,7 @@ def test_ten_million_microbatches(thdprof, tmp_path):
     done = thdprof("report", tmp_path / "plan.yaml", "-o", tmp_path / "r.html")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
+    assert done.stderr == f"written: {tmp_path}/r.html\n"
     assert load_plan(tmp_path / "plan.yaml").microbatches.count == 10_000_000
     assert (tmp_path / "r.html").stat().st_size < 5e6
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 _CELL_SECONDS = 300
+_LONGEST_SOCKET = 90
+"""Characters; some systems take no more than 104, and a suffix comes on top."""
 
 
 def build_notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, beside: Path) -> NotebookNode:
@@ -45,21 +47,20 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
     """Run all cells in `directory`; the outputs go into `notebook`.
 
     Raises:
-        DataError: a cell failed.
+        DataError: a cell failed, took too long or ended the kernel.
         UsageError: nbclient or ipykernel is not installed.
     """
     nbclient, traitlets = need("nbclient"), need("traitlets.config")
     need("ipykernel")
     with tempfile.TemporaryDirectory(prefix="thdprof-") as runtime:
-        sockets = {
-            "transport": "ipc",
-            "ip": str(Path(runtime) / "kernel"),
-        }  # files of ours, no ports that all can reach
+        sockets = str(Path(runtime) / "kernel")
+        # files of ours, not ports that others can reach, where the system takes so long a name
+        channel = {"transport": "ipc", "ip": sockets} if len(sockets) < _LONGEST_SOCKET else {}
         client = nbclient.NotebookClient(
             notebook,
             timeout=_CELL_SECONDS,
             kernel_name="python3",
-            config=traitlets.Config({"KernelManager": sockets}),
+            config=traitlets.Config({"KernelManager": channel}),
             record_timing=False,
             resources={"metadata": {"path": str(directory)}},
         )
@@ -69,6 +70,8 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
             client.execute(env=_environment(runtime))
         except nbclient.exceptions.CellExecutionError as error:
             raise DataError(f"the report's notebook failed: {error.ename}: {error.evalue}") from error
+        except (nbclient.exceptions.CellTimeoutError, nbclient.exceptions.DeadKernelError) as error:
+            raise DataError(f"the report's notebook did not end: {' '.join(str(error).split())[:200]}") from error
         finally:
             if before is None:
                 del os.environ["JUPYTER_RUNTIME_DIR"]

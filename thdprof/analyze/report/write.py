@@ -41,6 +41,8 @@ def form_of(output: Path) -> Form:
     Raises:
         UsageError: its name says neither.
     """
+    if str(output) == "-":
+        raise UsageError("-o -: a report cannot go to stdout; name a file or directory (--json prints the sentences)")
     suffix = output.suffix.lower()
     if output.is_dir() or not suffix:
         return "figures"
