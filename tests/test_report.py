@@ -382,6 +382,38 @@ def test_the_page_in_a_browser(chromium, page, width):
         assert figure["crossed"] == []
 
 
+@pytest.mark.parametrize("kind", ["many", "merged", "dynamic"])
+def test_figures_of_other_plans_in_a_browser(chromium, made, tmp_path, kind):
+    if kind == "many":
+        report = report_of(
+            made / "demo" / "megatron", seq_length=4096, global_batch_size=64, data_parallel_size=2, attention="torch",
+            pipeline_parallel_size=4, virtual_pipeline_size=2, buckets=4,
+        )  # fmt: skip
+    elif kind == "merged":
+        analyses = []
+        for name, most in (("a-shard-with-quite-a-long-name-00001-of-00512", 900), ("short", 90), ("c", 9)):
+            counts = np.random.default_rng(most).integers(1, most, 600).tolist()
+            path = write_rows(tmp_path / f"{name}.jsonl", [[1] * (n - 1) + [2048 - n + 1] for n in counts])
+            analyses.append(analyze_dataset(path, seq_length=2048, loader="single", global_batch_size=8))
+        profile = merge_profiles([make_profile(a) for a in analyses], names="abc")
+        report = Report(plan=make_plan(analyses[0]), profile=profile, comparison=None)
+    else:
+        documents = [90, 20, 20, 10, 5, 5, 60, 8] * 8
+        (tmp_path / "documents.jsonl").write_text("".join(f"{n}\n" for n in documents))
+        report = report_of(
+            tmp_path, packer="balanced_cp", data_parallel_size=4, global_batch_size=16, max_seqlen_per_dp_cp_rank=32,
+            seq_length=128, loader="single",
+        )  # fmt: skip
+    path = tmp_path / "figures.html"
+    shown = "".join(figure(report, 20)._repr_html_() for figure in figures.ALL)
+    path.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body style="width:900px">{shown}</body>')
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    chromium(path, "--window-size=920,4300", f"--screenshot={SCREENSHOTS / f'figures-{kind}.png'}")
+    for figure in measured(chromium, path, "--window-size=920,900"):
+        assert figure["cut"] == [], figure["id"]
+        assert figure["crossed"] == [], figure["id"]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_screenshots(chromium, page, scheme):
     from PIL import Image

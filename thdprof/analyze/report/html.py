@@ -19,7 +19,7 @@ body { color: var(--ink); background: var(--page); font: 16px/1.5 system-ui, "De
   max-width: 56rem; margin: 2rem auto 4rem; padding: 0 1rem; }
 h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.2rem; margin: 2.5rem 0 0.3rem; }
 a.anchor-link { display: none; }
-figure { margin: 1.2rem 0; } svg { display: block; }
+figure { margin: 1.2rem 0; overflow-x: auto; } svg { display: block; min-width: 40rem; }
 p.thdprof { color: var(--faint); }
 table.thdprof { border-collapse: collapse; margin: 1rem 0; font-size: 0.85rem; display: block; overflow-x: auto; }
 table.thdprof caption { text-align: left; font-weight: 600; padding-bottom: 0.3rem; }

@@ -23,6 +23,7 @@ _STYLES = ((BLUE, "-", "o"), (GREEN, "--", "s"), (ORANGE, "-.", "^"), (INK, ":",
 _HATCHES = ("", "///", "--", "xx", "||")
 _CAP: dict[str, Any] = {"color": ORANGE, "linestyle": (0, (5, 2)), "linewidth": 1.3}
 """The line of the cap that is asked about."""
+_NEAR = 0.7
 _MOST_BARS = 40
 
 
@@ -121,6 +122,8 @@ def joint(found: findings.Joint) -> Drawing:
                 [left, seqs + 0.5, seqs + 0.5], [length + 0.5, length + 0.5, bottom], color=INK, linewidth=1.1,
                 linestyle=(0, (1, 1 + 0.7 * (number % 4))), clip_on=True,
             )  # fmt: skip
+            if length < max(longest for other, longest in found.buckets if other == seqs):
+                continue  # named once, at its longest
             axis.annotate(
                 f"graph {seqs:,}", (seqs + 0.5, length + 0.5), xytext=(-2, -4), textcoords="offset points",
                 fontsize=8.5, rotation=90, ha="right", va="top",
@@ -171,12 +174,13 @@ def caps(found: findings.CapCurve) -> Drawing:
             [found.cap], [found.cap_step_time], "D", color=ORANGE, markersize=6, linestyle="none",
             label=f"cap {found.cap:,}: {found.cap_step_time:.3f}",
         )  # fmt: skip
-        lower.set_ylim(0, max(1.08, float(found.relative_step_time.max()) * 1.05))
+        lower.set_ylim(*_time_limits(found))
         lower.set_ylabel("step time, all eager = 1")
         lower.set_xlabel("cap, documents")
         lower.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
+        _cap_line(upper, found.cap)
+        lower.axvline(found.cap, **_CAP)
         for axis in (upper, lower):
-            _cap_line(axis, found.cap)
             _scale(axis, logarithmic=True)
         alt = (
             "Above, the share of micro-batches that replay and the three shares that fall back, over the cap; below, "
@@ -187,10 +191,20 @@ def caps(found: findings.CapCurve) -> Drawing:
         return drawing(figure, "caps", found.title, alt)
 
 
+def _time_limits(found: findings.CapCurve) -> tuple[float, float]:
+    """From 0, unless all times are so near to one another that nothing would be seen."""
+    times = [*found.relative_step_time, found.plan_step_time, found.cap_step_time]
+    low, high = min(times), max(times)
+    if low < _NEAR * high:
+        return 0.0, max(1.08, high * 1.05)
+    spread = max(high - low, 0.01)
+    return low - 0.4 * spread, high + 0.3 * spread
+
+
 def choice(found: findings.Choice) -> Drawing:
     """Alternatives as bars, and the shares of the plan's graphs."""
     rows = len(found.alternatives)
-    with canvas(1.5 + 0.34 * max(rows, len(found.shares)), found.title) as figure:
+    with canvas(1.5 + 0.4 * max(rows, len(found.shares)), found.title) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
         looks = {"other": (BLUE, "", 0.55), "cap": (ORANGE, "///", 0.75), "plan": (GREEN, "\\\\\\", 0.85)}
         top = max(a.relative_step_time for a in found.alternatives)
@@ -204,7 +218,7 @@ def choice(found: findings.Choice) -> Drawing:
                 va="center",
                 fontsize=8.5,
             )
-        left.set_yticks(range(rows), [a.name for a in found.alternatives])
+        left.set_yticks(range(rows), [textwrap.fill(a.name, 26) for a in found.alternatives])
         left.set_xlim(0, top * 1.75)
         left.set_xticks([tick for tick in (0, 0.25, 0.5, 0.75, 1, 1.5, 2) if tick <= max(1, top)])
         left.set_xlabel("step time, all eager = 1; steps that wait for an eager one stall")
@@ -228,7 +242,7 @@ def _share_bars(axis: Axes, shares: tuple[tuple[str, float], ...]) -> None:
             linewidth=0.4,
         )  # fmt: skip
         axis.text(share + 0.02, row, percent(share), va="center", fontsize=8.5)
-    axis.set_yticks(range(len(shares)), [name for name, _ in shares])
+    axis.set_yticks(range(len(shares)), [textwrap.fill(name, 16) for name, _ in shares])
     axis.set_xlim(0, 1.25)
     axis.set_xticks([0, 0.5, 1])
     axis.xaxis.set_major_formatter(_percent_format())
@@ -263,6 +277,8 @@ def steps(found: findings.Steps) -> Drawing:
 
 def drift(found: findings.Drift) -> Drawing:
     """Percentiles above, stalled steps below, over the run."""
+    from matplotlib.ticker import MaxNLocator
+
     segments = np.arange(1, len(found.stalled) + 1)
     with canvas(5.0, found.title) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -275,8 +291,12 @@ def drift(found: findings.Drift) -> Drawing:
             segments, found.step_median, color=INK, alpha=0.6, linewidth=1, label="fullest of a step, at the median"
         )
         upper.axhline(found.cap, **_CAP, label=f"cap {found.cap:,}")
-        upper.set_yscale("log")
-        _whole_numbers(upper.yaxis, logarithmic=True)
+        if found.logarithmic:
+            upper.set_yscale("log")
+        else:
+            upper.set_ylim(bottom=0)
+        _whole_numbers(upper.yaxis, logarithmic=found.logarithmic)
+        lower.xaxis.set_major_locator(MaxNLocator(integer=True))
         upper.set_ylabel("documents")
         upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
         lower.bar(

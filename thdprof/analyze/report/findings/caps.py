@@ -70,14 +70,14 @@ def cap_curve(report: Report, cap: int) -> CapCurve:
     own = profile.relative_step_time(cap)
     best = frame.iloc[int(frame["relative_step_time"].to_numpy().argmin())]
     rate = profile.fallback_rate(cap)
+    known = cap > int(frame["max_seqs"].iloc[-1]) or cap in frame["max_seqs"].to_numpy()
+    takes = f"a step takes {'' if known else 'about '}{own:.3f} of its eager time"
     title = (
         f"One cap of {counted(cap, 'document')} replays {percent(1 - rate.microbatch)} of micro-batches, but "
-        f"{percent(rate.step)} of steps wait for an eager one: a step takes {own:.3f} of its eager time"
+        f"{percent(rate.step)} of steps wait for an eager one: {takes}"
     )
     if rate.step == 0:
-        title = (
-            f"One cap of {counted(cap, 'document')} replays every micro-batch: a step takes {own:.3f} of its eager time"
-        )
+        title = f"One cap of {counted(cap, 'document')} replays every micro-batch: {takes}"
     if best["relative_step_time"] < own - 5e-4:
         title += f", at the quickest cap, {int(best['max_seqs']):,}, {best['relative_step_time']:.3f}."
     else:
@@ -125,7 +125,7 @@ def choice(report: Report, cap: int) -> Choice:
         own = ", on its own data" if len(profile.parts) > 1 else ""
         found.append(
             Alternative(
-                name=f"plan{own}: {_bucket_names(report)}",
+                name=f"plan{own}: {_short_names(report)}",
                 relative_step_time=plan.predictions.relative_step_time,
                 stalled=plan.predictions.fallback_rate.step,
                 kind="plan",
@@ -146,8 +146,16 @@ def _label(report: Report, index: int) -> str:
 
 
 def _bucket_names(report: Report) -> str:
-    names = [f"{b.max_seqs:,}" for b in report.plan.graphs.buckets]
+    buckets = report.plan.graphs.buckets
+    alike = len({b.max_seqs for b in buckets}) < len(buckets)
+    names = [f"{b.max_seqs:,} (to {b.max_seqlen:,} tokens)" if alike else f"{b.max_seqs:,}" for b in buckets]
     return listed(names) if len(names) <= 4 else f"{len(names)} graphs"
+
+
+def _short_names(report: Report) -> str:
+    buckets = report.plan.graphs.buckets
+    distinct = len({b.max_seqs for b in buckets}) == len(buckets) <= 4
+    return listed([f"{b.max_seqs:,}" for b in buckets]) if distinct else f"{len(buckets)} graphs"
 
 
 def _choice_title(report: Report) -> str:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_PARTS = 20
+_SKEWED = 8
+"""A largest value this many times the least median is shown on a logarithmic axis."""
 _LEAST = 200
 """Micro-batches of a segment, if the run has so many: fewer tell no P99."""
 _ONCE_IN_1000 = 1.949
@@ -47,6 +49,8 @@ class Drift:
     """Documents of the fullest micro-batch of a step, at the median."""
     stalled: NDArray[np.float64]
     """Share of steps with a micro-batch over the cap."""
+    logarithmic: bool
+    """Whether documents want a logarithmic axis."""
     steps: int
     cap: int
 
@@ -107,6 +111,7 @@ def drift(report: Report, cap: int) -> Drift:
         percentiles=percentiles,
         step_median=np.array([h.percentile(50.0) for h in largest]),
         stalled=stalled,
+        logarithmic=int(percentiles["max"].max()) > _SKEWED * int(percentiles["p50"].min()),
         steps=profile.steps,
         cap=cap,
     )
@@ -120,15 +125,15 @@ def _by_bin(rows: pd.DataFrame, bins: int) -> list[Histogram]:
 def _drift_title(micro: list[Histogram], stalled: NDArray[np.float64], cap: int) -> str:
     if len(micro) == 1:
         return f"The run is too short to tell a drift; over a cap of {cap:,} are {percent(stalled[0])} of its steps."
-    third = max(1, len(micro) // 3)
-    first, last = (reduce(Histogram.merge, part) for part in (micro[:third], micro[-third:]))
+    length, share = (1, "half") if len(micro) == 2 else (len(micro) // 3, "third")
+    first, last = (reduce(Histogram.merge, part) for part in (micro[:length], micro[-length:]))
     apart, by_chance = _distance(first, last)
     if apart <= by_chance:
-        text = "Documents do not drift: the first and the last third of the run differ no more than by chance"
+        text = f"Documents do not drift: the first and the last {share} of the run differ no more than by chance"
     else:
         early, late = (tuple(h.percentile(p) for p in (50.0, 99.0)) for h in (first, last))
         text = (
-            f"Documents drift: from the first third of the run to the last P50 goes from {early[0]:,} to {late[0]:,} "
+            f"Documents drift: from the first {share} of the run to the last P50 goes from {early[0]:,} to {late[0]:,} "
             f"and P99 from {early[1]:,} to {late[1]:,}"
         )
     low, high = percent(stalled.min()), percent(stalled.max())
