@@ -193,6 +193,8 @@ def test_parts_are_told_apart(tmp_path):
     assert sentences(merged, 8)[6].text == (
         "P99 of documents is 12 in chat and 3 in code: a cap at the P99 of all is not that of each."
     )
+    assert "less than the best single cap" not in sentences(merged, 8)[3].text  # that is of other data
+    assert sentences(merged, 8)[3].text.endswith(", on the data that the plan was made for.")
     drawn = figures.parts(merged, 8)
     assert "code: P50 3, P90 3, P99 3, max 3" in drawn.alt
 

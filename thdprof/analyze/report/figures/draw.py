@@ -75,11 +75,13 @@ def _scale(axis: Axes, *, logarithmic: bool) -> None:
 
 def _whole_numbers(axis: Axis, *, logarithmic: bool) -> None:
     """Ticks that read 1, 2, 5, 10, ... where `logarithmic`, without powers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     if logarithmic:
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else ""))
 
 
@@ -163,7 +165,7 @@ def caps(found: findings.CapCurve) -> Drawing:
         upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
         lower.plot(found.max_seqs, found.relative_step_time, "-", color=BLUE, marker="o", markersize=4, label="one cap")
         if found.num_buckets:
-            name = f"the plan's {found.num_buckets} graphs: {found.plan_step_time:.3f}"
+            name = f"the plan's {found.num_buckets} graphs: {found.plan_step_time:.3f}{found.plan_data}"
             lower.axhline(found.plan_step_time, color=GREEN, linestyle="--", label=name)
         for (name, (cap, time)), marker in zip(found.marks.items(), "s^X", strict=True):
             lower.plot(
@@ -296,7 +298,7 @@ def drift(found: findings.Drift) -> Drawing:
         else:
             upper.set_ylim(bottom=0)
         _whole_numbers(upper.yaxis, logarithmic=found.logarithmic)
-        lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+        lower.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         upper.set_ylabel("documents")
         upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
         lower.bar(

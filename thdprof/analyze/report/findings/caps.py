@@ -30,6 +30,8 @@ class CapCurve:
     """Cap and relative step time where percentiles and the maximum land, by name."""
     plan_step_time: float
     """Relative step time of the plan's own buckets."""
+    plan_data: str
+    """What to add to it where the profile holds other data too."""
     num_buckets: int
     cap: int
     cap_step_time: float
@@ -92,6 +94,7 @@ def cap_curve(report: Report, cap: int) -> CapCurve:
         relative_step_time=frame["relative_step_time"].to_numpy(),
         marks=marks,
         plan_step_time=report.plan.predictions.relative_step_time,
+        plan_data=",\non its own data" if len(profile.parts) > 1 else "",
         num_buckets=len(report.plan.graphs.buckets),
         cap=cap,
         cap_step_time=own,
@@ -169,6 +172,8 @@ def _choice_title(report: Report) -> str:
         f"Graphs for {_bucket_names(report)} documents were chosen because a step takes "
         f"{found.relative_step_time:.3f} of its eager time and {stalls}"
     )
+    if len(profile.parts) > 1:
+        return f"{title}, on the data that the plan was made for."
     one = plan.graphs.one_cap
     if one is None or len(buckets) == 1:
         return title + "."

@@ -82,7 +82,7 @@ def steps(report: Report, cap: int) -> Steps:
     micro, step = found["a micro-batch"], found["fullest of a step"]
     over, stalled = percent(at_cap["a micro-batch"]), percent(at_cap["fullest of a step"])
     title = (
-        f"The fullest micro-batch of a step holds {step.percentile(50.0):,} documents at the median, where a "
+        f"The fullest micro-batch of a step holds {counted(step.percentile(50.0), 'document')} at the median, where a "
         f"micro-batch holds {micro.percentile(50.0):,}: over a cap of {cap:,} are {over} of micro-batches "
         f"and {stalled} of steps."
     )
