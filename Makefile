@@ -26,10 +26,10 @@ $(DOCS_STAMP): $(STAMP) pyproject.toml constraints.txt
 	$(PY) -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
 	@touch $@
 
-demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml
+demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml and its profile
 	$(VENV)/bin/thdprof demo demo --force >/dev/null
 	$(VENV)/bin/thdprof analyze demo/bridge --loader single --pad-to-max-length --data-parallel-size 8 --global-batch-size 64 \
-		-o demo/plan.yaml --force
+		-o demo/plan.yaml --profile demo/plan.profile.parquet --force
 
 test: $(TEST_STAMP)  ## run all tests (GPU tests are skipped without a GPU)
 	$(PY) -m pytest -q $(ARGS)

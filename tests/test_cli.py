@@ -259,7 +259,7 @@ OPTIONS = """
 --max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
 --max-docs-per-pack --max-seqlen-per-dp-cp-rank --settings --megatron-args --world-size --buckets --cost-table
 --attention --max-fallback-rate --graph-memory-gib --impl --offload --offload-fraction --output --force --json
---microbatches --help --sweep
+--microbatches --profile --part --help --sweep
 """
 
 

@@ -215,6 +215,10 @@ def analyze(
     microbatches: Annotated[
         Path | None, typer.Option(help="Write the micro-batch table here (parquet).", readable=False)
     ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write the profile that report and merge read here (parquet).", readable=False)
+    ] = None,
+    part: Annotated[str | None, typer.Option(help="Name of the data in the profile [its file or directory].")] = None,
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
@@ -258,19 +262,21 @@ def analyze(
         "world_size": world_size,
     }
     if sweep is not None:
-        if microbatches is not None:
-            raise UsageError("--microbatches: is of one run; leave out --sweep")
+        for flag, asked_for in (("--microbatches", microbatches), ("--profile", profile), ("--offload", offload)):
+            if asked_for is not None:
+                raise UsageError(f"{flag}: is of one run; leave out --sweep")
         read = functools.partial(read_request, settings=settings, megatron_args=megatron_args)
-        if offload is not None:
-            raise UsageError("--offload: is of one run; leave out --sweep")
         _sweep(sweep, datasets or [], flags, read, impl=impl, output=output, force=force, json=json)
         return
     to_stdout = output is not None and str(output) == "-"
     if json and to_stdout:
         raise UsageError("--json and -o - both print on stdout; give one")
-    if str(microbatches) == "-":
-        raise UsageError("--microbatches -: a parquet table cannot go to stdout; name a file")
-    check_targets([p for p in (None if to_stdout else output, microbatches) if p is not None], force=force)
+    for flag, file in (("--microbatches", microbatches), ("--profile", profile)):
+        if str(file) == "-":
+            raise UsageError(f"{flag} -: a parquet table cannot go to stdout; name a file")
+    if part is not None and profile is None:
+        raise UsageError(f"--part {part}: names the data in a profile; give --profile too")
+    check_targets([p for p in (None if to_stdout else output, microbatches, profile) if p is not None], force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = choice_of(offload, share)
     asked = read_request(datasets or [], flags, settings=settings, megatron_args=megatron_args)
@@ -289,6 +295,11 @@ def analyze(
         if microbatches is not None:
             progress("writing the table", 1.0, 0)
             result.microbatches.write_parquet(microbatches)
+        if profile is not None:
+            from thdprof.analyze.profiling import make_profile
+
+            progress("writing the profile", 1.0, 0)
+            make_profile(result, part=part).save(profile, force=force)
     moved = None if choice is None else predict_offload(result, choice)
     if output is not None:
         plan = make_plan(result, impl=impl.value if impl else None, offload=moved)
@@ -309,6 +320,65 @@ def analyze(
             print_offload(moved, console)
         if output is not None and not to_stdout:
             streams.say(f"plan written to {output}")
+        if profile is not None:
+            streams.say(f"profile written to {profile}")
+
+
+@app.command(no_args_is_help=True)
+def report(
+    plan: Annotated[Path, typer.Argument(help="Plan file.", readable=False)],
+    stats: Annotated[
+        Path | None, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.", readable=False)
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Profile of analyze --profile or merge [PLAN.profile.parquet beside the plan].", readable=False
+        ),
+    ] = None,
+    cap: Annotated[int | None, typer.Option(min=1, help="Single cap to look at [the plan's best].")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="A .ipynb or .html file, or a directory for the figures as SVG.", readable=False
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say and draw what a plan rests on, what each cap costs and what happened: a page, a notebook or figures."""
+    from thdprof.analyze.report.write import write_report
+
+    written = write_report(plan, profile=profile, stats=stats, cap=cap, output=output, force=force)
+    if json:
+        streams.write(written.to_json() + "\n")
+        return
+    streams.write("".join(f"- {sentence.text}\n" for sentence in written.findings))
+    for path in written.files:
+        streams.say(f"written: {path}")
+
+
+@app.command(no_args_is_help=True)
+def merge(
+    profiles: Annotated[list[Path], typer.Argument(help="Profiles of the same settings and costs.", readable=False)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Profile to write (parquet).", readable=False)],
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Join profiles of several datasets or shards; parts of one name are added up."""
+    from thdprof.analyze.merge import describe, merge_profiles
+    from thdprof.analyze.merge import to_json as as_json
+    from thdprof.analyze.run_profile import load_profile
+    from thdprof.files import check_targets
+
+    check_targets([output], force=force)
+    merged = merge_profiles([load_profile(path) for path in profiles], names=[str(path) for path in profiles])
+    merged.save(output, force=force)
+    if json:
+        streams.write(as_json(merged) + "\n")
+    else:
+        streams.write(describe(merged))
+        streams.say(f"profile written to {output}")
 
 
 def _sweep(

@@ -280,6 +280,11 @@ class Plan(_Part):
         """
         write_text(Path(path), self.to_yaml(), force=force)
 
+    def _repr_html_(self) -> str:
+        from thdprof.plan_html import plan_html
+
+        return plan_html(self)
+
 
 def load_plan(path: Path | str) -> Plan:
     """Read a plan.

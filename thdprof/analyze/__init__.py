@@ -6,19 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis, make_plan
-    from thdprof.analyze.api import analyze_dataset
+    from thdprof.analyze.api import analyze_dataset, profile_dataset
+    from thdprof.analyze.profiling import make_profile
+    from thdprof.analyze.run_profile import RunProfile, load_profile
 
-__all__ = ["Analysis", "analyze_dataset", "make_plan"]
+__all__ = ["Analysis", "RunProfile", "analyze_dataset", "load_profile", "make_plan", "make_profile", "profile_dataset"]
+_MODULES = {
+    "Analysis": "analysis",
+    "RunProfile": "run_profile",
+    "analyze_dataset": "api",
+    "load_profile": "run_profile",
+    "make_plan": "analysis",
+    "make_profile": "profiling",
+    "profile_dataset": "api",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Import on first use: a source alone need not load the whole analysis."""
-    if name == "analyze_dataset":
-        from thdprof.analyze import api
+    if name in _MODULES:
+        from importlib import import_module
 
-        return api.analyze_dataset
-    if name in __all__:
-        from thdprof.analyze import analysis
-
-        return getattr(analysis, name)
+        return getattr(import_module(f"thdprof.analyze.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'thdprof.analyze' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from thdprof.analyze.experts import captured
 from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
-from thdprof.analyze.recommend import Limits, Recommendation, recommend
+from thdprof.analyze.recommend import Limits, Recommendation, longest_captured, recommend
 from thdprof.analyze.schedule import Schedule, Tick, build_schedule
 from thdprof.analyze.settings import (
     STEP_PACKERS,
@@ -122,6 +122,8 @@ class Analysis:
     slots: list[list[int]]
     """Micro-batches in flight for every pipeline rank and model chunk."""
     recommendation: Recommendation
+    longest: dict[int | None, int]
+    """Tokens of the longest document that a single cap is captured for, by context-parallel size; None: the run's."""
     packing_efficiency: float | None
     packing_efficiency_without_cap: float | None
     warnings: tuple[str, ...]
@@ -240,11 +242,12 @@ def analyze_read(
     cp_sizes = _cp_sizes(table, settings)
     per_rank = settings.max_seqlen_per_dp_cp_rank or max(1, n_tokens_max // settings.context_parallel_size)
     costs = measured or built_in_costs(attention, per_rank)
+    longest_possible = settings.seq_length if not cp_sizes or settings.tail_policy == "none" else n_tokens_max
     recommendation = recommend(
         table,
         profile,
         costs,
-        longest_possible=settings.seq_length if not cp_sizes or settings.tail_policy == "none" else n_tokens_max,
+        longest_possible=longest_possible,
         pipeline_size=settings.pipeline_parallel_size,
         num_slots=max(sum(rank) for rank in in_flight) / num_parts,
         n_tokens_per_rank=per_rank,
@@ -266,6 +269,9 @@ def analyze_read(
         costs=costs,
         slots=in_flight,
         recommendation=recommendation,
+        longest=longest_captured(
+            {None: profile} if table.groups is None else Profile.by_cp_size(table), longest_possible, per_rank
+        ),
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
         warnings=(*replayed.notes, *_warnings(dataset, settings, schedule, costs, full_size, recommendation)),

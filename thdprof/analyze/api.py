@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from thdprof.analyze.analysis import Analysis, analyze
+from thdprof.analyze.profiling import make_profile
 from thdprof.analyze.recommend import Limits
+from thdprof.analyze.run_profile import RunProfile
 from thdprof.analyze.settings import Attention
 
 
@@ -46,3 +48,22 @@ def analyze_dataset(
         attention=attention,
         limits=Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes),
     )
+
+
+def profile_dataset(*locations: str | Path, part: str | None = None, **arguments: Any) -> RunProfile:
+    """What `thdprof analyze --profile` writes: counts of the run's micro-batches as pandas frames.
+
+    Of the result, `cells` has a row for every count (`thdprof.analyze.run_profile` documents its columns), `curve()` a
+    row for every cap with coverage, fallback rates and step time, `percentiles()` a row for each measure; `save(path)`
+    writes it, and in a notebook it shows itself.
+
+    Args:
+        locations: files, globs, directories or Megatron prefixes of one dataset.
+        part: name of the data in the profile; None: that of the file or directory.
+        arguments: as for `analyze_dataset`.
+
+    Raises:
+        DataError: as `analyze_dataset`.
+        UsageError: settings that cannot be.
+    """
+    return make_profile(analyze_dataset(*locations, **arguments), part=part)

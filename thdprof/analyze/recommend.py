@@ -8,7 +8,7 @@ a step costs the sum over its rounds of the slowest group's sum, and a bucket fi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 
@@ -289,6 +289,29 @@ def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int)
     return sorted({min(top, max(1, math.ceil(n / step) * step)) for n in quantiles} | {top})
 
 
+def longest_captured(
+    profiles: Mapping[int | None, Profile], longest_possible: int, n_tokens_per_rank: int
+) -> dict[int | None, int]:
+    """The longest document that one cap's graph of each context-parallel size is captured for, in tokens."""
+    return {
+        cp_size: max(min(longest_possible, (cp_size or _ANY) * n_tokens_per_rank), part.max_seqlen.percentile(100.0))
+        for cp_size, part in profiles.items()
+    }
+
+
+def one_cap_step_ms(
+    table: MicrobatchTable,
+    costs: CostTable,
+    caps: Sequence[int],
+    *,
+    longest: Mapping[int | None, int],
+    pipeline_size: int,
+) -> NDArray[np.float64]:
+    """Mean step time under each of `caps` alone, captured for the `longest` documents, in milliseconds, [caps]."""
+    step_costs = StepCosts(table, costs, sorted(caps), sorted(set(longest.values())), pipeline_size)
+    return step_costs.step_ms([tuple(Bucket(n, length, size) for size, length in longest.items()) for n in caps])
+
+
 def recommend(
     table: MicrobatchTable,
     profile: Profile,
@@ -314,13 +337,14 @@ def recommend(
         UsageError: no choice keeps to `limits`.
     """
     caps = candidate_caps(profile, costs)
+    profiles = Profile.by_cp_size(table)
     shapes = {
         cp_size: [
             Bucket(n, s, cp_size)
             for n in candidate_caps(part, costs)
             for s in candidate_lengths(part, costs, min(longest_possible, (cp_size or _ANY) * n_tokens_per_rank))
         ]
-        for cp_size, part in Profile.by_cp_size(table).items()
+        for cp_size, part in profiles.items()
     }
     every = [bucket for part in shapes.values() for bucket in part]
     lengths = sorted({b.max_seqlen for b in every})
@@ -338,7 +362,7 @@ def recommend(
     times = step_costs.step_ms(choices, stride)
     within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
     chosen = _best(choices, np.where(within, times, np.inf), step_costs, limits.max_fallback_rate)
-    longest = {cp_size: max(b.max_seqlen for b in part) for cp_size, part in shapes.items()}
+    longest = longest_captured(profiles, longest_possible, n_tokens_per_rank)
     options = [tuple(Bucket(n, longest[cp_size], cp_size) for cp_size in shapes) for n in caps]
     curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes

@@ -1,1 +1,28 @@
-"""Reporters: they lay out an Analysis and compute nothing."""
+"""Reporters: they lay out what was analysed and compute nothing but the sentences and curves of `findings`.
+
+from thdprof.analyze.report import figures, open_report
+
+report = open_report("plan.yaml")
+figures.caps(report, cap=64)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thdprof.analyze.report import figures
+    from thdprof.analyze.report.contents import Report, open_report
+
+__all__ = ["Report", "figures", "open_report"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: the terminal's reporter needs no figures."""
+    from importlib import import_module
+
+    if name == "figures":
+        return import_module("thdprof.analyze.report.figures")
+    if name in __all__:
+        return getattr(import_module("thdprof.analyze.report.contents"), name)
+    raise AttributeError(f"module 'thdprof.analyze.report' has no attribute {name!r}")

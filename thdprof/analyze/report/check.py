@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.check import Check, Overshoot
-from thdprof.analyze.report.terminal import percent
+from thdprof.analyze.report.words import percent
 
 SCHEMA = "thdprof.check/1"
 _LEVELS = {

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.report.terminal import percent
+from thdprof.analyze.report.words import percent
 from thdprof.analyze.sweep import Combination, Sweep
 from thdprof.plan import BucketPart, Plan
 

@@ -12,6 +12,7 @@ from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.experts import WHY
 from thdprof.analyze.offload import OffloadPrediction
 from thdprof.analyze.recommend import LEAST_GAIN, Candidate
+from thdprof.analyze.report.words import percent, percentile_name
 
 _BAR = 20
 
@@ -117,7 +118,7 @@ def _caps(analysis: Analysis, block: str) -> Table:
         table.add_column(name, justify="right")
     table.add_column("step time, eager = 1")
     for candidate in analysis.recommendation.candidates:
-        label = ", ".join(_percentile_name(n) for n in candidate.names)
+        label = ", ".join(percentile_name(n) for n in candidate.names)
         table.add_row(
             f"{'*' if candidate.max_seqs in chosen else ''}{candidate.max_seqs:,}",
             label,
@@ -130,20 +131,6 @@ def _caps(analysis: Analysis, block: str) -> Table:
 
 def _bar(value: float, block: str) -> str:
     return block * max(1, round(min(value, 1.5) * _BAR))
-
-
-def _percentile_name(name: str) -> str:
-    return "max" if name == "max" else name.upper().replace("_", ".")
-
-
-def percent(share: float) -> str:
-    """`share` in per cent; never 0% or 100% unless it is exactly that."""
-    text = f"{share:.1%}"
-    if text == "100.0%" and share < 1:
-        return ">99.9%"
-    if text == "0.0%" and share > 0:
-        return "<0.1%"
-    return text
 
 
 def sentence(analysis: Analysis) -> str:
@@ -211,7 +198,7 @@ def _percentile_advice(analysis: Analysis, name: str) -> str | None:
     candidate = next((c for c in analysis.recommendation.candidates if name in c.names), None)
     if candidate is None or candidate.fallback_rate.step == 0:
         return None
-    return _stall(candidate, _percentile_name(name))
+    return _stall(candidate, percentile_name(name))
 
 
 def _stall(candidate: Candidate, name: str) -> str:

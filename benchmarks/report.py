@@ -1,0 +1,121 @@
+"""Times `thdprof report` on the profile of a long run, and prints a Markdown table.
+
+    python benchmarks/report.py [--microbatches 10000000]
+
+The run is made up (seeded): as many micro-batches as asked for, of two rows of 4096 tokens each, on 8 ranks with 8
+micro-batches a step. Every figure is the best of `--repeat` whole processes, interpreter start, kernel start
+and imports included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+ROWS, PACK_TOKENS = 100_000, 4096
+
+
+def write_packs(path: Path) -> None:
+    """Packed rows of log-normally many documents, as lists of lengths."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    random = np.random.default_rng(0)
+    counts = np.clip(np.rint(random.lognormal(2.2, 1.0, ROWS)), 1, 200).astype(np.int64)
+    weights = random.lognormal(0.0, 1.2, int(counts.sum()))
+    ends = np.concatenate(([0], np.cumsum(counts)))
+    spare = np.repeat(PACK_TOKENS - counts, counts)  # over one token for each document
+    totals = np.repeat(np.add.reduceat(weights, ends[:-1]), counts)
+    lengths = 1 + np.floor(spare * weights / totals).astype(np.int64)
+    rows = pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), pa.array(lengths))
+    pq.write_table(pa.table({"lengths": rows}), path)
+
+
+def write_long_run(directory: Path, num_microbatches: int) -> float:
+    """Write plan.yaml and plan.profile.parquet of a made-up run; seconds that counting the profile took.
+
+    A micro-batch joins two random rows, so that hardly any two are alike.
+    """
+    from thdprof.analyze import analyze_dataset, make_plan, make_profile
+
+    write_packs(directory / "packs.parquet")
+    analysis = analyze_dataset(
+        directory / "packs.parquet",
+        seq_length=PACK_TOKENS,
+        micro_batch_size=2,
+        data_parallel_size=8,
+        global_batch_size=128,
+        loader="cyclic",
+        tail_policy="extend_last",
+        train_samples=num_microbatches * 2,
+    )
+    make_plan(analysis).save(directory / "plan.yaml")
+    began = time.perf_counter()
+    make_profile(analysis).save(directory / "plan.profile.parquet")
+    return time.perf_counter() - began
+
+
+def timed(arguments: list[str], repeat: int) -> tuple[float, float]:
+    """Wall and CPU seconds of a process and its children, the best of several."""
+    found = []
+    for _ in range(repeat):
+        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(arguments, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        found.append((time.perf_counter() - began, used))
+    return min(wall for wall, _ in found), min(cpu for _, cpu in found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--microbatches", type=int, default=10_000_000)
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        counting = write_long_run(folder, options.microbatches)
+        profile = folder / "plan.profile.parquet"
+        rows.append(
+            ("counting the profile, in `analyze`", f"{counting:.2f} s", "", f"{profile.stat().st_size / 1e6:.2f} MB")
+        )
+        thdprof = [sys.executable, "-m", "thdprof", "report", str(folder / "plan.yaml"), "--force"]
+        for what, output in (
+            ("sentences alone", None),
+            ("page", "r.html"),
+            ("notebook", "r.ipynb"),
+            ("figures", "figures"),
+        ):
+            target = folder / (output or "")
+            wall, cpu = timed([*thdprof, *(["-o", str(target)] if output else [])], options.repeat)
+            size = (
+                sum(p.stat().st_size for p in ([*target.iterdir()] if target.is_dir() else [target])) if output else 0
+            )
+            rows.append(
+                (f"`thdprof report`, {what}", f"{wall:.2f} s", f"{cpu:.2f} s", f"{size / 1e6:.2f} MB" if output else "")
+            )
+    packages = ", ".join(f"{p} {version(p)}" for p in ("matplotlib", "pandas", "nbclient", "nbconvert", "ipykernel"))
+    print(
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, {packages}"
+    )
+    print(f"command: python benchmarks/report.py --microbatches {options.microbatches}")
+    print(f"best of {options.repeat} whole processes; allowed for the page: 10 s and 5 MB\n")
+    print("| what | time | CPU time | size |\n|---|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()

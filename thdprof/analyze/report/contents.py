@@ -1,0 +1,130 @@
+"""What a report is made of: a plan, its profile and, where there are some, a run's statistics."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from thdprof.analyze.merge import same_settings
+from thdprof.analyze.run_profile import RunProfile, load_profile
+from thdprof.analyze.settings import FLAGS, TrainingSettings
+from thdprof.compare import Comparison, compare, read_stats
+from thdprof.errors import DataError
+from thdprof.plan import Plan, TrainingPart, load_plan
+
+TOLERANCE = 0.01
+"""Difference of a share from its prediction up to which the two are called alike, as in `thdprof compare`."""
+_MOST_URIS = 5
+_SWITCHES = {
+    "data_sharding": ("--data-sharding", "--no-data-sharding"),
+    "drop_last": ("--drop-last", "--no-drop-last"),
+    "add_extra_token": ("--add-extra-token", "--no-add-extra-token"),
+    "pad_to_max_length": ("--pad-to-max-length", "--no-pad-to-max-length"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report:
+    """Everything that figures are computed from; nothing reads the dataset again."""
+
+    plan: Plan
+    profile: RunProfile
+    comparison: Comparison | None
+    """The plan beside a run's statistics; None where none were given."""
+
+    @property
+    def default_cap(self) -> int:
+        """The cap that the report opens with: the plan's best single one, else P99 of documents."""
+        one = self.plan.graphs.one_cap
+        return one.max_seqs if one is not None else self.profile.histogram().percentile(99.0)
+
+    def __repr__(self) -> str:
+        """What it is of; the whole shows itself in a notebook."""
+        return f"Report of {self.plan.dataset.uris[0]}: {self.profile!r}"
+
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_() + self.profile._repr_html_() + self._warnings_html()
+
+    def _warnings_html(self) -> str:
+        from html import escape
+
+        told = list(dict.fromkeys(w for part in self.profile.parts for w in part.warnings))
+        return "<ul>" + "".join(f"<li>{escape(w)}</li>" for w in told) + "</ul>" if told else ""
+
+
+def default_profile(plan: Path) -> Path:
+    """Where the profile of a plan file is looked for: beside it, as in plan.profile.parquet."""
+    return plan.with_name(f"{plan.stem}.profile.parquet")
+
+
+def open_report(plan: str | Path, *, profile: str | Path | None = None, stats: str | Path | None = None) -> Report:
+    """Read what a report is made of.
+
+    Args:
+        plan: what `analyze -o` wrote.
+        profile: what `analyze --profile` or `merge` wrote; None: plan.profile.parquet beside plan.yaml.
+        stats: statistics of a run, JSON lines; the last one is read.
+
+    Raises:
+        DataError: a file is missing or wrong, or the profile is not of the plan's data and settings.
+    """
+    plan = Path(plan)
+    loaded = load_plan(plan)
+    where = default_profile(plan) if profile is None else Path(profile)
+    if not where.exists():
+        raise DataError(f"{where}: there is no such profile; make it with: {_command(loaded, where)}")
+    counted = load_profile(where)
+    check_belongs(loaded, counted, plan_name=str(plan), profile_name=str(where))
+    comparison = None
+    if stats is not None:
+        comparison = compare(loaded, read_stats(Path(stats)), tolerance=TOLERANCE, where=str(stats))
+    return Report(plan=loaded, profile=counted, comparison=comparison)
+
+
+def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", profile_name: str = "profile") -> None:
+    """Refuse a profile that was not counted from the plan's data, settings and costs.
+
+    Raises:
+        DataError: naming what differs.
+    """
+    remedy = "give the profile that was written with the plan, or analyse again with --profile and -o"
+    if plan.dataset.fingerprint not in {f for part in profile.parts for f in part.fingerprints}:
+        raise DataError(f"{profile_name}: not of the data of {plan_name} (its fingerprint is not among them): {remedy}")
+    differs = same_settings(plan.training, profile.training)
+    if differs is not None:
+        name, planned, found = differs
+        raise DataError(f"{profile_name}: {name} is {found}, but {planned} in {plan_name}: {remedy}")
+    if len(profile.parts) == len(profile.parts[0].fingerprints) == 1 and plan.training != profile.training:
+        raise DataError(f"{profile_name}: of another length or blend of the run than {plan_name}: {remedy}")
+    for name in type(plan.costs).model_fields:
+        if getattr(plan.costs, name) != getattr(profile.costs, name):
+            raise DataError(
+                f"{profile_name}: times are of {profile.costs.name} on {profile.costs.hardware}, those of {plan_name} "
+                f"of {plan.costs.name} on {plan.costs.hardware}: {remedy}"
+            )
+
+
+def _command(plan: Plan, profile: Path) -> str:
+    """The command that counts the plan's data into `profile`."""
+    uris = plan.dataset.uris if len(plan.dataset.uris) <= _MOST_URIS else ["DATASET"]
+    words = ["thdprof", "analyze", *uris, *_options(plan.training)]
+    if plan.costs.calibrated:
+        words += ["--cost-table", "FILE"]
+    return shlex.join([*words, "--profile", str(profile)])
+
+
+def _options(training: TrainingPart) -> list[str]:
+    """The options of `analyze` that give `training`, but for defaults."""
+    words = []
+    for field in fields(TrainingSettings):
+        value = getattr(training, field.name)
+        if value is None or value == field.default:
+            continue
+        if field.name in _SWITCHES:
+            words.append(_SWITCHES[field.name][0 if value else 1])
+        elif isinstance(value, list):
+            words += [FLAGS[field.name], ",".join(map(str, value))]
+        else:
+            words += [FLAGS[field.name], str(value)]
+    return words

@@ -1,0 +1,182 @@
+"""What every cap costs, what was chosen, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.profile import PERCENTILES
+from thdprof.analyze.recommend import LEAST_GAIN
+from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.words import counted, listed, percent, percentile_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapCurve:
+    """Single caps and what each would do; arrays have shape [caps]."""
+
+    title: str
+    max_seqs: NDArray[np.int64]
+    coverage: NDArray[np.float64]
+    microbatch: NDArray[np.float64]
+    """Share of micro-batches that run eagerly."""
+    rank_step: NDArray[np.float64]
+    step: NDArray[np.float64]
+    relative_step_time: NDArray[np.float64]
+    """Mean step, all eagerly = 1."""
+    marks: dict[str, tuple[int, float]]
+    """Cap and relative step time where percentiles and the maximum land, by name."""
+    plan_step_time: float
+    """Relative step time of the plan's own buckets."""
+    plan_data: str
+    """What to add to it where the profile holds other data too."""
+    num_buckets: int
+    cap: int
+    cap_step_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One way to run."""
+
+    name: str
+    relative_step_time: float
+    stalled: float
+    """Share of steps with an eager micro-batch."""
+    kind: str
+    """"plan", "cap" (the one that is asked about) or "other"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The plan beside its alternatives."""
+
+    title: str
+    alternatives: tuple[Alternative, ...]
+    """Slowest first."""
+    shares: tuple[tuple[str, float], ...]
+    """Share of micro-batches that each graph of the plan replays, and of those that run eagerly."""
+
+
+def cap_curve(report: Report, cap: int) -> CapCurve:
+    """The curve of single caps."""
+    profile = report.profile
+    frame = profile.curve()
+    documents = profile.histogram()
+    marks: dict[str, tuple[int, float]] = {}
+    for name in ("p90", "p99", "max"):
+        at = documents.percentile(PERCENTILES[name])
+        marks[f"{percentile_name(name)} {at:,}"] = (at, profile.relative_step_time(at))
+    own = profile.relative_step_time(cap)
+    best = frame.iloc[int(frame["relative_step_time"].to_numpy().argmin())]
+    rate = profile.fallback_rate(cap)
+    known = cap > int(frame["max_seqs"].iloc[-1]) or cap in frame["max_seqs"].to_numpy()
+    takes = f"a step takes {'' if known else 'about '}{own:.3f} of its eager time"
+    title = (
+        f"One cap of {counted(cap, 'document')} replays {percent(1 - rate.microbatch)} of micro-batches, but "
+        f"{percent(rate.step)} of steps wait for an eager one: {takes}"
+    )
+    if rate.step == 0:
+        title = f"One cap of {counted(cap, 'document')} replays every micro-batch: {takes}"
+    if best["relative_step_time"] < own - 5e-4:
+        title += f", at the quickest cap, {int(best['max_seqs']):,}, {best['relative_step_time']:.3f}."
+    else:
+        title += ", and no other cap is quicker."
+    return CapCurve(
+        title=title,
+        max_seqs=frame["max_seqs"].to_numpy(),
+        coverage=frame["coverage"].to_numpy(),
+        microbatch=frame["fallback_rate_microbatch"].to_numpy(),
+        rank_step=frame["fallback_rate_rank_step"].to_numpy(),
+        step=frame["fallback_rate_step"].to_numpy(),
+        relative_step_time=frame["relative_step_time"].to_numpy(),
+        marks=marks,
+        plan_step_time=report.plan.predictions.relative_step_time,
+        plan_data=",\non its own data" if len(profile.parts) > 1 else "",
+        num_buckets=len(report.plan.graphs.buckets),
+        cap=cap,
+        cap_step_time=own,
+    )
+
+
+def choice(report: Report, cap: int) -> Choice:
+    """The plan's buckets beside the usual advice, the best single cap and `cap`."""
+    plan, profile = report.plan, report.profile
+    found = [Alternative(name="all eager", relative_step_time=1.0, stalled=1.0, kind="other")]
+    caps: dict[int, list[str]] = {}
+    documents = profile.histogram()
+    for name in ("p90", "p99", "max"):
+        words = "pad to the most" if name == "max" else f"cap at {percentile_name(name)}"
+        caps.setdefault(documents.percentile(PERCENTILES[name]), []).append(words)
+    one = plan.graphs.one_cap
+    if one is not None:
+        caps.setdefault(one.max_seqs, []).append("plan's one cap")
+    caps.setdefault(cap, []).append("your cap")
+    for at, names in caps.items():
+        found.append(
+            Alternative(
+                name=f"{', '.join(names)}: {at:,}",
+                relative_step_time=profile.relative_step_time(at),
+                stalled=profile.fallback_rate(at).step,
+                kind="cap" if at == cap else "other",
+            )
+        )
+    buckets = plan.graphs.buckets
+    if buckets:
+        own = ", on its own data" if len(profile.parts) > 1 else ""
+        found.append(
+            Alternative(
+                name=f"plan{own}: {_short_names(report)}",
+                relative_step_time=plan.predictions.relative_step_time,
+                stalled=plan.predictions.fallback_rate.step,
+                kind="plan",
+            )
+        )
+    ordered = sorted(found, key=lambda a: (-a.relative_step_time, a.name))
+    shares = [(_label(report, i), b.share) for i, b in enumerate(buckets)]
+    shares.append(("eager", plan.predictions.fallback_rate.microbatch))
+    return Choice(title=_choice_title(report), alternatives=tuple(ordered), shares=tuple(shares))
+
+
+def _label(report: Report, index: int) -> str:
+    bucket = report.plan.graphs.buckets[index]
+    sizes = len({b.cp_size for b in report.plan.graphs.buckets}) > 1
+    lengths = len({b.max_seqlen for b in report.plan.graphs.buckets}) > 1 and not sizes
+    tail = f", {counted(bucket.cp_size, 'rank')}" if sizes else f" of {bucket.max_seqlen:,} tokens" if lengths else ""
+    return f"{counted(bucket.max_seqs, 'document')}{tail}"
+
+
+def _bucket_names(report: Report) -> str:
+    buckets = report.plan.graphs.buckets
+    alike = len({b.max_seqs for b in buckets}) < len(buckets)
+    names = [f"{b.max_seqs:,} (to {b.max_seqlen:,} tokens)" if alike else f"{b.max_seqs:,}" for b in buckets]
+    return listed(names) if len(names) <= 4 else f"{len(names)} graphs"
+
+
+def _short_names(report: Report) -> str:
+    buckets = report.plan.graphs.buckets
+    distinct = len({b.max_seqs for b in buckets}) == len(buckets) <= 4
+    return listed([f"{b.max_seqs:,}" for b in buckets]) if distinct else f"{len(buckets)} graphs"
+
+
+def _choice_title(report: Report) -> str:
+    plan, profile = report.plan, report.profile
+    buckets, found = plan.graphs.buckets, plan.predictions
+    if not buckets:
+        return f"Running eagerly was chosen: no graphs within the limits save {LEAST_GAIN:.0%} of the step time."
+    stalled = found.fallback_rate.step
+    stalls = "no step waits for an eager micro-batch" if stalled == 0 else f"{percent(stalled)} of steps wait"
+    title = (
+        f"Graphs for {_bucket_names(report)} documents were chosen because a step takes "
+        f"{found.relative_step_time:.3f} of its eager time and {stalls}"
+    )
+    if len(profile.parts) > 1:
+        return f"{title}, on the data that the plan was made for."
+    one = plan.graphs.one_cap
+    if one is None or len(buckets) == 1:
+        return title + "."
+    ratio = profile.relative_step_time(one.max_seqs)
+    less = 1 - found.relative_step_time / ratio
+    return f"{title}: {percent(less)} less than the best single cap, {one.max_seqs:,}." if less > 0 else f"{title}."

@@ -1,0 +1,176 @@
+"""How it varies: over ranks, over the run, between parts of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.profile import PERCENTILES, Histogram
+from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.words import counted, percent
+from thdprof.analyze.run_profile import SEGMENTS, histogram_of, share_over
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_PARTS = 20
+_SKEWED = 8
+"""A largest value this many times the least median is shown on a logarithmic axis."""
+_LEAST = 200
+"""Micro-batches of a segment, if the run has so many: fewer tell no P99."""
+_ONCE_IN_1000 = 1.949
+"""Of the Kolmogorov-Smirnov statistic of two samples."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """Documents of micro-batches, and of the fullest of a rank and of a step."""
+
+    title: str
+    curves: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
+    """By name: documents, and the share with more than so many."""
+    at_cap: dict[str, float]
+    """Share over the cap, by the same names."""
+    cap: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """Segments of the run, in order; arrays have shape [segments]."""
+
+    title: str
+    percentiles: dict[str, NDArray[np.int64]]
+    """Documents of micro-batches: P50, P90, P99 and max, by name."""
+    step_median: NDArray[np.int64]
+    """Documents of the fullest micro-batch of a step, at the median."""
+    stalled: NDArray[np.float64]
+    """Share of steps with a micro-batch over the cap."""
+    logarithmic: bool
+    """Whether documents want a logarithmic axis."""
+    steps: int
+    cap: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Parts of the data beside one another."""
+
+    title: str
+    names: tuple[str, ...]
+    percentiles: dict[str, tuple[int, ...]]
+    """Documents of micro-batches: P50, P90, P99 and max, a value a part."""
+    stalled: tuple[float, ...]
+    """Share of steps with a micro-batch over the cap, a value a part."""
+    left_out: int
+    """Smaller parts that are not shown."""
+    cap: int
+
+
+def steps(report: Report, cap: int) -> Steps:
+    """What synchronous training makes of the documents' spread."""
+    kinds = {
+        "a micro-batch": "microbatch",
+        "fullest of a rank's step": "rank_step_max",
+        "fullest of a step": "step_max",
+    }
+    found = {name: report.profile.histogram(kind) for name, kind in kinds.items()}
+    at_cap = {name: share_over(h, cap) for name, h in found.items()}
+    micro, step = found["a micro-batch"], found["fullest of a step"]
+    over, stalled = percent(at_cap["a micro-batch"]), percent(at_cap["fullest of a step"])
+    title = (
+        f"The fullest micro-batch of a step holds {counted(step.percentile(50.0), 'document')} at the median, where a "
+        f"micro-batch holds {micro.percentile(50.0):,}: over a cap of {cap:,} are {over} of micro-batches "
+        f"and {stalled} of steps."
+    )
+    return Steps(title=title, curves={n: _exceeding(h) for n, h in found.items()}, at_cap=at_cap, cap=cap)
+
+
+def _exceeding(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    values = np.concatenate(([max(0, int(np.flatnonzero(histogram.counts)[0]) - 1)], np.flatnonzero(histogram.counts)))
+    if len(values) > 400:
+        values = values[np.unique(np.linspace(0, len(values) - 1, 400).astype(np.int64))]
+    over = histogram.total - np.cumsum(histogram.counts)
+    return values, over[values] / histogram.total
+
+
+def drift(report: Report, cap: int) -> Drift:
+    """Documents over the run, all parts together, each from its own begin to its end."""
+    profile = report.profile
+    bins = int(np.clip(profile.microbatches // _LEAST, 1, min(SEGMENTS, *(part.steps for part in profile.parts))))
+    micro, largest = (_by_bin(profile.rows(kind), bins) for kind in ("segment_microbatch", "segment_step_max"))
+    percentiles = {
+        name: np.array([h.percentile(PERCENTILES[name]) for h in micro]) for name in ("p50", "p90", "p99", "max")
+    }
+    stalled = np.array([share_over(h, cap) for h in largest])
+    return Drift(
+        title=_drift_title(micro, stalled, cap),
+        percentiles=percentiles,
+        step_median=np.array([h.percentile(50.0) for h in largest]),
+        stalled=stalled,
+        logarithmic=int(percentiles["max"].max()) > _SKEWED * int(percentiles["p50"].min()),
+        steps=profile.steps,
+        cap=cap,
+    )
+
+
+def _by_bin(rows: pd.DataFrame, bins: int) -> list[Histogram]:
+    of_row = rows["segment"].to_numpy(dtype=np.int64) * bins // SEGMENTS
+    return [histogram_of(rows[of_row == index], "n_seqs") for index in range(bins)]
+
+
+def _drift_title(micro: list[Histogram], stalled: NDArray[np.float64], cap: int) -> str:
+    if len(micro) == 1:
+        return f"The run is too short to tell a drift; over a cap of {cap:,} are {percent(stalled[0])} of its steps."
+    length, share = (1, "half") if len(micro) == 2 else (len(micro) // 3, "third")
+    first, last = (reduce(Histogram.merge, part) for part in (micro[:length], micro[-length:]))
+    apart, by_chance = _distance(first, last)
+    if apart <= by_chance:
+        text = f"Documents do not drift: the first and the last {share} of the run differ no more than by chance"
+    else:
+        early, late = (tuple(h.percentile(p) for p in (50.0, 99.0)) for h in (first, last))
+        text = (
+            f"Documents drift: from the first {share} of the run to the last P50 goes from {early[0]:,} to {late[0]:,} "
+            f"and P99 from {early[1]:,} to {late[1]:,}"
+        )
+    low, high = percent(stalled.min()), percent(stalled.max())
+    spread = low if low == high else f"{low} to {high}"
+    return f"{text}; over a cap of {cap:,} are {spread} of a segment's steps."
+
+
+def _distance(one: Histogram, other: Histogram) -> tuple[float, float]:
+    """Largest difference of the cumulative shares, and what independent draws exceed once in a thousand times."""
+    size = max(len(one.counts), len(other.counts))
+    shares = [np.cumsum(np.pad(h.counts, (0, size - len(h.counts)))) / h.total for h in (one, other)]
+    by_chance = _ONCE_IN_1000 * float(np.sqrt(1 / one.total + 1 / other.total))
+    return float(np.abs(shares[0] - shares[1]).max()), by_chance
+
+
+def parts(report: Report, cap: int) -> Parts | None:
+    """Parts of the profile beside one another; None where it has one only."""
+    every = report.profile.parts
+    if len(every) == 1:
+        return None
+    shown = sorted(every, key=lambda p: -p.microbatches)[:MOST_PARTS]
+    found = [report.profile.histogram(part=p.name) for p in shown]
+    percentiles = {name: tuple(h.percentile(PERCENTILES[name]) for h in found) for name in ("p50", "p90", "p99", "max")}
+    p99 = percentiles["p99"]
+    low, high = int(np.argmin(p99)), int(np.argmax(p99))
+    if p99[low] == p99[high]:
+        title = f"P99 of documents is {p99[low]:,} in all {counted(len(shown), 'part')} that are shown."
+    else:
+        title = (
+            f"P99 of documents is {p99[high]:,} in {shown[high].name} and {p99[low]:,} in {shown[low].name}: "
+            "a cap at the P99 of all is not that of each."
+        )
+    return Parts(
+        title=title,
+        names=tuple(p.name for p in shown),
+        percentiles=percentiles,
+        stalled=tuple(report.profile.fallback_rate(cap, part=p.name).step for p in shown),
+        left_out=len(every) - len(shown),
+        cap=cap,
+    )

@@ -1,0 +1,153 @@
+"""What the micro-batches look like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.profile import PERCENTILES, Histogram
+from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.words import percent
+from thdprof.analyze.run_profile import share_over
+
+_BINS = 40
+_CELLS = 48
+_POINTS = 400
+_SKEWED = 8
+"""A largest value this many times the median is shown on a logarithmic axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """How a measure is spread over micro-batches."""
+
+    edges: NDArray[np.float64]
+    """Borders of the bars, half-way between whole numbers, [bars + 1]."""
+    shares: NDArray[np.float64]
+    """Share of micro-batches in each bar, [bars]."""
+    values: NDArray[np.int64]
+    """Ascending, [points]; all that occur, or so many that a curve shows no difference."""
+    cumulative: NDArray[np.float64]
+    """Share of micro-batches of at most each value, [points]."""
+    percentiles: dict[str, int]
+    """By name, as in `PERCENTILES`."""
+    mean: float
+    logarithmic: bool
+    """Whether it is so skewed that it wants a logarithmic axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """Documents of a micro-batch, and tokens of its longest."""
+
+    title: str
+    n_seqs: Distribution
+    max_seqlen: Distribution
+    cap: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """Documents and longest document together."""
+
+    title: str
+    n_seqs_edges: NDArray[np.float64]
+    """[columns + 1]"""
+    max_seqlen_edges: NDArray[np.float64]
+    """[rows + 1]"""
+    counts: NDArray[np.int64]
+    """Micro-batches of each cell, [rows, columns]."""
+    logarithmic: bool
+    """Whether documents want a logarithmic axis."""
+    buckets: tuple[tuple[int, int], ...]
+    """(max_seqs, max_seqlen) of the plan's graphs."""
+    cap: int
+
+
+def distribution(histogram: Histogram) -> Distribution:
+    """The distribution that `histogram` counts."""
+    largest, median = histogram.percentile(100.0), histogram.percentile(50.0)
+    logarithmic = largest > _SKEWED * max(1, median)
+    edges = bin_edges(largest, _BINS, logarithmic=logarithmic)
+    cumulative = np.concatenate(([0], np.cumsum(histogram.counts)))
+    below = cumulative[np.clip(np.ceil(edges).astype(np.int64), 0, len(histogram.counts))]
+    values = np.flatnonzero(histogram.counts)
+    if len(values) > _POINTS:
+        values = values[np.unique(np.linspace(0, len(values) - 1, _POINTS).astype(np.int64))]
+    return Distribution(
+        edges=edges,
+        shares=np.diff(below) / histogram.total,
+        values=values,
+        cumulative=cumulative[values + 1] / histogram.total,
+        percentiles={name: histogram.percentile(p) for name, p in PERCENTILES.items()},
+        mean=histogram.mean,
+        logarithmic=logarithmic,
+    )
+
+
+def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float64]:
+    """Borders between whole numbers from at most 1 to `largest`, in steps of a whole number or of a factor."""
+    if logarithmic:
+        numbers = np.unique(np.rint(np.geomspace(1, largest + 1, bins + 1)).astype(np.int64))
+    else:
+        step = max(1, -(-largest // bins))
+        numbers = np.arange(1, largest + step + 1, step)
+    return np.asarray(numbers - 0.5)
+
+
+def shapes(report: Report, cap: int) -> Shapes:
+    """Both measures of micro-batches."""
+    n_seqs = distribution(report.profile.histogram())
+    longest = distribution(report.profile.histogram(measure="max_seqlen"))
+    p, s = n_seqs.percentiles, longest.percentiles
+    title = (
+        f"Half of the micro-batches hold at most {p['p50']:,} documents and 1 in 100 more than {p['p99']:,}, the "
+        f"fullest {p['max']:,}; the longest document has {s['p50']:,} tokens at the median and {s['max']:,} at most."
+    )
+    return Shapes(title=title, n_seqs=n_seqs, max_seqlen=longest, cap=cap)
+
+
+def joint(report: Report, cap: int) -> Joint:
+    """Both measures together, with the plan's graphs."""
+    rows = report.profile.rows("microbatch")
+    n_seqs, max_seqlen, count = (rows[c].to_numpy(dtype=np.int64) for c in ("n_seqs", "max_seqlen", "count"))
+    documents = report.profile.histogram()
+    most, median = documents.percentile(100.0), documents.percentile(50.0)
+    logarithmic = most > _SKEWED * max(1, median)
+    x = bin_edges(most, _CELLS, logarithmic=logarithmic)
+    y = bin_edges(int(max_seqlen.max()), _CELLS, logarithmic=False)
+    column = np.clip(np.searchsorted(x, n_seqs) - 1, 0, len(x) - 2)
+    row = np.clip(np.searchsorted(y, max_seqlen) - 1, 0, len(y) - 2)
+    shape = (len(y) - 1, len(x) - 1)
+    cells = np.bincount(row * shape[1] + column, weights=count, minlength=shape[0] * shape[1])
+    return Joint(
+        title=_joint_title(n_seqs, max_seqlen, count, documents),
+        n_seqs_edges=x,
+        max_seqlen_edges=y,
+        counts=cells.astype(np.int64).reshape(shape),
+        logarithmic=logarithmic,
+        buckets=tuple((b.max_seqs, b.max_seqlen) for b in report.plan.graphs.buckets),
+        cap=cap,
+    )
+
+
+def _joint_title(
+    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
+) -> str:
+    border = documents.percentile(90.0)
+    many = n_seqs > border
+    if not many.any():
+        return f"At least 9 in 10 micro-batches hold the most documents there are, {border:,}."
+    long_many, long_few = (_median(max_seqlen[chosen], count[chosen]) for chosen in (many, ~many))
+    share = percent(share_over(documents, border))
+    relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"
+    return (
+        f"Where documents are many they are {relation} elsewhere: the {share} of micro-batches with more than "
+        f"{border:,} have a longest document of {long_many:,} tokens at the median, the others of {long_few:,}."
+    )
+
+
+def _median(values: NDArray[np.int64], count: NDArray[np.int64]) -> int:
+    return Histogram(np.bincount(values, weights=count).astype(np.int64)).percentile(50.0)

@@ -1,0 +1,33 @@
+"""How numbers read in every report."""
+
+from __future__ import annotations
+
+
+def percent(share: float) -> str:
+    """`share` in per cent; never 0% or 100% unless it is exactly that."""
+    text = f"{share:.1%}"
+    if text == "100.0%" and share < 1:
+        return ">99.9%"
+    if text == "0.0%" and share > 0:
+        return "<0.1%"
+    return text
+
+
+def percentile_name(name: str) -> str:
+    """ "p99_9" as P99.9, "max" as it is."""
+    return "max" if name == "max" else name.upper().replace("_", ".")
+
+
+def memory_size(gib: float) -> str:
+    """`gib` in GiB, or in MiB where that is little."""
+    return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
+
+
+def listed(words: list[str]) -> str:
+    """ "a, b and c"."""
+    return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """ "1 step", "2 steps"."""
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
