@@ -336,7 +336,7 @@ def numbers_of(text: str) -> set[str]:
 
 def unknown_numbers(paragraph: str) -> set[str]:
     """Numbers of a paragraph that are in none of the results that it links to."""
-    cited = re.findall(r"\.\./(benchmarks/results/\w+\.md)", paragraph)
+    cited = re.findall(r"\.\./(benchmarks/results/[\w-]+\.md)", paragraph)
     known = numbers_of("".join((ROOT / name).read_text() for name in cited))
     return numbers_of(re.sub(r"\]\([^)]*\)", "]", paragraph)) - known
 
