@@ -289,6 +289,8 @@ def check_command(line: str) -> None:
         case ["torchrun", "--nproc-per-node", count, path, *rest]:
             assert int(count) >= 1
             script(path).arguments(rest)
+        case ["python", "examples/pretrain_dynamic_cp.py" as path, "lengths", _, _]:
+            assert callable(script(path).write_lengths)
         case ["python", path, *rest]:
             script(path).arguments(rest)
         case _:
@@ -433,11 +435,28 @@ def test_the_command_reference_has_every_option():
 
 def test_refused_settings_are_those_of_install():
     pytest.importorskip("megatron.core")
-    from thdprof.runtime.megatron import settings
+    from thdprof.runtime.megatron import dynamic_cp_settings, settings
 
-    rows = re.findall(r"^\| `(\w+)` \| (all|`local`) \|", settings_reference.reference(), re.M)
-    wanted = [(name, "all") for name, _, _ in settings._UNSUPPORTED]
-    assert rows == [*wanted, *((name, "`local`") for name, _, _ in settings._UNSUPPORTED_LOCAL)]
+    tables = {
+        "all": settings._UNSUPPORTED,
+        "`local`": settings._UNSUPPORTED_LOCAL,
+        "dynamic context parallelism": dynamic_cp_settings._UNSUPPORTED,
+    }
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", settings_reference.reference(), re.M)
+    assert rows == [(name, case) for case, table in tables.items() for name, _, _ in table]
+    assert sys.modules[settings.__name__] is settings  # the reference leaves no copies behind
+
+
+def test_the_site_needs_neither_torch_nor_megatron():
+    blocked = (
+        "import importlib, sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'megatron', 'megatron.core', 'transformer_engine'))\n"
+        "for name in ('cli_reference', 'plan_reference', 'settings_reference'):\n"
+        "    assert '| `' in importlib.import_module(name).reference()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{DOCS / 'tools'}"}
+    done = subprocess.run([sys.executable, "-c", blocked], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pages_name_the_lines_that_are_generated():

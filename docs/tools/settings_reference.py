@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import thdprof
 
-_PATH = Path(thdprof.__file__).parent / "runtime" / "megatron" / "settings.py"
+_RUNTIME = "thdprof.runtime"
+_PACKAGES = (_RUNTIME, f"{_RUNTIME}.megatron")
 
 
 def reference() -> str:
-    """Markdown: a row for each setting of TransformerConfig that must be off, those of `local` after them."""
-    settings = _settings()
-    lines = ["| setting | `--impl` | set to | because |", "|---|---|---|---|"]
-    for name, allowed, why in settings._UNSUPPORTED:
-        lines.append(f"| `{name}` | all | `{allowed}` | {why} |")
-    for name, allowed, why in settings._UNSUPPORTED_LOCAL:
-        lines.append(f"| `{name}` | `local` | `{allowed}` | {why} |")
+    """Markdown: a row for each setting of TransformerConfig that must be off, wherever and in some cases alone."""
+    with _without_packages():
+        settings = importlib.import_module(f"{_RUNTIME}.megatron.settings")
+        dynamic_cp = importlib.import_module(f"{_RUNTIME}.megatron.dynamic_cp_settings")
+    tables = {
+        "all": settings._UNSUPPORTED,
+        "`local`": settings._UNSUPPORTED_LOCAL,
+        "dynamic context parallelism": dynamic_cp._UNSUPPORTED,
+    }
+    lines = ["| setting | with | set to | because |", "|---|---|---|---|"]
+    for case, table in tables.items():
+        lines += [f"| `{name}` | {case} | `{allowed}` | {why} |" for name, allowed, why in table]
     return "\n".join(lines)
 
 
-def _settings() -> ModuleType:
-    """The module alone: its package imports megatron-core, which is not needed to read its tables."""
-    name = "thdprof_settings_alone"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, _PATH)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+@contextmanager
+def _without_packages() -> Iterator[None]:
+    """Lets modules be imported without their packages, which import torch and megatron-core: tables need neither."""
+    kept = _forget()
+    for package in _PACKAGES:
+        sys.modules[package] = module = ModuleType(package)
+        module.__path__ = [str(Path(thdprof.__file__).parent.joinpath(*package.split(".")[1:]))]
+    try:
+        yield
+    finally:
+        _forget()
+        sys.modules.update(kept)
+
+
+def _forget() -> dict[str, ModuleType]:
+    """What is imported of the runtime, which nothing finds any more."""
+    names = [name for name in sys.modules if name == _RUNTIME or name.startswith(f"{_RUNTIME}.")]
+    return {name: sys.modules.pop(name) for name in names}
