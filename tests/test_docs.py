@@ -373,6 +373,11 @@ def test_no_measured_number_stands_without_its_source():
     assert [part for part in found if "](../benchmarks/results/" not in part] == []
 
 
+def test_every_result_has_its_place_in_the_site():
+    listed = re.findall(r": (results/[\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(f"results/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.md"))
+
+
 def test_numbers_that_are_not_in_the_results_are_found():
     link = "[runtime](../benchmarks/results/runtime.md)"
     assert unknown_numbers(f"13.88 ms with buckets of 64, 128 and 358 {link}") == set()
