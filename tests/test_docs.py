@@ -491,6 +491,15 @@ def test_the_kinds_of_graphs_are_told_as_in_the_readme():
     assert rows[0] == rows[1]
 
 
+def test_the_readme_leads_to_sections_that_there_are():
+    links = re.findall(r"\]\((docs/[\w-]+\.md)(?:#([\w-]+))?\)", README.read_text())
+    assert len(links) >= 8
+    for page, anchor in links:
+        titles = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.M)
+        slugs = [re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles]
+        assert not anchor or anchor in slugs, (page, anchor)
+
+
 # --- troubleshooting ------------------------------------------------------------------------------------------------
 
 
