@@ -283,6 +283,12 @@ def test_calibrate_without_a_gpu_says_so(thdprof, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dropless_experts_are_in_no_chunk_graph_whether_or_not_a_plan_is_written(thdprof, packs):
+    done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "chunk")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "dropless" in done.stderr
+
+
 def test_dropless_experts_decide_what_is_captured(thdprof, packs, tmp_path):
     done = analyze(thdprof, packs, "--experts", "dropless", "-o", tmp_path / "plan.yaml")
     assert done.returncode == 0, done.stderr

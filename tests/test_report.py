@@ -19,9 +19,11 @@ from conftest import ROOT
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.demo import write_demo
 from thdprof.analyze.merge import merge_profiles
+from thdprof.analyze.profile import Histogram
 from thdprof.analyze.report import figures, open_report
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.findings import sentences
+from thdprof.analyze.report.findings.shapes import _joint_title
 from thdprof.plan import load_plan
 
 IDS = ["shapes", "joint", "caps", "choice", "steps", "drift", "parts", "memory", "observed"]
@@ -541,3 +543,10 @@ def test_help_names_every_option(thdprof):
     }
     for command, expected in options.items():
         assert set(re.findall(r"--[a-z][a-z-]+", thdprof(command, "--help").stdout)) == expected
+
+
+def test_many_micro_batches_with_the_most_documents_are_told_as_many_as_they_are():
+    n_seqs, longest, count = np.array([1, 2, 40]), np.array([9, 9, 9]), np.array([50, 14, 36])
+    documents = Histogram(np.bincount(n_seqs, count).astype(np.int64))
+    told = _joint_title(n_seqs, longest, count, documents)
+    assert told == "36.0% of micro-batches hold the most documents there are, 40."

@@ -161,6 +161,8 @@ def test_what_cannot_be_merged_is_refused_by_name(tmp_path):
         merge_profiles([one, profile_dataset(b, attention="torch", **RUN)], names="xy")
     with pytest.raises(DataError, match=r"^y: part 1\.jsonl: the same data is in x; leave one out$"):
         merge_profiles([one, one], names="xy")
+    with pytest.raises(DataError, match=r"^x: part 1\.jsonl: the same data is given twice; leave one out$"):
+        merge_profiles([one, one], names="xx")
     with pytest.raises(UsageError, match="at least two"):
         merge_profiles([one], names="x")
 

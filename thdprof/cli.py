@@ -301,12 +301,11 @@ def analyze(
             progress("writing the profile", 1.0, 0)
             make_profile(result, part=part).save(profile, force=force)
     moved = None if choice is None else predict_offload(result, choice)
-    if output is not None:
-        plan = make_plan(result, impl=impl.value if impl else None, offload=moved)
-        if to_stdout:
-            streams.write(plan.to_yaml())
-        else:
-            plan.save(output, force=force)
+    plan = make_plan(result, impl=impl.value if impl else None, offload=moved)
+    if to_stdout:
+        streams.write(plan.to_yaml())
+    elif output is not None:
+        plan.save(output, force=force)
     if json:
         from thdprof.analyze.report.json_ import to_json
 

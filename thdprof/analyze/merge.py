@@ -38,7 +38,8 @@ def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> R
         for part in profile.parts:
             for fingerprint in part.fingerprints:
                 if fingerprint in seen:
-                    raise DataError(f"{name}: part {part.name}: the same data is in {seen[fingerprint]}; leave one out")
+                    where = "given twice" if seen[fingerprint] == name else f"in {seen[fingerprint]}"
+                    raise DataError(f"{name}: part {part.name}: the same data is {where}; leave one out")
                 seen[fingerprint] = name
             by_name.setdefault(part.name, []).append(part)
     keys = [name for name in COLUMNS if name != "count"]

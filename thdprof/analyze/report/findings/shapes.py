@@ -139,7 +139,8 @@ def _joint_title(
     border = documents.percentile(90.0)
     many = n_seqs > border
     if not many.any():
-        return f"At least 9 in 10 micro-batches hold the most documents there are, {border:,}."
+        most = percent(float(count[n_seqs == border].sum() / count.sum()))
+        return f"{most} of micro-batches hold the most documents there are, {border:,}."
     long_many, long_few = (_median(max_seqlen[chosen], count[chosen]) for chosen in (many, ~many))
     share = percent(share_over(documents, border))
     relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"
