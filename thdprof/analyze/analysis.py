@@ -12,7 +12,7 @@ from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
 from thdprof.analyze.experts import captured
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
-from thdprof.analyze.recommend import Limits, Recommendation, recommend
+from thdprof.analyze.recommend import LEAST_GAIN, Limits, Recommendation, recommend
 from thdprof.analyze.schedule import Schedule, build_schedule
 from thdprof.analyze.settings import (
     STEP_PACKERS,
@@ -333,10 +333,12 @@ def _warnings(
         )
     if settings.experts == "dropless":
         found.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
-    if recommendation.relative_step_time > recommendation.unlimited_relative_step_time + 1e-9:
+    unlimited = recommendation.unlimited_relative_step_time
+    left_out = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN  # else they would save too little
+    if left_out and recommendation.relative_step_time > unlimited + 1e-9:
         found.append(
             "the limits on memory or fallbacks decided: without them a step would take "
-            f"{recommendation.unlimited_relative_step_time:.3f} of its eager time"
+            f"{unlimited:.3f} of its eager time"
         )
     if recommendation.relative_step_time > 1:
         found.append(

@@ -158,7 +158,7 @@ def sentence(analysis: Analysis) -> str:
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
                 "the GPU is busy without them too."
             )
-        return "Do not use CUDA graphs here: none within the limits is quicker than running eagerly."
+        return f"Do not use CUDA graphs here: none within the limits saves {LEAST_GAIN:.0%} of the eager step time."
     caps = [
         f"{b.max_seqs} ({'' if b.cp_size is None else f'{_ranks(b.cp_size)}, '}{_percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
