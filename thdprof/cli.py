@@ -194,7 +194,8 @@ def analyze(
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
     from thdprof.analyze.analysis import make_plan
-    from thdprof.analyze.offload import choice_of, predict_offload
+    from thdprof.analyze.experts import captured
+    from thdprof.analyze.offload import check_choice, choice_of, predict_offload
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
 
@@ -241,6 +242,10 @@ def analyze(
         "world_size": world_size,
     }
     asked = read_request(datasets or [], flags, settings=settings, megatron_args=megatron_args)
+    kind_of_experts = asked.given.get("experts", "none")
+    captures, _ = captured(kind_of_experts, impl.value if impl else None)
+    if choice is not None:
+        check_choice(choice, impl=captures, experts=kind_of_experts)
     for note in asked.notes:
         streams.say(note)
     with streams.progress_bar() as progress:
@@ -251,12 +256,17 @@ def analyze(
             cost_table=asked.cost_table,
             attention=asked.attention,
             limits=asked.limits,
+            offload=choice,
             progress=progress,
         )
         if microbatches is not None:
             progress("writing the table", 1.0, 0)
             result.microbatches.write_parquet(microbatches)
-    moved = None if choice is None else predict_offload(result, choice)
+    moved = None
+    if choice is not None and result.recommendation.buckets:
+        moved = predict_offload(result, choice)
+    elif choice is not None:
+        streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     if output is not None:
         plan = make_plan(result, impl=impl.value if impl else None, offload=moved)
         if to_stdout:

@@ -26,6 +26,12 @@ def print_report(analysis: Analysis, console: Console) -> None:
 def print_offload(offload: OffloadPrediction, console: Console) -> None:
     """Write what is predicted of activations on the host."""
     choice = offload.choice
+    if not offload.offloaded_bytes and choice.fraction:
+        text = (
+            f"activations on the host ({', '.join(choice.modules)}): the measured model saves none that would be moved"
+        )
+        console.print(Text(f"{text} ({offload.model})"), highlight=False, soft_wrap=True)
+        return
     text = (
         f"activations on the host ({', '.join(choice.modules)}; {choice.fraction:.0%} of their bytes): "
         f"{offload.offloaded_bytes / 2**20:,.0f} MiB a micro-batch, there and back; on the busiest pipeline rank "
