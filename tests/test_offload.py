@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from thdprof.offload_plan import NOT_MOVED, SLAB_BYTES, Choice, SavedStorage, plan_offload
+from thdprof.runtime import offload
 from thdprof.runtime.mover import HostBuffers
-from thdprof.runtime.offload import OffloadError, PassOffload, _Returning
+from thdprof.runtime.offload import EagerOffload, OffloadError, PassOffload, _Returning
 
 KIB = 1024
 
@@ -324,3 +326,27 @@ def test_an_eager_pass_of_other_code_is_right_too():
     found = [y.detach(), x.grad, *(p.grad for p in other.parameters() if p.grad is not None)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert mover.out_copies > 0
+
+
+def test_host_memory_that_cannot_be_had_is_asked_for_again(monkeypatch):
+    """An eager pass that finds none raises, and the next one begins anew."""
+    stack, mover = Stack(), LateMover()
+    made = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
+    passes(stack, made, count=1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(offload, "CudaMover", lambda *streams: mover)
+    eager = EagerOffload(SimpleNamespace(device=mover.device), None)
+    with monkeypatch.context() as full:
+        full.setattr(mover, "pinned", lambda nbytes: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            eager.forward(made.plan, [])
+    assert len(eager._free) == len(eager._all) == 1
+    x = torch.randn(64, 32, requires_grad=True)
+    with eager.forward(made.plan, [x]):
+        y = stack(x)
+    assert eager.nbytes() == made.plan.host_bytes
+    del y
+    gc.collect()
+    with eager.forward(made.plan, [x]):
+        stack(x)
+    assert eager.nbytes() == made.plan.host_bytes  # given back by a pass that was never backpropagated

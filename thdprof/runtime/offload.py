@@ -447,6 +447,7 @@ class EagerOffload:
         if not self._free:
             self._free.append(HostBuffers())
             self._all.append(self._free[0])
+        self._free[-1].reserve(mover, plan.slabs)  # where there is no memory, they are not lost
         buffers = self._free.pop()
         return _Returning(plan, buffers, mover, inputs, self._free).forward()
 
