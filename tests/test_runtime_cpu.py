@@ -249,6 +249,13 @@ def counted() -> Stats:
     return stats
 
 
+def test_a_plan_for_parts_of_megatrons_layers_is_refused(analysis):
+    plan = make_plan(analysis)
+    parts = plan.graphs.model_copy(update={"impl": "transformer_engine", "modules": ["attn", "moe_router"]})
+    with pytest.raises(ValueError, match=r"graphs.modules is \['attn', 'moe_router'\]: .* set it to \[\]"):
+        graphed(Sums(), plan.model_copy(update={"graphs": parts}))
+
+
 def test_statistics_as_text(analysis):
     stats = counted()
     assert str(stats).splitlines() == [
