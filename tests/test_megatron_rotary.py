@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -30,6 +32,8 @@ from test_megatron_te import (  # noqa: F401
 )
 from torch import nn
 
+from thdprof.runtime import calibrate
+from thdprof.runtime.megatron import measure_decoder, settings, versions
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 
 ROTARY = 4
@@ -219,3 +223,78 @@ def test_detaching_gives_the_layers_their_own_tables_back(tables_read):
     run.close()
     run.module.detach()
     assert not any("get_cached_cos_sin" in vars(module) for module in modules)
+
+
+# --- measuring a decoder --------------------------------------------------------------------------------------------
+
+
+class Chunk(nn.Module):
+    """As megatron-core's DistributedDataParallel around a model."""
+
+    def __init__(self, decoder):
+        super().__init__()
+        self.decoder, self.syncs = decoder, True
+
+    @contextmanager
+    def no_sync(self):
+        self.syncs = False
+        try:
+            yield
+        finally:
+            self.syncs = True
+
+
+GRID = calibrate.Grid(n_tokens=TOKENS, n_seqs=[1], max_seqs=[2], max_seqlen=[TOKENS])
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A model to measure, and what its layers have of tables while that goes on."""
+    model, seen = Chunk(make_latent()), []
+    model.decoder.config.cuda_graph_impl = "none"
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(sys.modules["thdprof.runtime.megatron.install"], "_graph_safe_rng", lambda: True)
+
+    def measure(module, make_input, grid, **options):
+        tables = [vars(layer.self_attention.rotary_pos_emb)["get_cached_cos_sin"] for layer in module.block.layers]
+        seen.append((model.syncs, [table._length for table in tables]))
+        raise RuntimeError("not every bucket was replayed")
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    return model, seen
+
+
+def test_tables_are_in_place_while_a_decoder_is_measured_and_no_gradient_is_reduced(measured):
+    model, seen = measured
+    with pytest.raises(RuntimeError, match="not every bucket"):
+        measure_decoder(model, model.decoder.config, GRID, name="x")
+    assert seen == [(False, [TOKENS] * len(model.decoder.layers))]
+    assert model.syncs
+    assert not any("get_cached_cos_sin" in vars(part.self_attention.rotary_pos_emb) for part in model.decoder.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_moe_experts": 4}, "moe_pad_expert_input_to_capacity is False: dropless routing"),
+        ({"apply_rope_fusion": False}, "apply_rope_fusion is False"),
+        ({"fp8": "hybrid"}, "fp8 is 'hybrid'"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
+        ({"context_parallel_size": 2}, "calibrate with 1"),
+    ],
+)
+def test_a_decoder_that_chunk_graphs_cannot_serve_is_not_measured(measured, changes, line):
+    model, seen = measured
+    for name, value in changes.items():
+        setattr(model.decoder.config, name, value)
+    with pytest.raises(settings.SettingsError, match=line):
+        measure_decoder(model, model.decoder.config, GRID, name="x")
+    assert not seen
+
+
+def test_an_installed_decoder_is_not_measured(measured):
+    model, seen = measured
+    model.decoder.forward = model.decoder.forward
+    with pytest.raises(settings.SettingsError, match="the forward of TransformerBlock is replaced: close"):
+        measure_decoder(model, model.decoder.config, GRID, name="x")
+    assert not seen
