@@ -32,6 +32,7 @@ from test_megatron_te import (  # noqa: F401
 )
 from torch import nn
 
+from thdprof.offload_plan import Choice
 from thdprof.runtime import calibrate
 from thdprof.runtime.megatron import measure_decoder, settings, versions
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
@@ -298,3 +299,10 @@ def test_an_installed_decoder_is_not_measured(measured):
     with pytest.raises(settings.SettingsError, match="the forward of TransformerBlock is replaced: close"):
         measure_decoder(model, model.decoder.config, GRID, name="x")
     assert not seen
+
+
+def test_what_latent_projections_save_is_named_as_of_the_projections_of_other_attention():
+    names = [n for n, _ in make_latent().layers[0].named_modules() if n.startswith("self_attention.")]
+    projections = [n for n in names if n.rpartition(".")[2].startswith(("linear_q", "linear_kv", "q_lay", "kv_lay"))]
+    assert len(projections) == 6
+    assert [n for n in names if Choice(modules=("qkv_linear",)).takes(n)] == projections

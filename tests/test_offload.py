@@ -56,6 +56,8 @@ def test_a_fraction_moves_what_is_saved_first(fraction, moved):
         ("core_attn", "block.layers.3.self_attention.core_attention", True),
         ("core_attn", "block.layers.3.self_attention.core_attention.fused_attention", True),
         ("core_attn", "block.layers.3.self_attention.linear_proj", False),
+        ("qkv_linear", "block.layers.3.self_attention.linear_kv_up_proj", True),
+        ("qkv_linear", "block.layers.3.self_attention.linear_proj", False),
         ("mlp_act", "block.layers.3.mlp.router", True),
         ("mlp_act", "block.layers.3.mlp.experts.linear_fc1", False),
         ("attention", "layers.0.attention.qkv", True),
