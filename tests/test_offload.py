@@ -352,3 +352,25 @@ def test_host_memory_that_cannot_be_had_is_asked_for_again(monkeypatch):
     with eager.forward(made.plan, [x]):
         stack(x)
     assert eager.nbytes() == made.plan.host_bytes  # given back by a pass that was never backpropagated
+
+
+def test_what_is_saved_on_another_stream_stays_on_the_device():
+    """As of shared experts, which run beside the others: nothing would order their copies."""
+    stack, mover = Stack(), LateMover()
+    beside = stack.layers[2]
+    own = beside.forward
+
+    def forward(x):
+        mover.elsewhere = True
+        try:
+            return own(x)
+        finally:
+            mover.elsewhere = False
+
+    beside.forward = forward
+    offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
+    found, expected = passes(stack, offload), passes(stack, None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    named = {name for s in offload.plan.storages for name in s.modules}
+    assert any(name.startswith("layers.1") for name in named)
+    assert not any(name.startswith("layers.2") for name in named)
