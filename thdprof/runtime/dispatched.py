@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -55,6 +55,12 @@ class Call:
             return packed if isinstance(value, PackedSequence) else value
 
         return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
+
+    def without_values(self) -> Call:
+        """The same with tensors that hold no memory, to be kept as a sample."""
+        tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors)
+        args, kwargs = self.substitute(tensors, self.packed)
+        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tensors)
 
 
 class DispatchedModule(nn.Module):

@@ -163,8 +163,10 @@ class GraphedModule(DispatchedModule):
         default = torch.cuda.default_generators[device.index]
         generators = [default, *(g for g in self._generators if g is not default)]
 
+        sample = call.without_values()  # lives as long as the bank
+
         def run(static: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
-            args, kwargs = call.substitute(static, metadata)
+            args, kwargs = sample.substitute(static, metadata)
             return self.module(*args, **kwargs)
 
         self._anchor = torch.zeros((), device=device, requires_grad=True)

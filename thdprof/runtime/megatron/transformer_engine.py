@@ -13,7 +13,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -129,7 +128,7 @@ class LayerGraphs(DispatchedModule):
         gather_parameters(self.module)
         self._generators = tuple(self._find_generators())
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._call = _without_values(call)
+        self._call = call.without_values()
         self._slots = [
             LayerSlot(
                 call.tensors,
@@ -344,13 +343,6 @@ class LayerGraphs(DispatchedModule):
         self._failures = {}
         self._placement = self._call = None
         super().recapture()
-
-
-def _without_values(call: Call) -> Call:
-    """`call` with tensors that hold no memory, to be kept as a sample."""
-    tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.tensors)
-    args, kwargs = call.substitute(tensors, call.packed)
-    return replace(call, args=tuple(args), kwargs=kwargs, tensors=tensors)
 
 
 def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
