@@ -31,9 +31,11 @@ from test_megatron_te import (  # noqa: F401
     train,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from thdprof.offload_plan import Choice
-from thdprof.runtime import calibrate
+from thdprof.runtime import Bucket, calibrate
+from thdprof.runtime.dispatched import DispatchedModule
 from thdprof.runtime.megatron import measure_decoder, settings, versions
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 
@@ -93,15 +95,44 @@ def test_tables_of_other_kinds_and_longer_ones_leave_the_first_alive_and_the_mod
     module.get_cached_cos_sin(4, dtype=torch.bfloat16, packed_seq=True)
     longer, _ = module.get_cached_cos_sin(40, dtype=torch.float32, packed_seq=True)
     assert longer.data_ptr() != place
-    gc.collect()
-    kept = [t for tables in module.get_cached_cos_sin._outgrown for t in tables]
-    assert kept[0].data_ptr() == place - ROTARY * 4
-    assert torch.equal(kept[0][1:6], values)
+    again, _ = module.get_cached_cos_sin(5, dtype=torch.float32, packed_seq=True)
+    assert again.data_ptr() == place
+    assert torch.equal(again, values)
     for (buffer, pointer, saved), now in zip(buffers, (module.cos_cached, module.sin_cached), strict=True):
         assert now is buffer
         assert now.data_ptr() == pointer
         assert torch.equal(now, saved)
     assert (module.max_seq_len_cached, module.dtype_cached, module.packed_seq_cached) == state
+
+
+def test_longer_tables_make_way_for_longer_ones():
+    """Else every longer document of a run without buckets would leave a table behind, in every layer."""
+    module = rotary()
+    KeptTables(module, 8)
+    kept, _ = module.get_cached_cos_sin(8, packed_seq=True)
+    gone = [StorageWeakRef(module.get_cached_cos_sin(n, packed_seq=True)[0].untyped_storage()) for n in (9, 12, 40)]
+    gc.collect()
+    assert [reference.expired() for reference in gone] == [True, True, False]
+    assert module.get_cached_cos_sin(8, packed_seq=True)[0].data_ptr() == kept.data_ptr()
+
+
+def test_a_graph_reads_no_table_that_may_make_way(monkeypatch):
+    module = rotary()
+    KeptTables(module, 8)
+    module.get_cached_cos_sin(9, packed_seq=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a graph wants 9 positions of a rotary table, and 8 are kept"):
+        module.get_cached_cos_sin(9, packed_seq=True)
+
+
+def test_a_bucket_that_names_longer_documents_than_it_holds_has_its_table():
+    class Run(DispatchedModule):
+        _open = _replay = None
+
+    assert Run(nn.Identity(), [Bucket(2, 16, 8), Bucket(4, 8, 8)]).longest() == 16
+    assert Run(nn.Identity(), [Bucket(2, 4, 8)]).longest() == 8
+    assert Run(nn.Identity(), []).longest() == 0
 
 
 def test_a_table_is_not_made_inside_a_capture(monkeypatch):

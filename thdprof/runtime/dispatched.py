@@ -153,6 +153,10 @@ class DispatchedModule(nn.Module):
         """Tokens of the buckets' micro-batches, over all context-parallel ranks."""
         return frozenset(b.n_tokens * b.cp_size for b in self._buckets)
 
+    def longest(self) -> int:
+        """Tokens of the longest document that a bucket names or could hold; 0 without buckets."""
+        return max((max(b.max_seqlen, b.n_tokens * b.cp_size) for b in self._buckets), default=0)
+
     def _describe(self, args: Any, kwargs: Any) -> Call:
         values = (*args, *kwargs.values())
         found = [v for v in values if isinstance(v, PackedSequence)]

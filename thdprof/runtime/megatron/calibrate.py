@@ -104,7 +104,7 @@ def measure_decoder(
     with ExitStack() as stack:
         no_sync: Any = getattr(model_chunk, "no_sync", nullcontext)
         stack.enter_context(no_sync())  # else each of many backward passes would count as a step's last
-        for tables in keep_tables(model.decoder, grid.n_tokens):
+        for tables in keep_tables(model.decoder, max(grid.n_tokens, *grid.max_seqlen)):
             stack.callback(tables.detach)
         return calibrate.measure(
             PackedDecoder(model, shards),
