@@ -9,10 +9,8 @@ from dataclasses import replace
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.analysis import analyze
 from thdprof.analyze.cost import MeasuredModel
 from thdprof.analyze.offload import check_choice, choice_of, predict_offload, saved_by_layers
-from thdprof.analyze.recommend import Limits
 from thdprof.errors import UsageError
 from thdprof.offload_plan import Choice
 from thdprof.plan import load_plan
@@ -135,13 +133,13 @@ def test_the_command_predicts_and_writes_it(data, tmp_path, thdprof):
 
 
 def test_what_is_moved_leaves_memory_for_graphs(data):
-    given, gib = {"loader": "single", "seq_length": 4096}, 2**30
-    limits = Limits(graph_memory_bytes=gib)  # of 3.3 GiB
-    assert not analyze([str(data)], given, limits=limits).recommendation.buckets
-    found = analyze([str(data)], given, limits=limits, offload=Choice())
+    gib = 2**30
+    given = {"loader": "single", "seq_length": 4096, "graph_memory_bytes": gib}  # of 3.3 GiB
+    assert not analyze_dataset(data, **given).recommendation.buckets
+    found = analyze_dataset(data, **given, offload=Choice())
     assert found.recommendation.buckets
     assert predict_offload(found, Choice()).graph_memory_bytes <= gib
-    assert not analyze([str(data)], given, limits=limits, offload=Choice(fraction=0.5)).recommendation.buckets
+    assert not analyze_dataset(data, **given, offload=Choice(fraction=0.5)).recommendation.buckets
 
 
 @pytest.mark.parametrize(
