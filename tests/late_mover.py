@@ -15,6 +15,7 @@ class LateMover:
         self.device = torch.device("cpu")
         self.most_waiting = self._waiting = self.out_copies = self.back_copies = self.pins = 0
         self.unwaited = set()
+        self.elsewhere = False
 
     def pinned(self, nbytes):
         self.pins += 1
@@ -53,3 +54,6 @@ class LateMover:
 
     def computing(self):
         return nullcontext()
+
+    def is_computing(self):
+        return not self.elsewhere

@@ -330,3 +330,18 @@ def test_a_launch_script_tells_of_dropless_experts(thdprof, packs, tmp_path):
     done = analyze(thdprof, packs, "--megatron-args", script, "-o", tmp_path / "plan.yaml")
     assert done.returncode == 0, done.stderr
     assert load_plan(tmp_path / "plan.yaml").graphs.modules == ["attn", "moe_router"]
+
+
+def test_graphs_that_save_too_little_are_not_said_to_be_left_out_by_limits(thdprof, packs, tmp_path):
+    costs = tmp_path / "costs.yaml"
+    costs.write_text(
+        "schema: thdprof.costs/1\nname: x\ncalibrated: true\nhardware: h\nattention: a\nn_tokens: 8\nslot_bytes: 1000\n"
+        "eager: [{n_seqs: 1, ms: 100.0}]\nreplay: [{max_seqs: 1, max_seqlen: null, ms: 99.0}]\n"
+    )
+    done = analyze(thdprof, packs, "--cost-table", costs)
+    assert "would take 0.990 of the eager step time, no clear gain" in done.stdout
+    assert "the limits" not in done.stdout
+    costs.write_text(costs.read_text().replace("99.0", "50.0"))
+    done = analyze(thdprof, packs, "--cost-table", costs, "--graph-memory-gib", "0")
+    assert "none within the limits saves 2% of the eager step time" in done.stdout
+    assert "the limits on memory or fallbacks decided: without them a step would take 0.500" in done.stdout

@@ -459,3 +459,11 @@ def test_nothing_of_a_plan_runs_in_a_shell(target, tmp_path):
     else:
         words_of(exported)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", ["megatron-lm", "megatron-lm-dev", "megatron-bridge"])
+def test_offloading_that_is_not_exported_is_told(target):
+    assert "graphs.offload" not in export_plan(make_plan(), target).text
+    values = make_plan().model_dump(mode="json", by_alias=True)
+    values["graphs"]["offload"] = {}
+    assert "# graphs.offload is thdprof.runtime's own" in export_plan(Plan.model_validate(values), target).text

@@ -330,6 +330,8 @@ def test_ranks_with_other_micro_batches_must_capture_together(plan, changes, imp
     )
     (line,) = complaints(uneven, changes)
     assert line.endswith("pad every micro-batch to one length and analyse again")
+    padded = replace(FACTS, replay=False)  # which captures nothing
+    assert complaints(uneven, changes, padded) == []
     alone = {"cuda_graph_impl": changes["cuda_graph_impl"]}
     assert complaints(uneven, alone) == []
 

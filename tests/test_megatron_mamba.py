@@ -150,11 +150,11 @@ def test_what_state_space_layers_cannot_do_is_refused():
     facts, none = settings.Facts(num_chunks=1, has_mamba=True), settings.Facts(num_chunks=1)
     good, other = (SimpleNamespace(use_mamba_mem_eff_path=value) for value in (True, False))
     plan, dynamic = (SimpleNamespace(training=SimpleNamespace(max_seqlen_per_dp_cp_rank=room)) for room in (None, 4096))
-    assert list(settings._of_mamba(good, plan, facts)) == []
-    (line,) = settings._of_mamba(other, plan, facts)
+    assert list(settings._of_mamba(good, facts)) == list(settings._of_dynamic_mamba(plan, facts)) == []
+    (line,) = settings._of_mamba(other, facts)
     assert line == "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
-    assert list(settings._of_mamba(other, dynamic, none)) == []
-    (line,) = settings._of_mamba(good, dynamic, facts)
+    assert list(settings._of_mamba(other, none)) == list(settings._of_dynamic_mamba(dynamic, none)) == []
+    (line,) = settings._of_dynamic_mamba(dynamic, facts)
     assert "exchange tokens over groups of one size" in line
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -29,7 +31,12 @@ from test_megatron_te import (  # noqa: F401
     train,
 )
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from thdprof.offload_plan import Choice
+from thdprof.runtime import Bucket, calibrate
+from thdprof.runtime.dispatched import DispatchedModule
+from thdprof.runtime.megatron import measure_decoder, settings, versions
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 
 ROTARY = 4
@@ -88,15 +95,44 @@ def test_tables_of_other_kinds_and_longer_ones_leave_the_first_alive_and_the_mod
     module.get_cached_cos_sin(4, dtype=torch.bfloat16, packed_seq=True)
     longer, _ = module.get_cached_cos_sin(40, dtype=torch.float32, packed_seq=True)
     assert longer.data_ptr() != place
-    gc.collect()
-    kept = [t for tables in module.get_cached_cos_sin._outgrown for t in tables]
-    assert kept[0].data_ptr() == place - ROTARY * 4
-    assert torch.equal(kept[0][1:6], values)
+    again, _ = module.get_cached_cos_sin(5, dtype=torch.float32, packed_seq=True)
+    assert again.data_ptr() == place
+    assert torch.equal(again, values)
     for (buffer, pointer, saved), now in zip(buffers, (module.cos_cached, module.sin_cached), strict=True):
         assert now is buffer
         assert now.data_ptr() == pointer
         assert torch.equal(now, saved)
     assert (module.max_seq_len_cached, module.dtype_cached, module.packed_seq_cached) == state
+
+
+def test_longer_tables_make_way_for_longer_ones():
+    """Else every longer document of a run without buckets would leave a table behind, in every layer."""
+    module = rotary()
+    KeptTables(module, 8)
+    kept, _ = module.get_cached_cos_sin(8, packed_seq=True)
+    gone = [StorageWeakRef(module.get_cached_cos_sin(n, packed_seq=True)[0].untyped_storage()) for n in (9, 12, 40)]
+    gc.collect()
+    assert [reference.expired() for reference in gone] == [True, True, False]
+    assert module.get_cached_cos_sin(8, packed_seq=True)[0].data_ptr() == kept.data_ptr()
+
+
+def test_a_graph_reads_no_table_that_may_make_way(monkeypatch):
+    module = rotary()
+    KeptTables(module, 8)
+    module.get_cached_cos_sin(9, packed_seq=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="a graph wants 9 positions of a rotary table, and 8 are kept"):
+        module.get_cached_cos_sin(9, packed_seq=True)
+
+
+def test_a_bucket_that_names_longer_documents_than_it_holds_has_its_table():
+    class Run(DispatchedModule):
+        _open = _replay = None
+
+    assert Run(nn.Identity(), [Bucket(2, 16, 8), Bucket(4, 8, 8)]).longest() == 16
+    assert Run(nn.Identity(), [Bucket(2, 4, 8)]).longest() == 8
+    assert Run(nn.Identity(), []).longest() == 0
 
 
 def test_a_table_is_not_made_inside_a_capture(monkeypatch):
@@ -219,3 +255,85 @@ def test_detaching_gives_the_layers_their_own_tables_back(tables_read):
     run.close()
     run.module.detach()
     assert not any("get_cached_cos_sin" in vars(module) for module in modules)
+
+
+# --- measuring a decoder --------------------------------------------------------------------------------------------
+
+
+class Chunk(nn.Module):
+    """As megatron-core's DistributedDataParallel around a model."""
+
+    def __init__(self, decoder):
+        super().__init__()
+        self.decoder, self.syncs = decoder, True
+
+    @contextmanager
+    def no_sync(self):
+        self.syncs = False
+        try:
+            yield
+        finally:
+            self.syncs = True
+
+
+GRID = calibrate.Grid(n_tokens=TOKENS, n_seqs=[1], max_seqs=[2], max_seqlen=[TOKENS])
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """A model to measure, and what its layers have of tables while that goes on."""
+    model, seen = Chunk(make_latent()), []
+    model.decoder.config.cuda_graph_impl = "none"
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(sys.modules["thdprof.runtime.megatron.install"], "_graph_safe_rng", lambda: True)
+
+    def measure(module, make_input, grid, **options):
+        tables = [vars(layer.self_attention.rotary_pos_emb)["get_cached_cos_sin"] for layer in module.block.layers]
+        seen.append((model.syncs, [table._length for table in tables]))
+        raise RuntimeError("not every bucket was replayed")
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    return model, seen
+
+
+def test_tables_are_in_place_while_a_decoder_is_measured_and_no_gradient_is_reduced(measured):
+    model, seen = measured
+    with pytest.raises(RuntimeError, match="not every bucket"):
+        measure_decoder(model, model.decoder.config, GRID, name="x")
+    assert seen == [(False, [TOKENS] * len(model.decoder.layers))]
+    assert model.syncs
+    assert not any("get_cached_cos_sin" in vars(part.self_attention.rotary_pos_emb) for part in model.decoder.layers)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_moe_experts": 4}, "moe_pad_expert_input_to_capacity is False: dropless routing"),
+        ({"apply_rope_fusion": False}, "apply_rope_fusion is False"),
+        ({"fp8": "hybrid"}, "fp8 is 'hybrid'"),
+        ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
+        ({"context_parallel_size": 2}, "calibrate with 1"),
+    ],
+)
+def test_a_decoder_that_chunk_graphs_cannot_serve_is_not_measured(measured, changes, line):
+    model, seen = measured
+    for name, value in changes.items():
+        setattr(model.decoder.config, name, value)
+    with pytest.raises(settings.SettingsError, match=line):
+        measure_decoder(model, model.decoder.config, GRID, name="x")
+    assert not seen
+
+
+def test_an_installed_decoder_is_not_measured(measured):
+    model, seen = measured
+    model.decoder.forward = model.decoder.forward
+    with pytest.raises(settings.SettingsError, match="the forward of TransformerBlock is replaced: close"):
+        measure_decoder(model, model.decoder.config, GRID, name="x")
+    assert not seen
+
+
+def test_what_latent_projections_save_is_named_as_of_the_projections_of_other_attention():
+    names = [n for n, _ in make_latent().layers[0].named_modules() if n.startswith("self_attention.")]
+    projections = [n for n in names if n.rpartition(".")[2].startswith(("linear_q", "linear_kv", "q_lay", "kv_lay"))]
+    assert len(projections) == 6
+    assert [n for n in names if Choice(modules=("qkv_linear",)).takes(n)] == projections

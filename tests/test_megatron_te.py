@@ -32,8 +32,9 @@ from thdprof.runtime.capture import _homes
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder import Decoder
 from thdprof.runtime.megatron.layer_offload import LayerOffload
+from thdprof.runtime.megatron.layer_slots import LayerPass
 from thdprof.runtime.megatron.settings import SettingsError, _of_transformer_engine
-from thdprof.runtime.megatron.transformer_engine import LayerGraphs, LayerPass
+from thdprof.runtime.megatron.transformer_engine import LayerGraphs
 from thdprof.runtime.mover import HostBuffers
 from thdprof.runtime.offload import PassOffload, _Returning
 

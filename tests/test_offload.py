@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 from thdprof.offload_plan import NOT_MOVED, SLAB_BYTES, Choice, SavedStorage, plan_offload
+from thdprof.runtime import offload
 from thdprof.runtime.mover import HostBuffers
-from thdprof.runtime.offload import OffloadError, PassOffload, _Returning
+from thdprof.runtime.offload import EagerOffload, OffloadError, PassOffload, _Returning
 
 KIB = 1024
 
@@ -54,6 +56,8 @@ def test_a_fraction_moves_what_is_saved_first(fraction, moved):
         ("core_attn", "block.layers.3.self_attention.core_attention", True),
         ("core_attn", "block.layers.3.self_attention.core_attention.fused_attention", True),
         ("core_attn", "block.layers.3.self_attention.linear_proj", False),
+        ("qkv_linear", "block.layers.3.self_attention.linear_kv_up_proj", True),
+        ("qkv_linear", "block.layers.3.self_attention.linear_proj", False),
         ("mlp_act", "block.layers.3.mlp.router", True),
         ("mlp_act", "block.layers.3.mlp.experts.linear_fc1", False),
         ("attention", "layers.0.attention.qkv", True),
@@ -324,3 +328,49 @@ def test_an_eager_pass_of_other_code_is_right_too():
     found = [y.detach(), x.grad, *(p.grad for p in other.parameters() if p.grad is not None)]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert mover.out_copies > 0
+
+
+def test_host_memory_that_cannot_be_had_is_asked_for_again(monkeypatch):
+    """An eager pass that finds none raises, and the next one begins anew."""
+    stack, mover = Stack(), LateMover()
+    made = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
+    passes(stack, made, count=1)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(offload, "CudaMover", lambda *streams: mover)
+    eager = EagerOffload(SimpleNamespace(device=mover.device), None)
+    with monkeypatch.context() as full:
+        full.setattr(mover, "pinned", lambda nbytes: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            eager.forward(made.plan, [])
+    assert len(eager._free) == len(eager._all) == 1
+    x = torch.randn(64, 32, requires_grad=True)
+    with eager.forward(made.plan, [x]):
+        y = stack(x)
+    assert eager.nbytes() == made.plan.host_bytes
+    del y
+    gc.collect()
+    with eager.forward(made.plan, [x]):
+        stack(x)
+    assert eager.nbytes() == made.plan.host_bytes  # given back by a pass that was never backpropagated
+
+
+def test_what_is_saved_on_another_stream_stays_on_the_device():
+    """As of shared experts, which run beside the others: nothing would order their copies."""
+    stack, mover = Stack(), LateMover()
+    beside = stack.layers[2]
+    own = beside.forward
+
+    def forward(x):
+        mover.elsewhere = True
+        try:
+            return own(x)
+        finally:
+            mover.elsewhere = False
+
+    beside.forward = forward
+    offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
+    found, expected = passes(stack, offload), passes(stack, None)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    named = {name for s in offload.plan.storages for name in s.modules}
+    assert any(name.startswith("layers.1") for name in named)
+    assert not any(name.startswith("layers.2") for name in named)

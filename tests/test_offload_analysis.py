@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.cost import MeasuredModel
-from thdprof.analyze.offload import choice_of, predict_offload, saved_by_layers
+from thdprof.analyze.offload import check_choice, choice_of, predict_offload, saved_by_layers
 from thdprof.errors import UsageError
 from thdprof.offload_plan import Choice
 from thdprof.plan import load_plan
@@ -79,6 +80,7 @@ def test_another_model_is_not_guessed(analysis):
     ("modules", "fraction", "message"),
     [
         ("attention", None, "--offload attention: choose all, or some of attn_norm, "),
+        ("core_attn,,mlp_act", None, r"--offload \(nothing\): choose all"),
         (None, 0.5, "--offload-fraction: "),
     ],
 )
@@ -128,3 +130,71 @@ def test_the_command_predicts_and_writes_it(data, tmp_path, thdprof):
     assert told["choice"]["fraction"] == 0.5
     assert told["offloaded_bytes"] == 1528 * MIB
     assert told["graph_memory_bytes"] > 0
+
+
+def test_what_is_moved_leaves_memory_for_graphs(data):
+    gib = 2**30
+    given = {"loader": "single", "seq_length": 4096, "graph_memory_bytes": gib}  # of 3.3 GiB
+    assert not analyze_dataset(data, **given).recommendation.buckets
+    found = analyze_dataset(data, **given, offload=Choice())
+    assert found.recommendation.buckets
+    assert predict_offload(found, Choice()).graph_memory_bytes <= gib
+    assert not analyze_dataset(data, **given, offload=Choice(fraction=0.5)).recommendation.buckets
+
+
+@pytest.mark.parametrize(
+    ("modules", "impl", "experts", "message"),
+    [
+        ("all", "local", "none", "layer graphs move nothing; use --impl chunk or transformer_engine"),
+        ("all", "transformer_engine", "dropless", r"\(--experts dropless\) move nothing; leave --offload out"),
+        ("all", "transformer_engine", "padded", r"\(--experts padded\) move nothing; use --impl chunk"),
+        ("attn_proj,mlp_act", "chunk", "none", "--offload attn_proj,mlp_act: .*; add core_attn"),
+        ("attn_proj,core_attn", "chunk", "none", None),
+        ("attn_proj,all", "chunk", "none", None),
+        ("all", "chunk", "padded", None),
+        ("all", "transformer_engine", "none", None),
+        ("attn_proj", "module", "none", None),
+    ],
+)
+def test_what_training_would_refuse_is_refused(analysis, modules, impl, experts, message):
+    choice = choice_of(modules, None)
+    with nullcontext() if message is None else pytest.raises(UsageError, match=message):
+        check_choice(choice, impl=impl, experts=experts)
+    settings = replace(analysis.settings, experts=experts)
+    with nullcontext() if message is None else pytest.raises(UsageError, match=message):
+        make_plan(replace(analysis, settings=settings), impl=impl, offload=predict_offload(analysis, choice))
+
+
+def test_the_command_refuses_them_before_it_reads_data(data, tmp_path, thdprof):
+    for more in (["--impl", "local"], ["--experts", "dropless"]):
+        done = thdprof("analyze", data, "--offload", "all", *more, "--microbatches", tmp_path / "table.parquet")
+        assert done.returncode == 2
+        assert done.stderr.startswith("thdprof: --offload: ")
+    done = thdprof("analyze", data, "--experts", "dropless", "--impl", "chunk")
+    assert done.returncode == 2
+    assert not (tmp_path / "table.parquet").exists()
+
+
+def test_without_graphs_nothing_is_predicted_to_be_moved(data, thdprof):
+    common = [
+        "analyze",
+        data,
+        "--loader",
+        "single",
+        "--seq-length",
+        4096,
+        "--graph-memory-gib",
+        "0",
+        "--offload",
+        "all",
+    ]
+    done = thdprof(*common)
+    assert done.returncode == 0
+    assert "activations on the host" not in done.stdout
+    assert "--offload: no graphs are recommended, so nothing is moved to the host" in done.stderr
+    assert "offload" not in json.loads(thdprof(*common, "--json").stdout)
+
+
+def test_modules_that_the_measured_model_has_not_are_told(data, thdprof):
+    done = thdprof("analyze", data, "--loader", "single", "--seq-length", 4096, "--offload", "expert_fc1")
+    assert "activations on the host (expert_fc1): the measured model saves none that would be moved" in done.stdout

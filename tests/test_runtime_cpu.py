@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import sys
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -18,7 +20,17 @@ from torch import nn
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.compare import read_stats
-from thdprof.runtime import Bucket, FallbackError, FallbackReason, GraphedModule, PackedSequence, Stats, graphed, pack
+from thdprof.runtime import (
+    Bucket,
+    FallbackError,
+    FallbackReason,
+    GraphedModule,
+    PackedSequence,
+    Stats,
+    graphed,
+    module,
+    pack,
+)
 from thdprof.runtime.dispatch import Shape, advice
 from thdprof.runtime.stack import PackedStack
 from thdprof.runtime.stats import Prediction
@@ -249,6 +261,13 @@ def counted() -> Stats:
     return stats
 
 
+def test_a_plan_for_parts_of_megatrons_layers_is_refused(analysis):
+    plan = make_plan(analysis)
+    parts = plan.graphs.model_copy(update={"impl": "transformer_engine", "modules": ["attn", "moe_router"]})
+    with pytest.raises(ValueError, match=r"graphs.modules is \['attn', 'moe_router'\]: .* set it to \[\]"):
+        graphed(Sums(), plan.model_copy(update={"graphs": parts}))
+
+
 def test_statistics_as_text(analysis):
     stats = counted()
     assert str(stats).splitlines() == [
@@ -344,3 +363,27 @@ def test_without_tensorboard(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError) as raised:
         counted().write_tensorboard(tmp_path, 3)
     assert str(raised.value) == "Stats.write_tensorboard needs tensorboard: pip install tensorboard"
+
+
+def test_what_was_captured_from_does_not_stay_in_memory(monkeypatch):
+    """The first micro-batch shows what the arguments are like; its values are let go."""
+    ran = []
+
+    class FakeBank:
+        def __init__(self, module, run, tensors, options):
+            ran.append(run)
+
+        def capture_all(self, progress):
+            pass
+
+    monkeypatch.setattr(module, "Bank", FakeBank)
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: torch.Generator()})
+    graphs = GraphedModule(Sums(), [Bucket(2, 8, 8)])
+    x = torch.ones(8, 2, requires_grad=True) * 1
+    graphs._open(graphs._describe((x, pack([0, 8])), {}))
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    assert gone() is None
+    static = torch.full((8, 2), 2.0)
+    assert torch.equal(ran[0]([static], pack([0, 8])), Sums()(static, pack([0, 8])))

@@ -223,7 +223,8 @@ def analyze(
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
     from thdprof.analyze.analysis import make_plan
-    from thdprof.analyze.offload import choice_of, predict_offload
+    from thdprof.analyze.experts import captured
+    from thdprof.analyze.offload import check_choice, choice_of, predict_offload
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
 
@@ -280,6 +281,10 @@ def analyze(
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = choice_of(offload, share)
     asked = read_request(datasets or [], flags, settings=settings, megatron_args=megatron_args)
+    kind_of_experts = asked.given.get("experts", "none")
+    captures, _ = captured(kind_of_experts, impl.value if impl else None)
+    if choice is not None:
+        check_choice(choice, impl=captures, experts=kind_of_experts)
     for note in asked.notes:
         streams.say(note)
     with streams.progress_bar() as progress:
@@ -290,6 +295,7 @@ def analyze(
             cost_table=asked.cost_table,
             attention=asked.attention,
             limits=asked.limits,
+            offload=choice,
             progress=progress,
         )
         if microbatches is not None:
@@ -300,7 +306,11 @@ def analyze(
 
             progress("writing the profile", 1.0, 0)
             make_profile(result, part=part).save(profile, force=force)
-    moved = None if choice is None else predict_offload(result, choice)
+    moved = None
+    if choice is not None and result.recommendation.buckets:
+        moved = predict_offload(result, choice)
+    elif choice is not None:
+        streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     plan = make_plan(result, impl=impl.value if impl else None, offload=moved)
     if to_stdout:
         streams.write(plan.to_yaml())

@@ -24,7 +24,19 @@ WINDOW_SHARE = 8
 
 MODULES: dict[str, tuple[str, ...]] = {
     "attn_norm": ("input_layernorm",),
-    "qkv_linear": ("linear_qkv", "linear_q", "linear_kv"),
+    "qkv_linear": (
+        "linear_qkv",
+        "linear_q",
+        "linear_kv",
+        "linear_q_proj",  # this and the rest are multi-latent attention's
+        "linear_qkv_down_proj",
+        "linear_q_down_proj",
+        "linear_q_up_proj",
+        "q_layernorm",
+        "linear_kv_down_proj",
+        "linear_kv_up_proj",
+        "kv_layernorm",
+    ),
     "core_attn": ("core_attention",),
     "attn_proj": ("linear_proj",),
     "mlp_norm": ("pre_mlp_layernorm",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +12,9 @@ from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
 from thdprof.analyze.experts import captured
 from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.analyze.microbatches import MicrobatchTable
+from thdprof.analyze.offload import check_choice, freed_bytes, most_slots
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
-from thdprof.analyze.recommend import Limits, Recommendation, longest_captured, recommend
+from thdprof.analyze.recommend import LEAST_GAIN, Limits, Recommendation, longest_captured, recommend
 from thdprof.analyze.schedule import Schedule, Tick, build_schedule
 from thdprof.analyze.settings import (
     STEP_PACKERS,
@@ -30,6 +31,7 @@ from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
 
 if TYPE_CHECKING:
     from thdprof.analyze.offload import OffloadPrediction
+    from thdprof.offload_plan import Choice
     from thdprof.plan import Impl, Plan
 
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
@@ -182,6 +184,7 @@ def analyze(
     cost_table: Path | None = None,
     attention: Attention = "transformer_engine",
     limits: Limits | None = None,
+    offload: Choice | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
@@ -193,6 +196,7 @@ def analyze(
         cost_table: measured costs; None takes the built-in ones of `attention`.
         attention: attention backend whose built-in costs are taken.
         limits: what the recommendation must keep to.
+        offload: activations that are moved to the host: what that frees is there for graphs.
         progress: called with the stage, the share of the whole work that is done, and the documents it is about.
 
     Raises:
@@ -202,7 +206,9 @@ def analyze(
     measured = load_costs(cost_table) if cost_table is not None else None
     progress("reading", 0.0, 0)
     dataset = read_dataset(locations, format=format)
-    return analyze_read(dataset, given, measured=measured, attention=attention, limits=limits, progress=progress)
+    return analyze_read(
+        dataset, given, measured=measured, attention=attention, limits=limits, offload=offload, progress=progress
+    )
 
 
 def analyze_read(
@@ -212,6 +218,7 @@ def analyze_read(
     measured: CostTable | None,
     attention: Attention = "transformer_engine",
     limits: Limits | None = None,
+    offload: Choice | None = None,
     progress: Progress = lambda stage, done, documents: None,
     memo: Memo = FORGETFUL,
 ) -> Analysis:
@@ -237,22 +244,26 @@ def analyze_read(
         num_microbatches=int(table.num_microbatches.max()),
         group=settings.microbatch_group_size,
     )
-    num_parts = settings.pipeline_parallel_size * (settings.virtual_pipeline_size or 1)  # of the model, a chunk each
     n_tokens_max = int(table.n_tokens.max())
     cp_sizes = _cp_sizes(table, settings)
     per_rank = settings.max_seqlen_per_dp_cp_rank or max(1, n_tokens_max // settings.context_parallel_size)
     costs = measured or built_in_costs(attention, per_rank)
     longest_possible = settings.seq_length if not cp_sizes or settings.tail_policy == "none" else n_tokens_max
+    num_slots = most_slots(in_flight)
+    limits = limits or Limits()
+    if offload is not None and limits.graph_memory_bytes is not None:
+        freed = freed_bytes(costs, offload, n_tokens=per_rank, num_slots=num_slots)
+        limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
     recommendation = recommend(
         table,
         profile,
         costs,
         longest_possible=longest_possible,
         pipeline_size=settings.pipeline_parallel_size,
-        num_slots=max(sum(rank) for rank in in_flight) / num_parts,
+        num_slots=num_slots,
         n_tokens_per_rank=per_rank,
         independent=schedule.independent,
-        limits=limits or Limits(),
+        limits=limits,
     )
     full_size = _share_of_full_size(table, settings)
     return Analysis(
@@ -385,10 +396,12 @@ def _warnings(
         )
     if settings.experts == "dropless":
         found.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
-    if recommendation.relative_step_time > recommendation.unlimited_relative_step_time + 1e-9:
+    unlimited = recommendation.unlimited_relative_step_time
+    left_out = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN  # else they would save too little
+    if left_out and recommendation.relative_step_time > unlimited + 1e-9:
         found.append(
             "the limits on memory or fallbacks decided: without them a step would take "
-            f"{recommendation.unlimited_relative_step_time:.3f} of its eager time"
+            f"{unlimited:.3f} of its eager time"
         )
     if recommendation.relative_step_time > 1:
         found.append(
@@ -414,11 +427,13 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None, offload: OffloadP
         offload: activations that are moved to the host, and what that is predicted to do; None: all stay.
 
     Raises:
-        UsageError: dropless experts, of which `impl` cannot capture anything.
+        UsageError: dropless experts, of which `impl` cannot capture anything, or activations that it does not move.
     """
     from thdprof.plan import Plan
 
     kind, modules = captured(analysis.settings.experts, impl)
+    if offload is not None:
+        check_choice(offload.choice, impl=kind, experts=analysis.settings.experts)
     chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
     offload = offload if chosen.buckets else None
     one_cap = chosen.one_cap

@@ -11,6 +11,7 @@ from thdprof.analyze.profiling import make_profile
 from thdprof.analyze.recommend import Limits
 from thdprof.analyze.run_profile import RunProfile
 from thdprof.analyze.settings import Attention
+from thdprof.offload_plan import Choice
 
 
 def analyze_dataset(
@@ -21,6 +22,7 @@ def analyze_dataset(
     buckets: int = 3,
     max_fallback_rate: float | None = None,
     graph_memory_bytes: int | None = None,
+    offload: Choice | None = None,
     **settings: Any,
 ) -> Analysis:
     """What `thdprof analyze` prints, as an object.
@@ -33,6 +35,7 @@ def analyze_dataset(
         buckets: most shapes to capture.
         max_fallback_rate: largest share of steps with an eager micro-batch.
         graph_memory_bytes: most graph memory of a pipeline rank.
+        offload: activations that are moved to the host, which leaves memory for graphs.
         settings: training settings, named as the command's options with underscores: `seq_length=4096`.
 
     Raises:
@@ -47,6 +50,7 @@ def analyze_dataset(
         cost_table=Path(cost_table) if cost_table is not None else None,
         attention=attention,
         limits=Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes),
+        offload=offload,
     )
 
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from thdprof.analyze.cost import MeasuredModel
+from thdprof.analyze.cost import CostTable, MeasuredModel
+from thdprof.analyze.settings import Experts
 from thdprof.errors import UsageError
-from thdprof.offload_plan import MODULES, Choice, SavedStorage, plan_offload
+from thdprof.offload_plan import MODULES, Choice, OffloadPlan, SavedStorage, plan_offload
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
+    from thdprof.plan import Impl
 
 BYTES = 2
 """Of an element, in bf16."""
@@ -87,11 +89,38 @@ def choice_of(modules: str | None, fraction: float | None) -> Choice | None:
         if fraction is not None:
             raise UsageError("--offload-fraction: says how much of --offload; give --offload all, or modules")
         return None
-    names = tuple(name.strip() for name in modules.split(","))
+    names = tuple(dict.fromkeys(name.strip() for name in modules.split(",")))
     for name in names:
         if name != "all" and name not in MODULES:
-            raise UsageError(f"--offload {name}: choose all, or some of {', '.join(MODULES)}, separated by commas")
+            told = name or "(nothing)"
+            raise UsageError(f"--offload {told}: choose all, or some of {', '.join(MODULES)}, separated by commas")
     return Choice(modules=names, fraction=1.0 if fraction is None else fraction)
+
+
+def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
+    """Refuse what no training would follow, as `thdprof.runtime.megatron` refuses it.
+
+    Raises:
+        UsageError: graphs of kind `impl`, or of a model with such experts, do not move it.
+    """
+    if impl == "local":
+        raise UsageError("--offload: Megatron's own layer graphs move nothing; use --impl chunk or transformer_engine")
+    if impl == "transformer_engine" and experts != "none":
+        remedy = "leave --offload out" if experts == "dropless" else "use --impl chunk"
+        raise UsageError(f"--offload: graphs of layers with experts (--experts {experts}) move nothing; {remedy}")
+    if impl != "module" and "attn_proj" in choice.modules and not {"all", "core_attn"} & {*choice.modules}:
+        raise UsageError(
+            f"--offload {','.join(choice.modules)}: the input of attn_proj is kept for core_attn too; add core_attn"
+        )
+
+
+def freed_bytes(costs: CostTable, choice: Choice, *, n_tokens: int, num_slots: float) -> int:
+    """By how much the graph memory of `num_slots` slots of the whole model becomes less.
+
+    Raises:
+        UsageError: the cost table does not describe its model.
+    """
+    return round(num_slots * _planned(costs, choice, n_tokens).device_bytes_freed)
 
 
 def predict_offload(analysis: Analysis, choice: Choice) -> OffloadPrediction:
@@ -101,19 +130,10 @@ def predict_offload(analysis: Analysis, choice: Choice) -> OffloadPrediction:
         UsageError: the cost table does not describe its model.
     """
     costs, settings = analysis.costs, analysis.settings
-    if costs.model is None:
-        raise UsageError(
-            "--offload: the cost table does not say which model it is of; add `model` to it, with layers, hidden, "
-            "ffn_hidden, heads, query_groups and head_size"
-        )
     n_tokens = settings.max_seqlen_per_dp_cp_rank or analysis.n_tokens_max // settings.context_parallel_size
     slots = most_slots(analysis.slots)
-    storages = saved_by_layers(costs.model, n_tokens)
-    at = [0] * (storages[-1].last + 1)
-    for number, storage in enumerate(storages):
-        at[storage.first] = at[storage.last] = number
-    made = plan_offload(at, storages, choice)
-    freed = round(slots * made.device_bytes_freed)
+    made = _planned(costs, choice, n_tokens)
+    freed = freed_bytes(costs, choice, n_tokens=n_tokens, num_slots=slots)
     memory = analysis.recommendation.graph_memory_bytes
     return OffloadPrediction(
         choice=choice,
@@ -123,6 +143,20 @@ def predict_offload(analysis: Analysis, choice: Choice) -> OffloadPrediction:
         graph_memory_bytes=None if memory is None else max(0, memory - freed),
         model=costs.name,
     )
+
+
+def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
+    """What one slot of the cost table's model moves."""
+    if costs.model is None:
+        raise UsageError(
+            "--offload: the cost table does not say which model it is of; add `model` to it, with layers, hidden, "
+            "ffn_hidden, heads, query_groups and head_size"
+        )
+    storages = saved_by_layers(costs.model, n_tokens)
+    at = [0] * (storages[-1].last + 1)
+    for number, storage in enumerate(storages):
+        at[storage.first] = at[storage.last] = number
+    return plan_offload(at, storages, choice)
 
 
 def most_slots(slots: Sequence[Sequence[int]]) -> float:

@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -55,6 +55,12 @@ class Call:
             return packed if isinstance(value, PackedSequence) else value
 
         return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
+
+    def without_values(self) -> Call:
+        """The same with tensors that hold no memory, to be kept as a sample."""
+        tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors)
+        args, kwargs = self.substitute(tensors, self.packed)
+        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tensors)
 
 
 class DispatchedModule(nn.Module):
@@ -146,6 +152,10 @@ class DispatchedModule(nn.Module):
     def lengths(self) -> frozenset[int]:
         """Tokens of the buckets' micro-batches, over all context-parallel ranks."""
         return frozenset(b.n_tokens * b.cp_size for b in self._buckets)
+
+    def longest(self) -> int:
+        """Tokens of the longest document that a bucket names or could hold; 0 without buckets."""
+        return max((max(b.max_seqlen, b.n_tokens * b.cp_size) for b in self._buckets), default=0)
 
     def _describe(self, args: Any, kwargs: Any) -> Call:
         values = (*args, *kwargs.values())

@@ -163,8 +163,10 @@ class GraphedModule(DispatchedModule):
         default = torch.cuda.default_generators[device.index]
         generators = [default, *(g for g in self._generators if g is not default)]
 
+        sample = call.without_values()  # lives as long as the bank
+
         def run(static: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
-            args, kwargs = call.substitute(static, metadata)
+            args, kwargs = sample.substitute(static, metadata)
             return self.module(*args, **kwargs)
 
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -249,8 +251,16 @@ def graphed(
         chunk: which of its model chunks this module is.
         generators: CUDA generators, besides the default one, that the module draws from.
         token_dim: dimension of the first tensor that runs over tokens.
+
+    Raises:
+        ValueError: the plan captures parts of Megatron's layers.
     """
     graphs = plan.graphs
+    if graphs.modules:
+        raise ValueError(
+            f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which "
+            "thdprof.runtime.megatron.install does; a module is captured whole, set it to []"
+        )
     made = GraphedModule(
         module,
         buckets_of(plan),

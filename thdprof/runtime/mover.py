@@ -34,6 +34,10 @@ class Mover(Protocol):
         """Makes the stream that computes the current one."""
         ...
 
+    def is_computing(self) -> bool:
+        """Whether the current stream is the one that computes."""
+        ...
+
 
 class CudaMover:
     """Copies on two side streams beside `compute`."""
@@ -70,6 +74,10 @@ class CudaMover:
     def computing(self) -> AbstractContextManager[Any]:
         """Makes the stream that computes the current one, on whatever thread."""
         return torch.cuda.stream(self._compute)
+
+    def is_computing(self) -> bool:
+        """Whether the current stream is the one that computes."""
+        return bool(torch.cuda.current_stream(self.device) == self._compute)
 
 
 class HostBuffers:

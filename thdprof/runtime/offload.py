@@ -72,12 +72,13 @@ _COUNTED = (torch.Tensor, nn.Parameter)
 class _Sight:
     """Which saved tensors a pass looks at, and which storages they are of.
 
-    Not parameters and inputs, which are there anyway; and not small ones, as boundaries, which may be views of one
-    storage in a graph and of several outside it.
+    Not parameters and inputs, which are there anyway; not small ones, as boundaries, which may be views of one storage
+    in a graph and of several outside it; and not what is saved on another stream than the one that computes, as by
+    shared experts beside their layer's others: copies would be ordered with the wrong stream, in the backward too.
     """
 
-    def __init__(self, device: torch.device, min_bytes: int, inputs: Sequence[torch.Tensor]) -> None:
-        self._device, self._min_bytes = device, max(1, min_bytes)
+    def __init__(self, mover: Mover, min_bytes: int, inputs: Sequence[torch.Tensor]) -> None:
+        self._mover, self._min_bytes = mover, max(1, min_bytes)
         self._inputs = {t.untyped_storage()._cdata for t in inputs}
         self._seen: dict[int, int] = {}
         self.references: list[StorageWeakRef] = []  # each also keeps its address from being given to another storage
@@ -98,7 +99,9 @@ class _Sight:
     def _movable(self, tensor: torch.Tensor) -> bool:
         leaf = tensor.is_leaf and tensor.requires_grad
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        return plain and not leaf and tensor.device == self._device and not (tensor.is_conj() or tensor.is_neg())
+        if not plain or leaf or tensor.device != self._mover.device or tensor.is_conj() or tensor.is_neg():
+            return False
+        return self._mover.is_computing()
 
 
 def _kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -114,7 +117,7 @@ class Discovery:
 
     def __init__(self, module: nn.Module, mover: Mover, choice: Choice, inputs: Sequence[torch.Tensor]) -> None:
         self._module, self._mover, self._choice = module, mover, choice
-        self._sight = _Sight(mover.device, choice.min_bytes, inputs)
+        self._sight = _Sight(mover, choice.min_bytes, inputs)
         self._at: list[int] = []
         self._hosts: dict[int, torch.Tensor] = {}
         self._modules: dict[int, list[str]] = {}
@@ -213,7 +216,7 @@ class Offload:
         strict: bool,
     ) -> None:
         self._plan, self._hosts, self._mover, self._strict = plan, hosts, mover, strict
-        self._sight = _Sight(mover.device, plan.min_bytes, inputs)
+        self._sight = _Sight(mover, plan.min_bytes, inputs)
         self._position = 0
         self._entries: dict[int, _Entry] = {}
         self._outward: deque[_Entry] = deque()
@@ -447,6 +450,7 @@ class EagerOffload:
         if not self._free:
             self._free.append(HostBuffers())
             self._all.append(self._free[0])
+        self._free[-1].reserve(mover, plan.slabs)  # where there is no memory, they are not lost
         buffers = self._free.pop()
         return _Returning(plan, buffers, mover, inputs, self._free).forward()
 

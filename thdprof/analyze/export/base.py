@@ -86,12 +86,14 @@ def header(plan: Plan, name: str) -> list[str]:
     """Comment lines on where an export comes from and for which run its cap holds."""
     training = plan.training
     exact = "exact" if plan.microbatches.exact else "drawn by simulation"
+    offload = ["graphs.offload is thdprof.runtime's own and is left out: its memory figures do not hold"]
     return [
         f"{name}, exported by thdprof from a plan of thdprof {one_line(plan.written_by)}",
         f"dataset {one_line(plan.dataset.fingerprint)} ({one_line(plan.dataset.format)}); micro-batches {exact}",
         f"holds for sequence length {training.seq_length}, micro-batch size {training.micro_batch_size}, "
         f"global batch size {training.global_batch_size}, data-parallel size {training.data_parallel_size}, "
         f"context-parallel size {training.context_parallel_size}",
+        *(offload if plan.graphs.offload is not None else []),
     ]
 
 

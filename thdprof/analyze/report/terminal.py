@@ -27,6 +27,12 @@ def print_report(analysis: Analysis, console: Console) -> None:
 def print_offload(offload: OffloadPrediction, console: Console) -> None:
     """Write what is predicted of activations on the host."""
     choice = offload.choice
+    if not offload.offloaded_bytes and choice.fraction:
+        text = (
+            f"activations on the host ({', '.join(choice.modules)}): the measured model saves none that would be moved"
+        )
+        console.print(Text(f"{text} ({offload.model})"), highlight=False, soft_wrap=True)
+        return
     text = (
         f"activations on the host ({', '.join(choice.modules)}; {choice.fraction:.0%} of their bytes): "
         f"{offload.offloaded_bytes / 2**20:,.0f} MiB a micro-batch, there and back; on the busiest pipeline rank "
@@ -145,7 +151,7 @@ def sentence(analysis: Analysis) -> str:
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
                 "the GPU is busy without them too."
             )
-        return "Do not use CUDA graphs here: none within the limits is quicker than running eagerly."
+        return f"Do not use CUDA graphs here: none within the limits saves {LEAST_GAIN:.0%} of the eager step time."
     caps = [
         f"{b.max_seqs} ({'' if b.cp_size is None else f'{_ranks(b.cp_size)}, '}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)

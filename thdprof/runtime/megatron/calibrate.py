@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from torch import nn
 
 from thdprof.runtime import calibrate
 from thdprof.runtime.dispatch import Bucket
-from thdprof.runtime.megatron import chunk, mamba, packing, versions
+from thdprof.runtime.megatron import chunk, mamba, packing, settings, versions
 from thdprof.runtime.megatron.decoder import rope_of
-from thdprof.runtime.megatron.install import unwrapped
+from thdprof.runtime.megatron.install import facts_of, unwrapped
+from thdprof.runtime.megatron.rotary import keep_tables
 from thdprof.runtime.megatron.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence
 
@@ -58,8 +60,8 @@ def measure_decoder(
 ) -> dict[str, Any]:
     """A cost table (schema `thdprof.costs/1`) of a model chunk's decoder, run as `graphs.impl: chunk` runs it.
 
-    Embedding, output layer, loss and optimizer are left out. Gradients are left in the parameters. Under tensor
-    parallelism every rank of the group must call it alike.
+    Embedding, output layer, loss and optimizer are left out. Gradients are left in the parameters, unreduced. Under
+    tensor or expert parallelism every rank of the group must call it alike.
 
     Args:
         model_chunk: GPTModel or HybridModel, wrapped or not, on the GPU; the first pipeline stage.
@@ -70,7 +72,8 @@ def measure_decoder(
         progress: called with rounds done and in all.
 
     Raises:
-        SettingsError: context parallelism, or a later pipeline stage.
+        SettingsError: context parallelism, a later pipeline stage, an installation that is there, or settings that
+            chunk graphs cannot serve, as dropless experts.
         VersionError: versions of megatron-core or Transformer Engine that nothing was checked on.
         RuntimeError: a bucket could not be captured.
     """
@@ -80,8 +83,14 @@ def measure_decoder(
     model = unwrapped(model_chunk)
     if not model.decoder.pre_process:
         raise SettingsError("a later pipeline stage takes its input from the one before: calibrate the first")
+    if "forward" in vars(model.decoder):
+        raise SettingsError(
+            f"the forward of {type(model.decoder).__name__} is replaced: close the installation that is there, or undo "
+            "what replaced it"
+        )
+    settings.check_decoder(config, facts_of([model_chunk], [model]))
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    communicates = config.tensor_model_parallel_size > 1
+    communicates = max(config.tensor_model_parallel_size, getattr(config, "expert_model_parallel_size", 1) or 1) > 1
     chunk.prepare_experts(config, next(model.parameters()).device)
 
     def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:
@@ -92,14 +101,19 @@ def measure_decoder(
         shape = grid.n_tokens // shards, config.hidden_size
         return torch.randn(shape, device="cuda", dtype=config.params_dtype, requires_grad=True)
 
-    return calibrate.measure(
-        PackedDecoder(model, shards),
-        make_input,
-        grid,
-        name=name,
-        attention="transformer_engine",
-        repeat=repeat,
-        progress=progress,
-        with_seq_idx=mamba.has_mamba(model.decoder),
-        graphed=graphed,
-    )
+    with ExitStack() as stack:
+        no_sync: Any = getattr(model_chunk, "no_sync", nullcontext)
+        stack.enter_context(no_sync())  # else each of many backward passes would count as a step's last
+        for tables in keep_tables(model.decoder, max(grid.n_tokens, *grid.max_seqlen)):
+            stack.callback(tables.detach)
+        return calibrate.measure(
+            PackedDecoder(model, shards),
+            make_input,
+            grid,
+            name=name,
+            attention="transformer_engine",
+            repeat=repeat,
+            progress=progress,
+            with_seq_idx=mamba.has_mamba(model.decoder),
+            graphed=graphed,
+        )

@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         """
         self._shards, self._groups = shards, groups
         self._lengths = run.lengths()
-        self._layers_tables = keep_tables(self.block, max(self._lengths, default=0))
+        self._layers_tables = keep_tables(self.block, run.longest())
         signature = inspect.signature(self._own_forward)
         required = {name for name, p in signature.parameters.items() if p.default is p.empty}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,6 +23,8 @@ from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 
 class Installation:
@@ -122,9 +125,11 @@ def install(
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     models = [unwrapped(model) for model in chunks]
     if replay:
-        settings.check(config, plan, _facts(chunks, models))
+        settings.check(config, plan, facts_of(chunks, models))
     else:
-        settings.check(config, _as_chunk(plan), replace(_facts(chunks, models), replay=False))
+        settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
+    if plan.graphs.offload is not None and not (replay and buckets_of(plan)):
+        logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan))
     groups = [groups_of(plan, model.decoder) for model in models]
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
@@ -204,7 +209,8 @@ def unwrapped(model: nn.Module) -> Any:
     return found
 
 
-def _facts(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
+def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
+    """What is known of model chunks and of the models in them, besides their configuration."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
 

@@ -23,18 +23,20 @@ Table = tuple[torch.Tensor, torch.Tensor]
 class KeptTables:
     """Stands for `get_cached_cos_sin` of one YarnRotaryEmbedding.
 
-    It owns its tables, which stay where they are until it is dropped; the module's own buffers are left as they were.
+    It owns its tables. Those for up to `length` positions stay where they are until it is dropped; a longer one is for
+    eager micro-batches alone, and makes way for one that is longer still. The module's own buffers are left as they
+    were.
     Before the first position a table has one row more: for a token behind the last document the fused kernels read
     there, outside of an ordinary table.
     """
 
     def __init__(self, module: Any, length: int) -> None:
-        """Tables of `module` for at least `length` positions."""
+        """Tables of `module` for `length` positions, and for longer documents that graphs do not hold."""
         self._module = module
         self._own: Callable[..., Table] = module.get_cached_cos_sin
         self._length = length
         self._kept: dict[tuple[int, torch.dtype, bool], Table] = {}
-        self._outgrown: list[Table] = []
+        self._longer: dict[tuple[int, torch.dtype, bool], Table] = {}
         module.get_cached_cos_sin = self
 
     def __call__(
@@ -43,19 +45,22 @@ class KeptTables:
         """Cosines and sines of the first `seq_len` positions, contiguous.
 
         Raises:
-            RuntimeError: they would have to be made inside a capture, whose memory is not theirs to keep.
+            RuntimeError: they would have to be made inside a capture, whose memory is not theirs to keep, or would not
+                stay where they are.
         """
         key = offset, dtype or torch.get_default_dtype(), packed_seq
-        kept = self._kept.get(key)
-        if kept is None or len(kept[0]) - 1 < seq_len:
-            if kept is not None:
-                self._outgrown.append(kept)  # no graph reads beyond `length`, but those within it read this one
-            kept = self._kept[key] = self._made(max(seq_len, self._length), *key)
-        cos, sin = kept
+        longer = seq_len > self._length
+        if longer and _capturing():
+            raise RuntimeError(f"a graph wants {seq_len} positions of a rotary table, and {self._length} are kept")
+        tables = self._longer if longer else self._kept
+        table = tables.get(key)
+        if table is None or len(table[0]) - 1 < seq_len:
+            table = tables[key] = self._made(max(seq_len, self._length), *key)
+        cos, sin = table
         return cos[1 : seq_len + 1], sin[1 : seq_len + 1]
 
     def _made(self, length: int, offset: int, dtype: torch.dtype, packed_seq: bool) -> Table:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _capturing():
             raise RuntimeError(f"a rotary table of {length} positions was asked for first inside a capture")
         module = self._module
         buffers = {name: getattr(module, name) for name in _BUFFERS}
@@ -74,6 +79,10 @@ class KeptTables:
     def detach(self) -> None:
         """Give the module its own method back; graphs that read the tables must be gone."""
         vars(self._module).pop("get_cached_cos_sin", None)
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def keep_tables(block: nn.Module, length: int) -> tuple[KeptTables, ...]:

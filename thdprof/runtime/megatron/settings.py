@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,12 +57,31 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     said = [*_of_plan(config, plan, facts)]
     if plan.graphs.impl != "none":  # which captures nothing
         said += [*_of_config(config, plan.graphs.impl, facts), *_of_local(config, plan, facts)]
-        said += [*_of_experts(config, plan)] if facts.replay else []
-        said += [*_of_transformer_engine(config, plan), *_of_shared_captures(config, plan)]
-        said += [*_of_mamba(config, plan, facts), *_of_run(facts, environment)]
-        said += offload.complaints(config, plan)
+        said += [*_of_transformer_engine(config, plan), *_of_mamba(config, facts), *_of_run(facts, environment)]
+        said += [*_of_dynamic_mamba(plan, facts), *offload.complaints(config, plan)]
+        if facts.replay:
+            said += [*_of_experts(config, plan.graphs.modules), *_of_shared_captures(config, plan)]
+    _refuse("install graphs", said)
+
+
+def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse what graphs of a whole decoder cannot serve, whatever the plan.
+
+    Args:
+        config: as `check` takes it.
+        facts: of the model.
+        environment: environment variables.
+
+    Raises:
+        SettingsError: one line for every setting.
+    """
+    said = [*_of_config(config, "chunk", facts), *_of_experts(config, ())]
+    _refuse("measure a decoder", [*said, *_of_mamba(config, facts), *_of_run(facts, environment)])
+
+
+def _refuse(what: str, said: Sequence[str]) -> None:
     if said:
-        raise SettingsError("thdprof cannot install graphs:\n" + "\n".join(f"- {line}" for line in said))
+        raise SettingsError(f"thdprof cannot {what}:\n" + "\n".join(f"- {line}" for line in said))
 
 
 def _of_plan(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
@@ -200,9 +219,9 @@ def _of_transformer_engine(config: Any, plan: Plan) -> Iterator[str]:
         )
 
 
-def _of_experts(config: Any, plan: Plan) -> Iterator[str]:
+def _of_experts(config: Any, planned: Sequence[str]) -> Iterator[str]:
     """Experts that are padded to capacity are captured; dropless ones run eagerly behind their router's graph."""
-    modules = sorted(plan.graphs.modules)
+    modules = sorted(planned)
     if not getattr(config, "num_moe_experts", None):
         if modules:
             yield f"graphs.modules is {modules}: the model has no experts; analyse with --experts none"
@@ -272,13 +291,16 @@ _UNSUPPORTED_LOCAL: tuple[tuple[str, Any, str], ...] = (
 """Field, allowed value, reason and remedy."""
 
 
-def _of_mamba(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
-    """What state-space layers want."""
-    if facts.has_mamba and plan.training.max_seqlen_per_dp_cp_rank is not None:
+def _of_dynamic_mamba(plan: Plan, facts: Facts) -> Iterator[str]:
+    if facts.has_mamba and dynamic_cp_settings.is_dynamic(plan):
         yield (
             "the decoder has MambaLayers, which exchange tokens over groups of one size, and the plan is of dynamic "
             "context parallelism: analyse a run with one size"
         )
+
+
+def _of_mamba(config: Any, facts: Facts) -> Iterator[str]:
+    """What state-space layers want."""
     if facts.has_mamba and not getattr(config, "use_mamba_mem_eff_path", True):
         yield "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
     if facts.mamba_outside:

@@ -116,7 +116,9 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
-        name="names of submodules: linear_qkv, core_attention, linear_proj, linear_fc1, linear_fc2, mlp, experts",
+        name="names of submodules: linear_qkv, linear_q_proj, linear_q_down_proj, linear_q_up_proj, q_layernorm, "
+        "linear_kv_down_proj, linear_kv_up_proj, kv_layernorm, linear_qkv_down_proj, core_attention, linear_proj, "
+        "linear_fc1, linear_fc2, mlp, experts",
         checked=MEGATRON,
         why="graphs.offload names parts of layers by the modules that save their tensors",
     ),
