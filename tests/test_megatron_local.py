@@ -389,9 +389,7 @@ def test_too_late_or_without_managers():
 def test_install_chooses_it():
     buckets = [SimpleNamespace(max_seqs=4, max_seqlen=TOKENS, cp_size=1)]
     plan = SimpleNamespace(
-        graphs=SimpleNamespace(impl="local", capture="startup", buckets=buckets),
-        microbatches=SimpleNamespace(n_tokens_max=TOKENS),
-        training=SimpleNamespace(context_parallel_size=1, max_seqlen_per_dp_cp_rank=None),
+        graphs=SimpleNamespace(impl="local", capture="startup", buckets=buckets), graph_tokens=TOKENS
     )
     config = model_config()
     run = _run_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
