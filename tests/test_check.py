@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_files import write_bridge, write_index, write_lines
+from sample_files import write_bridge, write_bridge_npy, write_index, write_lines, write_trl
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check, dispatch
@@ -155,6 +155,7 @@ def test_json(thdprof, plan, packs, tmp_path):
     assert found["dataset"]["now"]["uris"] == [str(packs), str(more)]
     assert found["n_seqs"]["planned"]["max"] == 4
     assert found["n_seqs"]["now"]["max"] == 8
+    assert found["fallback_rate_unpadded"] is None
     assert found["reasons"] == {"too_many_seqs": 2}
     bucket = {"max_seqlen": 8, "cp_size": 1}
     assert found["buckets"] == [
@@ -166,8 +167,9 @@ def test_json(thdprof, plan, packs, tmp_path):
         "reason": "too_many_seqs",
     }  # fmt: skip
     assert set(found) == {
-        "schema", "holds", "level", "max_fallback_rate", "fallback_rate", "dataset_changed", "dataset", "exact",
-        "microbatches", "steps", "n_seqs", "max_seqlen", "n_tokens_max", "reasons", "buckets", "worst", "warnings",
+        "schema", "holds", "level", "max_fallback_rate", "fallback_rate", "fallback_rate_unpadded", "dataset_changed",
+        "dataset", "exact", "microbatches", "steps", "n_seqs", "max_seqlen", "n_tokens_max", "reasons", "buckets",
+        "worst", "warnings",
     }  # fmt: skip
 
 
@@ -340,14 +342,74 @@ def test_a_plan_without_graphs_cannot_be_outgrown(thdprof, plan, template):
     assert "Nothing to outgrow: the plan captures no graphs." in done.stdout
 
 
-def test_token_counts_that_differ_run_eagerly_and_say_why(tmp_path):
+def test_token_counts_that_differ_count_as_padded(thdprof, tmp_path):
     rows = [[5, 9], [3, 3, 9], [30]]
-    plan = make_plan(analyze_dataset(write_bridge(tmp_path / "a.parquet", rows), loader="single"))
+    data = write_bridge(tmp_path / "a.parquet", rows)
+    plan = make_plan(analyze_dataset(data, loader="single"))
     assert not plan.microbatches.n_tokens_constant
     found = check(plan)
-    assert found.reasons == {FallbackReason.token_count_differs: 2}
-    assert not found.holds
-    assert any("padded to one token count" in note for note in found.notes)
+    assert found.holds
+    assert found.reasons == {}
+    assert found.fallback_rate_unpadded is not None
+    assert found.fallback_rate_unpadded.microbatch == pytest.approx(2 / 3)
+    (note,) = (note for note in found.notes if "padded to one token count" in note)
+    assert note.endswith("without padding 66.7% of micro-batches run eagerly, and 66.7% of steps have one")
+    plan.save(tmp_path / "plan.yaml")
+    done = thdprof("check", tmp_path / "plan.yaml", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["fallback_rate_unpadded"]["step"] == pytest.approx(2 / 3)
+    larger = edited(plan, microbatches={"n_tokens_max": 29})
+    assert check(larger).reasons == {FallbackReason.token_count_differs: 1}
+    strict = check(edited(plan, microbatches={"n_tokens_constant": True}))
+    assert strict.fallback_rate_unpadded is None
+    assert strict.reasons == {FallbackReason.token_count_differs: 2}
+
+
+FILES = {
+    "megatron": lambda at, rows: write_index(at / "a.idx", [n for row in rows for n in row]),
+    "bridge": lambda at, rows: write_bridge(at / "a.parquet", rows),
+    "bridge-npy": lambda at, rows: write_bridge_npy(at / "a.npy", rows),
+    "trl": lambda at, rows: write_trl(at / "a.parquet", rows),
+    "packs": lambda at, rows: write_lines(at / "a.jsonl", rows),
+    "documents": lambda at, rows: write_lines(at / "a.jsonl", [n for row in rows for n in row]),
+}
+PACKERS = [
+    "first_fit_decreasing", "first_fit_shuffle", "next_fit", "best_fit_decreasing", "dp_balanced", "balanced_cp",
+    "dynamic_cp",
+]  # fmt: skip
+KINDS = [(name, None) for name in FILES if name != "documents"] + [("documents", packer) for packer in PACKERS]
+
+
+@pytest.mark.parametrize(("kind", "packer"), KINDS)
+@settings(deadline=None, max_examples=6)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 6), min_size=2, max_size=6), min_size=24, max_size=40),
+    policy=st.sampled_from(["none", "append_dummy_seq", "extend_last"]),
+    ranks=st.sampled_from([1, 2]),
+    buckets=st.integers(1, 3),
+    rate=st.sampled_from([None, 0.0, 0.3]),
+)
+def test_a_plan_passes_on_its_own_data(tmp_path_factory, kind, packer, rows, policy, ranks, buckets, rate):
+    """By the default limit, whatever the format and the packer, and by the rates that were predicted."""
+    directory = tmp_path_factory.mktemp("data")
+    (directory / "costs.yaml").write_text(COSTS)
+    given = {"seq_length": 40, "loader": "single", "tail_policy": policy, "pad_seq_to_mult": 1}
+    if packer in ("balanced_cp", "dynamic_cp"):
+        given = {"context_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 12, "tail_policy": policy}
+    elif kind == "megatron":
+        given = {**given, "seq_length": 16, "split": "1"}
+    plan = make_plan(
+        analyze_dataset(
+            FILES[kind](directory, rows), cost_table=directory / "costs.yaml", packer=packer, buckets=buckets,
+            data_parallel_size=ranks, global_batch_size=2 * ranks, max_fallback_rate=rate, **given,
+        )
+    )  # fmt: skip
+    plan.save(directory / "plan.yaml")
+    found = check(load_plan(directory / "plan.yaml"))
+    assert found.same_data
+    assert found.holds
+    if plan.graphs.buckets:
+        assert found.rate == found.planned_rate
 
 
 def test_what_else_the_user_should_know(template):

@@ -136,6 +136,9 @@ def to_dict(check: Check) -> dict[str, Any]:
             name: {"planned": getattr(plan.predictions.fallback_rate, name), "now": getattr(check.fallback_rate, name)}
             for name in _LEVELS
         },
+        "fallback_rate_unpadded": None
+        if check.fallback_rate_unpadded is None
+        else asdict(check.fallback_rate_unpadded),
         "dataset_changed": not check.same_data,
         "dataset": {
             "planned": plan.dataset.model_dump(mode="json"),
