@@ -224,6 +224,7 @@ def analyze(
     from thdprof.analyze.analysis import analyze as run
     from thdprof.analyze.analysis import make_plan
     from thdprof.analyze.experts import captured
+    from thdprof.analyze.megatron_graphs import check_settings
     from thdprof.analyze.offload import check_choice, choice_of, predict_offload
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
@@ -283,6 +284,7 @@ def analyze(
     asked = read_request(datasets or [], flags, settings=settings, megatron_args=megatron_args)
     kind_of_experts = asked.given.get("experts", "none")
     captures, _ = captured(kind_of_experts, impl.value if impl else None)
+    check_settings({**asked.given, "packer": None}, captures)  # which packs some formats alone; make_plan looks again
     if choice is not None:
         check_choice(choice, impl=captures, experts=kind_of_experts)
     for note in asked.notes:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from thdprof import __version__
 from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
 from thdprof.analyze.experts import captured
+from thdprof.analyze.megatron_graphs import check_plan, check_settings
 from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.offload import check_choice, freed_bytes, most_slots
@@ -427,17 +428,19 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None, offload: OffloadP
         offload: activations that are moved to the host, and what that is predicted to do; None: all stay.
 
     Raises:
-        UsageError: dropless experts, of which `impl` cannot capture anything, or activations that it does not move.
+        UsageError: dropless experts, of which `impl` cannot capture anything, activations that it does not move, or
+            what `thdprof.runtime.megatron` would always refuse to install.
     """
     from thdprof.plan import Plan
 
     kind, modules = captured(analysis.settings.experts, impl)
+    check_settings(asdict(analysis.settings), kind)
     if offload is not None:
         check_choice(offload.choice, impl=kind, experts=analysis.settings.experts)
     chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
     offload = offload if chosen.buckets else None
     one_cap = chosen.one_cap
-    return Plan.model_validate(
+    plan = Plan.model_validate(
         {
             "schema": "thdprof.plan/1",
             "written_by": __version__,
@@ -499,3 +502,5 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None, offload: OffloadP
             },
         }
     )
+    check_plan(plan)
+    return plan
