@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thdprof.errors import DataError
 from thdprof.files import write_text
+from thdprof.yaml_files import read_yaml
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
@@ -292,15 +293,7 @@ def load_plan(path: Path | str) -> Plan:
     Raises:
         DataError: it cannot be read, is of another schema version, or has a wrong or unknown field.
     """
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    return parse_plan(loaded, where=str(path))
+    return parse_plan(read_yaml(path, where=str(path)), where=str(path))
 
 
 def parse_plan(loaded: Any, *, where: str) -> Plan:
