@@ -15,6 +15,7 @@ from sample_files import write_bridge, write_bridge_npy, write_index, write_line
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check, dispatch
 from thdprof.analyze.microbatches import MicrobatchTable, RankGroups
+from thdprof.analyze.report.words import apart
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan, parse_plan
 from thdprof.reasons import FallbackReason
@@ -139,6 +140,21 @@ def test_limits_that_cannot_be(thdprof, plan, rate):
     done = thdprof("check", plan, f"--max-fallback-rate={rate}")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"thdprof: --max-fallback-rate {rate}: must be a share such as 0.005 or 0.5%\n"
+
+
+@pytest.mark.parametrize(
+    ("shares", "texts"),
+    [
+        ((0.222, 0.125, 0.125), ["22.2%", "12.5%", "12.5%"]),
+        ((0.00504, 0.0, 0.005), ["0.504%", "0.000%", "0.500%"]),
+        ((0.0002, 0.0, 0.0), ["0.02%", "0.00%", "0.00%"]),
+        ((0.99996, 1.0, 0.5), ["99.996%", "100.000%", "50.000%"]),
+        ((1 / 3, 1 / 3 + 1e-16, 0.5), ["33.3%", "33.3%", "50.0%"]),
+        ((1e-15, 0.0), ["0.0%", "0.0%"]),
+    ],
+)
+def test_shares_that_differ_read_apart(shares, texts):
+    assert apart(*shares) == texts
 
 
 def test_json(thdprof, plan, packs, tmp_path):
@@ -470,8 +486,14 @@ def test_data_that_is_gone_or_of_another_format(plan, packs, tmp_path):
     with pytest.raises(DataError, match=r"nothing.jsonl: no such file"):
         check(load_plan(plan), [str(tmp_path / "nothing.jsonl")])
     index = write_index(tmp_path / "a.idx", [8] * 9)
-    with pytest.raises(DataError, match=r"a\.idx"):
-        check(load_plan(plan), [str(index)])
+    for at in (index, tmp_path / "a", write_bridge(tmp_path / "a.parquet", PACKS)):
+        kind = "bridge" if at.suffix == ".parquet" else "megatron"
+        told = f"{at}: is of format {kind}, and old.yaml was made from lengths: analyse it for a plan of its own"
+        with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
+            check(load_plan(plan), [str(at)], where="old.yaml")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"none: holds no file of format lengths; name the files, or another directory"):
+        check(load_plan(plan), [str(tmp_path / "none")])
     packs.unlink()
     with pytest.raises(DataError, match=r"packs.jsonl: no such file"):
         check(load_plan(plan))

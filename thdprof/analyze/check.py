@@ -13,7 +13,8 @@ from thdprof.analyze.analysis import DatasetSummary, Percentiles, Progress, repl
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import FallbackRate, Profile, fallback_rate
 from thdprof.analyze.slots import slots
-from thdprof.analyze.sources import read_dataset
+from thdprof.analyze.sources import format_of, read_dataset
+from thdprof.analyze.sources.base import Dataset
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import Plan
 from thdprof.reasons import FallbackReason
@@ -170,7 +171,7 @@ def check(
         DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.
     """
     progress("reading", 0.0, 0)
-    dataset = read_dataset(list(locations) or plan.dataset.uris, format=plan.dataset.format)
+    dataset = _read(plan, locations, where)
     documents = dataset.num_documents()
     try:
         replayed = replay(
@@ -210,6 +211,20 @@ def check(
             *_notes(plan, table, dispatched, unpadded, needed),
         ),
     )
+
+
+def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
+    """The dataset at `locations`, or else the plan's, in the plan's format."""
+    planned = plan.dataset.format
+    try:
+        return read_dataset(list(locations) or plan.dataset.uris, format=planned)
+    except DataError as error:
+        if locations and (other := format_of(locations)) not in (None, planned):
+            raise DataError(
+                f"{locations[0]}: is of format {other}, and {where} was made from {planned}: analyse it for a plan of "
+                "its own"
+            ) from error
+        raise
 
 
 def dispatch(table: MicrobatchTable, plan: Plan, *, padded: bool = False) -> Dispatched:
