@@ -118,6 +118,8 @@ USAGE = [
     (["--train-iters", "2", "--train-samples", "2"], "--train-iters and --train-samples both say how long"),
     (["--train-samples", "0"], "--train-samples 0: must be at least 1"),
     (["--virtual-pipeline-size", "2"], "--virtual-pipeline-size 2: needs --pipeline-parallel-size over 1"),
+    (["--global-batch-size", "5", "--data-parallel-size", "8"], "x --data-parallel-size 8 = 8; use 8"),
+    (["--global-batch-size", "9", "--data-parallel-size", "8"], "x --data-parallel-size 8 = 8; use 8 or 16"),
     (["--context-parallel-size", "3"], "--seq-length 8: with --context-parallel-size 3 it must be a multiple of 6"),
     (["--max-fallback-rate", "7%%"], "--max-fallback-rate 7%%: must be a share such as 0.005 or 0.5%"),
     (["--format", "csv"], "--format csv: not a known format; known are auto, megatron, bridge"),

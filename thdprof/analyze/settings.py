@@ -318,7 +318,7 @@ def _check_batch(settings: TrainingSettings) -> None:
         raise UsageError(
             f"--global-batch-size {settings.global_batch_size}: not a multiple of --micro-batch-size "
             f"{settings.micro_batch_size} x --data-parallel-size {settings.data_parallel_size} = {step}; "
-            f"use {lower or step} or {lower + step}"
+            f"use {f'{lower} or ' if lower else ''}{lower + step}"
         )
     if settings.train_samples is not None and settings.train_samples < settings.global_batch_size:
         raise UsageError(
