@@ -347,8 +347,9 @@ def test_the_furthest_over_counts_documents_and_length(packs, template):
 
 
 def test_a_plan_without_graphs_cannot_be_outgrown(thdprof, plan, template):
-    for parts in ({"buckets": []}, {"impl": "none"}):
-        found = check(edited(template, graphs=parts), max_fallback_rate=0.0)
+    off = template.model_copy(update={"graphs": template.graphs.model_copy(update={"impl": "none"})})
+    for eager in (edited(template, graphs={"buckets": []}), off):
+        found = check(eager, max_fallback_rate=0.0)
         assert found.holds
         assert found.worst is None
         assert found.reasons == {FallbackReason.disabled_by_user: 8}

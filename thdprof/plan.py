@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from thdprof.errors import DataError
 from thdprof.files import write_text
@@ -14,6 +14,9 @@ from thdprof.yaml_files import read_yaml
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
+
+_SHOWN = 200
+"""Letters of a wrong value that an error shows."""
 
 Impl = Literal["none", "module", "chunk", "local", "transformer_engine"]
 Module = Literal["attn", "moe_router"]
@@ -207,6 +210,13 @@ class GraphsPart(_Part):
     offload: OffloadPart | None = None
     """Activations in host memory; null: all stay on the device."""
 
+    @field_validator("buckets")
+    @classmethod
+    def _none_without_buckets(cls, buckets: list[BucketPart], info: ValidationInfo) -> list[BucketPart]:
+        if buckets and info.data.get("impl") == "none":
+            raise ValueError("must be [] where graphs.impl is none, which captures nothing; or set graphs.impl")
+        return buckets
+
 
 class PredictionsPart(_Part):
     """What the recommendation is expected to do."""
@@ -319,5 +329,6 @@ def parse_plan(loaded: Any, *, where: str) -> Plan:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+        got = repr(first["input"])
+        value = "" if first["type"] == "missing" else f" (got {got if len(got) <= _SHOWN else got[:_SHOWN] + '...'})"
         raise DataError(f"{where}: {field}: {first['msg']}{value}") from error

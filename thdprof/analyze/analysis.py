@@ -252,6 +252,7 @@ def analyze_read(
     longest_possible = settings.seq_length if not cp_sizes or settings.tail_policy == "none" else n_tokens_max
     num_slots = most_slots(in_flight)
     limits = limits or Limits()
+    limited = limits.graph_memory_bytes is not None or limits.max_fallback_rate is not None
     if offload is not None and limits.graph_memory_bytes is not None:
         freed = freed_bytes(costs, offload, n_tokens=per_rank, num_slots=num_slots)
         limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
@@ -286,7 +287,7 @@ def analyze_read(
         ),
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-        warnings=(*replayed.notes, *_warnings(dataset, settings, schedule, costs, full_size, recommendation)),
+        warnings=(*replayed.notes, *_warnings(dataset, settings, schedule, costs, full_size, recommendation, limited)),
     )
 
 
@@ -365,6 +366,7 @@ def _warnings(
     costs: CostTable,
     full_size: float,
     recommendation: Recommendation,
+    limited: bool,
 ) -> list[str]:
     found = [*dataset.notes, *schedule.notes]
     if settings.packer == "dynamic_cp" and schedule.table.groups is not None:
@@ -399,7 +401,7 @@ def _warnings(
         found.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
     unlimited = recommendation.unlimited_relative_step_time
     left_out = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN  # else they would save too little
-    if left_out and recommendation.relative_step_time > unlimited + 1e-9:
+    if limited and left_out and recommendation.relative_step_time > unlimited + 1e-9:
         found.append(
             "the limits on memory or fallbacks decided: without them a step would take "
             f"{unlimited:.3f} of its eager time"
