@@ -10,11 +10,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_files import write_bridge, write_index, write_lines
+from sample_files import write_bridge, write_bridge_npy, write_index, write_lines, write_trl
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check, dispatch
 from thdprof.analyze.microbatches import MicrobatchTable, RankGroups
+from thdprof.analyze.report.words import apart
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan, parse_plan
 from thdprof.reasons import FallbackReason
@@ -141,6 +142,21 @@ def test_limits_that_cannot_be(thdprof, plan, rate):
     assert done.stderr == f"thdprof: --max-fallback-rate {rate}: must be a share such as 0.005 or 0.5%\n"
 
 
+@pytest.mark.parametrize(
+    ("shares", "texts"),
+    [
+        ((0.222, 0.125, 0.125), ["22.2%", "12.5%", "12.5%"]),
+        ((0.00504, 0.0, 0.005), ["0.504%", "0.000%", "0.500%"]),
+        ((0.0002, 0.0, 0.0), ["0.02%", "0.00%", "0.00%"]),
+        ((0.99996, 1.0, 0.5), ["99.996%", "100.000%", "50.000%"]),
+        ((1 / 3, 1 / 3 + 1e-16, 0.5), ["33.3%", "33.3%", "50.0%"]),
+        ((1e-15, 0.0), ["0.0%", "0.0%"]),
+    ],
+)
+def test_shares_that_differ_read_apart(shares, texts):
+    assert apart(*shares) == texts
+
+
 def test_json(thdprof, plan, packs, tmp_path):
     more = write_lines(tmp_path / "more.jsonl", [[1] * 8])
     done = thdprof("check", plan, packs, more, "--max-fallback-rate", "20%", "--json")
@@ -155,6 +171,7 @@ def test_json(thdprof, plan, packs, tmp_path):
     assert found["dataset"]["now"]["uris"] == [str(packs), str(more)]
     assert found["n_seqs"]["planned"]["max"] == 4
     assert found["n_seqs"]["now"]["max"] == 8
+    assert found["fallback_rate_unpadded"] is None
     assert found["reasons"] == {"too_many_seqs": 2}
     bucket = {"max_seqlen": 8, "cp_size": 1}
     assert found["buckets"] == [
@@ -166,8 +183,9 @@ def test_json(thdprof, plan, packs, tmp_path):
         "reason": "too_many_seqs",
     }  # fmt: skip
     assert set(found) == {
-        "schema", "holds", "level", "max_fallback_rate", "fallback_rate", "dataset_changed", "dataset", "exact",
-        "microbatches", "steps", "n_seqs", "max_seqlen", "n_tokens_max", "reasons", "buckets", "worst", "warnings",
+        "schema", "holds", "level", "max_fallback_rate", "fallback_rate", "fallback_rate_unpadded", "dataset_changed",
+        "dataset", "exact", "microbatches", "steps", "n_seqs", "max_seqlen", "n_tokens_max", "reasons", "buckets",
+        "worst", "warnings",
     }  # fmt: skip
 
 
@@ -329,8 +347,9 @@ def test_the_furthest_over_counts_documents_and_length(packs, template):
 
 
 def test_a_plan_without_graphs_cannot_be_outgrown(thdprof, plan, template):
-    for parts in ({"buckets": []}, {"impl": "none"}):
-        found = check(edited(template, graphs=parts), max_fallback_rate=0.0)
+    off = template.model_copy(update={"graphs": template.graphs.model_copy(update={"impl": "none"})})
+    for eager in (edited(template, graphs={"buckets": []}), off):
+        found = check(eager, max_fallback_rate=0.0)
         assert found.holds
         assert found.worst is None
         assert found.reasons == {FallbackReason.disabled_by_user: 8}
@@ -340,14 +359,74 @@ def test_a_plan_without_graphs_cannot_be_outgrown(thdprof, plan, template):
     assert "Nothing to outgrow: the plan captures no graphs." in done.stdout
 
 
-def test_token_counts_that_differ_run_eagerly_and_say_why(tmp_path):
+def test_token_counts_that_differ_count_as_padded(thdprof, tmp_path):
     rows = [[5, 9], [3, 3, 9], [30]]
-    plan = make_plan(analyze_dataset(write_bridge(tmp_path / "a.parquet", rows), loader="single"))
+    data = write_bridge(tmp_path / "a.parquet", rows)
+    plan = make_plan(analyze_dataset(data, loader="single"))
     assert not plan.microbatches.n_tokens_constant
     found = check(plan)
-    assert found.reasons == {FallbackReason.token_count_differs: 2}
-    assert not found.holds
-    assert any("padded to one token count" in note for note in found.notes)
+    assert found.holds
+    assert found.reasons == {}
+    assert found.fallback_rate_unpadded is not None
+    assert found.fallback_rate_unpadded.microbatch == pytest.approx(2 / 3)
+    (note,) = (note for note in found.notes if "padded to one token count" in note)
+    assert note.endswith("without padding 66.7% of micro-batches run eagerly, and 66.7% of steps have one")
+    plan.save(tmp_path / "plan.yaml")
+    done = thdprof("check", tmp_path / "plan.yaml", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["fallback_rate_unpadded"]["step"] == pytest.approx(2 / 3)
+    larger = edited(plan, microbatches={"n_tokens_max": 29})
+    assert check(larger).reasons == {FallbackReason.token_count_differs: 1}
+    strict = check(edited(plan, microbatches={"n_tokens_constant": True}))
+    assert strict.fallback_rate_unpadded is None
+    assert strict.reasons == {FallbackReason.token_count_differs: 2}
+
+
+FILES = {
+    "megatron": lambda at, rows: write_index(at / "a.idx", [n for row in rows for n in row]),
+    "bridge": lambda at, rows: write_bridge(at / "a.parquet", rows),
+    "bridge-npy": lambda at, rows: write_bridge_npy(at / "a.npy", rows),
+    "trl": lambda at, rows: write_trl(at / "a.parquet", rows),
+    "packs": lambda at, rows: write_lines(at / "a.jsonl", rows),
+    "documents": lambda at, rows: write_lines(at / "a.jsonl", [n for row in rows for n in row]),
+}
+PACKERS = [
+    "first_fit_decreasing", "first_fit_shuffle", "next_fit", "best_fit_decreasing", "dp_balanced", "balanced_cp",
+    "dynamic_cp",
+]  # fmt: skip
+KINDS = [(name, None) for name in FILES if name != "documents"] + [("documents", packer) for packer in PACKERS]
+
+
+@pytest.mark.parametrize(("kind", "packer"), KINDS)
+@settings(deadline=None, max_examples=6)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 6), min_size=2, max_size=6), min_size=24, max_size=40),
+    policy=st.sampled_from(["none", "append_dummy_seq", "extend_last"]),
+    ranks=st.sampled_from([1, 2]),
+    buckets=st.integers(1, 3),
+    rate=st.sampled_from([None, 0.0, 0.3]),
+)
+def test_a_plan_passes_on_its_own_data(tmp_path_factory, kind, packer, rows, policy, ranks, buckets, rate):
+    """By the default limit, whatever the format and the packer, and by the rates that were predicted."""
+    directory = tmp_path_factory.mktemp("data")
+    (directory / "costs.yaml").write_text(COSTS)
+    given = {"seq_length": 40, "loader": "single", "tail_policy": policy, "pad_seq_to_mult": 1}
+    if packer in ("balanced_cp", "dynamic_cp"):
+        given = {"context_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 12, "tail_policy": policy}
+    elif kind == "megatron":
+        given = {**given, "seq_length": 16, "split": "1"}
+    plan = make_plan(
+        analyze_dataset(
+            FILES[kind](directory, rows), cost_table=directory / "costs.yaml", packer=packer, buckets=buckets,
+            data_parallel_size=ranks, global_batch_size=2 * ranks, max_fallback_rate=rate, **given,
+        )
+    )  # fmt: skip
+    plan.save(directory / "plan.yaml")
+    found = check(load_plan(directory / "plan.yaml"))
+    assert found.same_data
+    assert found.holds
+    if plan.graphs.buckets:
+        assert found.rate == found.planned_rate
 
 
 def test_what_else_the_user_should_know(template):
@@ -408,8 +487,14 @@ def test_data_that_is_gone_or_of_another_format(plan, packs, tmp_path):
     with pytest.raises(DataError, match=r"nothing.jsonl: no such file"):
         check(load_plan(plan), [str(tmp_path / "nothing.jsonl")])
     index = write_index(tmp_path / "a.idx", [8] * 9)
-    with pytest.raises(DataError, match=r"a\.idx"):
-        check(load_plan(plan), [str(index)])
+    for at in (index, tmp_path / "a", write_bridge(tmp_path / "a.parquet", PACKS)):
+        kind = "bridge" if at.suffix == ".parquet" else "megatron"
+        told = f"{at}: is of format {kind}, and old.yaml was made from lengths: analyse it for a plan of its own"
+        with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
+            check(load_plan(plan), [str(at)], where="old.yaml")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(DataError, match=r"none: holds no file of format lengths; name the files, or another directory"):
+        check(load_plan(plan), [str(tmp_path / "none")])
     packs.unlink()
     with pytest.raises(DataError, match=r"packs.jsonl: no such file"):
         check(load_plan(plan))

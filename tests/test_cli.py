@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from thdprof.analyze import analyze_dataset
 from thdprof.plan import load_plan
 
 PACKS = "[3, 4]\n[5]\n[1, 1, 1]\n[7, 1]\n[6]\n[2, 2, 2, 2]\n[8]\n[1, 7]\n"
@@ -118,6 +119,14 @@ USAGE = [
     (["--train-iters", "2", "--train-samples", "2"], "--train-iters and --train-samples both say how long"),
     (["--train-samples", "0"], "--train-samples 0: must be at least 1"),
     (["--virtual-pipeline-size", "2"], "--virtual-pipeline-size 2: needs --pipeline-parallel-size over 1"),
+    (
+        ["--global-batch-size", "5", "--data-parallel-size", "8"],
+        "--global-batch-size 5: not a multiple of --micro-batch-size 1 x --data-parallel-size 8 = 8; use 8\n",
+    ),
+    (
+        ["--global-batch-size", "9", "--data-parallel-size", "8"],
+        "--global-batch-size 9: not a multiple of --micro-batch-size 1 x --data-parallel-size 8 = 8; use 8 or 16",
+    ),
     (["--context-parallel-size", "3"], "--seq-length 8: with --context-parallel-size 3 it must be a multiple of 6"),
     (["--max-fallback-rate", "7%%"], "--max-fallback-rate 7%%: must be a share such as 0.005 or 0.5%"),
     (["--format", "csv"], "--format csv: not a known format; known are auto, megatron, bridge"),
@@ -330,6 +339,17 @@ def test_a_launch_script_tells_of_dropless_experts(thdprof, packs, tmp_path):
     done = analyze(thdprof, packs, "--megatron-args", script, "-o", tmp_path / "plan.yaml")
     assert done.returncode == 0, done.stderr
     assert load_plan(tmp_path / "plan.yaml").graphs.modules == ["attn", "moe_router"]
+
+
+@pytest.mark.parametrize("replay_ms", [50.0, 97.0, 98.0, 99.9, 100.0])  # on both sides of the least gain
+def test_without_limits_none_is_said_to_have_decided(packs, tmp_path, replay_ms):
+    costs = tmp_path / "costs.yaml"
+    costs.write_text(
+        "schema: thdprof.costs/1\nname: x\ncalibrated: true\nhardware: h\nattention: a\nn_tokens: 8\nslot_bytes: 1000\n"
+        f"eager: [{{n_seqs: 1, ms: 100.0}}]\nreplay: [{{max_seqs: 1, max_seqlen: null, ms: {replay_ms}}}]\n"
+    )
+    found = analyze_dataset(packs, cost_table=costs, loader="single", seq_length=8)
+    assert not any("the limits on memory or fallbacks" in warning for warning in found.warnings)
 
 
 def test_graphs_that_save_too_little_are_not_said_to_be_left_out_by_limits(thdprof, packs, tmp_path):

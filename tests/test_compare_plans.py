@@ -89,6 +89,13 @@ def test_whole_text(thdprof, plan, tmp_path):
     assert thdprof("compare", b, a, "--tolerance", "19.9%").returncode == 3
 
 
+def test_one_field(thdprof, plan, tmp_path):
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["written_by"] = "another"
+    done = thdprof("compare", *files(tmp_path, plan, parse_plan(values, where="edited")))
+    assert "; 1 field differs\n" in done.stdout
+
+
 def test_the_same_plan_is_alike(thdprof, plan, tmp_path):
     a, b = files(tmp_path, plan, plan)
     done = thdprof("compare", a, b, "--tolerance", 0)

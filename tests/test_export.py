@@ -96,6 +96,8 @@ def make_plan(**changes) -> Plan:
             part = part[key]
         assert last in part or name == "graphs__overflow", name
         part[last] = value
+    if values["graphs"]["impl"] == "none":
+        values["graphs"]["buckets"] = []
     return parse_plan(values, where="plan")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.cost import MeasuredModel
-from thdprof.analyze.offload import check_choice, choice_of, predict_offload, saved_by_layers
+from thdprof.analyze.offload import check_choice, choice_of, predict_offload, saved_by_layers, without_experts
 from thdprof.errors import UsageError
 from thdprof.offload_plan import Choice
 from thdprof.plan import load_plan
@@ -80,7 +80,11 @@ def test_another_model_is_not_guessed(analysis):
     ("modules", "fraction", "message"),
     [
         ("attention", None, "--offload attention: choose all, or some of attn_norm, "),
-        ("core_attn,,mlp_act", None, r"--offload \(nothing\): choose all"),
+        ("core_attn,,mlp_act", None, "--offload core_attn,,mlp_act: names nothing between commas: choose all"),
+        (",", None, "--offload ,: names nothing between commas: choose all"),
+        ("", None, "--offload : names nothing: choose all"),
+        ("core_attn,core_attn", None, "--offload core_attn,core_attn: core_attn is given twice; give it once"),
+        ("all", 0.0, "--offload-fraction 0: moves nothing; give a share over 0, or leave --offload out"),
         (None, 0.5, "--offload-fraction: "),
     ],
 )
@@ -198,3 +202,13 @@ def test_without_graphs_nothing_is_predicted_to_be_moved(data, thdprof):
 def test_modules_that_the_measured_model_has_not_are_told(data, thdprof):
     done = thdprof("analyze", data, "--loader", "single", "--seq-length", 4096, "--offload", "expert_fc1")
     assert "activations on the host (expert_fc1): the measured model saves none that would be moved" in done.stdout
+    assert done.stderr.startswith("--offload expert_fc1: without experts (--experts none) nothing is moved\n")
+
+
+def test_modules_of_experts_that_are_not_there():
+    some = Choice(modules=("mlp_act", "moe_act", "expert_fc2"))
+    assert without_experts(some, "none") == (
+        "--offload mlp_act,moe_act,expert_fc2: without experts (--experts none) moe_act, expert_fc2 move nothing"
+    )
+    assert without_experts(some, "padded") is None
+    assert without_experts(Choice(modules=("all",)), "none") is None

@@ -14,7 +14,7 @@ import yaml
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.errors import DataError
 from thdprof.files import replacing
-from thdprof.plan import load_plan
+from thdprof.plan import load_plan, parse_plan
 
 
 @pytest.fixture
@@ -73,6 +73,21 @@ def test_other_files_are_refused(plan, tmp_path, change, message):
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(DataError, match=message):
         load_plan(tmp_path / "plan.yaml")
+
+
+def test_graphs_of_no_kind_have_no_buckets(plan, tmp_path):
+    values = yaml.safe_load(plan.to_yaml())
+    values["graphs"] |= {
+        "impl": "none",
+        "buckets": [{"max_seqs": n, "max_seqlen": 16, "share": 0.1} for n in range(1, 9)],
+    }
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(values))
+    told = r"graphs.buckets: Value error, must be \[\] where graphs.impl is none, which captures nothing"
+    with pytest.raises(DataError, match=told) as caught:
+        load_plan(tmp_path / "plan.yaml")
+    assert len(str(caught.value)) < 450 + len(str(tmp_path))
+    values["graphs"]["buckets"] = []
+    assert parse_plan(values, where="plan").graphs.impl == "none"
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "a: [", "\x00", "- " * 3000])

@@ -19,11 +19,12 @@ from sample_files import write_bridge, write_index, write_lines
 from thdprof.analyze import analyze_dataset, gpt, make_plan, packers, sources
 from thdprof.analyze import sweep as sweeping
 from thdprof.analyze.memo import Memo
+from thdprof.analyze.report.sweep import _figures
 from thdprof.analyze.request import read_request
 from thdprof.analyze.sweep import Sweep, sweep
 from thdprof.analyze.sweep_axes import SWEPT, read_axes, split_arguments
 from thdprof.errors import DataError, UsageError
-from thdprof.plan import load_plan
+from thdprof.plan import BucketPart, load_plan
 
 PACKS = [[3, 4], [5], [1, 1, 1], [7, 1], [6], [2, 2, 2, 2], [8], [1, 7]]
 
@@ -50,11 +51,11 @@ graph memory  cannot be
   1           8                 1              8      4    2    4    4    64         0.0%      0.244       0.0 GiB
   2           8                 2              4      4    5    6    6    64         0.0%      0.244       0.0 GiB
   3           8                 3              -      -    -    -    -     -            -          -             -  \
---global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3 or 3
+--global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
   4          16                 1              8      4    3    5    5    64         0.0%      0.244       0.0 GiB
   5          16                 2              4      4    5    7    7    64         0.0%      0.244       0.0 GiB
   6          16                 3              -      -    -    -    -     -            -          -             -  \
---global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3 or 3
+--global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
 
 P50, P99, max: documents of a micro-batch; step time: eager = 1; graph memory: of a pipeline rank
 warning: times are of 24 layers, hidden 1024, 2048 tokens, bf16 TransformerBlock on NVIDIA H200, \
@@ -369,3 +370,13 @@ def test_axes_are_read_as_written(axes, together):
     combinations = sweeping.combinations_of(found)
     assert len({c.file_name for c in combinations}) == len(combinations) == np.prod([len(v) for v in axes.values()])
     assert sorted(sweeping._order(found)) == list(range(len(combinations)))
+
+
+def test_a_cap_of_several_lengths_is_shown_once(tmp_path):
+    plan = make_plan(analyze_dataset(write_lines(tmp_path / "packs.jsonl", [[3, 5], [8]]), loader="single"))
+    shapes = [(64, 1024), (64, 2048), (128, 2048)]
+    buckets = [BucketPart(max_seqs=n, max_seqlen=length, share=0.1) for n, length in shapes]
+    some = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"buckets": buckets})})
+    assert _figures(some)[5] == "64 (of 1,024 or 2,048 tokens), 128"
+    none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"buckets": []})})
+    assert _figures(none)[5] == "none"

@@ -224,7 +224,8 @@ def analyze(
     from thdprof.analyze.analysis import analyze as run
     from thdprof.analyze.analysis import make_plan
     from thdprof.analyze.experts import captured
-    from thdprof.analyze.offload import check_choice, choice_of, predict_offload
+    from thdprof.analyze.megatron_graphs import check_settings
+    from thdprof.analyze.offload import check_choice, choice_of, predict_offload, without_experts
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
 
@@ -283,8 +284,11 @@ def analyze(
     asked = read_request(datasets or [], flags, settings=settings, megatron_args=megatron_args)
     kind_of_experts = asked.given.get("experts", "none")
     captures, _ = captured(kind_of_experts, impl.value if impl else None)
+    check_settings({**asked.given, "packer": None}, captures)  # which packs some formats alone; make_plan looks again
     if choice is not None:
         check_choice(choice, impl=captures, experts=kind_of_experts)
+        if (idle := without_experts(choice, kind_of_experts)) is not None:
+            streams.say(idle)
     for note in asked.notes:
         streams.say(note)
     with streams.progress_bar() as progress:
@@ -503,10 +507,11 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
     from thdprof.compare import print_comparison, read_stats, to_json
 
     result = run(plan, read_stats(stats), tolerance=allowed, where=str(stats))
-    if json:
-        streams.write(to_json(result) + "\n")
-    else:
-        print_comparison(result, streams.console(stderr=False))
+    with streams.of_a_gate():
+        if json:
+            streams.write(to_json(result) + "\n")
+        else:
+            print_comparison(result, streams.console(stderr=False))
     if not result.holds:
         raise GateError(
             f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "
@@ -518,10 +523,11 @@ def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, jso
     from thdprof.compare_plans import compare_plans, print_plan_comparison, to_json
 
     result = compare_plans(first, second, tolerance=allowed)
-    if json:
-        streams.write(to_json(result) + "\n")
-    else:
-        print_plan_comparison(result, streams.console(stderr=False))
+    with streams.of_a_gate():
+        if json:
+            streams.write(to_json(result) + "\n")
+        else:
+            print_plan_comparison(result, streams.console(stderr=False))
     if not result.holds:
         fields = ", ".join(d.field for d in result.past_tolerance)
         raise GateError(f"{where} differ by more than --tolerance {allowed:.3%}: {fields}")
@@ -571,10 +577,11 @@ def check(
             where=str(plan),
             progress=progress,
         )
-    if json:
-        streams.write(to_json(result) + "\n")
-    else:
-        print_check(result, streams.console(stderr=False))
+    with streams.of_a_gate():
+        if json:
+            streams.write(to_json(result) + "\n")
+        else:
+            print_check(result, streams.console(stderr=False))
     if not result.holds:
         raise GateError(f"{plan}: {verdict(result)} Analyse the dataset again")
 

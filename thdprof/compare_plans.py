@@ -192,7 +192,8 @@ def print_plan_comparison(comparison: PlanComparison, console: Console) -> None:
             "past the tolerance" if d in past else "",
         )
     same = "the same data" if comparison.same_data else "other data"
-    console.print(f"{same}; {len(comparison.differences)} fields differ", highlight=False)
+    count = len(comparison.differences)
+    console.print(f"{same}; {'1 field differs' if count == 1 else f'{count} fields differ'}", highlight=False)
     console.print()
     console.print(table, highlight=False, markup=False)
 

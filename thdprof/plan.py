@@ -6,13 +6,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from thdprof.errors import DataError
 from thdprof.files import write_text
+from thdprof.yaml_files import read_yaml
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
+
+_SHOWN = 200
+"""Letters of a wrong value that an error shows."""
 
 Impl = Literal["none", "module", "chunk", "local", "transformer_engine"]
 Module = Literal["attn", "moe_router"]
@@ -206,6 +210,13 @@ class GraphsPart(_Part):
     offload: OffloadPart | None = None
     """Activations in host memory; null: all stay on the device."""
 
+    @field_validator("buckets")
+    @classmethod
+    def _none_without_buckets(cls, buckets: list[BucketPart], info: ValidationInfo) -> list[BucketPart]:
+        if buckets and info.data.get("impl") == "none":
+            raise ValueError("must be [] where graphs.impl is none, which captures nothing; or set graphs.impl")
+        return buckets
+
 
 class PredictionsPart(_Part):
     """What the recommendation is expected to do."""
@@ -292,15 +303,7 @@ def load_plan(path: Path | str) -> Plan:
     Raises:
         DataError: it cannot be read, is of another schema version, or has a wrong or unknown field.
     """
-    import yaml
-
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
-    return parse_plan(loaded, where=str(path))
+    return parse_plan(read_yaml(path, where=str(path)), where=str(path))
 
 
 def parse_plan(loaded: Any, *, where: str) -> Plan:
@@ -326,5 +329,6 @@ def parse_plan(loaded: Any, *, where: str) -> Plan:
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        value = "" if first["type"] == "missing" else f" (got {first['input']!r})"
+        got = repr(first["input"])
+        value = "" if first["type"] == "missing" else f" (got {got if len(got) <= _SHOWN else got[:_SHOWN] + '...'})"
         raise DataError(f"{where}: {field}: {first['msg']}{value}") from error

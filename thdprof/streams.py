@@ -38,6 +38,16 @@ def discard_output() -> None:
         os.close(null)
 
 
+@contextlib.contextmanager
+def of_a_gate() -> Iterator[None]:
+    """For the output of a command whose exit code is its answer: a reader that leaves early does not change it."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard_output()
+
+
 def write(text: str) -> None:
     """Write `text` to stdout as it is."""
     sys.stdout.write(text)
@@ -55,7 +65,11 @@ def console(*, stderr: bool) -> Console:
     """A console for reports, which never cuts or wraps a line."""
     from rich.console import Console
 
-    return Console(stderr=stderr, width=_WIDE, height=25, emoji=False)
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:  # whose own ends the process
+            raise BrokenPipeError
+
+    return Plain(stderr=stderr, width=_WIDE, height=25, emoji=False)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from thdprof import __version__
 from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
 from thdprof.analyze.experts import captured
+from thdprof.analyze.megatron_graphs import check_plan, check_settings
 from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.offload import check_choice, freed_bytes, most_slots
@@ -251,6 +252,7 @@ def analyze_read(
     longest_possible = settings.seq_length if not cp_sizes or settings.tail_policy == "none" else n_tokens_max
     num_slots = most_slots(in_flight)
     limits = limits or Limits()
+    limited = limits.graph_memory_bytes is not None or limits.max_fallback_rate is not None
     if offload is not None and limits.graph_memory_bytes is not None:
         freed = freed_bytes(costs, offload, n_tokens=per_rank, num_slots=num_slots)
         limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
@@ -285,7 +287,7 @@ def analyze_read(
         ),
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-        warnings=(*replayed.notes, *_warnings(dataset, settings, schedule, costs, full_size, recommendation)),
+        warnings=(*replayed.notes, *_warnings(dataset, settings, schedule, costs, full_size, recommendation, limited)),
     )
 
 
@@ -364,6 +366,7 @@ def _warnings(
     costs: CostTable,
     full_size: float,
     recommendation: Recommendation,
+    limited: bool,
 ) -> list[str]:
     found = [*dataset.notes, *schedule.notes]
     if settings.packer == "dynamic_cp" and schedule.table.groups is not None:
@@ -398,7 +401,7 @@ def _warnings(
         found.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
     unlimited = recommendation.unlimited_relative_step_time
     left_out = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN  # else they would save too little
-    if left_out and recommendation.relative_step_time > unlimited + 1e-9:
+    if limited and left_out and recommendation.relative_step_time > unlimited + 1e-9:
         found.append(
             "the limits on memory or fallbacks decided: without them a step would take "
             f"{unlimited:.3f} of its eager time"
@@ -427,17 +430,19 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None, offload: OffloadP
         offload: activations that are moved to the host, and what that is predicted to do; None: all stay.
 
     Raises:
-        UsageError: dropless experts, of which `impl` cannot capture anything, or activations that it does not move.
+        UsageError: dropless experts, of which `impl` cannot capture anything, activations that it does not move, or
+            what `thdprof.runtime.megatron` would always refuse to install.
     """
     from thdprof.plan import Plan
 
     kind, modules = captured(analysis.settings.experts, impl)
+    check_settings(asdict(analysis.settings), kind)
     if offload is not None:
         check_choice(offload.choice, impl=kind, experts=analysis.settings.experts)
     chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
     offload = offload if chosen.buckets else None
     one_cap = chosen.one_cap
-    return Plan.model_validate(
+    plan = Plan.model_validate(
         {
             "schema": "thdprof.plan/1",
             "written_by": __version__,
@@ -499,3 +504,5 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None, offload: OffloadP
             },
         }
     )
+    check_plan(plan)
+    return plan

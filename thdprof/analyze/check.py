@@ -13,7 +13,8 @@ from thdprof.analyze.analysis import DatasetSummary, Percentiles, Progress, repl
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import FallbackRate, Profile, fallback_rate
 from thdprof.analyze.slots import slots
-from thdprof.analyze.sources import read_dataset
+from thdprof.analyze.sources import format_of, read_dataset
+from thdprof.analyze.sources.base import Dataset
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import Plan
 from thdprof.reasons import FallbackReason
@@ -110,7 +111,9 @@ class Check:
     n_tokens_max: int
     """Tokens of the largest micro-batch now."""
     fallback_rate: FallbackRate
-    """Shares that run eagerly now."""
+    """Shares that run eagerly now; where the plan rests on padding, once micro-batches are padded."""
+    fallback_rate_unpadded: FallbackRate | None
+    """The same without padding; None where all of the plan's micro-batches have one token count anyway."""
     reasons: dict[FallbackReason, int]
     """Micro-batches that run eagerly, by reason."""
     buckets: tuple[BucketUse, ...]
@@ -168,7 +171,7 @@ def check(
         DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.
     """
     progress("reading", 0.0, 0)
-    dataset = read_dataset(list(locations) or plan.dataset.uris, format=plan.dataset.format)
+    dataset = _read(plan, locations, where)
     documents = dataset.num_documents()
     try:
         replayed = replay(
@@ -180,7 +183,9 @@ def check(
     except (DataError, UsageError) as error:
         raise DataError(f"{where}: its training settings do not fit the dataset: {error}") from error
     table = replayed.schedule.table
-    dispatched = dispatch(table, plan)
+    padded = not plan.microbatches.n_tokens_constant
+    dispatched = dispatch(table, plan, padded=padded)
+    unpadded = fallback_rate(table, dispatch(table, plan).choice < 0) if padded else None
     profile = Profile.of(table)
     allowed = getattr(plan.predictions.fallback_rate, level) if max_fallback_rate is None else max_fallback_rate
     return Check(
@@ -193,6 +198,7 @@ def check(
         max_seqlen=Percentiles.of(profile.max_seqlen),
         n_tokens_max=int(table.n_tokens.max()),
         fallback_rate=fallback_rate(table, dispatched.choice < 0),
+        fallback_rate_unpadded=unpadded,
         reasons=dispatched.reasons() if dispatched.shapes else {FallbackReason.disabled_by_user: len(table)},
         buckets=_bucket_uses(plan, dispatched),
         worst=_worst(table, plan, dispatched),
@@ -202,19 +208,42 @@ def check(
             *dataset.notes,
             *replayed.notes,
             *replayed.schedule.notes,
-            *_notes(plan, table, dispatched, needed),
+            *_notes(plan, table, dispatched, unpadded, needed),
         ),
     )
 
 
-def dispatch(table: MicrobatchTable, plan: Plan) -> Dispatched:
-    """What `thdprof.runtime.dispatch.Dispatcher` decides about every micro-batch of `table` over the plan's buckets."""
+def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
+    """The dataset at `locations`, or else the plan's, in the plan's format."""
+    planned = plan.dataset.format
+    try:
+        return read_dataset(list(locations) or plan.dataset.uris, format=planned)
+    except DataError as error:
+        if locations and (other := format_of(locations)) not in (None, planned):
+            raise DataError(
+                f"{locations[0]}: is of format {other}, and {where} was made from {planned}: analyse it for a plan of "
+                "its own"
+            ) from error
+        raise
+
+
+def dispatch(table: MicrobatchTable, plan: Plan, *, padded: bool = False) -> Dispatched:
+    """What `thdprof.runtime.dispatch.Dispatcher` decides about every micro-batch of `table` over the plan's buckets.
+
+    Args:
+        table: micro-batches of the plan's training.
+        plan: whose buckets they are to replay.
+        padded: whether those of fewer tokens than the graphs' are padded to as many before, as a plan assumes whose
+            micro-batches differ in them.
+    """
     captured = plan.graphs.buckets if plan.graphs.impl != "none" else []
     shapes = tuple(sorted({Shape(b.max_seqs, b.max_seqlen, b.cp_size) for b in captured}))
     choice = np.full(len(table), -1, dtype=np.int32)
     cp_size = _cp_size(table, plan)
     tokens = table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens
-    right_tokens = np.broadcast_to(tokens // cp_size == plan.graph_tokens, len(table))
+    of_rank = tokens // cp_size
+    right_tokens = of_rank <= plan.graph_tokens if padded else of_rank == plan.graph_tokens
+    right_tokens = np.broadcast_to(right_tokens, len(table))
     for index in reversed(range(len(shapes))):  # the smallest that fits is written last
         shape = shapes[index]
         fits = (table.n_seqs <= shape.max_seqs) & (table.max_seqlen <= shape.max_seqlen) & right_tokens
@@ -300,14 +329,22 @@ def _slots(plan: Plan, table: MicrobatchTable) -> list[list[int]]:
     )
 
 
-def _notes(plan: Plan, table: MicrobatchTable, dispatched: Dispatched, needed: list[list[int]]) -> list[str]:
+def _notes(
+    plan: Plan,
+    table: MicrobatchTable,
+    dispatched: Dispatched,
+    unpadded: FallbackRate | None,
+    needed: list[list[int]],
+) -> list[str]:
     found = []
     if not dispatched.shapes:
         found.append("the plan captures no graphs: all micro-batches run eagerly by its own advice, whatever the data")
-    elif not plan.microbatches.n_tokens_constant and FallbackReason.token_count_differs in dispatched.reasons():
+    elif unpadded is not None:
         found.append(
             "the plan's rates hold once every micro-batch is padded to one token count, which its training settings do "
-            "not do: those of another count run eagerly here, as in training"
+            "not do, and so those here count every smaller one as padded: without padding "
+            f"{100 * unpadded.microbatch:.3g}% of micro-batches run eagerly, and {100 * unpadded.step:.3g}% of steps "
+            "have one"
         )
     if plan.graphs.tail_policy != plan.training.tail_policy:
         found.append(

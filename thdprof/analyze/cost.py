@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thdprof.analyze.settings import Attention
 from thdprof.errors import DataError, UsageError
+from thdprof.yaml_files import read_yaml
 
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -133,14 +134,7 @@ def load_costs(path: Path) -> CostTable:
     Raises:
         DataError: it cannot be read or is not a cost table.
     """
-    import yaml
-
-    try:
-        loaded: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise DataError(f"--cost-table {path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise DataError(f"--cost-table {path}: not YAML: {' '.join(str(error).split())}") from error
+    loaded = read_yaml(path, where=f"--cost-table {path}")
     if not isinstance(loaded, dict) or loaded.get("schema") != SCHEMA:
         found = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
         raise DataError(f"--cost-table {path}: not a cost table: schema is {found!r}, not {SCHEMA!r}")

@@ -196,7 +196,8 @@ def _lists(ends: NDArray[np.int64], values: object) -> object:
 def _write_parquet(table: object, path: Path) -> None:
     import pyarrow.parquet as pq
 
-    pq.write_table(table, path, row_group_size=ROWS_A_GROUP)
+    with path.open("wb") as file:  # pyarrow itself opens names in UTF-8 alone
+        pq.write_table(table, file, row_group_size=ROWS_A_GROUP)
 
 
 def _write_lengths(jsonl: Path) -> None:

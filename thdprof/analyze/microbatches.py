@@ -158,7 +158,11 @@ class MicrobatchTable:
 
         batches = self.record_batches()
         first = next(batches)
-        with replacing(path) as temporary, pq.ParquetWriter(temporary, first.schema) as writer:
+        with (
+            replacing(path) as temporary,
+            temporary.open("wb") as file,  # pyarrow itself opens names in UTF-8 alone
+            pq.ParquetWriter(file, first.schema) as writer,
+        ):
             writer.write_batch(first)
             for batch in batches:
                 writer.write_batch(batch)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 BYTES = 2
 """Of an element, in bf16."""
+_OF_EXPERTS = ("expert_fc1", "moe_act", "expert_fc2")
 STATISTICS_BYTES = 4
 """Of an element of what norms and attention keep to compute gradients, in float32."""
 
@@ -83,18 +84,31 @@ def choice_of(modules: str | None, fraction: float | None) -> Choice | None:
     """What `--offload` and `--offload-fraction` say; None without the first.
 
     Raises:
-        UsageError: an unknown module, or a fraction without modules.
+        UsageError: an unknown module or one given twice, a fraction without modules, or one that moves nothing.
     """
     if modules is None:
         if fraction is not None:
             raise UsageError("--offload-fraction: says how much of --offload; give --offload all, or modules")
         return None
-    names = tuple(dict.fromkeys(name.strip() for name in modules.split(",")))
+    if fraction == 0:
+        raise UsageError("--offload-fraction 0: moves nothing; give a share over 0, or leave --offload out")
+    names = tuple(name.strip() for name in modules.split(","))
     for name in names:
         if name != "all" and name not in MODULES:
-            told = name or "(nothing)"
+            told = name or f"{modules}: names nothing" + (" between commas" if "," in modules else "")
             raise UsageError(f"--offload {told}: choose all, or some of {', '.join(MODULES)}, separated by commas")
+        if names.count(name) > 1:
+            raise UsageError(f"--offload {modules}: {name} is given twice; give it once")
     return Choice(modules=names, fraction=1.0 if fraction is None else fraction)
+
+
+def without_experts(choice: Choice, experts: Experts) -> str | None:
+    """That modules of experts move nothing in a model without any; None where that is not so."""
+    idle = [name for name in choice.modules if name in _OF_EXPERTS]
+    if experts != "none" or not idle:
+        return None
+    whole = "nothing is moved" if len(idle) == len(choice.modules) else f"{', '.join(idle)} move nothing"
+    return f"--offload {','.join(choice.modules)}: without experts (--experts none) {whole}"
 
 
 def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:

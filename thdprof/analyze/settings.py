@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from thdprof.errors import DataError, UsageError
+from thdprof.yaml_files import parse_yaml, read_text
 
 Loader = Literal["single", "cyclic", "batch"]
 TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
@@ -139,15 +140,8 @@ def load_settings_file(path: Path, names: frozenset[str] = NAMES) -> dict[str, A
     """
     import yaml
 
-    try:
-        text = path.read_text(encoding="utf-8")
-        node, loaded = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-    except OSError as error:
-        raise DataError(f"--settings {path}: cannot be read: {error.strerror}") from error
-    except RecursionError as error:
-        raise DataError(f"--settings {path}: is nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date, a number too long, no UTF-8
-        raise DataError(f"--settings {path}: not YAML: {' '.join(str(error).split())}") from error
+    text = read_text(path, where=f"--settings {path}")
+    loaded, node = parse_yaml(text, where=f"--settings {path}"), yaml.compose(text, yaml.SafeLoader)
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not isinstance(node, yaml.MappingNode):
@@ -324,7 +318,7 @@ def _check_batch(settings: TrainingSettings) -> None:
         raise UsageError(
             f"--global-batch-size {settings.global_batch_size}: not a multiple of --micro-batch-size "
             f"{settings.micro_batch_size} x --data-parallel-size {settings.data_parallel_size} = {step}; "
-            f"use {lower or step} or {lower + step}"
+            f"use {f'{lower} or ' if lower else ''}{lower + step}"
         )
     if settings.train_samples is not None and settings.train_samples < settings.global_batch_size:
         raise UsageError(

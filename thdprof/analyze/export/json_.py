@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from thdprof.analyze.export.base import Exported, Target
 from thdprof.plan import Plan
 
@@ -9,7 +11,7 @@ from thdprof.plan import Plan
 def render(plan: Plan, cap: int | None) -> Exported:
     """The whole plan, with the keys of the plan file; `cap` plays no part."""
     del cap
-    return Exported(text=plan.model_dump_json(by_alias=True, indent=2) + "\n")
+    return Exported(text=json.dumps(plan.model_dump(mode="json", by_alias=True), indent=2) + "\n")
 
 
 TARGET = Target(

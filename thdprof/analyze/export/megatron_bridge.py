@@ -67,7 +67,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
         "packed_metadata_path": METADATA_FILE,
     }
     uris = plan.dataset.uris
-    if plan.dataset.format.startswith("bridge") and len(uris) == 1:
+    if plan.dataset.format.startswith("bridge") and len(uris) == 1 and _is_text(uris[0]):
         specs["packed_train_data_path"] = uris[0].replace("${", "\\${")  # else OmegaConf interpolates it
     else:
         comments.append("also set dataset.offline_packing_specs.packed_train_data_path to the packs analysed")
@@ -92,6 +92,11 @@ def render(plan: Plan, cap: int | None) -> Exported:
     }
     extra = {METADATA_FILE: json.dumps([metadata(plan, cap)]) + "\n"}
     return _export(overrides, comments, extra)
+
+
+def _is_text(path: str) -> bool:
+    """Whether the bytes of `path` are UTF-8, as the files of overrides are."""
+    return not any("\ud800" <= c <= "\udfff" for c in path)
 
 
 def _export(overrides: _Tree, comments: list[str], extra: dict[str, str]) -> Exported:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.check import Check, Overshoot
-from thdprof.analyze.report.words import percent
+from thdprof.analyze.report.words import apart
 
 SCHEMA = "thdprof.check/1"
 _LEVELS = {
@@ -65,10 +65,8 @@ def verdict(check: Check) -> str:
     if not check.buckets:
         return "Nothing to outgrow: the plan captures no graphs."
     what = "fits" if check.holds else "does not fit"
-    return (
-        f"The dataset {what} the plan: {percent(check.rate)} {_VERDICTS[check.level]}, "
-        f"{percent(check.planned_rate)} planned, {100 * check.max_fallback_rate:.4g}% allowed."
-    )
+    rate, planned, allowed = apart(check.rate, check.planned_rate, check.max_fallback_rate)
+    return f"The dataset {what} the plan: {rate} {_VERDICTS[check.level]}, {planned} planned, {allowed} allowed."
 
 
 def _sizes(check: Check) -> Table:
@@ -136,6 +134,9 @@ def to_dict(check: Check) -> dict[str, Any]:
             name: {"planned": getattr(plan.predictions.fallback_rate, name), "now": getattr(check.fallback_rate, name)}
             for name in _LEVELS
         },
+        "fallback_rate_unpadded": None
+        if check.fallback_rate_unpadded is None
+        else asdict(check.fallback_rate_unpadded),
         "dataset_changed": not check.same_data,
         "dataset": {
             "planned": plan.dataset.model_dump(mode="json"),

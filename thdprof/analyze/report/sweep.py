@@ -77,15 +77,27 @@ def _figures(plan: Plan) -> list[str]:
         f"{part.count:,}",
         f"{part.steps:,}",
         *(f"{n:,}" for n in (part.n_seqs.p50, part.n_seqs.p99, part.n_seqs.max)),
-        ", ".join(_cap(plan, b) for b in plan.graphs.buckets) or "none",
+        _caps(plan),
         percent(predicted.fallback_rate.step),
         f"{predicted.relative_step_time:.3f}",
         "-" if memory is None else f"{memory / 2**30:.1f} GiB",
     ]
 
 
+def _caps(plan: Plan) -> str:
+    """The buckets' caps, each once: with its context-parallel size where that is not the run's, and with the longest
+    documents of its buckets where it has several."""
+    lengths: dict[str, list[int]] = {}
+    for bucket in plan.graphs.buckets:
+        lengths.setdefault(_cap(plan, bucket), []).append(bucket.max_seqlen)
+    several = (
+        cap + (f" (of {' or '.join(f'{n:,}' for n in of_cap)} tokens)" if len(of_cap) > 1 else "")
+        for cap, of_cap in lengths.items()
+    )
+    return ", ".join(several) or "none"
+
+
 def _cap(plan: Plan, bucket: BucketPart) -> str:
-    """A bucket's cap, its context-parallel size with it where that is not the run's."""
     if plan.training.max_seqlen_per_dp_cp_rank is None:
         return f"{bucket.max_seqs}"
     return f"{bucket.max_seqs} on {bucket.cp_size}"

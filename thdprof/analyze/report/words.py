@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+_DECIMALS = 12
+"""Of a share; what differs further behind is rounding."""
+
 
 def percent(share: float) -> str:
     """`share` in per cent; never 0% or 100% unless it is exactly that."""
@@ -11,6 +14,16 @@ def percent(share: float) -> str:
     if text == "0.0%" and share > 0:
         return "<0.1%"
     return text
+
+
+def apart(*shares: float) -> list[str]:
+    """`shares` in per cent, with as many digits as it takes that those which differ read so, and none as 0% or 100%."""
+    different = {0.0, 1.0, *(round(share, _DECIMALS) for share in shares)}
+    for digits in range(1, _DECIMALS - 1):
+        texts = {f"{share:.{digits}%}" for share in different}
+        if len(texts) == len(different):
+            break
+    return [f"{share:.{digits}%}" for share in shares]
 
 
 def percentile_name(name: str) -> str:

@@ -58,6 +58,14 @@ def read_dataset(locations: Sequence[str], *, format: str = "auto") -> Dataset:
     return dataset
 
 
+def format_of(locations: Sequence[str]) -> str | None:
+    """Name of the one format that what `locations` stand for is of; None where it is of none, or of several."""
+    try:
+        return _detect([path for location in locations for path in _files(location, "auto")]).name
+    except (DataError, OSError):
+        return None
+
+
 def _files(location: str, format: str) -> list[Path]:
     """The data files that `location` stands for, sorted where it stands for several."""
     path = Path(location)
@@ -97,6 +105,8 @@ def _files_of_directory(directory: Path, format: str) -> list[Path]:
         claimed.update(files)
         if files:
             found[name] = files
+    if not found and format != "auto":
+        raise DataError(f"{directory}: holds no file of format {format}; name the files, or another directory")
     if not found:
         raise DataError(
             f"{directory}: holds no file of a known format ({', '.join(names)}); name the files, or say --format"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,18 @@ def arrow_errors(path: Path) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split()).split(" Detail:")[0][:200] or type(error).__name__
         raise DataError(f"{path}: cannot be read, truncated or corrupt: {reason}") from error
+
+
+def opened(path: Path) -> Any:
+    """What pyarrow is to open for `path`: its text or, as that takes UTF-8 alone, a map of a file of another name."""
+    import pyarrow as pa
+
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with path.open("rb") as file:  # the map outlives it, and is closed with the last array over it
+            return pa.BufferReader(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+    return str(path)
 
 
 def is_list(kind: Any) -> bool:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from thdprof.analyze.sources.arrow_columns import arrow_errors
+from thdprof.analyze.sources.arrow_columns import arrow_errors, opened
 from thdprof.analyze.sources.parquet_pages import CorruptPage, num_values, pages
 from thdprof.analyze.sources.parquet_thrift import CorruptThrift, Struct, read_struct
 from thdprof.errors import DataError
@@ -189,5 +189,5 @@ def open_parquet(path: Path) -> Iterator[ParquetFile]:
             raise DataError(f"{path}: corrupt: a footer of {length} bytes in a file of {size}")
         raw.seek(size - 8 - length)
         footer = raw.read(length)
-    with arrow_errors(path), pq.ParquetFile(path) as arrow:
+    with arrow_errors(path), pq.ParquetFile(opened(path)) as arrow:
         yield ParquetFile(path, arrow, footer)

@@ -107,11 +107,18 @@ def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
     """An IPC reader of `fields`, over a memory map."""
     import pyarrow as pa
 
-    with arrow_columns.arrow_errors(path), pa.memory_map(str(path)) as source:
+    with arrow_columns.arrow_errors(path), _mapped(path) as source:
         options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         source.seek(0)
         yield (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
+
+
+def _mapped(path: Path) -> Any:
+    import pyarrow as pa
+
+    file = arrow_columns.opened(path)
+    return pa.memory_map(file) if isinstance(file, str) else file
 
 
 def _is_arrow(path: Path) -> bool:

@@ -324,7 +324,7 @@ def _of_run(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
     if facts.foreign_layers:
         yield (
             f"the decoder has {', '.join(facts.foreign_layers)}: only attention, MLP, experts and MambaLayers were "
-            "looked at in a graph; use those alone, or set graphs.impl to none"
+            "looked at in a graph; use those alone, or set graphs.impl to none and graphs.buckets to []"
         )
     if facts.wrapper not in ("", "DistributedDataParallel"):
         yield f"the model is wrapped in {facts.wrapper}, which moves parameters; use DistributedDataParallel"
