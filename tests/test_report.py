@@ -19,11 +19,14 @@ from conftest import ROOT
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.demo import write_demo
 from thdprof.analyze.merge import merge_profiles
+from thdprof.analyze.offload import predict_offload
 from thdprof.analyze.profile import Histogram
 from thdprof.analyze.report import figures, open_report
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.findings import sentences
 from thdprof.analyze.report.findings.shapes import _joint_title
+from thdprof.analyze.report.terminal import reasons
+from thdprof.offload_plan import Choice
 from thdprof.plan import load_plan
 
 IDS = ["shapes", "joint", "caps", "choice", "steps", "drift", "parts", "memory", "observed"]
@@ -127,7 +130,7 @@ def report_of(path: Path, **settings) -> Report:
 # Sentences
 
 FINDINGS = """\
-- Half of the micro-batches hold at most 12 documents and 1 in 100 more than 113, the fullest 358; the longest \
+- Half of the micro-batches hold at most 12 documents and 1.0% more than 113, the fullest 358; the longest \
 document has 613 tokens at the median and 2,048 at most.
 - Where documents are many they are shorter than elsewhere: the 9.9% of micro-batches with more than 43 have a longest \
 document of 186 tokens at the median, the others of 691.
@@ -197,6 +200,9 @@ def test_parts_are_told_apart(tmp_path):
     )
     assert "less than the best single cap" not in sentences(merged, 8)[3].text  # that is of other data
     assert sentences(merged, 8)[3].text.endswith(", on the data that the plan was made for.")
+    assert "the run " not in sentences(merged, 8)[5].text  # there never was one of both
+    drift = figures.drift(merged, 8)
+    assert "segment of each run, about 50 steps each" in drift.svg
     drawn = figures.parts(merged, 8)
     assert "code: P50 3, P90 3, P99 3, max 3" in drawn.alt
 
@@ -225,14 +231,73 @@ def test_a_plan_without_graphs_and_a_pipeline_with_chunks(made, tmp_path):
     report = report_of(path, seq_length=8, loader="single", cost_table=costs)
     assert report.plan.graphs.buckets == []
     texts = [sentence.text for sentence in sentences(report, report.default_cap)]
-    assert "Running eagerly was chosen: no graphs within the limits save 2% of the step time." in texts
-    assert "The only pipeline rank needs 1 slot; the cost table does not tell what a slot takes." in texts
+    assert report.default_cap == 1  # the cap that the page calls the quickest
+    assert "at the quickest cap, 1, " not in texts[2]
+    assert sentences(report, 8)[2].text.endswith("at the quickest cap, 1, 1.333.")
+    assert "Running eagerly was chosen: no graphs save 2% of the step time." in texts
+    assert (
+        "The plan captures nothing, so no slot and no graph memory are needed; with one cap of 1 document the only "
+        "pipeline rank would need 1 slot; the cost table does not tell what one takes."
+    ) in texts
     assert [figure(report, 4).id for figure in figures.ALL] == IDS
     piped = report_of(
         path, seq_length=8, loader="single", pipeline_parallel_size=4, virtual_pipeline_size=2, global_batch_size=8
     )
     assert sentences(piped, 4)[7].text.startswith("The busiest of 4 pipeline ranks needs 12 slots and about ")
     assert "Slots of each pipeline rank: " in figures.memory(piped, 4).alt
+
+
+def test_limits_are_named_only_where_they_decided(made):
+    analysis = analyze_dataset(made / "demo" / "bridge", **SETTINGS, graph_memory_bytes=1)
+    report = Report(plan=make_plan(analysis), profile=make_profile(analysis), comparison=None)
+    assert report.plan.graphs.impl == "none"
+    texts = [sentence.text for sentence in sentences(report, report.default_cap)]
+    assert "Running eagerly was chosen: no graphs within the limits that were given save 2% of the step time." in texts
+    assert texts[7].startswith("The plan captures nothing, so no slot and no graph memory are needed; with one cap of ")
+    assert texts[7].endswith(" the only pipeline rank would need 1 slot and about 1.7 GiB of graph memory.")
+
+
+def test_memory_is_told_after_offloading(made, thdprof, tmp_path):
+    analysis = analyze_dataset(made / "demo" / "bridge", **SETTINGS)
+    moved = predict_offload(analysis, Choice(modules=("core_attn", "mlp_act"), fraction=1.0))
+    report = Report(plan=make_plan(analysis, offload=moved), profile=make_profile(analysis), comparison=None)
+    assert moved.device_bytes_freed > 2**27
+    after, host = moved.graph_memory_bytes / 2**30, moved.host_bytes / 2**30
+    text = sentences(report, 113)[7].text
+    assert text.startswith(
+        f"The only pipeline rank needs 1 slot, about {after:.1f} GiB of graph memory for 3 graphs a slot after "
+        f"offloading and {host:.1f} GiB of pinned host memory: "
+    )
+    drawn = figures.memory(report, 113)
+    assert f"3 graphs a slot {after:.2f} GiB; pinned host memory {host:.2f} GiB" in drawn.alt
+    assert "after offloading" in drawn.svg
+    before = analysis.recommendation.graph_memory_bytes / 2**30
+    assert reasons(analysis)[-1].endswith(f", about {before:.1f} GiB of graph memory for the measured model")
+    assert reasons(analysis, moved)[-1] == (
+        f"slots: at most 1 on a pipeline rank, about {after:.1f} GiB of graph memory, after offloading, for the "
+        "measured model"
+    )
+
+
+def test_headlines_of_few_kinds_of_micro_batches(tmp_path):
+    two = report_of(write_rows(tmp_path / "a.jsonl", [[8]] * 3 + [[2] * 4] * 2), seq_length=8, loader="single")
+    assert sentences(two, 4)[0].text == (
+        "Half of the micro-batches hold at most 1 document, the fullest, 40.0% of all, 4; the longest document has 8 "
+        "tokens at the median and 8 at most."
+    )
+    one = report_of(write_rows(tmp_path / "b.jsonl", [[1]] * 5), seq_length=1, loader="single")
+    assert sentences(one, 1)[0].text == (
+        "Every micro-batch holds 1 document; the longest document has 1 token at the median and 1 at most."
+    )
+    told = "".join(s.text for s in sentences(one, 1)) + one._repr_html_()
+    assert re.findall(r"\b1 (?:documents|tokens|steps|slots|micro-batches|rows)\b", told) == []
+    counts = [1] * 95 + [2] * 5
+    few = report_of(
+        write_rows(tmp_path / "c.jsonl", [[1] * (n - 1) + [9 - n] for n in counts]), seq_length=8, loader="single"
+    )
+    assert sentences(few, 1)[0].text.startswith(
+        "Half of the micro-batches hold at most 1 document, the fullest, 5.0% of all, 2; "
+    )
 
 
 def test_dynamic_context_parallelism(tmp_path):

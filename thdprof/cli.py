@@ -324,7 +324,7 @@ def analyze(
         from thdprof.analyze.report.terminal import print_offload, print_report
 
         console = streams.console(stderr=to_stdout)
-        print_report(result, console)
+        print_report(result, console, moved)
         if moved is not None:
             print_offload(moved, console)
         if output is not None and not to_stdout:

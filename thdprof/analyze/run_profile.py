@@ -29,6 +29,7 @@ from thdprof.analyze.cost import CostTable
 from thdprof.analyze.profile import FallbackRate, Histogram
 from thdprof.errors import DataError
 from thdprof.plan import TrainingPart
+from thdprof.words import counted
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -121,6 +122,11 @@ class RunProfile:
         return sum(part.steps for part in self.parts)
 
     @property
+    def num_runs(self) -> int:
+        """Runs counted, each from its own begin to its end."""
+        return sum(len(part.fingerprints) for part in self.parts)
+
+    @property
     def exact(self) -> bool:
         """Whether all micro-batches equal training's."""
         return all(part.exact for part in self.parts)
@@ -208,7 +214,8 @@ class RunProfile:
     def __repr__(self) -> str:
         """How much was counted."""
         how = "replayed exactly" if self.exact else "not all replayed exactly"
-        return f"Profile of {self.microbatches:,} micro-batches in {self.steps:,} steps, {how}"
+        many = counted(self.microbatches, "micro-batch", "micro-batches")
+        return f"Profile of {many} in {counted(self.steps, 'step')}, {how}"
 
     def _repr_html_(self) -> str:
         from thdprof.notebook_html import table

@@ -35,9 +35,11 @@ class Report:
 
     @property
     def default_cap(self) -> int:
-        """The cap that the report opens with: the plan's best single one, else P99 of documents."""
+        """The cap that the report opens with: the plan's best single one, else the quickest of the profile."""
         one = self.plan.graphs.one_cap
-        return one.max_seqs if one is not None else self.profile.histogram().percentile(99.0)
+        if one is not None:
+            return one.max_seqs
+        return min(self.profile.caps(), key=lambda cap: (cap.step_ms, cap.max_seqs)).max_seqs
 
     def __repr__(self) -> str:
         """What it is of; the whole shows itself in a notebook."""

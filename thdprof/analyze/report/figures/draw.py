@@ -10,7 +10,7 @@ import numpy as np
 from thdprof.analyze.report import findings
 from thdprof.analyze.report.figures.canvas import BLUE, GREEN, INK, ORANGE, Drawing, canvas, drawing
 from thdprof.analyze.report.findings.shapes import Distribution
-from thdprof.analyze.report.words import percent, percentile_name
+from thdprof.analyze.report.words import counted, percent, percentile_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -307,7 +307,9 @@ def drift(found: findings.Drift) -> Drawing:
         lower.set_ylim(0, 1.05)
         lower.set_ylabel(f"steps over {found.cap:,}")
         lower.yaxis.set_major_formatter(_percent_format())
-        lower.set_xlabel(f"segment of the run, about {found.steps / len(segments):,.0f} steps each")
+        run = "the run" if found.num_runs == 1 else "each run"
+        each = max(1, round(found.steps / found.num_runs / len(segments)))
+        lower.set_xlabel(f"segment of {run}, about {counted(each, 'step')} each")
         low, high = percent(found.stalled.min()), percent(found.stalled.max())
         alt = f"Percentiles of documents in {len(segments)} segments of the run; steps over the cap: {low} to {high}."
         return drawing(figure, "drift", found.title, alt)
@@ -334,7 +336,7 @@ def parts(found: findings.Parts) -> Drawing:
         right.set_xlim(0, 1.25)
         right.set_xticks([0, 0.5, 1])
         right.xaxis.set_major_formatter(_percent_format())
-        right.set_xlabel(f"steps over {found.cap:,} documents")
+        right.set_xlabel(f"steps over {counted(found.cap, 'document')}")
         alt = "Percentiles of each part: " + "; ".join(
             f"{n}: " + ", ".join(f"{percentile_name(k)} {v[i]:,}" for k, v in found.percentiles.items())
             for i, n in enumerate(found.names)
@@ -356,7 +358,10 @@ def memory(found: findings.Memory) -> Drawing:
             left = figure.subplots()
         _slot_bars(left, found)
         alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in found.slots[:_MOST_BARS])
-        alt += "".join(f"; {n} graphs a slot {size:.2f} GiB" for n, size in enumerate(found.gib_by_buckets, start=1))
+        alt += "".join(
+            f"; {counted(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(found.gib_by_buckets, start=1)
+        )
+        alt += "" if found.host_gib is None else f"; pinned host memory {found.host_gib:.2f} GiB"
         return drawing(figure, "memory", found.title, alt)
 
 
@@ -400,7 +405,7 @@ def _memory_bars(axis: Axes, found: findings.Memory) -> None:
     axis.set_xticks(numbers)
     axis.set_ylim(0, max(found.gib_by_buckets) * 1.3 or 1)
     axis.set_xlabel("graphs a slot")
-    axis.set_ylabel("GiB, busiest rank")
+    axis.set_ylabel("GiB, busiest rank" + ("" if found.host_gib is None else ", after offloading"))
     axis.grid(False, axis="x")
 
 

@@ -52,6 +52,9 @@ class Drift:
     logarithmic: bool
     """Whether documents want a logarithmic axis."""
     steps: int
+    """Of all runs together."""
+    num_runs: int
+    """Runs that were counted; of several, each was cut into segments by itself."""
     cap: int
 
 
@@ -107,12 +110,13 @@ def drift(report: Report, cap: int) -> Drift:
     }
     stalled = np.array([share_over(h, cap) for h in largest])
     return Drift(
-        title=_drift_title(micro, stalled, cap),
+        title=_drift_title(micro, stalled, cap, several=profile.num_runs > 1),
         percentiles=percentiles,
         step_median=np.array([h.percentile(50.0) for h in largest]),
         stalled=stalled,
         logarithmic=int(percentiles["max"].max()) > _SKEWED * int(percentiles["p50"].min()),
         steps=profile.steps,
+        num_runs=profile.num_runs,
         cap=cap,
     )
 
@@ -122,18 +126,20 @@ def _by_bin(rows: pd.DataFrame, bins: int) -> list[Histogram]:
     return [histogram_of(rows[of_row == index], "n_seqs") for index in range(bins)]
 
 
-def _drift_title(micro: list[Histogram], stalled: NDArray[np.float64], cap: int) -> str:
+def _drift_title(micro: list[Histogram], stalled: NDArray[np.float64], cap: int, *, several: bool = False) -> str:
     if len(micro) == 1:
-        return f"The run is too short to tell a drift; over a cap of {cap:,} are {percent(stalled[0])} of its steps."
+        one, its = ("One of the runs that were joined", "all") if several else ("The run", "its")
+        return f"{one} is too short to tell a drift; over a cap of {cap:,} are {percent(stalled[0])} of {its} steps."
+    run = "the runs that were joined, each by itself," if several else "the run"
     length, share = (1, "half") if len(micro) == 2 else (len(micro) // 3, "third")
     first, last = (reduce(Histogram.merge, part) for part in (micro[:length], micro[-length:]))
     apart, by_chance = _distance(first, last)
     if apart <= by_chance:
-        text = f"Documents do not drift: the first and the last {share} of the run differ no more than by chance"
+        text = f"Documents do not drift: the first and the last {share} of {run} differ no more than by chance"
     else:
         early, late = (tuple(h.percentile(p) for p in (50.0, 99.0)) for h in (first, last))
         text = (
-            f"Documents drift: from the first {share} of the run to the last P50 goes from {early[0]:,} to {late[0]:,} "
+            f"Documents drift: from the first {share} of {run} to the last P50 goes from {early[0]:,} to {late[0]:,} "
             f"and P99 from {early[1]:,} to {late[1]:,}"
         )
     low, high = percent(stalled.min()), percent(stalled.max())

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.profile import PERCENTILES, Histogram
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.words import percent
+from thdprof.analyze.report.words import counted, percent
 from thdprof.analyze.run_profile import share_over
 
 _BINS = 40
@@ -101,12 +101,30 @@ def shapes(report: Report, cap: int) -> Shapes:
     """Both measures of micro-batches."""
     n_seqs = distribution(report.profile.histogram())
     longest = distribution(report.profile.histogram(measure="max_seqlen"))
-    p, s = n_seqs.percentiles, longest.percentiles
+    s = longest.percentiles
     title = (
-        f"Half of the micro-batches hold at most {p['p50']:,} documents and 1 in 100 more than {p['p99']:,}, the "
-        f"fullest {p['max']:,}; the longest document has {s['p50']:,} tokens at the median and {s['max']:,} at most."
+        f"{_spread(report.profile.histogram(), n_seqs.percentiles)}; the longest document has "
+        f"{counted(s['p50'], 'token')} at the median and {s['max']:,} at most."
     )
     return Shapes(title=title, n_seqs=n_seqs, max_seqlen=longest, cap=cap)
+
+
+def _spread(documents: Histogram, p: dict[str, int]) -> str:
+    """How many documents micro-batches hold, in words."""
+    if p["p50"] == p["max"]:
+        if documents.counts[-1] == documents.total:
+            return f"Every micro-batch holds {counted(p['max'], 'document')}"
+        most = _share_of_most(documents)
+        return f"No micro-batch holds more than {counted(p['max'], 'document')}, and {most} of them hold so many"
+    text = f"Half of the micro-batches hold at most {counted(p['p50'], 'document')}"
+    if p["p99"] == p["max"]:
+        return f"{text}, the fullest, {_share_of_most(documents)} of all, {p['max']:,}"
+    return f"{text} and {percent(share_over(documents, p['p99']))} more than {p['p99']:,}, the fullest {p['max']:,}"
+
+
+def _share_of_most(documents: Histogram) -> str:
+    """Share of micro-batches with the most documents."""
+    return percent(share_over(documents, documents.percentile(100.0) - 1))
 
 
 def joint(report: Report, cap: int) -> Joint:
@@ -146,7 +164,8 @@ def _joint_title(
     relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"
     return (
         f"Where documents are many they are {relation} elsewhere: the {share} of micro-batches with more than "
-        f"{border:,} have a longest document of {long_many:,} tokens at the median, the others of {long_few:,}."
+        f"{border:,} have a longest document of {counted(long_many, 'token')} at the median, the others of "
+        f"{long_few:,}."
     )
 
 
