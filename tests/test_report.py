@@ -8,7 +8,10 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -569,8 +572,6 @@ def test_outputs_that_cannot_be(thdprof, made, tmp_path):
 
 @pytest.mark.parametrize("package", ["nbconvert", "nbclient", "ipykernel", "nbformat"])
 def test_without_the_notebook_packages(made, tmp_path, package):
-    import sys
-
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')\n")
     command = [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(tmp_path / "r.html")]
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -579,6 +580,51 @@ def test_without_the_notebook_packages(made, tmp_path, package):
     )
     refused(done, 2, f"needs {package}: pip install 'thdprof[notebook]'; figures alone do not")
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to see the kernel")
+@pytest.mark.parametrize("suffix", ["html", "ipynb"])
+@pytest.mark.parametrize("later", [0.0, 0.7])
+def test_a_signal_ends_the_report_and_its_kernel(made, tmp_path, suffix, later):
+    out = tmp_path / f"r.{suffix}"
+    command = [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(out)]
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    kernels: list[str] = []
+    until = time.monotonic() + 60
+    while not kernels and running.poll() is None and time.monotonic() < until:
+        for task in Path(f"/proc/{running.pid}/task").glob("*/children"):
+            kernels += task.read_text().split()
+        time.sleep(0.02)
+    assert kernels
+    time.sleep(later)
+    running.send_signal(signal.SIGTERM)
+    told, error = running.communicate(timeout=30)
+    assert (running.returncode, told, error) == (143, "", "thdprof: ended by SIGTERM\n")
+    assert list(tmp_path.iterdir()) == []
+    assert [pid for pid in kernels if "ipykernel" in _command_line(pid)] == []
+
+
+def _command_line(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_figures_that_cannot_all_be_written_leave_nothing(made, tmp_path, monkeypatch):
+    from thdprof.analyze.report import write
+
+    def fail(path, text, *, force):
+        if path.name == "joint.svg":
+            raise KeyboardInterrupt
+        path.write_text(text)
+
+    monkeypatch.setattr(write, "write_text", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write.write_report(
+            made / "plan.yaml", profile=None, stats=None, cap=None, output=tmp_path / "new" / "figures", force=False
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 # A long run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,15 +92,27 @@ def write_report(
 def _write_figures(
     report: Report, cap: int, findings: tuple[Sentence, ...], directory: Path, *, force: bool
 ) -> tuple[Path, ...]:
-    """Every figure as `{id}.svg`, and all sentences as `FINDINGS`."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Every figure as `{id}.svg`, and all sentences as `FINDINGS`; what is new goes again if they cannot all be."""
     targets = [directory / f"{s.id}.svg" for s in findings if s.drawn] + [directory / FINDINGS]
-    check_targets(targets, force=force)
+    if directory.is_dir():
+        check_targets(targets, force=force)
     drawn = (figure(report, cap) for figure in ALL)
     texts = [figure.standalone() for figure in drawn if isinstance(figure, Drawing)]
     texts.append(json.dumps(_told(cap, findings), indent=2) + "\n")
-    for path, text in zip(targets, texts, strict=True):
-        write_text(path, text, force=force)
+    new = [path for path in targets if not os.path.lexists(path)]
+    made = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(targets, texts, strict=True):
+            write_text(path, text, force=force)
+    except BaseException:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
     return tuple(targets)
 
 
