@@ -29,6 +29,7 @@ from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.findings import sentences
 from thdprof.analyze.report.findings.shapes import _joint_title
 from thdprof.analyze.report.terminal import reasons
+from thdprof.analyze.run_profile import RunProfile
 from thdprof.offload_plan import Choice
 from thdprof.plan import load_plan
 
@@ -568,6 +569,52 @@ def test_outputs_that_cannot_be(thdprof, made, tmp_path):
     refused(thdprof("report", plan, tmp_path / "nothing.jsonl"), 1, "cannot be read")
     assert thdprof("report", plan, "--cap", 0).returncode == 2
     refused(thdprof("report", plan, "-o", "-"), 2, "-o -: a report cannot go to stdout")
+
+
+def test_outputs_that_are_inputs_or_directories(thdprof, made, tmp_path):
+    for name in ("plan.yaml", "plan.profile.parquet", "stats.jsonl"):
+        shutil.copy(made / name, tmp_path / name)
+    plan, stats = tmp_path / "plan.yaml", tmp_path / "stats.jsonl"
+    before = plan.read_bytes()
+    (tmp_path / "r.html").symlink_to(plan)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "findings.json").symlink_to(stats)
+    refused(thdprof("report", plan, "-o", tmp_path / "r.html", "--force"), 2, f"is {plan}, which is read")
+    refused(thdprof("report", plan, stats, "-o", tmp_path / "figures", "--force"), 2, f"is {stats}, which is read")
+    assert plan.read_bytes() == before
+    (tmp_path / "d.html").mkdir()
+    refused(thdprof("report", plan, "-o", tmp_path / "d.html"), 2, "d.html: is a directory; name a file")
+    assert list((tmp_path / "d.html").iterdir()) == []
+
+
+def test_paths_that_are_not_utf_8(thdprof, made, tmp_path):
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    directory.mkdir()
+    for name in ("plan.yaml", "plan.profile.parquet"):
+        shutil.copy(made / name, directory / name.replace("plan", "\udcfe"))
+    plan = directory / "\udcfe.yaml"
+    for output in ("r.html", "r.ipynb", "\udcfd.html", "figures"):
+        done = thdprof("report", plan, "-o", directory / output, "--json")
+        assert done.returncode == 0, done.stderr
+        assert (directory / output).exists()
+        assert json.loads(done.stdout)["files"][0].startswith(str(directory))
+
+
+def test_names_of_parts_are_drawn_whatever_they_are(tmp_path):
+    profiles = []
+    for name in ("a" * 600, "$x_{", "b\n\x1bc"):
+        path = write_rows(tmp_path / f"{len(profiles)}.jsonl", [[1] * 3 + [61 - len(profiles)]] * 20)
+        made = make_profile(analyze_dataset(path, seq_length=64, loader="single"))
+        part = made.parts[0].model_copy(update={"name": name})
+        profiles.append(
+            RunProfile(made.cells.assign(part=name), training=made.training, costs=made.costs, parts=[part])
+        )
+    plan = make_plan(analyze_dataset(tmp_path / "0.jsonl", seq_length=64, loader="single"))
+    report = Report(plan=plan, profile=merge_profiles(profiles, names="abc"), comparison=None)
+    drawn = figures.parts(report, 8)
+    assert "…" + "a" * 27 in drawn.svg
+    assert "a" * 100 not in re.sub(r"<(title|desc).*?</.*?>", "", drawn.svg)
+    ElementTree.fromstring(drawn.svg)
 
 
 @pytest.mark.parametrize("package", ["nbconvert", "nbclient", "ipykernel", "nbformat"])

@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from thdprof.analyze.outputs import check_not_inputs
 from thdprof.analyze.report.contents import Report, default_profile, open_report
 from thdprof.analyze.report.figures import ALL
 from thdprof.analyze.report.figures.canvas import Drawing
 from thdprof.analyze.report.findings import Sentence, sentences
 from thdprof.analyze.report.html import to_html
 from thdprof.analyze.report.notebook import build_notebook, execute, to_text
+from thdprof.analyze.report.words import printable
 from thdprof.errors import UsageError
 from thdprof.files import check_targets, write_text
 
@@ -46,6 +48,8 @@ def form_of(output: Path) -> Form:
     if str(output) == "-":
         raise UsageError("-o -: a report cannot go to stdout; name a file or directory (--json prints the sentences)")
     suffix = output.suffix.lower()
+    if suffix in (".ipynb", ".html", ".htm") and output.is_dir():
+        raise UsageError(f"-o {output}: is a directory; name a file, or a directory that is not called {suffix}")
     if output.is_dir() or not suffix:
         return "figures"
     if suffix == ".ipynb":
@@ -70,20 +74,23 @@ def write_report(
         UsageError: `output` cannot be written or exists without `force`; nbconvert or ipykernel is missing.
     """
     form = None if output is None else form_of(output)
-    if output is not None and form != "figures":
-        check_targets([output], force=force)
     profile = default_profile(plan) if profile is None else profile
+    if output is not None and form != "figures":
+        check_not_inputs([output], (plan, profile, stats))
+        check_targets([output], force=force)
     report = open_report(plan, profile=profile, stats=stats)
     cap = report.default_cap if cap is None else cap
     findings = sentences(report, cap)
     files: tuple[Path, ...] = ()
     if output is not None and form == "figures":
+        check_not_inputs(_figures(findings, output), (plan, profile, stats))
         files = _write_figures(report, cap, findings, output, force=force)
     elif output is not None:
         directory = output.absolute().parent
         notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
         execute(notebook, directory=directory)
-        text = to_text(notebook) if form == "notebook" else to_html(notebook, title=f"thdprof report: {plan.name}")
+        title = printable(f"thdprof report: {plan.name}")
+        text = to_text(notebook) if form == "notebook" else to_html(notebook, title=title)
         write_text(output, text, force=force)
         files = (output,)
     return Written(cap=cap, findings=findings, files=files)
@@ -93,7 +100,7 @@ def _write_figures(
     report: Report, cap: int, findings: tuple[Sentence, ...], directory: Path, *, force: bool
 ) -> tuple[Path, ...]:
     """Every figure as `{id}.svg`, and all sentences as `FINDINGS`; what is new goes again if they cannot all be."""
-    targets = [directory / f"{s.id}.svg" for s in findings if s.drawn] + [directory / FINDINGS]
+    targets = _figures(findings, directory)
     if directory.is_dir():
         check_targets(targets, force=force)
     drawn = (figure(report, cap) for figure in ALL)
@@ -114,6 +121,11 @@ def _write_figures(
                 path.rmdir()
         raise
     return tuple(targets)
+
+
+def _figures(findings: tuple[Sentence, ...], directory: Path) -> list[Path]:
+    """Where the figures and the sentences go."""
+    return [directory / f"{s.id}.svg" for s in findings if s.drawn] + [directory / FINDINGS]
 
 
 def _told(cap: int, findings: tuple[Sentence, ...]) -> dict[str, Any]:

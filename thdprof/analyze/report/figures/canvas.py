@@ -30,6 +30,7 @@ _RC: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.5,
+    "text.parse_math": False,
     "text.color": INK,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,

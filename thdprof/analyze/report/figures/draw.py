@@ -10,7 +10,7 @@ import numpy as np
 from thdprof.analyze.report import findings
 from thdprof.analyze.report.figures.canvas import BLUE, GREEN, INK, ORANGE, Drawing, canvas, drawing
 from thdprof.analyze.report.findings.shapes import Distribution
-from thdprof.analyze.report.words import counted, percent, percentile_name
+from thdprof.analyze.report.words import counted, percent, percentile_name, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,6 +25,7 @@ _CAP: dict[str, Any] = {"color": ORANGE, "linestyle": (0, (5, 2)), "linewidth": 
 """The line of the cap that is asked about."""
 _NEAR = 0.7
 _MOST_BARS = 40
+_LONGEST_NAME = 28
 
 
 def shapes(found: findings.Shapes) -> Drawing:
@@ -323,7 +324,7 @@ def parts(found: findings.Parts) -> Drawing:
         for (name, values), (colour, _, marker) in zip(found.percentiles.items(), _STYLES, strict=True):
             left.plot(values, rows, marker, color=colour, linestyle="none", label=percentile_name(name))
         _cap_line(left, found.cap)
-        left.set_yticks(rows, [_short(n) for n in found.names])
+        left.set_yticks(rows, [shortened(n, _LONGEST_NAME) for n in found.names])
         left.set_ylim(len(rows) - 0.5, -0.8)
         _scale(left, logarithmic=True)
         left.set_xlabel(
@@ -342,10 +343,6 @@ def parts(found: findings.Parts) -> Drawing:
             for i, n in enumerate(found.names)
         )
         return drawing(figure, "parts", found.title, alt)
-
-
-def _short(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else "…" + name[1 - most :]
 
 
 def memory(found: findings.Memory) -> Drawing:

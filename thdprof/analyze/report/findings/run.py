@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.profile import PERCENTILES, Histogram
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.words import counted, percent
+from thdprof.analyze.report.words import counted, percent, printable, shortened
 from thdprof.analyze.run_profile import SEGMENTS, histogram_of, share_over
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MOST_PARTS = 20
+LONGEST_NAME = 60
+"""Characters of a part's name in a sentence."""
 _SKEWED = 8
 """A largest value this many times the least median is shown on a logarithmic axis."""
 _LEAST = 200
@@ -165,16 +167,17 @@ def parts(report: Report, cap: int) -> Parts | None:
     percentiles = {name: tuple(h.percentile(PERCENTILES[name]) for h in found) for name in ("p50", "p90", "p99", "max")}
     p99 = percentiles["p99"]
     low, high = int(np.argmin(p99)), int(np.argmax(p99))
+    named = [shortened(p.name, LONGEST_NAME) for p in shown]
     if p99[low] == p99[high]:
         title = f"P99 of documents is {p99[low]:,} in all {counted(len(shown), 'part')} that are shown."
     else:
         title = (
-            f"P99 of documents is {p99[high]:,} in {shown[high].name} and {p99[low]:,} in {shown[low].name}: "
+            f"P99 of documents is {p99[high]:,} in {named[high]} and {p99[low]:,} in {named[low]}: "
             "a cap at the P99 of all is not that of each."
         )
     return Parts(
         title=title,
-        names=tuple(p.name for p in shown),
+        names=tuple(printable(p.name) for p in shown),
         percentiles=percentiles,
         stalled=tuple(report.profile.fallback_rate(cap, part=p.name).step for p in shown),
         left_out=len(every) - len(shown),
