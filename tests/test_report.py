@@ -25,11 +25,12 @@ from thdprof.analyze.merge import merge_profiles
 from thdprof.analyze.offload import predict_offload
 from thdprof.analyze.profile import Histogram
 from thdprof.analyze.report import figures, open_report
-from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.contents import Report, _command
 from thdprof.analyze.report.findings import sentences
 from thdprof.analyze.report.findings.shapes import _joint_title
 from thdprof.analyze.report.terminal import reasons
 from thdprof.analyze.run_profile import RunProfile
+from thdprof.errors import DataError
 from thdprof.offload_plan import Choice
 from thdprof.plan import load_plan
 
@@ -569,6 +570,55 @@ def test_outputs_that_cannot_be(thdprof, made, tmp_path):
     refused(thdprof("report", plan, tmp_path / "nothing.jsonl"), 1, "cannot be read")
     assert thdprof("report", plan, "--cap", 0).returncode == 2
     refused(thdprof("report", plan, "-o", "-"), 2, "-o -: a report cannot go to stdout")
+
+
+def test_caps_that_cannot_be(thdprof, made):
+    report = open_report(made / "plan.yaml")
+    for cap in (1, 358, 2048, np.int64(7)):
+        report.check_cap(cap)
+    for cap, text in ((0, "less than 1"), (-3, "less than 1"), (1.5, "no whole number"), ("64", "no whole number"),
+                      (None, "no whole number"), (True, "no whole number"), (2049, "give at most 2,048")):  # fmt: skip
+        with pytest.raises(ValueError, match=text) as raised:
+            report.check_cap(cap)
+        assert "\n" not in str(raised.value)
+    refused(
+        thdprof("report", made / "plan.yaml", "--cap", 100000), 2,
+        "--cap 100,000: past what was measured: graphs were timed up to 1,024 documents, and no micro-batch holds more "
+        "than 358; give at most 2,048",
+    )  # fmt: skip
+
+
+def test_a_notebook_with_a_cap_that_cannot_be_says_so(made):
+    from thdprof.analyze.report.notebook import build_notebook, execute
+
+    notebook = build_notebook(
+        plan=made / "plan.yaml", profile=made / "plan.profile.parquet", stats=None, cap=7, beside=made
+    )
+    (cell,) = (c for c in notebook["cells"] if c["id"] == "cap")
+    cell["source"] = cell["source"].replace("cap = 7 ", "cap = 7.5 ")
+    with pytest.raises(DataError, match=r"ValueError: cap 7\.5: is no whole number"):
+        execute(notebook, directory=made)
+
+
+def test_without_matplotlib_it_says_what_to_install(made, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no matplotlib')\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for output in ("r.ipynb", "figures"):
+        done = subprocess.run(
+            [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(tmp_path / output)],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120, check=False,
+        )  # fmt: skip
+        refused(done, 1 if output == "r.ipynb" else 2, "figures need matplotlib (no matplotlib): pip install")
+
+
+@pytest.mark.parametrize("attention", ["transformer_engine", "torch"])
+def test_the_command_names_the_plan_own_costs(made, tmp_path, attention):
+    plan = make_plan(analyze_dataset(made / "demo" / "bridge", **SETTINGS, attention=attention))
+    command = _command(plan, tmp_path / "p.parquet")
+    assert ("--attention torch" in command) == (attention == "torch")
+    assert "--cost-table" not in command
+    own = plan.model_copy(update={"costs": plan.costs.model_copy(update={"name": "mine"})})
+    assert " --cost-table FILE " in _command(own, tmp_path / "p.parquet")
 
 
 def test_outputs_that_are_inputs_or_directories(thdprof, made, tmp_path):

@@ -80,6 +80,10 @@ def write_report(
         check_targets([output], force=force)
     report = open_report(plan, profile=profile, stats=stats)
     cap = report.default_cap if cap is None else cap
+    try:
+        report.check_cap(cap)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
     findings = sentences(report, cap)
     files: tuple[Path, ...] = ()
     if output is not None and form == "figures":
