@@ -175,6 +175,34 @@ def test_json_tells_the_same(thdprof, made):
     )
 
 
+def test_json_tells_numbers_by_name(thdprof, made):
+    done = thdprof("report", made / "plan.yaml", made / "stats.jsonl", "--cap", 64, "--json")
+    told = {f["id"]: f["values"] for f in json.loads(done.stdout)["findings"]}
+    assert list(told) == IDS
+    assert {p: told["shapes"]["n_seqs_documents"][p] for p in ("p50", "p99", "max")} == {
+        "p50": 12, "p99": 113, "max": 358,
+    }  # fmt: skip
+    assert told["shapes"]["max_seqlen_tokens"]["p50"] == 613
+    assert told["joint"] == {
+        "n_seqs_p90_documents": 43,
+        "over_p90_share": pytest.approx(0.099, abs=5e-4),
+        "max_seqlen_p50_over_p90_tokens": 186,
+        "max_seqlen_p50_elsewhere_tokens": 691,
+    }
+    caps = told["caps"]
+    assert (caps["cap_documents"], caps["quickest_cap_documents"]) == (64, 113)
+    assert caps["eager_step_share"] == pytest.approx(0.903, abs=5e-4)
+    assert caps["relative_step_time"] == pytest.approx(0.359, abs=5e-4)
+    assert [g["max_seqs_documents"] for g in told["choice"]["graphs"]] == [64, 113, 358]
+    assert (told["steps"]["microbatch_p50_documents"], told["steps"]["step_max_p50_documents"]) == (12, 105)
+    assert len(told["drift"]["over_cap_step_share"]) == len(told["drift"]["n_seqs_documents"]["p50"]) > 1
+    assert told["parts"] == {}
+    assert told["memory"]["slots_by_rank"] == [[1]]
+    assert told["memory"]["graph_memory_gib"] == pytest.approx(1.7, abs=0.05)
+    assert told["observed"]["dispatched_microbatches"] == 1984
+    assert told["observed"]["other_fallbacks_microbatches"] == {"no_free_slot": 1}
+
+
 def test_a_drift_is_told_from_chance(tmp_path):
     random = np.random.default_rng(5)
 
@@ -239,7 +267,7 @@ def test_a_plan_without_graphs_and_a_pipeline_with_chunks(made, tmp_path):
     assert report.default_cap == 1  # the cap that the page calls the quickest
     assert "at the quickest cap, 1, " not in texts[2]
     assert sentences(report, 8)[2].text.endswith("at the quickest cap, 1, 1.333.")
-    assert "Running eagerly was chosen: no graphs save 2% of the step time." in texts
+    assert "Running eagerly was chosen: no graphs that were considered save 2% of the step time." in texts
     assert (
         "The plan captures nothing, so no slot and no graph memory are needed; with one cap of 1 document the only "
         "pipeline rank would need 1 slot; the cost table does not tell what one takes."
@@ -456,8 +484,9 @@ def test_the_page_in_a_browser(chromium, page, width):
         assert figure["crossed"] == []
 
 
-@pytest.mark.parametrize("kind", ["many", "merged", "dynamic"])
+@pytest.mark.parametrize("kind", ["many", "merged", "dynamic", "single", "wide"])
 def test_figures_of_other_plans_in_a_browser(chromium, made, tmp_path, kind):
+    cap = 20
     if kind == "many":
         report = report_of(
             made / "demo" / "megatron", seq_length=4096, global_batch_size=64, data_parallel_size=2, attention="torch",
@@ -471,6 +500,12 @@ def test_figures_of_other_plans_in_a_browser(chromium, made, tmp_path, kind):
             analyses.append(analyze_dataset(path, seq_length=2048, loader="single", global_batch_size=8))
         profile = merge_profiles([make_profile(a) for a in analyses], names="abc")
         report = Report(plan=make_plan(analyses[0]), profile=profile, comparison=None)
+    elif kind == "single":
+        report = report_of(write_rows(tmp_path / "one.jsonl", [[3, 5]]), seq_length=8, loader="single")
+    elif kind == "wide":
+        counts = np.random.default_rng(3).integers(1, 12000, 200).tolist()
+        path = write_rows(tmp_path / "wide.jsonl", [[1] * (n - 1) + [131072 - n + 1] for n in counts])
+        report, cap = report_of(path, seq_length=131072, loader="single", global_batch_size=8), 11000
     else:
         documents = [90, 20, 20, 10, 5, 5, 60, 8] * 8
         (tmp_path / "documents.jsonl").write_text("".join(f"{n}\n" for n in documents))
@@ -479,7 +514,7 @@ def test_figures_of_other_plans_in_a_browser(chromium, made, tmp_path, kind):
             seq_length=128, loader="single",
         )  # fmt: skip
     path = tmp_path / "figures.html"
-    shown = "".join(figure(report, 20)._repr_html_() for figure in figures.ALL)
+    shown = "".join(figure(report, cap)._repr_html_() for figure in figures.ALL)
     path.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body style="width:900px">{shown}</body>')
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     chromium(path, "--window-size=920,4300", f"--screenshot={SCREENSHOTS / f'figures-{kind}.png'}")

@@ -172,9 +172,10 @@ def _choice_title(report: Report) -> str:
     plan, profile = report.plan, report.profile
     buckets, found = plan.graphs.buckets, plan.predictions
     if not buckets or plan.graphs.impl == "none":
-        best = min(profile.relative_step_time(cap.max_seqs) for cap in profile.caps())
+        considered = {profile.histogram().percentile(p) for p in PERCENTILES.values()}
+        best = min(profile.relative_step_time(max(1, cap)) for cap in considered)
         bound = profile.num_runs == 1 and best <= 1 - LEAST_GAIN  # without limits that cap would have been chosen
-        none = "no graphs within the limits that were given save" if bound else "no graphs save"
+        none = f"no graphs {'within the limits that were given' if bound else 'that were considered'} save"
         return f"Running eagerly was chosen: {none} {LEAST_GAIN:.0%} of the step time."
     stalled = found.fallback_rate.step
     stalls = "no step waits for an eager micro-batch" if stalled == 0 else f"{percent(stalled)} of steps wait"

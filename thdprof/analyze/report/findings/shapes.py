@@ -63,6 +63,14 @@ class Joint:
     """Whether documents want a logarithmic axis."""
     buckets: tuple[tuple[int, int], ...]
     """(max_seqs, max_seqlen) of the plan's graphs."""
+    border: int
+    """P90 of documents."""
+    over_border: float
+    """Share of micro-batches with more."""
+    long_many: int | None
+    """Tokens of their longest documents, at the median; None: there are none."""
+    long_few: int
+    """The same of the others."""
     cap: int
 
 
@@ -140,7 +148,12 @@ def joint(report: Report, cap: int) -> Joint:
     row = np.clip(np.searchsorted(y, max_seqlen) - 1, 0, len(y) - 2)
     shape = (len(y) - 1, len(x) - 1)
     cells = np.bincount(row * shape[1] + column, weights=count, minlength=shape[0] * shape[1])
+    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
     return Joint(
+        border=border,
+        over_border=share_over(documents, border),
+        long_many=long_many,
+        long_few=long_few,
         title=_joint_title(n_seqs, max_seqlen, count, documents),
         n_seqs_edges=x,
         max_seqlen_edges=y,
@@ -151,15 +164,23 @@ def joint(report: Report, cap: int) -> Joint:
     )
 
 
+def _apart(
+    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
+) -> tuple[int, int | None, int]:
+    """P90 of documents, and the median longest document of micro-batches with more, if any, and of the others."""
+    border = documents.percentile(90.0)
+    many = n_seqs > border
+    few = _median(max_seqlen[~many], count[~many])
+    return border, _median(max_seqlen[many], count[many]) if many.any() else None, few
+
+
 def _joint_title(
     n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
 ) -> str:
-    border = documents.percentile(90.0)
-    many = n_seqs > border
-    if not many.any():
+    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
+    if long_many is None:
         most = percent(float(count[n_seqs == border].sum() / count.sum()))
         return f"{most} of micro-batches hold the most documents there are, {border:,}."
-    long_many, long_few = (_median(max_seqlen[chosen], count[chosen]) for chosen in (many, ~many))
     share = percent(share_over(documents, border))
     relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"
     return (
