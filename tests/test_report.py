@@ -8,7 +8,10 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,11 +22,16 @@ from conftest import ROOT
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.demo import write_demo
 from thdprof.analyze.merge import merge_profiles
+from thdprof.analyze.offload import predict_offload
 from thdprof.analyze.profile import Histogram
 from thdprof.analyze.report import figures, open_report
-from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.contents import Report, _command
 from thdprof.analyze.report.findings import sentences
 from thdprof.analyze.report.findings.shapes import _joint_title
+from thdprof.analyze.report.terminal import reasons
+from thdprof.analyze.run_profile import RunProfile
+from thdprof.errors import DataError
+from thdprof.offload_plan import Choice
 from thdprof.plan import load_plan
 
 IDS = ["shapes", "joint", "caps", "choice", "steps", "drift", "parts", "memory", "observed"]
@@ -127,7 +135,7 @@ def report_of(path: Path, **settings) -> Report:
 # Sentences
 
 FINDINGS = """\
-- Half of the micro-batches hold at most 12 documents and 1 in 100 more than 113, the fullest 358; the longest \
+- Half of the micro-batches hold at most 12 documents and 1.0% more than 113, the fullest 358; the longest \
 document has 613 tokens at the median and 2,048 at most.
 - Where documents are many they are shorter than elsewhere: the 9.9% of micro-batches with more than 43 have a longest \
 document of 186 tokens at the median, the others of 691.
@@ -167,6 +175,34 @@ def test_json_tells_the_same(thdprof, made):
     )
 
 
+def test_json_tells_numbers_by_name(thdprof, made):
+    done = thdprof("report", made / "plan.yaml", made / "stats.jsonl", "--cap", 64, "--json")
+    told = {f["id"]: f["values"] for f in json.loads(done.stdout)["findings"]}
+    assert list(told) == IDS
+    assert {p: told["shapes"]["n_seqs_documents"][p] for p in ("p50", "p99", "max")} == {
+        "p50": 12, "p99": 113, "max": 358,
+    }  # fmt: skip
+    assert told["shapes"]["max_seqlen_tokens"]["p50"] == 613
+    assert told["joint"] == {
+        "n_seqs_p90_documents": 43,
+        "over_p90_share": pytest.approx(0.099, abs=5e-4),
+        "max_seqlen_p50_over_p90_tokens": 186,
+        "max_seqlen_p50_elsewhere_tokens": 691,
+    }
+    caps = told["caps"]
+    assert (caps["cap_documents"], caps["quickest_cap_documents"]) == (64, 113)
+    assert caps["eager_step_share"] == pytest.approx(0.903, abs=5e-4)
+    assert caps["relative_step_time"] == pytest.approx(0.359, abs=5e-4)
+    assert [g["max_seqs_documents"] for g in told["choice"]["graphs"]] == [64, 113, 358]
+    assert (told["steps"]["microbatch_p50_documents"], told["steps"]["step_max_p50_documents"]) == (12, 105)
+    assert len(told["drift"]["over_cap_step_share"]) == len(told["drift"]["n_seqs_documents"]["p50"]) > 1
+    assert told["parts"] == {}
+    assert told["memory"]["slots_by_rank"] == [[1]]
+    assert told["memory"]["graph_memory_gib"] == pytest.approx(1.7, abs=0.05)
+    assert told["observed"]["dispatched_microbatches"] == 1984
+    assert told["observed"]["other_fallbacks_microbatches"] == {"no_free_slot": 1}
+
+
 def test_a_drift_is_told_from_chance(tmp_path):
     random = np.random.default_rng(5)
 
@@ -197,6 +233,9 @@ def test_parts_are_told_apart(tmp_path):
     )
     assert "less than the best single cap" not in sentences(merged, 8)[3].text  # that is of other data
     assert sentences(merged, 8)[3].text.endswith(", on the data that the plan was made for.")
+    assert "the run " not in sentences(merged, 8)[5].text  # there never was one of both
+    drift = figures.drift(merged, 8)
+    assert "segment of each run, about 50 steps each" in drift.svg
     drawn = figures.parts(merged, 8)
     assert "code: P50 3, P90 3, P99 3, max 3" in drawn.alt
 
@@ -225,14 +264,73 @@ def test_a_plan_without_graphs_and_a_pipeline_with_chunks(made, tmp_path):
     report = report_of(path, seq_length=8, loader="single", cost_table=costs)
     assert report.plan.graphs.buckets == []
     texts = [sentence.text for sentence in sentences(report, report.default_cap)]
-    assert "Running eagerly was chosen: no graphs within the limits save 2% of the step time." in texts
-    assert "The only pipeline rank needs 1 slot; the cost table does not tell what a slot takes." in texts
+    assert report.default_cap == 1  # the cap that the page calls the quickest
+    assert "at the quickest cap, 1, " not in texts[2]
+    assert sentences(report, 8)[2].text.endswith("at the quickest cap, 1, 1.333.")
+    assert "Running eagerly was chosen: no graphs that were considered save 2% of the step time." in texts
+    assert (
+        "The plan captures nothing, so no slot and no graph memory are needed; with one cap of 1 document the only "
+        "pipeline rank would need 1 slot; the cost table does not tell what one takes."
+    ) in texts
     assert [figure(report, 4).id for figure in figures.ALL] == IDS
     piped = report_of(
         path, seq_length=8, loader="single", pipeline_parallel_size=4, virtual_pipeline_size=2, global_batch_size=8
     )
     assert sentences(piped, 4)[7].text.startswith("The busiest of 4 pipeline ranks needs 12 slots and about ")
     assert "Slots of each pipeline rank: " in figures.memory(piped, 4).alt
+
+
+def test_limits_are_named_only_where_they_decided(made):
+    analysis = analyze_dataset(made / "demo" / "bridge", **SETTINGS, graph_memory_bytes=1)
+    report = Report(plan=make_plan(analysis), profile=make_profile(analysis), comparison=None)
+    assert report.plan.graphs.impl == "none"
+    texts = [sentence.text for sentence in sentences(report, report.default_cap)]
+    assert "Running eagerly was chosen: no graphs within the limits that were given save 2% of the step time." in texts
+    assert texts[7].startswith("The plan captures nothing, so no slot and no graph memory are needed; with one cap of ")
+    assert texts[7].endswith(" the only pipeline rank would need 1 slot and about 1.7 GiB of graph memory.")
+
+
+def test_memory_is_told_after_offloading(made, thdprof, tmp_path):
+    analysis = analyze_dataset(made / "demo" / "bridge", **SETTINGS)
+    moved = predict_offload(analysis, Choice(modules=("core_attn", "mlp_act"), fraction=1.0))
+    report = Report(plan=make_plan(analysis, offload=moved), profile=make_profile(analysis), comparison=None)
+    assert moved.device_bytes_freed > 2**27
+    after, host = moved.graph_memory_bytes / 2**30, moved.host_bytes / 2**30
+    text = sentences(report, 113)[7].text
+    assert text.startswith(
+        f"The only pipeline rank needs 1 slot, about {after:.1f} GiB of graph memory for 3 graphs a slot after "
+        f"offloading and {host:.1f} GiB of pinned host memory: "
+    )
+    drawn = figures.memory(report, 113)
+    assert f"3 graphs a slot {after:.2f} GiB; pinned host memory {host:.2f} GiB" in drawn.alt
+    assert "after offloading" in drawn.svg
+    before = analysis.recommendation.graph_memory_bytes / 2**30
+    assert reasons(analysis)[-1].endswith(f", about {before:.1f} GiB of graph memory for the measured model")
+    assert reasons(analysis, moved)[-1] == (
+        f"slots: at most 1 on a pipeline rank, about {after:.1f} GiB of graph memory, after offloading, for the "
+        "measured model"
+    )
+
+
+def test_headlines_of_few_kinds_of_micro_batches(tmp_path):
+    two = report_of(write_rows(tmp_path / "a.jsonl", [[8]] * 3 + [[2] * 4] * 2), seq_length=8, loader="single")
+    assert sentences(two, 4)[0].text == (
+        "Half of the micro-batches hold at most 1 document, the fullest, 40.0% of all, 4; the longest document has 8 "
+        "tokens at the median and 8 at most."
+    )
+    one = report_of(write_rows(tmp_path / "b.jsonl", [[1]] * 5), seq_length=1, loader="single")
+    assert sentences(one, 1)[0].text == (
+        "Every micro-batch holds 1 document; the longest document has 1 token at the median and 1 at most."
+    )
+    told = "".join(s.text for s in sentences(one, 1)) + one._repr_html_()
+    assert re.findall(r"\b1 (?:documents|tokens|steps|slots|micro-batches|rows)\b", told) == []
+    counts = [1] * 95 + [2] * 5
+    few = report_of(
+        write_rows(tmp_path / "c.jsonl", [[1] * (n - 1) + [9 - n] for n in counts]), seq_length=8, loader="single"
+    )
+    assert sentences(few, 1)[0].text.startswith(
+        "Half of the micro-batches hold at most 1 document, the fullest, 5.0% of all, 2; "
+    )
 
 
 def test_dynamic_context_parallelism(tmp_path):
@@ -386,8 +484,9 @@ def test_the_page_in_a_browser(chromium, page, width):
         assert figure["crossed"] == []
 
 
-@pytest.mark.parametrize("kind", ["many", "merged", "dynamic"])
+@pytest.mark.parametrize("kind", ["many", "merged", "dynamic", "single", "wide"])
 def test_figures_of_other_plans_in_a_browser(chromium, made, tmp_path, kind):
+    cap = 20
     if kind == "many":
         report = report_of(
             made / "demo" / "megatron", seq_length=4096, global_batch_size=64, data_parallel_size=2, attention="torch",
@@ -401,6 +500,12 @@ def test_figures_of_other_plans_in_a_browser(chromium, made, tmp_path, kind):
             analyses.append(analyze_dataset(path, seq_length=2048, loader="single", global_batch_size=8))
         profile = merge_profiles([make_profile(a) for a in analyses], names="abc")
         report = Report(plan=make_plan(analyses[0]), profile=profile, comparison=None)
+    elif kind == "single":
+        report = report_of(write_rows(tmp_path / "one.jsonl", [[3, 5]]), seq_length=8, loader="single")
+    elif kind == "wide":
+        counts = np.random.default_rng(3).integers(1, 12000, 200).tolist()
+        path = write_rows(tmp_path / "wide.jsonl", [[1] * (n - 1) + [131072 - n + 1] for n in counts])
+        report, cap = report_of(path, seq_length=131072, loader="single", global_batch_size=8), 11000
     else:
         documents = [90, 20, 20, 10, 5, 5, 60, 8] * 8
         (tmp_path / "documents.jsonl").write_text("".join(f"{n}\n" for n in documents))
@@ -409,7 +514,7 @@ def test_figures_of_other_plans_in_a_browser(chromium, made, tmp_path, kind):
             seq_length=128, loader="single",
         )  # fmt: skip
     path = tmp_path / "figures.html"
-    shown = "".join(figure(report, 20)._repr_html_() for figure in figures.ALL)
+    shown = "".join(figure(report, cap)._repr_html_() for figure in figures.ALL)
     path.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body style="width:900px">{shown}</body>')
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     chromium(path, "--window-size=920,4300", f"--screenshot={SCREENSHOTS / f'figures-{kind}.png'}")
@@ -502,10 +607,103 @@ def test_outputs_that_cannot_be(thdprof, made, tmp_path):
     refused(thdprof("report", plan, "-o", "-"), 2, "-o -: a report cannot go to stdout")
 
 
+def test_caps_that_cannot_be(thdprof, made):
+    report = open_report(made / "plan.yaml")
+    for cap in (1, 358, 2048, np.int64(7)):
+        report.check_cap(cap)
+    for cap, text in ((0, "less than 1"), (-3, "less than 1"), (1.5, "no whole number"), ("64", "no whole number"),
+                      (None, "no whole number"), (True, "no whole number"), (2049, "give at most 2,048")):  # fmt: skip
+        with pytest.raises(ValueError, match=text) as raised:
+            report.check_cap(cap)
+        assert "\n" not in str(raised.value)
+    refused(
+        thdprof("report", made / "plan.yaml", "--cap", 100000), 2,
+        "--cap 100,000: past what was measured: graphs were timed up to 1,024 documents, and no micro-batch holds more "
+        "than 358; give at most 2,048",
+    )  # fmt: skip
+
+
+def test_a_notebook_with_a_cap_that_cannot_be_says_so(made):
+    from thdprof.analyze.report.notebook import build_notebook, execute
+
+    notebook = build_notebook(
+        plan=made / "plan.yaml", profile=made / "plan.profile.parquet", stats=None, cap=7, beside=made
+    )
+    (cell,) = (c for c in notebook["cells"] if c["id"] == "cap")
+    cell["source"] = cell["source"].replace("cap = 7 ", "cap = 7.5 ")
+    with pytest.raises(DataError, match=r"ValueError: cap 7\.5: is no whole number"):
+        execute(notebook, directory=made)
+
+
+def test_without_matplotlib_it_says_what_to_install(made, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no matplotlib')\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for output in ("r.ipynb", "figures"):
+        done = subprocess.run(
+            [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(tmp_path / output)],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120, check=False,
+        )  # fmt: skip
+        refused(done, 1 if output == "r.ipynb" else 2, "figures need matplotlib (no matplotlib): pip install")
+
+
+@pytest.mark.parametrize("attention", ["transformer_engine", "torch"])
+def test_the_command_names_the_plan_own_costs(made, tmp_path, attention):
+    plan = make_plan(analyze_dataset(made / "demo" / "bridge", **SETTINGS, attention=attention))
+    command = _command(plan, tmp_path / "p.parquet")
+    assert ("--attention torch" in command) == (attention == "torch")
+    assert "--cost-table" not in command
+    own = plan.model_copy(update={"costs": plan.costs.model_copy(update={"name": "mine"})})
+    assert " --cost-table FILE " in _command(own, tmp_path / "p.parquet")
+
+
+def test_outputs_that_are_inputs_or_directories(thdprof, made, tmp_path):
+    for name in ("plan.yaml", "plan.profile.parquet", "stats.jsonl"):
+        shutil.copy(made / name, tmp_path / name)
+    plan, stats = tmp_path / "plan.yaml", tmp_path / "stats.jsonl"
+    before = plan.read_bytes()
+    (tmp_path / "r.html").symlink_to(plan)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "findings.json").symlink_to(stats)
+    refused(thdprof("report", plan, "-o", tmp_path / "r.html", "--force"), 2, f"is {plan}, which is read")
+    refused(thdprof("report", plan, stats, "-o", tmp_path / "figures", "--force"), 2, f"is {stats}, which is read")
+    assert plan.read_bytes() == before
+    (tmp_path / "d.html").mkdir()
+    refused(thdprof("report", plan, "-o", tmp_path / "d.html"), 2, "d.html: is a directory; name a file")
+    assert list((tmp_path / "d.html").iterdir()) == []
+
+
+def test_paths_that_are_not_utf_8(thdprof, made, tmp_path):
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    directory.mkdir()
+    for name in ("plan.yaml", "plan.profile.parquet"):
+        shutil.copy(made / name, directory / name.replace("plan", "\udcfe"))
+    plan = directory / "\udcfe.yaml"
+    for output in ("r.html", "r.ipynb", "\udcfd.html", "figures"):
+        done = thdprof("report", plan, "-o", directory / output, "--json")
+        assert done.returncode == 0, done.stderr
+        assert (directory / output).exists()
+        assert json.loads(done.stdout)["files"][0].startswith(str(directory))
+
+
+def test_names_of_parts_are_drawn_whatever_they_are(tmp_path):
+    profiles = []
+    for name in ("a" * 600, "$x_{", "b\n\x1bc"):
+        path = write_rows(tmp_path / f"{len(profiles)}.jsonl", [[1] * 3 + [61 - len(profiles)]] * 20)
+        made = make_profile(analyze_dataset(path, seq_length=64, loader="single"))
+        part = made.parts[0].model_copy(update={"name": name})
+        profiles.append(
+            RunProfile(made.cells.assign(part=name), training=made.training, costs=made.costs, parts=[part])
+        )
+    plan = make_plan(analyze_dataset(tmp_path / "0.jsonl", seq_length=64, loader="single"))
+    report = Report(plan=plan, profile=merge_profiles(profiles, names="abc"), comparison=None)
+    drawn = figures.parts(report, 8)
+    assert "…" + "a" * 27 in drawn.svg
+    assert "a" * 100 not in re.sub(r"<(title|desc).*?</.*?>", "", drawn.svg)
+    ElementTree.fromstring(drawn.svg)
+
+
 @pytest.mark.parametrize("package", ["nbconvert", "nbclient", "ipykernel", "nbformat"])
 def test_without_the_notebook_packages(made, tmp_path, package):
-    import sys
-
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')\n")
     command = [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(tmp_path / "r.html")]
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
@@ -514,6 +712,51 @@ def test_without_the_notebook_packages(made, tmp_path, package):
     )
     refused(done, 2, f"needs {package}: pip install 'thdprof[notebook]'; figures alone do not")
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to see the kernel")
+@pytest.mark.parametrize("suffix", ["html", "ipynb"])
+@pytest.mark.parametrize("later", [0.0, 0.7])
+def test_a_signal_ends_the_report_and_its_kernel(made, tmp_path, suffix, later):
+    out = tmp_path / f"r.{suffix}"
+    command = [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(out)]
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    kernels: list[str] = []
+    until = time.monotonic() + 60
+    while not kernels and running.poll() is None and time.monotonic() < until:
+        for task in Path(f"/proc/{running.pid}/task").glob("*/children"):
+            kernels += task.read_text().split()
+        time.sleep(0.02)
+    assert kernels
+    time.sleep(later)
+    running.send_signal(signal.SIGTERM)
+    told, error = running.communicate(timeout=30)
+    assert (running.returncode, told, error) == (143, "", "thdprof: ended by SIGTERM\n")
+    assert list(tmp_path.iterdir()) == []
+    assert [pid for pid in kernels if "ipykernel" in _command_line(pid)] == []
+
+
+def _command_line(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_figures_that_cannot_all_be_written_leave_nothing(made, tmp_path, monkeypatch):
+    from thdprof.analyze.report import write
+
+    def fail(path, text, *, force):
+        if path.name == "joint.svg":
+            raise KeyboardInterrupt
+        path.write_text(text)
+
+    monkeypatch.setattr(write, "write_text", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write.write_report(
+            made / "plan.yaml", profile=None, stats=None, cap=None, output=tmp_path / "new" / "figures", force=False
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 # A long run

@@ -222,7 +222,64 @@ def test_files_that_are_no_profiles(analysis, tmp_path):
     assert "columns are part, segment" in str(raised.value)
     with rewrite(good.set_column(6, "count", pa.array(np.zeros(len(good), dtype=np.int64)))) as raised:
         load_profile(path)
-    assert "count: 0; every count must be at least 1" in str(raised.value)
+    assert "row 0 (from 0): count: 0; every count must be at least 1" in str(raised.value)
+    with rewrite(parts=[{**told["parts"][0], "caps": told["parts"][0]["caps"][::-1]}]) as raised:
+        load_profile(path)
+    assert "caps are not ascending" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "value", "kind", "text"),
+    [
+        ("max_seqlen", 3, -5, None, r"row 3 \(from 0\): max_seqlen: -5; must not be negative"),
+        ("max_seqlen", -1, 7, None, "max_seqlen: 7; must be -1 for counts of segments"),
+        ("segment", 1, -5, None, r"row 1 \(from 0\): segment: -5; must be -1 for counts of the whole run"),
+        ("segment", -1, 64, None, "segment: 64; must be 0 to 63"),
+        ("cp_size", 2, -5, None, r"row 2 \(from 0\): cp_size: -5; must not be negative"),
+        ("n_seqs", 2, -1, None, r"row 2 \(from 0\): n_seqs: -1; must not be negative"),
+        ("n_seqs", 2, 2**40, "int64", r"row 2 \(from 0\): n_seqs: 1099511627776; must fit int32"),
+        ("n_seqs", 2, None, None, r"row 2 \(from 0\): n_seqs is missing"),
+        ("n_seqs", 2, 1.5, "float64", "column n_seqs holds double, not int32"),
+        ("count", 0, "5", "string", "column count holds string, not int64"),
+        ("kind", 4, "steps", "string", r"row 4 \(from 0\): kind: steps; must be one of microbatch, "),
+        ("part", 4, "other", "string", r"row 4 \(from 0\): part: other; must be one of the parts"),
+        ("part", 4, 5, "int64", "column part holds int64, not text"),
+    ],
+)
+def test_damaged_rows_are_named(analysis, tmp_path, column, row, value, kind, text):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "p.parquet"
+    make_profile(analysis).save(path)
+    good = pq.read_table(path)
+    cells = good[column].to_pylist()
+    wanted = kind or good.schema.field(column).type
+    if kind in ("string", "float64", "int64"):
+        cells = [
+            {"string": str, "float64": float, "int64": lambda v: 0 if isinstance(v, str) else v}[kind](v) for v in cells
+        ]
+    cells[row] = value
+    bad = good.set_column(list(COLUMNS).index(column), column, pa.array(cells, type=wanted))
+    pq.write_table(bad.replace_schema_metadata(good.schema.metadata), path)
+    with pytest.raises(DataError, match=rf"p\.parquet: .*{text}"):
+        load_profile(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (5, "--part: a name is text, not int"),
+        ("", "the name is empty"),
+        ("a\nb", r"--part 'a\\nb': holds line breaks"),
+        ("a\x1bb", "cannot be shown"),
+        ("\udcff", "cannot be shown"),
+        ("n" * 600, "600 characters; a name has at most 100"),
+    ],
+)
+def test_names_of_parts_that_cannot_be(tmp_path, part, text):
+    with pytest.raises(UsageError, match=text):
+        profile_dataset(write_rows(tmp_path / "a.jsonl", 1), part=part, **RUN)
 
 
 # The command line
@@ -265,3 +322,30 @@ def test_merge_from_the_command_line(thdprof, tmp_path):
     done = thdprof("merge", files[0], files[0], "-o", tmp_path / "twice.parquet")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert not (tmp_path / "twice.parquet").exists()
+    done = thdprof("merge", *files, "-o", "-")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("thdprof: -o -: a profile cannot go to stdout")
+    (tmp_path / "link.parquet").symlink_to(files[1])
+    before = files[1].read_bytes()
+    for output in (files[1], tmp_path / "link.parquet"):
+        done = thdprof("merge", *files, "-o", output, "--force")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"thdprof: -o {output}: is {files[1]}, which is read; give another name\n"
+    assert files[1].read_bytes() == before
+
+
+def test_profiles_of_any_name_are_merged(thdprof, tmp_path):
+    import os
+
+    names = [os.fsdecode(os.fsencode(tmp_path) + b"/" + name) for name in (b"\xff1.parquet", b"\xff2.parquet")]
+    for seed, name in enumerate(names):
+        profile_dataset(write_rows(tmp_path / f"{seed}.jsonl", seed), **RUN).save(name)
+    done = thdprof("merge", *names, "-o", os.fsdecode(os.fsencode(tmp_path) + b"/\xffall.parquet"))
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_name_of_a_part_is_refused_before_the_work(thdprof, tmp_path):
+    done = thdprof("analyze", tmp_path / "nothing", "--profile", tmp_path / "p.parquet", "--part", "a\nb")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--part 'a\\nb': holds line breaks" in done.stderr

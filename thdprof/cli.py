@@ -226,6 +226,7 @@ def analyze(
     from thdprof.analyze.experts import captured
     from thdprof.analyze.megatron_graphs import check_settings
     from thdprof.analyze.offload import check_choice, choice_of, predict_offload, without_experts
+    from thdprof.analyze.profiling import check_part, make_profile
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
 
@@ -278,6 +279,7 @@ def analyze(
             raise UsageError(f"{flag} -: a parquet table cannot go to stdout; name a file")
     if part is not None and profile is None:
         raise UsageError(f"--part {part}: names the data in a profile; give --profile too")
+    check_part(part)
     check_targets([p for p in (None if to_stdout else output, microbatches, profile) if p is not None], force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = choice_of(offload, share)
@@ -306,8 +308,6 @@ def analyze(
             progress("writing the table", 1.0, 0)
             result.microbatches.write_parquet(microbatches)
         if profile is not None:
-            from thdprof.analyze.profiling import make_profile
-
             progress("writing the profile", 1.0, 0)
             make_profile(result, part=part).save(profile, force=force)
     moved = None
@@ -328,7 +328,7 @@ def analyze(
         from thdprof.analyze.report.terminal import print_offload, print_report
 
         console = streams.console(stderr=to_stdout)
-        print_report(result, console)
+        print_report(result, console, moved)
         if moved is not None:
             print_offload(moved, console)
         if output is not None and not to_stdout:
@@ -381,9 +381,13 @@ def merge(
     """Join profiles of several datasets or shards; parts of one name are added up."""
     from thdprof.analyze.merge import describe, merge_profiles
     from thdprof.analyze.merge import to_json as as_json
+    from thdprof.analyze.outputs import check_not_inputs
     from thdprof.analyze.run_profile import load_profile
     from thdprof.files import check_targets
 
+    if str(output) == "-":
+        raise UsageError("-o -: a profile cannot go to stdout; name a file (--json prints what it holds)")
+    check_not_inputs([output], profiles)
     check_targets([output], force=force)
     merged = merge_profiles([load_profile(path) for path in profiles], names=[str(path) for path in profiles])
     merged.save(output, force=force)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thdprof.notebook_html import table
+from thdprof.words import counted
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -19,8 +20,8 @@ def plan_html(plan: Plan) -> str:
         (b.max_seqs, b.max_seqlen, b.cp_size, share) for b, share in zip(plan.graphs.buckets, shares, strict=True)
     ]
     facts: list[tuple[str, str]] = [
-        ("data", f"{source} ({data.format}), {data.rows:,} rows, {data.documents:,} documents"),
-        ("micro-batches", f"{plan.microbatches.count:,} in {plan.microbatches.steps:,} steps, {_how(plan)}"),
+        ("data", f"{source} ({data.format}), {counted(data.rows, 'row')}, {counted(data.documents, 'document')}"),
+        ("micro-batches", f"{plan.microbatches.count:,} in {counted(plan.microbatches.steps, 'step')}, {_how(plan)}"),
         ("step time, eager = 1", f"{found.relative_step_time:.3f}"),
         ("steps with an eager micro-batch", f"{found.fallback_rate.step:.2%}"),
         ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in plan.graphs.slots))),

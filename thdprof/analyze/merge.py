@@ -10,6 +10,7 @@ from thdprof.analyze.cost import CostTable
 from thdprof.analyze.run_profile import COLUMNS, SCHEMA, PartOfRun, RunProfile, combine_caps
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import TrainingPart
+from thdprof.words import counted, printable
 
 _OF_THE_DATA = ("train_samples", "weights")
 """Training settings that say how much data a run takes, not how a step is formed: they may differ."""
@@ -99,9 +100,10 @@ def describe(profile: RunProfile) -> str:
     lines = []
     for part in profile.parts:
         documents = profile.histogram(part=part.name)
+        many = counted(part.microbatches, "micro-batch", "micro-batches")
         data = f"{len(part.fingerprints)} datasets added up, " if len(part.fingerprints) > 1 else ""
         lines.append(
-            f"{part.name}: {data}{part.microbatches:,} micro-batches in {part.steps:,} steps, documents P50 "
+            f"{printable(part.name)}: {data}{many} in {counted(part.steps, 'step')}, documents P50 "
             f"{documents.percentile(50.0):,}, P99 {documents.percentile(99.0):,}, max {documents.percentile(100.0):,}\n"
         )
     return "".join(lines)

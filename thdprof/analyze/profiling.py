@@ -15,13 +15,17 @@ from thdprof.analyze.microbatches import MicrobatchTable, RankGroups
 from thdprof.analyze.profile import PERCENTILES
 from thdprof.analyze.recommend import one_cap_step_ms
 from thdprof.analyze.run_profile import COLUMNS, SEGMENTS, CapTime, PartOfRun, RunProfile
+from thdprof.errors import UsageError
 from thdprof.plan import TrainingPart
+from thdprof.words import shortened
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _LADDER = tuple(sorted({b << k for b in (2, 3) for k in range(24)} | {1}))
 """Caps of which every profile's grid has its share, so that merged ones have some in common: 1, 2, 3, 4, 6, 8, ..."""
+LONGEST_PART = 100
+"""Characters of the name of a part."""
 _MOST_CELLS = 1 << 26
 """Cells of a joint histogram that is counted by index; a larger one is sorted."""
 
@@ -31,11 +35,15 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
 
     Args:
         part: name of the data in it; None: the dataset's file, or the directory that its files have in common.
+
+    Raises:
+        UsageError: `part` is no name, as `check_part` says.
     """
     import pandas as pd
 
     table, settings = analysis.microbatches, analysis.settings
-    name = part or _name(analysis.dataset.uris)
+    check_part(part)
+    name = shortened(_name(analysis.dataset.uris), LONGEST_PART) if part is None else part
     cells = [*_whole_run(table), *_segments(table)]
     frame = pd.concat(cells, ignore_index=True)
     frame.insert(0, "part", name)
@@ -64,6 +72,24 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
             )
         ],
     )
+
+
+def check_part(part: str | None) -> None:
+    """Refuse what cannot name data in tables and figures; None names nothing.
+
+    Raises:
+        UsageError: it is no text, empty, too long, or holds characters that cannot be shown.
+    """
+    if part is None:
+        return
+    if not isinstance(part, str):
+        raise UsageError(f"--part: a name is text, not {type(part).__name__} ({part!r:.40})")
+    if not part.strip():
+        raise UsageError("--part: the name is empty; leave it out for that of the file or directory")
+    if len(part) > LONGEST_PART:
+        raise UsageError(f"--part {part[:20]}…: {len(part)} characters; a name has at most {LONGEST_PART}")
+    if not part.isprintable():
+        raise UsageError(f"--part {part!a}: holds line breaks or characters that cannot be shown; leave them out")
 
 
 def _name(uris: tuple[str, ...]) -> str:

@@ -29,9 +29,11 @@ from thdprof.analyze.cost import CostTable
 from thdprof.analyze.profile import FallbackRate, Histogram
 from thdprof.errors import DataError
 from thdprof.plan import TrainingPart
+from thdprof.words import counted
 
 if TYPE_CHECKING:
     import pandas as pd
+    import pyarrow as pa
 
 SCHEMA: Literal["thdprof.profile/1"] = "thdprof.profile/1"
 KINDS = ("microbatch", "rank_step_max", "step_max", "segment_microbatch", "segment_step_max")
@@ -121,6 +123,11 @@ class RunProfile:
         return sum(part.steps for part in self.parts)
 
     @property
+    def num_runs(self) -> int:
+        """Runs counted, each from its own begin to its end."""
+        return sum(len(part.fingerprints) for part in self.parts)
+
+    @property
     def exact(self) -> bool:
         """Whether all micro-batches equal training's."""
         return all(part.exact for part in self.parts)
@@ -208,7 +215,8 @@ class RunProfile:
     def __repr__(self) -> str:
         """How much was counted."""
         how = "replayed exactly" if self.exact else "not all replayed exactly"
-        return f"Profile of {self.microbatches:,} micro-batches in {self.steps:,} steps, {how}"
+        many = counted(self.microbatches, "micro-batch", "micro-batches")
+        return f"Profile of {many} in {counted(self.steps, 'step')}, {how}"
 
     def _repr_html_(self) -> str:
         from thdprof.notebook_html import table
@@ -242,8 +250,8 @@ class RunProfile:
             for name, kind in COLUMNS.items()
         }
         content = pa.table(columns).replace_schema_metadata({_KEY: text})
-        with replacing(path) as temporary:
-            pq.write_table(content, temporary, compression="zstd")
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            pq.write_table(content, file, compression="zstd")
 
 
 def load_profile(path: Path | str) -> RunProfile:
@@ -257,7 +265,8 @@ def load_profile(path: Path | str) -> RunProfile:
 
     path = Path(path)
     try:
-        content = pq.read_table(path)
+        with path.open("rb") as file:  # any name, also one that is not UTF-8
+            content = pq.read_table(file)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except pa.ArrowException as error:
@@ -266,13 +275,8 @@ def load_profile(path: Path | str) -> RunProfile:
     if text is None:
         raise DataError(f"{path}: not a profile: analyze --profile writes one")
     told = _metadata(text, where=str(path))
-    names = content.schema.names
-    if names != list(COLUMNS):
-        raise DataError(f"{path}: columns are {', '.join(names)}, not {', '.join(COLUMNS)}")
-    try:
-        cells = content.to_pandas().astype(COLUMNS)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path}: a column is of a wrong type: {error}") from error
+    cells = _cells(content, where=str(path))
+    _check_rows(cells, {part.name for part in told.parts}, where=str(path))
     profile = RunProfile(cells, training=told.training, costs=told.costs, parts=told.parts)
     _check(profile, where=str(path))
     return profile
@@ -293,13 +297,65 @@ def _metadata(text: bytes, *, where: str) -> _Metadata:
         raise DataError(f"{where}: its metadata is not JSON: {error}") from error
 
 
+def _cells(content: pa.Table, *, where: str) -> pd.DataFrame:
+    """The columns as `COLUMNS` has them; nothing is rounded, cut or made up."""
+    import pyarrow as pa
+
+    names = content.schema.names
+    if names != list(COLUMNS):
+        raise DataError(f"{where}: columns are {', '.join(names)}, not {', '.join(COLUMNS)}")
+    for name, kind in COLUMNS.items():
+        column, wanted = content[name], "text" if kind == "category" else kind
+        stored = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        text = pa.types.is_string(stored) or pa.types.is_large_string(stored)
+        if not (text if kind == "category" else pa.types.is_integer(stored)):
+            raise DataError(f"{where}: column {name} holds {stored}, not {wanted}")
+        if column.null_count:
+            row = column.is_null().to_pylist().index(True)
+            raise DataError(f"{where}: row {row} (from 0): {name} is missing")
+    try:
+        frame = content.to_pandas()
+        for name, kind in COLUMNS.items():
+            if kind != "category":
+                limits = np.iinfo(kind)
+                outside = (frame[name] < limits.min) | (frame[name] > limits.max)
+                _refuse(outside, frame[name], f"must fit {kind}", where=where)
+        typed: pd.DataFrame = frame.astype(COLUMNS)
+        return typed
+    except (ValueError, TypeError, pa.ArrowException) as error:
+        raise DataError(f"{where}: a column is of a wrong type: {error}") from error
+
+
+def _refuse(wrong: pd.Series[bool], column: pd.Series[Any], rule: str, *, where: str) -> None:
+    """Refuse a column of which rows are `wrong`, naming the first."""
+    if wrong.any():
+        row = int(np.argmax(wrong.to_numpy()))
+        raise DataError(f"{where}: row {row} (from 0): {column.name}: {column.iloc[row]!s:.80}; {rule}")
+
+
+def _check_rows(cells: pd.DataFrame, parts: set[str], *, where: str) -> None:
+    """Refuse rows that no profile has."""
+    segments = cells["kind"].astype(str).str.startswith("segment_")
+    rules = (
+        ("part", ~cells["part"].isin(parts), "must be one of the parts that the metadata name"),
+        ("kind", ~cells["kind"].isin(KINDS), f"must be one of {', '.join(KINDS)}"),
+        ("segment", segments & ~cells["segment"].between(0, SEGMENTS - 1), f"must be 0 to {SEGMENTS - 1}"),
+        ("segment", ~segments & (cells["segment"] != -1), "must be -1 for counts of the whole run"),
+        ("n_seqs", cells["n_seqs"] < 0, "must not be negative"),
+        ("max_seqlen", segments & (cells["max_seqlen"] != -1), "must be -1 for counts of segments"),
+        ("max_seqlen", ~segments & (cells["max_seqlen"] < 0), "must not be negative"),
+        ("cp_size", cells["cp_size"] < 0, "must not be negative"),
+        ("count", cells["count"] < 1, "every count must be at least 1"),
+    )
+    for name, wrong, rule in rules:
+        _refuse(wrong, cells[name], rule, where=where)
+
+
 def _check(profile: RunProfile, *, where: str) -> None:
     """Refuse counts that do not add up to what the metadata tell."""
-    cells = profile.cells
-    if len(cells) and int(cells["count"].min()) < 1:
-        raise DataError(f"{where}: count: {cells['count'].min()}; every count must be at least 1")
-    if len(cells) and int(cells["n_seqs"].min()) < 0:
-        raise DataError(f"{where}: n_seqs: {cells['n_seqs'].min()}; must not be negative")
+    known = [part.name for part in profile.parts]
+    if len(set(known)) < len(known):
+        raise DataError(f"{where}: parts: two have one name")
     for part in profile.parts:
         for kind, wanted in (
             ("microbatch", part.microbatches),
@@ -310,6 +366,9 @@ def _check(profile: RunProfile, *, where: str) -> None:
             found = int(profile.rows(kind, part=part.name)["count"].sum())
             if found != wanted:
                 raise DataError(f"{where}: part {part.name}: {kind} counts add up to {found}, not {wanted}")
+        caps = [cap.max_seqs for cap in part.caps]
+        if sorted(set(caps)) != caps:
+            raise DataError(f"{where}: part {part.name}: caps are not ascending")
         if not len(profile.rows("rank_step_max", part=part.name)):
             raise DataError(f"{where}: part {part.name}: has no rank_step_max counts")
 

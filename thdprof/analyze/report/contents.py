@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, fields
+from numbers import Integral
 from pathlib import Path
+from typing import get_args
 
+from thdprof.analyze.cost import built_in_costs
 from thdprof.analyze.merge import same_settings
 from thdprof.analyze.run_profile import RunProfile, load_profile
-from thdprof.analyze.settings import FLAGS, TrainingSettings
+from thdprof.analyze.settings import FLAGS, Attention, TrainingSettings
 from thdprof.compare import Comparison, compare, read_stats
 from thdprof.errors import DataError
 from thdprof.plan import Plan, TrainingPart, load_plan
+from thdprof.words import counted as told
 
 TOLERANCE = 0.01
 """Difference of a share from its prediction up to which the two are called alike, as in `thdprof compare`."""
 _MOST_URIS = 5
+_PAST = 2
+"""How many times the largest cap that is known a cap may be: times beyond are a line drawn on."""
 _SWITCHES = {
     "data_sharding": ("--data-sharding", "--no-data-sharding"),
     "drop_last": ("--drop-last", "--no-drop-last"),
@@ -35,9 +41,31 @@ class Report:
 
     @property
     def default_cap(self) -> int:
-        """The cap that the report opens with: the plan's best single one, else P99 of documents."""
+        """The cap that the report opens with: the plan's best single one, else the quickest of the profile."""
         one = self.plan.graphs.one_cap
-        return one.max_seqs if one is not None else self.profile.histogram().percentile(99.0)
+        if one is not None:
+            return one.max_seqs
+        return min(self.profile.caps(), key=lambda cap: (cap.step_ms, cap.max_seqs)).max_seqs
+
+    def check_cap(self, cap: object) -> None:
+        """Refuse a cap of which nothing was measured.
+
+        Raises:
+            ValueError: it is no whole number, less than 1, or so large that its times would be made up.
+        """
+        if isinstance(cap, bool) or not isinstance(cap, Integral):
+            raise ValueError(f"cap {cap!r:.40}: is no whole number; give documents of a micro-batch, 1 or more")
+        if int(cap) < 1:
+            raise ValueError(f"cap {cap}: is less than 1; give documents of a micro-batch, 1 or more")
+        measured = max(point.max_seqs for point in self.profile.costs.replay)
+        known = self.profile.caps()[-1].max_seqs
+        most = _PAST * max(measured, known)
+        if int(cap) > most:
+            fullest = self.profile.histogram().percentile(100.0)
+            raise ValueError(
+                f"cap {cap:,}: past what was measured: graphs were timed up to {told(measured, 'document')}, and no "
+                f"micro-batch holds more than {fullest:,}; give at most {most:,}"
+            )
 
     def __repr__(self) -> str:
         """What it is of; the whole shows itself in a notebook."""
@@ -109,9 +137,17 @@ def _command(plan: Plan, profile: Path) -> str:
     """The command that counts the plan's data into `profile`."""
     uris = plan.dataset.uris if len(plan.dataset.uris) <= _MOST_URIS else ["DATASET"]
     words = ["thdprof", "analyze", *uris, *_options(plan.training)]
-    if plan.costs.calibrated:
-        words += ["--cost-table", "FILE"]
+    words += _costs(plan)
     return shlex.join([*words, "--profile", str(profile)])
+
+
+def _costs(plan: Plan) -> list[str]:
+    """The options of `analyze` that take the costs of `plan`."""
+    for attention in get_args(Attention):
+        built_in = built_in_costs(attention, plan.graph_tokens)
+        if all(getattr(built_in, name) == getattr(plan.costs, name) for name in type(plan.costs).model_fields):
+            return [] if attention == "transformer_engine" else ["--attention", attention]
+    return ["--cost-table", "FILE"]
 
 
 def _options(training: TrainingPart) -> list[str]:

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thdprof.analyze.report.kernel import run_apart
 from thdprof.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
     """Run all cells in `directory`; the outputs go into `notebook`.
 
     Raises:
-        DataError: a cell failed, took too long or ended the kernel.
+        DataError: a cell failed, took too long or ended the kernel; the kernel did not start.
         UsageError: nbclient or ipykernel is not installed.
     """
     nbclient, traitlets = need("nbclient"), need("traitlets.config")
@@ -67,7 +68,7 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
         before = os.environ.get("JUPYTER_RUNTIME_DIR")
         os.environ["JUPYTER_RUNTIME_DIR"] = runtime
         try:
-            client.execute(env=_environment(runtime))
+            run_apart(client, env=_environment(runtime))
         except nbclient.exceptions.CellExecutionError as error:
             raise DataError(f"the report's notebook failed: {error.ename}: {error.evalue}") from error
         except (nbclient.exceptions.CellTimeoutError, nbclient.exceptions.DeadKernelError) as error:

@@ -12,15 +12,15 @@ from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.experts import WHY
 from thdprof.analyze.offload import OffloadPrediction
 from thdprof.analyze.recommend import LEAST_GAIN, Candidate
-from thdprof.analyze.report.words import percent, percentile_name
+from thdprof.analyze.report.words import counted, percent, percentile_name
 
 _BAR = 20
 
 
-def print_report(analysis: Analysis, console: Console) -> None:
-    """Write the report of `analysis` to `console`."""
+def print_report(analysis: Analysis, console: Console, offload: OffloadPrediction | None = None) -> None:
+    """Write the report of `analysis` to `console`; with `offload`, graph memory is what that leaves."""
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    for part in _parts(analysis, block):
+    for part in _parts(analysis, block, offload):
         console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))
 
 
@@ -44,14 +44,16 @@ def print_offload(offload: OffloadPrediction, console: Console) -> None:
     console.print(Text(f"{text} ({offload.model})"), highlight=False, soft_wrap=True)
 
 
-def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
+def _parts(analysis: Analysis, block: str, offload: OffloadPrediction | None) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
-    yield Text(f"{source} ({data.format}): {data.rows:,} rows, {data.documents:,} documents, {data.tokens:,} tokens")
+    held = (counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token")))
+    yield Text(f"{source} ({data.format}): {', '.join(held)}")
     how = (
         "replayed exactly" if table.exact else "drawn, not replayed" if analysis.drawn else "as described, not replayed"
     )
-    yield Text(f"{len(table):,} micro-batches in {analysis.steps:,} steps, {how}")
+    many = counted(len(table), "micro-batch", "micro-batches")
+    yield Text(f"{many} in {counted(analysis.steps, 'step')}, {how}")
     for assumption in analysis.assumptions:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
     if analysis.packing_efficiency is not None:
@@ -65,7 +67,7 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     yield _caps(analysis, block)
     yield ""
     yield Text(sentence(analysis), style="bold")
-    for reason in reasons(analysis):
+    for reason in reasons(analysis, offload):
         yield Text(f"  - {reason}")
     for warning in analysis.warnings:
         yield Text(f"warning: {warning}", style="yellow")
@@ -157,13 +159,14 @@ def sentence(analysis: Analysis) -> str:
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
     listed = caps[0] if len(caps) == 1 else ", ".join(caps[:-1]) + " and " + caps[-1]
+    documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
     fallbacks = (
         "no micro-batch seen falls back"
         if chosen.fallback_rate.microbatch == 0
         else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
     )
     return (
-        f"Capture graphs for {listed} documents: a step takes {chosen.relative_step_time:.3f} of its eager time, "
+        f"Capture graphs for {listed} {documents}: a step takes {chosen.relative_step_time:.3f} of its eager time, "
         f"and {fallbacks}."
     )
 
@@ -172,8 +175,8 @@ def _ranks(cp_size: int) -> str:
     return "1 rank" if cp_size == 1 else f"{cp_size} ranks"
 
 
-def reasons(analysis: Analysis) -> list[str]:
-    """Why, in sentences."""
+def reasons(analysis: Analysis, offload: OffloadPrediction | None = None) -> list[str]:
+    """Why, in sentences; with `offload`, graph memory is what that leaves."""
     chosen = analysis.recommendation
     found = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
     one = chosen.one_cap
@@ -193,8 +196,10 @@ def reasons(analysis: Analysis) -> list[str]:
         )
         most = max(sum(rank) for rank in analysis.slots)
         memory = ""
-        if chosen.graph_memory_bytes is not None:
-            memory = f", about {chosen.graph_memory_bytes / 2**30:.1f} GiB of graph memory for the measured model"
+        size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
+        if size is not None:
+            after = "" if offload is None else ", after offloading,"
+            memory = f", about {size / 2**30:.1f} GiB of graph memory{after} for the measured model"
         found.append(f"slots: at most {most} on a pipeline rank{memory}")
     return found
 

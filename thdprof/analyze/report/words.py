@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from thdprof.words import counted, printable, shortened
+
+__all__ = ["apart", "counted", "listed", "memory_size", "percent", "percentile_name", "printable", "shortened"]
+
 _DECIMALS = 12
 """Of a share; what differs further behind is rounding."""
 
@@ -39,8 +43,3 @@ def memory_size(gib: float) -> str:
 def listed(words: list[str]) -> str:
     """ "a, b and c"."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
-
-
-def counted(number: int, one: str, many: str | None = None) -> str:
-    """ "1 step", "2 steps"."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"

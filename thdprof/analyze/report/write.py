@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from thdprof.analyze.outputs import check_not_inputs
 from thdprof.analyze.report.contents import Report, default_profile, open_report
 from thdprof.analyze.report.figures import ALL
 from thdprof.analyze.report.figures.canvas import Drawing
 from thdprof.analyze.report.findings import Sentence, sentences
 from thdprof.analyze.report.html import to_html
 from thdprof.analyze.report.notebook import build_notebook, execute, to_text
+from thdprof.analyze.report.words import printable
 from thdprof.errors import UsageError
 from thdprof.files import check_targets, write_text
 
@@ -44,6 +48,8 @@ def form_of(output: Path) -> Form:
     if str(output) == "-":
         raise UsageError("-o -: a report cannot go to stdout; name a file or directory (--json prints the sentences)")
     suffix = output.suffix.lower()
+    if suffix in (".ipynb", ".html", ".htm") and output.is_dir():
+        raise UsageError(f"-o {output}: is a directory; name a file, or a directory that is not called {suffix}")
     if output.is_dir() or not suffix:
         return "figures"
     if suffix == ".ipynb":
@@ -68,20 +74,27 @@ def write_report(
         UsageError: `output` cannot be written or exists without `force`; nbconvert or ipykernel is missing.
     """
     form = None if output is None else form_of(output)
-    if output is not None and form != "figures":
-        check_targets([output], force=force)
     profile = default_profile(plan) if profile is None else profile
+    if output is not None and form != "figures":
+        check_not_inputs([output], (plan, profile, stats))
+        check_targets([output], force=force)
     report = open_report(plan, profile=profile, stats=stats)
     cap = report.default_cap if cap is None else cap
+    try:
+        report.check_cap(cap)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
     findings = sentences(report, cap)
     files: tuple[Path, ...] = ()
     if output is not None and form == "figures":
+        check_not_inputs(_figures(findings, output), (plan, profile, stats))
         files = _write_figures(report, cap, findings, output, force=force)
     elif output is not None:
         directory = output.absolute().parent
         notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
         execute(notebook, directory=directory)
-        text = to_text(notebook) if form == "notebook" else to_html(notebook, title=f"thdprof report: {plan.name}")
+        title = printable(f"thdprof report: {plan.name}")
+        text = to_text(notebook) if form == "notebook" else to_html(notebook, title=title)
         write_text(output, text, force=force)
         files = (output,)
     return Written(cap=cap, findings=findings, files=files)
@@ -90,16 +103,33 @@ def write_report(
 def _write_figures(
     report: Report, cap: int, findings: tuple[Sentence, ...], directory: Path, *, force: bool
 ) -> tuple[Path, ...]:
-    """Every figure as `{id}.svg`, and all sentences as `FINDINGS`."""
-    directory.mkdir(parents=True, exist_ok=True)
-    targets = [directory / f"{s.id}.svg" for s in findings if s.drawn] + [directory / FINDINGS]
-    check_targets(targets, force=force)
+    """Every figure as `{id}.svg`, and all sentences as `FINDINGS`; what is new goes again if they cannot all be."""
+    targets = _figures(findings, directory)
+    if directory.is_dir():
+        check_targets(targets, force=force)
     drawn = (figure(report, cap) for figure in ALL)
     texts = [figure.standalone() for figure in drawn if isinstance(figure, Drawing)]
     texts.append(json.dumps(_told(cap, findings), indent=2) + "\n")
-    for path, text in zip(targets, texts, strict=True):
-        write_text(path, text, force=force)
+    new = [path for path in targets if not os.path.lexists(path)]
+    made = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(targets, texts, strict=True):
+            write_text(path, text, force=force)
+    except BaseException:
+        for path in new:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        raise
     return tuple(targets)
+
+
+def _figures(findings: tuple[Sentence, ...], directory: Path) -> list[Path]:
+    """Where the figures and the sentences go."""
+    return [directory / f"{s.id}.svg" for s in findings if s.drawn] + [directory / FINDINGS]
 
 
 def _told(cap: int, findings: tuple[Sentence, ...]) -> dict[str, Any]:

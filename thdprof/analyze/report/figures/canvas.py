@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from thdprof.errors import UsageError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -30,6 +32,7 @@ _RC: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9.5,
+    "text.parse_math": False,
     "text.color": INK,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
@@ -92,10 +95,17 @@ class Note:
 
 @contextmanager
 def canvas(height: float, title: str) -> Iterator[Figure]:
-    """An empty figure `WIDTH` by `height` inches with its title, drawn in the report's style."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    """An empty figure `WIDTH` by `height` inches with its title, drawn in the report's style.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise UsageError(f"figures need matplotlib ({error}): pip install matplotlib in the kernel's Python") from error
 
     with mpl.rc_context(_RC):
         figure = Figure(figsize=(WIDTH, height), layout=ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.08))

@@ -10,7 +10,7 @@ import numpy as np
 from thdprof.analyze.report import findings
 from thdprof.analyze.report.figures.canvas import BLUE, GREEN, INK, ORANGE, Drawing, canvas, drawing
 from thdprof.analyze.report.findings.shapes import Distribution
-from thdprof.analyze.report.words import percent, percentile_name
+from thdprof.analyze.report.words import counted, percent, percentile_name, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,11 +25,12 @@ _CAP: dict[str, Any] = {"color": ORANGE, "linestyle": (0, (5, 2)), "linewidth": 
 """The line of the cap that is asked about."""
 _NEAR = 0.7
 _MOST_BARS = 40
+_LONGEST_NAME = 28
 
 
 def shapes(found: findings.Shapes) -> Drawing:
     """Histograms above cumulative curves, for both measures."""
-    with canvas(5.4, found.title) as figure:
+    with canvas(6.2, found.title) as figure:
         axes = figure.subplots(2, 2, sharex="col")
         measures = (("documents of a micro-batch", found.n_seqs), ("longest document, tokens", found.max_seqlen))
         for column, (label, spread) in enumerate(measures):
@@ -53,7 +54,7 @@ def shapes(found: findings.Shapes) -> Drawing:
 def _histogram(axis: Axes, spread: Distribution) -> None:
     axis.bar(spread.edges[:-1], spread.shares, np.diff(spread.edges), align="edge", color=BLUE, alpha=0.75, linewidth=0)
     axis.yaxis.set_major_formatter(_percent_format())
-    _scale(axis, logarithmic=spread.logarithmic)
+    _scale(axis, logarithmic=spread.logarithmic, largest=int(spread.values[-1]), narrow=True)
 
 
 def _cumulative(axis: Axes, spread: Distribution) -> None:
@@ -64,24 +65,27 @@ def _cumulative(axis: Axes, spread: Distribution) -> None:
         axis.plot([value], [at], _MARKERS[name], color=INK, markerfacecolor="none", label=label, linestyle="none")
     axis.yaxis.set_major_formatter(_percent_format())
     axis.set_ylim(-0.03, 1.06)
-    axis.legend(loc="lower right" if spread.logarithmic else "best", fontsize=8.5)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=3, fontsize=8.5)
 
 
-def _scale(axis: Axes, *, logarithmic: bool) -> None:
+def _scale(axis: Axes, *, logarithmic: bool, largest: int, smallest: int = 1, narrow: bool = False) -> None:
+    """Whole numbers along x, from `smallest` to `largest`, as many as an axis, or half a figure, has room for."""
     if logarithmic:
         axis.set_xscale("log")
-    _whole_numbers(axis.xaxis, logarithmic=logarithmic)
+    crowded = largest > (500 if narrow else 2_000) and largest > 100 * smallest
+    most = (4 if largest >= 10_000 else 6) if narrow else 9
+    _whole_numbers(axis.xaxis, logarithmic=logarithmic, subs=(1.0,) if crowded else (1.0, 2.0, 5.0), most=most)
 
 
-def _whole_numbers(axis: Axis, *, logarithmic: bool) -> None:
-    """Ticks that read 1, 2, 5, 10, ... where `logarithmic`, without powers."""
+def _whole_numbers(axis: Axis, *, logarithmic: bool, subs: tuple[float, ...] = (1.0, 2.0, 5.0), most: int = 10) -> None:
+    """Ticks that read 1, 2, 5, 10, ... where `logarithmic`, without powers; else at most `most` steps."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     if logarithmic:
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_locator(LogLocator(subs=subs, numticks=50))
         axis.set_minor_formatter(NullFormatter())
     else:
-        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axis.set_major_locator(MaxNLocator(most, integer=True, min_n_ticks=1))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else ""))
 
 
@@ -94,8 +98,8 @@ def _percent_format() -> Formatter:
 def _cap_line(axis: Axes, cap: int) -> None:
     axis.axvline(cap, **_CAP)
     axis.annotate(
-        f"cap {cap:,}", (cap, 1), xycoords=("data", "axes fraction"), xytext=(3, -2), textcoords="offset points",
-        fontsize=8.5, va="top",
+        f"cap {cap:,}", (cap, 1), xycoords=("data", "axes fraction"), xytext=(0, 2), textcoords="offset points",
+        fontsize=8.5, ha="center", va="bottom",
     )  # fmt: skip
 
 
@@ -107,17 +111,19 @@ def joint(found: findings.Joint) -> Drawing:
         axis = figure.subplots()
         counts = np.ma.masked_equal(found.counts, 0)
         # more is more opaque: darker on white, brighter on black
-        shades = LinearSegmentedColormap.from_list("counts", [to_rgba(BLUE, alpha) for alpha in (0.12, 1.0)])
+        shades = LinearSegmentedColormap.from_list("counts", [to_rgba(BLUE, alpha) for alpha in (0.2, 1.0)])
+        most = max(1, int(found.counts.max()))
         mesh = axis.pcolormesh(
             found.n_seqs_edges,
             found.max_seqlen_edges,
             counts,
-            norm=LogNorm(1, max(2, int(found.counts.max()))),
+            norm=LogNorm(min(1, most / 2), most),  # a single micro-batch is as dark as any
             cmap=shades,
             rasterized=True,
             linewidth=0,
         )
-        figure.colorbar(mesh, ax=axis, label="micro-batches", pad=0.01)
+        bar = figure.colorbar(mesh, ax=axis, label="micro-batches", pad=0.01)
+        _whole_numbers(bar.ax.yaxis, logarithmic=True)
         left, bottom = found.n_seqs_edges[0], found.max_seqlen_edges[0]
         for number, (seqs, length) in enumerate(found.buckets):
             axis.plot(
@@ -131,7 +137,7 @@ def joint(found: findings.Joint) -> Drawing:
                 fontsize=8.5, rotation=90, ha="right", va="top",
             )  # fmt: skip
         _cap_line(axis, found.cap)
-        _scale(axis, logarithmic=found.logarithmic)
+        _scale(axis, logarithmic=found.logarithmic, largest=int(found.n_seqs_edges[-1]))
         axis.yaxis.set_major_formatter("{x:,.0f}")
         axis.set_xlabel("documents of a micro-batch")
         axis.set_ylabel("longest document, tokens")
@@ -165,7 +171,7 @@ def caps(found: findings.CapCurve) -> Drawing:
         upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
         lower.plot(found.max_seqs, found.relative_step_time, "-", color=BLUE, marker="o", markersize=4, label="one cap")
         if found.num_buckets:
-            name = f"the plan's {found.num_buckets} graphs: {found.plan_step_time:.3f}{found.plan_data}"
+            name = f"the plan's {counted(found.num_buckets, 'graph')}: {found.plan_step_time:.3f}{found.plan_data}"
             lower.axhline(found.plan_step_time, color=GREEN, linestyle="--", label=name)
         for (name, (cap, time)), marker in zip(found.marks.items(), "s^X", strict=True):
             lower.plot(
@@ -183,7 +189,7 @@ def caps(found: findings.CapCurve) -> Drawing:
         _cap_line(upper, found.cap)
         lower.axvline(found.cap, **_CAP)
         for axis in (upper, lower):
-            _scale(axis, logarithmic=True)
+            _scale(axis, logarithmic=True, largest=int(found.max_seqs[-1]), smallest=int(found.max_seqs[0]))
         alt = (
             "Above, the share of micro-batches that replay and the three shares that fall back, over the cap; below, "
             "the step time relative to eager: "
@@ -205,6 +211,8 @@ def _time_limits(found: findings.CapCurve) -> tuple[float, float]:
 
 def choice(found: findings.Choice) -> Drawing:
     """Alternatives as bars, and the shares of the plan's graphs."""
+    from matplotlib.ticker import MaxNLocator
+
     rows = len(found.alternatives)
     with canvas(1.5 + 0.4 * max(rows, len(found.shares)), found.title) as figure:
         left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -222,7 +230,7 @@ def choice(found: findings.Choice) -> Drawing:
             )
         left.set_yticks(range(rows), [textwrap.fill(a.name, 26) for a in found.alternatives])
         left.set_xlim(0, top * 1.75)
-        left.set_xticks([tick for tick in (0, 0.25, 0.5, 0.75, 1, 1.5, 2) if tick <= max(1, top)])
+        left.set_xticks([tick for tick in MaxNLocator(4).tick_values(0, max(1, top)) if tick <= max(1, top)])
         left.set_xlabel("step time, all eager = 1; steps that wait for an eager one stall")
         _share_bars(right, found.shares)
         for axis in (left, right):
@@ -267,10 +275,10 @@ def steps(found: findings.Steps) -> Drawing:
         axis.yaxis.set_major_formatter(_percent_format())
         _cap_line(axis, found.cap)
         largest = max(int(values[-1]) for values, _ in found.curves.values())
-        _scale(axis, logarithmic=largest > 40)
+        _scale(axis, logarithmic=largest > 40, largest=largest)
         if largest > 40:
             axis.set_xlim(left=1)
-        axis.legend(loc="lower left", fontsize=8.5)
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
         alt = "Falling curves of the share with more than so many documents. Over the cap: " + ", ".join(
             f"{name} {percent(share)}" for name, share in found.at_cap.items()
         )
@@ -307,7 +315,9 @@ def drift(found: findings.Drift) -> Drawing:
         lower.set_ylim(0, 1.05)
         lower.set_ylabel(f"steps over {found.cap:,}")
         lower.yaxis.set_major_formatter(_percent_format())
-        lower.set_xlabel(f"segment of the run, about {found.steps / len(segments):,.0f} steps each")
+        run = "the run" if found.num_runs == 1 else "each run"
+        each = max(1, round(found.steps / found.num_runs / len(segments)))
+        lower.set_xlabel(f"segment of {run}, about {counted(each, 'step')} each")
         low, high = percent(found.stalled.min()), percent(found.stalled.max())
         alt = f"Percentiles of documents in {len(segments)} segments of the run; steps over the cap: {low} to {high}."
         return drawing(figure, "drift", found.title, alt)
@@ -321,9 +331,9 @@ def parts(found: findings.Parts) -> Drawing:
         for (name, values), (colour, _, marker) in zip(found.percentiles.items(), _STYLES, strict=True):
             left.plot(values, rows, marker, color=colour, linestyle="none", label=percentile_name(name))
         _cap_line(left, found.cap)
-        left.set_yticks(rows, [_short(n) for n in found.names])
+        left.set_yticks(rows, [shortened(n, _LONGEST_NAME) for n in found.names])
         left.set_ylim(len(rows) - 0.5, -0.8)
-        _scale(left, logarithmic=True)
+        _scale(left, logarithmic=True, largest=max(found.percentiles["max"]), narrow=True)
         left.set_xlabel(
             "documents of a micro-batch" + (f"; {found.left_out} smaller parts left out" if found.left_out else "")
         )
@@ -334,16 +344,12 @@ def parts(found: findings.Parts) -> Drawing:
         right.set_xlim(0, 1.25)
         right.set_xticks([0, 0.5, 1])
         right.xaxis.set_major_formatter(_percent_format())
-        right.set_xlabel(f"steps over {found.cap:,} documents")
+        right.set_xlabel(f"steps over {counted(found.cap, 'document')}")
         alt = "Percentiles of each part: " + "; ".join(
             f"{n}: " + ", ".join(f"{percentile_name(k)} {v[i]:,}" for k, v in found.percentiles.items())
             for i, n in enumerate(found.names)
         )
         return drawing(figure, "parts", found.title, alt)
-
-
-def _short(name: str, most: int = 28) -> str:
-    return name if len(name) <= most else "…" + name[1 - most :]
 
 
 def memory(found: findings.Memory) -> Drawing:
@@ -356,7 +362,10 @@ def memory(found: findings.Memory) -> Drawing:
             left = figure.subplots()
         _slot_bars(left, found)
         alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in found.slots[:_MOST_BARS])
-        alt += "".join(f"; {n} graphs a slot {size:.2f} GiB" for n, size in enumerate(found.gib_by_buckets, start=1))
+        alt += "".join(
+            f"; {counted(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(found.gib_by_buckets, start=1)
+        )
+        alt += "" if found.host_gib is None else f"; pinned host memory {found.host_gib:.2f} GiB"
         return drawing(figure, "memory", found.title, alt)
 
 
@@ -400,7 +409,7 @@ def _memory_bars(axis: Axes, found: findings.Memory) -> None:
     axis.set_xticks(numbers)
     axis.set_ylim(0, max(found.gib_by_buckets) * 1.3 or 1)
     axis.set_xlabel("graphs a slot")
-    axis.set_ylabel("GiB, busiest rank")
+    axis.set_ylabel("GiB, busiest rank" + ("" if found.host_gib is None else ", after offloading"))
     axis.grid(False, axis="x")
 
 
@@ -430,7 +439,7 @@ def observed(found: findings.Observed) -> Drawing:
         axis.xaxis.set_major_formatter(_percent_format())
         axis.set_xlabel("\n".join(["share of dispatched micro-batches", *textwrap.wrap(found.note, 90)]))
         axis.grid(False, axis="y")
-        axis.legend(loc="lower right", fontsize=8.5)
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
         alt = "Predicted and observed shares: " + "; ".join(
             f"{' '.join(n.split())} {p:.2%} and {o:.2%}"
             for n, p, o in zip(found.names, found.predicted, found.observed, strict=True)

@@ -144,7 +144,13 @@ def _label(report: Report, index: int) -> str:
     bucket = report.plan.graphs.buckets[index]
     sizes = len({b.cp_size for b in report.plan.graphs.buckets}) > 1
     lengths = len({b.max_seqlen for b in report.plan.graphs.buckets}) > 1 and not sizes
-    tail = f", {counted(bucket.cp_size, 'rank')}" if sizes else f" of {bucket.max_seqlen:,} tokens" if lengths else ""
+    tail = (
+        f", {counted(bucket.cp_size, 'rank')}"
+        if sizes
+        else f" of {counted(bucket.max_seqlen, 'token')}"
+        if lengths
+        else ""
+    )
     return f"{counted(bucket.max_seqs, 'document')}{tail}"
 
 
@@ -152,7 +158,8 @@ def _bucket_names(report: Report) -> str:
     buckets = report.plan.graphs.buckets
     alike = len({b.max_seqs for b in buckets}) < len(buckets)
     names = [f"{b.max_seqs:,} (to {b.max_seqlen:,} tokens)" if alike else f"{b.max_seqs:,}" for b in buckets]
-    return listed(names) if len(names) <= 4 else f"{len(names)} graphs"
+    one = len(buckets) == 1 and buckets[0].max_seqs == 1 and not alike
+    return f"{listed(names)} {'document' if one else 'documents'}" if len(names) <= 4 else f"{len(names)} shapes"
 
 
 def _short_names(report: Report) -> str:
@@ -164,12 +171,16 @@ def _short_names(report: Report) -> str:
 def _choice_title(report: Report) -> str:
     plan, profile = report.plan, report.profile
     buckets, found = plan.graphs.buckets, plan.predictions
-    if not buckets:
-        return f"Running eagerly was chosen: no graphs within the limits save {LEAST_GAIN:.0%} of the step time."
+    if not buckets or plan.graphs.impl == "none":
+        considered = {profile.histogram().percentile(p) for p in PERCENTILES.values()}
+        best = min(profile.relative_step_time(max(1, cap)) for cap in considered)
+        bound = profile.num_runs == 1 and best <= 1 - LEAST_GAIN  # without limits that cap would have been chosen
+        none = f"no graphs {'within the limits that were given' if bound else 'that were considered'} save"
+        return f"Running eagerly was chosen: {none} {LEAST_GAIN:.0%} of the step time."
     stalled = found.fallback_rate.step
     stalls = "no step waits for an eager micro-batch" if stalled == 0 else f"{percent(stalled)} of steps wait"
     title = (
-        f"Graphs for {_bucket_names(report)} documents were chosen because a step takes "
+        f"Graphs for {_bucket_names(report)} were chosen because a step takes "
         f"{found.relative_step_time:.3f} of its eager time and {stalls}"
     )
     if len(profile.parts) > 1:

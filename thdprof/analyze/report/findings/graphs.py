@@ -17,7 +17,10 @@ class Memory:
     slots: tuple[tuple[int, ...], ...]
     """For every pipeline rank, and within it model chunk."""
     gib_by_buckets: tuple[float, ...]
-    """Graph memory of the busiest rank with 1, 2, ... buckets; empty where the cost table does not tell."""
+    """Graph memory of the busiest rank with 1, 2, ... buckets, after what the plan's offloading frees; empty where the
+    cost table does not tell."""
+    host_gib: float | None
+    """Pinned host memory of the busiest rank's slots; None without offloading."""
     num_buckets: int
     """Buckets of the plan."""
 
@@ -39,34 +42,62 @@ def memory(report: Report, cap: int) -> Memory:
     """Slots of every pipeline rank, and the memory of so many buckets."""
     plan, costs = report.plan, report.profile.costs
     slots = plan.graphs.slots
-    num_buckets = len(plan.graphs.buckets)
+    num_buckets = 0 if plan.graphs.impl == "none" else len(plan.graphs.buckets)
     most = max(sum(rank) for rank in slots)
+    freed, host = _offloaded(plan) if num_buckets else (0, None)
     models = len(slots) * len(slots[0])
     gib = []
     for buckets in range(1, max(3, num_buckets) + 1):
         size = costs.graph_memory_bytes(num_slots=most / models, num_buckets=buckets, n_tokens=_tokens_per_rank(plan))
         if size is not None:
-            gib.append(size / 2**30)
-    who = "The only pipeline rank" if len(slots) == 1 else f"The busiest of {len(slots):,} pipeline ranks"
-    title = f"{who} needs {counted(most, 'slot')}"
-    if not gib:
-        title += "; the cost table does not tell what a slot takes."
-    elif num_buckets == 0:
-        title += f", with one cap of {cap:,} about {memory_size(gib[0])}; the plan captures nothing."
-    elif num_buckets == 1:
-        title += f" and about {memory_size(gib[0])} of graph memory."
-    else:
-        ratio = gib[num_buckets - 1] / gib[0] if gib[0] else 1.0
-        title += (
-            f" and about {memory_size(gib[num_buckets - 1])} for {num_buckets} graphs a slot, {ratio:.2f} times "
-            "that of one, because all graphs of a slot share its memory."
-        )
+            gib.append(max(0, size - freed) / 2**30)
     return Memory(
-        title=title,
+        title=_captured(plan, most, gib, num_buckets, host) if num_buckets else _nothing(plan, most, gib, cap),
         slots=tuple(tuple(rank) for rank in slots),
         gib_by_buckets=tuple(gib),
+        host_gib=host,
         num_buckets=num_buckets,
     )
+
+
+def _offloaded(plan: Plan) -> tuple[int, float | None]:
+    """Bytes of graph memory that offloading frees, and GiB of host memory that it takes; None without it."""
+    found = plan.predictions
+    host = None if found.offload_host_bytes is None else found.offload_host_bytes / 2**30
+    return found.offload_freed_bytes or 0, host
+
+
+def _who(plan: Plan) -> str:
+    ranks = len(plan.graphs.slots)
+    return "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
+
+
+def _nothing(plan: Plan, most: int, gib: list[float], cap: int) -> str:
+    would = f"with one cap of {counted(cap, 'document')} {_who(plan)} would need {counted(most, 'slot')}"
+    size = (
+        f" and about {memory_size(gib[0])} of graph memory" if gib else "; the cost table does not tell what one takes"
+    )
+    return f"The plan captures nothing, so no slot and no graph memory are needed; {would}{size}."
+
+
+def _captured(plan: Plan, most: int, gib: list[float], num_buckets: int, host: float | None) -> str:
+    who = _who(plan)
+    title = f"{who[0].upper()}{who[1:]} needs {counted(most, 'slot')}"
+    pinned = "" if host is None else f" and {memory_size(host)} of pinned host memory"
+    after = "" if host is None else " after offloading"
+    if not gib:
+        return f"{title}{pinned}; the cost table does not tell what a slot takes."
+    title += f"{',' if pinned else ' and'} about {memory_size(gib[num_buckets - 1])}"
+    if num_buckets == 1:
+        return f"{title} of graph memory{after}{pinned}."
+    ratio = gib[num_buckets - 1] / gib[0] if gib[0] else 1.0
+    shared = f"{num_buckets} graphs a slot"
+    if host is not None:
+        return (
+            f"{title} of graph memory for {shared}{after}{pinned}: {ratio:.2f} times the graph memory of one graph, "
+            "because all graphs of a slot share its memory."
+        )
+    return f"{title} for {shared}, {ratio:.2f} times that of one, because all graphs of a slot share its memory."
 
 
 def _tokens_per_rank(plan: Plan) -> int:
@@ -82,12 +113,14 @@ def observed(report: Report, cap: int) -> Observed | None:
         return None
     several = len({b.cp_size for b in found.buckets}) > 1
     names = [
-        f"{b.max_seqs:,} documents\nof {b.max_seqlen:,} tokens" + (f", {counted(b.cp_size, 'rank')}" if several else "")
+        f"{counted(b.max_seqs, 'document')}\nof {counted(b.max_seqlen, 'token')}"
+        + (f", {counted(b.cp_size, 'rank')}" if several else "")
         for b in found.buckets
     ]
     verdict = "as predicted" if found.holds else "not as predicted"
+    dispatched = counted(found.dispatched, "dispatched micro-batch", "dispatched micro-batches")
     title = (
-        f"{percent(found.observed_fallback_rate)} of {found.dispatched:,} dispatched micro-batches fell back by their "
+        f"{percent(found.observed_fallback_rate)} of {dispatched} fell back by their "
         f"shape, {percent(found.predicted_fallback_rate)} were predicted: {verdict}, no share is further off than "
         f"{found.largest_difference * 100:.2f} points."
     )

@@ -11,13 +11,15 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.profile import PERCENTILES, Histogram
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.words import counted, percent
+from thdprof.analyze.report.words import counted, percent, printable, shortened
 from thdprof.analyze.run_profile import SEGMENTS, histogram_of, share_over
 
 if TYPE_CHECKING:
     import pandas as pd
 
 MOST_PARTS = 20
+LONGEST_NAME = 60
+"""Characters of a part's name in a sentence."""
 _SKEWED = 8
 """A largest value this many times the least median is shown on a logarithmic axis."""
 _LEAST = 200
@@ -52,6 +54,9 @@ class Drift:
     logarithmic: bool
     """Whether documents want a logarithmic axis."""
     steps: int
+    """Of all runs together."""
+    num_runs: int
+    """Runs that were counted; of several, each was cut into segments by itself."""
     cap: int
 
 
@@ -107,12 +112,13 @@ def drift(report: Report, cap: int) -> Drift:
     }
     stalled = np.array([share_over(h, cap) for h in largest])
     return Drift(
-        title=_drift_title(micro, stalled, cap),
+        title=_drift_title(micro, stalled, cap, several=profile.num_runs > 1),
         percentiles=percentiles,
         step_median=np.array([h.percentile(50.0) for h in largest]),
         stalled=stalled,
         logarithmic=int(percentiles["max"].max()) > _SKEWED * int(percentiles["p50"].min()),
         steps=profile.steps,
+        num_runs=profile.num_runs,
         cap=cap,
     )
 
@@ -122,18 +128,20 @@ def _by_bin(rows: pd.DataFrame, bins: int) -> list[Histogram]:
     return [histogram_of(rows[of_row == index], "n_seqs") for index in range(bins)]
 
 
-def _drift_title(micro: list[Histogram], stalled: NDArray[np.float64], cap: int) -> str:
+def _drift_title(micro: list[Histogram], stalled: NDArray[np.float64], cap: int, *, several: bool = False) -> str:
     if len(micro) == 1:
-        return f"The run is too short to tell a drift; over a cap of {cap:,} are {percent(stalled[0])} of its steps."
+        one, its = ("One of the runs that were joined", "all") if several else ("The run", "its")
+        return f"{one} is too short to tell a drift; over a cap of {cap:,} are {percent(stalled[0])} of {its} steps."
+    run = "the runs that were joined, each by itself," if several else "the run"
     length, share = (1, "half") if len(micro) == 2 else (len(micro) // 3, "third")
     first, last = (reduce(Histogram.merge, part) for part in (micro[:length], micro[-length:]))
     apart, by_chance = _distance(first, last)
     if apart <= by_chance:
-        text = f"Documents do not drift: the first and the last {share} of the run differ no more than by chance"
+        text = f"Documents do not drift: the first and the last {share} of {run} differ no more than by chance"
     else:
         early, late = (tuple(h.percentile(p) for p in (50.0, 99.0)) for h in (first, last))
         text = (
-            f"Documents drift: from the first {share} of the run to the last P50 goes from {early[0]:,} to {late[0]:,} "
+            f"Documents drift: from the first {share} of {run} to the last P50 goes from {early[0]:,} to {late[0]:,} "
             f"and P99 from {early[1]:,} to {late[1]:,}"
         )
     low, high = percent(stalled.min()), percent(stalled.max())
@@ -159,16 +167,17 @@ def parts(report: Report, cap: int) -> Parts | None:
     percentiles = {name: tuple(h.percentile(PERCENTILES[name]) for h in found) for name in ("p50", "p90", "p99", "max")}
     p99 = percentiles["p99"]
     low, high = int(np.argmin(p99)), int(np.argmax(p99))
+    named = [shortened(p.name, LONGEST_NAME) for p in shown]
     if p99[low] == p99[high]:
         title = f"P99 of documents is {p99[low]:,} in all {counted(len(shown), 'part')} that are shown."
     else:
         title = (
-            f"P99 of documents is {p99[high]:,} in {shown[high].name} and {p99[low]:,} in {shown[low].name}: "
+            f"P99 of documents is {p99[high]:,} in {named[high]} and {p99[low]:,} in {named[low]}: "
             "a cap at the P99 of all is not that of each."
         )
     return Parts(
         title=title,
-        names=tuple(p.name for p in shown),
+        names=tuple(printable(p.name) for p in shown),
         percentiles=percentiles,
         stalled=tuple(report.profile.fallback_rate(cap, part=p.name).step for p in shown),
         left_out=len(every) - len(shown),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.profile import PERCENTILES, Histogram
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.words import percent
+from thdprof.analyze.report.words import counted, percent
 from thdprof.analyze.run_profile import share_over
 
 _BINS = 40
@@ -63,6 +63,14 @@ class Joint:
     """Whether documents want a logarithmic axis."""
     buckets: tuple[tuple[int, int], ...]
     """(max_seqs, max_seqlen) of the plan's graphs."""
+    border: int
+    """P90 of documents."""
+    over_border: float
+    """Share of micro-batches with more."""
+    long_many: int | None
+    """Tokens of their longest documents, at the median; None: there are none."""
+    long_few: int
+    """The same of the others."""
     cap: int
 
 
@@ -101,12 +109,30 @@ def shapes(report: Report, cap: int) -> Shapes:
     """Both measures of micro-batches."""
     n_seqs = distribution(report.profile.histogram())
     longest = distribution(report.profile.histogram(measure="max_seqlen"))
-    p, s = n_seqs.percentiles, longest.percentiles
+    s = longest.percentiles
     title = (
-        f"Half of the micro-batches hold at most {p['p50']:,} documents and 1 in 100 more than {p['p99']:,}, the "
-        f"fullest {p['max']:,}; the longest document has {s['p50']:,} tokens at the median and {s['max']:,} at most."
+        f"{_spread(report.profile.histogram(), n_seqs.percentiles)}; the longest document has "
+        f"{counted(s['p50'], 'token')} at the median and {s['max']:,} at most."
     )
     return Shapes(title=title, n_seqs=n_seqs, max_seqlen=longest, cap=cap)
+
+
+def _spread(documents: Histogram, p: dict[str, int]) -> str:
+    """How many documents micro-batches hold, in words."""
+    if p["p50"] == p["max"]:
+        if documents.counts[-1] == documents.total:
+            return f"Every micro-batch holds {counted(p['max'], 'document')}"
+        most = _share_of_most(documents)
+        return f"No micro-batch holds more than {counted(p['max'], 'document')}, and {most} of them hold so many"
+    text = f"Half of the micro-batches hold at most {counted(p['p50'], 'document')}"
+    if p["p99"] == p["max"]:
+        return f"{text}, the fullest, {_share_of_most(documents)} of all, {p['max']:,}"
+    return f"{text} and {percent(share_over(documents, p['p99']))} more than {p['p99']:,}, the fullest {p['max']:,}"
+
+
+def _share_of_most(documents: Histogram) -> str:
+    """Share of micro-batches with the most documents."""
+    return percent(share_over(documents, documents.percentile(100.0) - 1))
 
 
 def joint(report: Report, cap: int) -> Joint:
@@ -122,7 +148,12 @@ def joint(report: Report, cap: int) -> Joint:
     row = np.clip(np.searchsorted(y, max_seqlen) - 1, 0, len(y) - 2)
     shape = (len(y) - 1, len(x) - 1)
     cells = np.bincount(row * shape[1] + column, weights=count, minlength=shape[0] * shape[1])
+    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
     return Joint(
+        border=border,
+        over_border=share_over(documents, border),
+        long_many=long_many,
+        long_few=long_few,
         title=_joint_title(n_seqs, max_seqlen, count, documents),
         n_seqs_edges=x,
         max_seqlen_edges=y,
@@ -133,20 +164,29 @@ def joint(report: Report, cap: int) -> Joint:
     )
 
 
+def _apart(
+    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
+) -> tuple[int, int | None, int]:
+    """P90 of documents, and the median longest document of micro-batches with more, if any, and of the others."""
+    border = documents.percentile(90.0)
+    many = n_seqs > border
+    few = _median(max_seqlen[~many], count[~many])
+    return border, _median(max_seqlen[many], count[many]) if many.any() else None, few
+
+
 def _joint_title(
     n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
 ) -> str:
-    border = documents.percentile(90.0)
-    many = n_seqs > border
-    if not many.any():
+    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
+    if long_many is None:
         most = percent(float(count[n_seqs == border].sum() / count.sum()))
         return f"{most} of micro-batches hold the most documents there are, {border:,}."
-    long_many, long_few = (_median(max_seqlen[chosen], count[chosen]) for chosen in (many, ~many))
     share = percent(share_over(documents, border))
     relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"
     return (
         f"Where documents are many they are {relation} elsewhere: the {share} of micro-batches with more than "
-        f"{border:,} have a longest document of {long_many:,} tokens at the median, the others of {long_few:,}."
+        f"{border:,} have a longest document of {counted(long_many, 'token')} at the median, the others of "
+        f"{long_few:,}."
     )
 
 
