@@ -226,7 +226,6 @@ def analyze(
     from thdprof.analyze.experts import captured
     from thdprof.analyze.megatron_graphs import check_settings
     from thdprof.analyze.offload import check_choice, choice_of, predict_offload, without_experts
-    from thdprof.analyze.profiling import check_part, make_profile
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
 
@@ -279,7 +278,10 @@ def analyze(
             raise UsageError(f"{flag} -: a parquet table cannot go to stdout; name a file")
     if part is not None and profile is None:
         raise UsageError(f"--part {part}: names the data in a profile; give --profile too")
-    check_part(part)
+    if profile is not None:
+        from thdprof.analyze.profiling import check_part, make_profile
+
+        check_part(part)
     check_targets([p for p in (None if to_stdout else output, microbatches, profile) if p is not None], force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = choice_of(offload, share)
