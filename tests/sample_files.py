@@ -78,3 +78,17 @@ def write_index(path: Path, lengths: Sequence[int]) -> Path:
     documents = np.arange(len(sizes) + 1, dtype="<i8")
     path.write_bytes(head + sizes.tobytes() + pointers.astype("<i8").tobytes() + documents.tobytes())
     return path
+
+
+def cost_table(replay: str = "[{max_seqs: 2, ms: 1.0}, {max_seqs: 3, ms: 2.0}, {max_seqs: 4, ms: 30.0}]") -> str:
+    """A made-up cost table of micro-batches of 8 tokens, as YAML; eagerly each takes 10 ms."""
+    return f"""
+schema: thdprof.costs/1
+name: made up
+calibrated: true
+hardware: a GPU
+attention: none
+n_tokens: 8
+eager: [{{n_seqs: 1, ms: 10.0}}]
+replay: {replay}
+"""

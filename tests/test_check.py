@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_files import write_bridge, write_bridge_npy, write_index, write_lines, write_trl
+from sample_files import cost_table, write_bridge, write_bridge_npy, write_index, write_lines, write_trl
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check, dispatch
@@ -22,16 +22,7 @@ from thdprof.reasons import FallbackReason
 from thdprof.runtime.dispatch import Bucket, Dispatcher, Shape
 from thdprof.runtime.module import buckets_of
 
-COSTS = """
-schema: thdprof.costs/1
-name: made up
-calibrated: true
-hardware: a GPU
-attention: none
-n_tokens: 8
-eager: [{n_seqs: 1, ms: 10.0}]
-replay: [{max_seqs: 2, ms: 1.0}, {max_seqs: 3, ms: 2.0}, {max_seqs: 4, ms: 30.0}]
-"""
+COSTS = cost_table()
 PACKS = [[3, 5], [8], [1, 6, 1], [7, 1], [8], [2, 2, 2, 2], [8], [1, 7]]
 SETTINGS = {"loader": "single", "seq_length": 8, "buckets": 2}
 

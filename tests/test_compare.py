@@ -7,21 +7,13 @@ import re
 
 import pytest
 import yaml
+from sample_files import cost_table
 
 from thdprof.compare import compare, read_stats
 from thdprof.errors import DataError
 from thdprof.plan import load_plan
 
-COSTS = """
-schema: thdprof.costs/1
-name: made up
-calibrated: true
-hardware: a GPU
-attention: none
-n_tokens: 8
-eager: [{n_seqs: 1, ms: 10.0}]
-replay: [{max_seqs: 2, ms: 1.0}, {max_seqs: 3, ms: 2.0}, {max_seqs: 4, ms: 30.0}]
-"""
+COSTS = cost_table()
 PACKS = "[3, 5]\n[8]\n[1, 6, 1]\n[7, 1]\n[8]\n[2, 2, 2, 2]\n[8]\n[1, 7]\n"
 
 

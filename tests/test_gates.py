@@ -8,20 +8,11 @@ import sys
 
 import pytest
 from conftest import ROOT
-from sample_files import write_lines
+from sample_files import cost_table, write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
 
-COSTS = """
-schema: thdprof.costs/1
-name: made up
-calibrated: true
-hardware: a GPU
-attention: none
-n_tokens: 8
-eager: [{n_seqs: 1, ms: 10.0}]
-replay: [{max_seqs: 2, ms: 1.0}, {max_seqs: 4, ms: 2.0}]
-"""
+COSTS = cost_table("[{max_seqs: 2, ms: 1.0}, {max_seqs: 4, ms: 2.0}]")
 PACKS = [[3, 5], [8], [1, 6, 1], [7, 1], [8], [2, 2, 2, 2], [8], [1, 7]]
 
 
