@@ -15,12 +15,20 @@ from late_mover import LateMover
 from torch import nn
 from torch.nn import functional
 
-from thdprof.offload_plan import NOT_MOVED, SLAB_BYTES, Choice, SavedStorage, plan_offload
+from thdprof.offload_plan import (
+    NOT_MOVED,
+    SLAB_BYTES,
+    Choice,
+    SavedStorage,
+    freed_in_turn,
+    plan_in_turn,
+    plan_offload,
+)
 from thdprof.runtime import offload
 from thdprof.runtime.mover import HostBuffers
 from thdprof.runtime.offload import EagerOffload, OffloadError, PassOffload, _Returning
 
-KIB = 1024
+KIB, MIB = 2**10, 2**20
 
 
 def storage(nbytes, first, last=None, *, module="layers.0.mlp", released=True):
@@ -95,16 +103,33 @@ def test_the_host_holds_all_that_is_moved_without_overlap():
     assert plan.host_bytes == sum(plan.slabs)
 
 
-def test_what_is_freed_is_the_difference_of_the_most_that_is_kept():
-    equal = [storage(1000, n) for n in range(80)]
+def test_what_is_freed_is_the_difference_of_what_is_reserved():
+    equal = [storage(16 * MIB, n) for n in range(80)]  # of a size whose segments have no rest
     assert planned(equal, fraction=0.0).device_bytes_freed == 0
     all_moved = planned(equal)
-    assert all_moved.window_bytes == 10_000
-    # 10 on their way and the one that is saved next; 10 ahead and the one that is used
-    assert all_moved.device_bytes_freed == 80_000 - 11_000
+    assert all_moved.window_bytes == 8 * 16 * MIB
+    # kept: all, and a gradient beside them. moved: at the begin of the backward 8 ahead, and 1 that is used; for the
+    # first 3 of them another is reloaded before they go, and then 4 gradients are there
+    assert all_moved.device_bytes_freed == (80 + 1 - 9 - 4) * 16 * MIB
     half = planned(equal, fraction=0.5)
-    assert half.window_bytes == 5_000
-    assert half.device_bytes_freed == 80_000 - 40_000 - 5_000  # 40 kept and 5 ahead when the backward begins
+    assert half.window_bytes == 5 * 16 * MIB
+    assert half.device_bytes_freed == (80 + 1 - 40 - 5 - 1) * 16 * MIB  # 40 kept, 5 on their way, and a gradient
+
+
+def test_passes_in_turn_have_copies_under_way_one_at_a_time():
+    parts = [planned([storage(16 * MIB, n) for n in range(16)]) for _ in range(3)]
+    assert freed_in_turn([]) == 0
+    (one, three) = (freed_in_turn(parts[:1]), freed_in_turn(parts))
+    assert one == parts[0].device_bytes_freed > 0
+    assert three == one + 2 * 16 * 16 * MIB  # what the others save is away while one runs
+    assert freed_in_turn(plan_in_turn(parts, Choice(fraction=0.0, min_bytes=1))) == 0
+
+
+def test_small_tensors_share_segments_or_fit_them():
+    plan = planned([storage(8 * MIB, n) for n in range(40)], fraction=0.5)
+    # shared, two in 20 MiB: 20 segments and one for a gradient, or 12 of them with 20 kept, 2 on their way and a
+    # gradient; fitting: 41 and 23 of 8 MiB. The middle of both is taken
+    assert plan.device_bytes_freed == ((420 + 328) - (240 + 184)) // 2 * MIB
 
 
 class Layer(nn.Module):
@@ -148,6 +173,45 @@ def passes(stack, offload, count=3, tokens=64, seed=1):
     return found
 
 
+class Scaled(torch.autograd.Function):
+    """Saves a view that it makes of its input, as Transformer Engine's linear layers do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        flat = x.view(-1, x.shape[-1])
+        ctx.save_for_backward(flat, weight)
+        return (flat * weight).view(x.shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        flat, weight = ctx.saved_tensors
+        grad = grad.reshape(flat.shape)
+        return (grad * weight).view(*grad.shape), (grad * flat).sum(0)
+
+
+class Scaling(nn.Module):
+    """Layers whose functions save views of what the layers before them gave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((32,), 1.5 + n) for n in range(3))
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = Scaled.apply(x, weight) + x
+        return x
+
+
+def test_views_that_a_function_makes_of_its_input_are_moved():
+    stack, mover = Scaling(), LateMover()
+    offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
+    expected, found = passes(stack, None), passes(stack, offload)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert offload.plan is not None
+    assert offload.plan.offloaded_bytes == 2 * 64 * 32 * 4  # not the first's, which is the input
+    assert mover.back_copies == 2 * 2
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("modules", [("all",), ("up",), ("norm", "down")])
 def test_gradients_are_those_without_offloading(fraction, modules):
@@ -163,7 +227,7 @@ def test_gradients_are_those_without_offloading(fraction, modules):
     assert mover.out_copies == mover.back_copies == 2 * moved  # the first pass shows what to move
     assert mover.most_waiting <= 2 * offload.plan.window_bytes
     assert not mover.unwaited
-    assert 0 < offload.plan.device_bytes_freed < offload.plan.offloaded_bytes
+    assert offload.plan.offloaded_bytes <= offload.plan.saved_bytes
 
 
 def test_the_pass_keeps_what_the_plan_says():

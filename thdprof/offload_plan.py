@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+
+from thdprof.allocator import Segments, reserved
 
 NOT_MOVED = -1
 """In place of a storage's number: a saved tensor that is never moved, as a parameter."""
@@ -21,6 +24,9 @@ WINDOW_BYTES = 128 * 2**20
 """Most bytes that are on their way to the host, and back from it, at a time, unless one storage is larger."""
 WINDOW_SHARE = 8
 """The same as one part in so many of what is moved, where that is less."""
+
+GRADIENTS_AT_A_TIME = 3
+"""Gradients of saved tensors that a backward is taken to hold beside them."""
 
 MODULES: dict[str, tuple[str, ...]] = {
     "attn_norm": ("input_layernorm",),
@@ -49,6 +55,10 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 """Name of a part of a Megatron layer -> how the names of the modules that save its tensors end. What the feed-forward
 network saves outside its linear layers, as routers do, is mlp_act."""
+EXPERT_MODULES = ("expert_fc1", "moe_act")
+"""What megatron-core's own offloading moves inside experts."""
+CORE_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", *EXPERT_MODULES)
+"""What it moves around graphs of layers: groups of tensors, named after what saves them."""
 
 
 def _ends(path: str, end: str) -> bool:
@@ -141,61 +151,21 @@ class OffloadPlan:
 
     @property
     def device_bytes_freed(self) -> int:
-        """By how much the most that a pass keeps at a time becomes less."""
-        return self.saved_bytes - max(self._most_in_forward(), self._most_in_backward())
+        """By how much the memory that a pass reserves becomes less."""
+        return freed_in_turn([self])
+
+    def released_at_first(self) -> dict[int, int]:
+        """Numbers of the storages that nothing else keeps, by the position of their first tensor."""
+        return {s.first: n for n, s in enumerate(self.storages) if s.released}
+
+    def released_at_last(self) -> dict[int, int]:
+        """The same by the position of their last tensor."""
+        return {s.last: n for n, s in enumerate(self.storages) if s.released}
 
     def reload_order(self) -> list[int]:
         """Numbers of the moved storages as a backward wants them: those saved last first."""
         moved = [n for n, place in enumerate(self.places) if place is not None]
         return sorted(moved, key=lambda n: -self.storages[n].last)
-
-    def _most_in_forward(self) -> int:
-        """Saved bytes on the device at most while the forward runs."""
-        held = most = waiting = 0
-        under_way: deque[int] = deque()
-        begins = {s.first: n for n, s in enumerate(self.storages) if s.released}
-        copies = {self.storages[n].last: n for n in self.reload_order()}
-        for position in range(len(self.storage_at)):
-            if (number := begins.get(position)) is not None:
-                held += self.storages[number].nbytes
-                most = max(most, held)
-            if (number := copies.get(position)) is not None:
-                under_way.append(self.storages[number].nbytes)
-                waiting += under_way[-1]
-            while waiting > self.window_bytes:
-                done = under_way.popleft()
-                waiting -= done
-                held -= done
-        return most
-
-    def _most_in_backward(self) -> int:
-        """Saved bytes on the device at most while the backward runs."""
-        held = most = self.saved_bytes - self.offloaded_bytes
-        there: set[int] = set()
-        waiting = deque(self.reload_order())
-        ahead = 0
-        ends = {s.last: n for n, s in enumerate(self.storages) if s.released}
-        begins = {s.first: n for n, s in enumerate(self.storages) if s.released}
-        for position in range(len(self.storage_at), -1, -1):  # the first turn is the begin of the backward
-            if (number := ends.get(position)) is not None and self.places[number] is not None:
-                if number in there:
-                    ahead -= self.storages[number].nbytes
-                else:
-                    held += self.storages[number].nbytes
-                    there.add(number)
-            while waiting and (waiting[0] in there or ahead + self._size(waiting[0]) <= self.window_bytes):
-                following = waiting.popleft()
-                if following not in there:
-                    there.add(following)
-                    ahead += self._size(following)
-                    held += self._size(following)
-            most = max(most, held)
-            if (number := begins.get(position)) is not None:
-                held -= self._size(number)
-        return most
-
-    def _size(self, number: int) -> int:
-        return self.storages[number].nbytes
 
 
 def plan_offload(storage_at: Sequence[int], storages: Sequence[SavedStorage], choice: Choice) -> OffloadPlan:
@@ -248,9 +218,75 @@ def plan_in_turn(parts: Sequence[OffloadPlan], choice: Choice) -> list[OffloadPl
 
 
 def freed_in_turn(parts: Sequence[OffloadPlan]) -> int:
-    """By how much the most that they keep together becomes less: only one at a time has copies under way."""
-    under_way = max((part.offloaded_bytes - part.device_bytes_freed for part in parts), default=0)
-    return max(0, sum(part.offloaded_bytes for part in parts) - under_way)
+    """By how much the memory that passes reserve becomes less, which run one after the other and backwards again."""
+    kept, moved = (reserved(partial(_reserved, parts, moving)) for moving in (False, True))
+    return max(0, kept - moved)
+
+
+def _reserved(parts: Sequence[OffloadPlan], moving: bool, shared: bool) -> int:
+    """Bytes that the allocator reserves for what is saved, and for gradients on the way back."""
+    segments = Segments(shared=shared)
+    for number, part in enumerate(parts):
+        _forward(part, number, segments, moving=moving)
+    gradients: deque[tuple[str, int, int]] = deque()
+    for number in reversed(range(len(parts))):
+        _backward(parts[number], number, segments, gradients, moving=moving)
+    return segments.reserved_bytes
+
+
+def _forward(part: OffloadPlan, number: int, segments: Segments, *, moving: bool) -> None:
+    under_way: deque[int] = deque()
+    begins, copies = part.released_at_first(), part.released_at_last()
+    waiting = 0
+
+    def arrive(allowed: int) -> None:
+        nonlocal waiting
+        while waiting > allowed:
+            done = under_way.popleft()
+            waiting -= part.storages[done].nbytes
+            segments.give_back((number, done))
+
+    for position in range(len(part.storage_at)):
+        if (begun := begins.get(position)) is not None:
+            segments.take((number, begun), part.storages[begun].nbytes)
+        if moving and (ended := copies.get(position)) is not None and part.places[ended] is not None:
+            under_way.append(ended)
+            waiting += part.storages[ended].nbytes
+        arrive(part.window_bytes)
+    arrive(0)
+
+
+def _backward(
+    part: OffloadPlan, number: int, segments: Segments, gradients: deque[tuple[str, int, int]], *, moving: bool
+) -> None:
+    ahead: set[int] = set()
+    waiting = deque(part.reload_order() if moving else ())
+    begins, ends = part.released_at_first(), part.released_at_last()
+    there = set() if moving else set(begins.values())
+    there |= {n for n in begins.values() if part.places[n] is None}
+
+    def reload(storage: int) -> None:
+        there.add(storage)
+        segments.take((number, storage), part.storages[storage].nbytes)
+
+    for position in range(len(part.storage_at), -1, -1):  # the first turn is the begin of the backward
+        if (wanted := ends.get(position)) is not None:
+            ahead.discard(wanted)
+            if wanted not in there:
+                reload(wanted)
+        while waiting and (
+            waiting[0] in there or sum(part.storages[n].nbytes for n in (*ahead, waiting[0])) <= part.window_bytes
+        ):
+            if (following := waiting.popleft()) not in there:
+                ahead.add(following)
+                reload(following)
+        if wanted is not None:  # its gradient is as large
+            gradients.append(("gradient", number, wanted))
+            segments.take(gradients[-1], part.storages[wanted].nbytes)
+            if len(gradients) > GRADIENTS_AT_A_TIME:
+                segments.give_back(gradients.popleft())
+        if (last := begins.get(position)) is not None:
+            segments.give_back((number, last))
 
 
 def _laid_out(sizes: Sequence[int]) -> tuple[list[Place], tuple[int, ...]]:

@@ -97,7 +97,8 @@ class _Sight:
         return self._seen[key]
 
     def _movable(self, tensor: torch.Tensor) -> bool:
-        leaf = tensor.is_leaf and tensor.requires_grad
+        # a view that a function's forward made of its input passes for a leaf, as the norms' inputs here
+        leaf = tensor.is_leaf and tensor.requires_grad and not tensor._is_view()
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not plain or leaf or tensor.device != self._mover.device or tensor.is_conj() or tensor.is_neg():
             return False
