@@ -178,6 +178,7 @@ def parser_of() -> argparse.ArgumentParser:
     add("--impl", choices=IMPLS, help="what is captured [the plan's graphs.impl; chunk for module]")
     add("--offload", metavar="MODULES", help="keep activations of these, or all, on the host; none [the plan's]")
     add("--offload-fraction", type=float, help="share of them [the plan's; 1 with --offload]")
+    add("--core-offload", action="store_true", help="by megatron-core's own offloading, with impl transformer_engine")
     add("--debug", action="store_true", help="check in every step that all ranks decided alike")
     add("--steps", type=positive, help="optimizer steps [as many as the plan's micro-batches give]")
     add("--microbatch-counts", type=counts_argument, help="micro-batches of a step, cycled: 4,6,8,6 [the plan's]")
@@ -359,6 +360,8 @@ def offload_of(args: argparse.Namespace, plan: Plan) -> OffloadPart | None:
     asked = plan.graphs.offload
     if args.offload is not None:
         asked = None if args.offload == "none" else OffloadPart(modules=args.offload.split(","))
+    if args.core_offload and asked is None:
+        raise UsageError("--core-offload: the plan keeps all activations on the device; say which with --offload")
     if args.offload_fraction is None:
         return asked
     if asked is None or not 0 <= args.offload_fraction <= 1:
@@ -467,8 +470,19 @@ def counted(batches: Iterator[MicroBatch], plan: Plan, into: Counter[str]) -> It
 # --- model ----------------------------------------------------------------------------------------------------------
 
 
-def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
-    """Megatron's TransformerConfig; `impl` is what of it is captured."""
+def core_offloading(asked: OffloadPart) -> dict[str, Any]:
+    """Megatron's own settings for what a plan keeps on the host; it counts elements, in bf16, and the plan bytes."""
+    return {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": list(asked.modules),
+        "activation_offload_fraction": asked.fraction,
+        "delay_offload_until_cuda_graph": asked.delayed_commit,
+        "min_offloaded_tensor_size": asked.min_bytes // 2,
+    }
+
+
+def build_config(args: argparse.Namespace, sizes: Sizes, impl: str, offload: OffloadPart | None = None) -> Any:
+    """Megatron's TransformerConfig; `impl` is what of it is captured, `offload` what megatron-core itself moves."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     graphs: dict[str, Any] = {}
@@ -525,6 +539,7 @@ def build_config(args: argparse.Namespace, sizes: Sizes, impl: str) -> Any:
         **mamba,
         **latent,
         **graphs,
+        **(core_offloading(offload) if offload is not None else {}),
     )
 
 
@@ -926,7 +941,7 @@ def run_steps(args: argparse.Namespace, plan: Plan, sizes: Sizes, counts: Sequen
     stock = args.eager or args.stock_local is not None
     eager = args.eager or args.padded_eager
     impl = "local" if args.stock_local is not None else "none" if eager else plan.graphs.impl
-    config = build_config(args, sizes, impl)
+    config = build_config(args, sizes, impl, plan.graphs.offload if args.core_offload else None)
     chunks = build_chunks(args, config, sizes, seq_length)
     optimizer = build_optimizer(args, config, chunks)
     predicted: Counter[str] = Counter()

@@ -31,7 +31,7 @@ from thdprof.runtime import Bucket, FallbackReason, bank
 from thdprof.runtime.capture import _homes
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder import Decoder
-from thdprof.runtime.megatron.layer_offload import LayerOffload
+from thdprof.runtime.megatron.layer_offload import LayerOffload, SavedTensors
 from thdprof.runtime.megatron.layer_slots import LayerPass
 from thdprof.runtime.megatron.settings import SettingsError, _of_transformer_engine
 from thdprof.runtime.megatron.transformer_engine import LayerGraphs
@@ -437,7 +437,7 @@ def test_activations_on_the_host_change_no_number(monkeypatch, fraction):
         LayerOffload, "on_cuda", lambda choice, layers, streams: LayerOffload(choice, layers, lambda: mover)
     )
     plain, graphed, kept = make_block(), make_block(), make_block()
-    run = graphs_of(graphed, offload=Choice(fraction=fraction, min_bytes=64))
+    run = graphs_of(graphed, offload=SavedTensors(Choice(fraction=fraction, min_bytes=64)))
     graphs_of(kept)
     batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
     seen = [train(block, batches, one_f_one_b(len(batches))) for block in (plain, graphed, kept)]
@@ -461,7 +461,6 @@ def test_activations_on_the_host_change_no_number(monkeypatch, fraction):
         s.data_ptr() for b in moves[1]._buffers for s in b.slabs
     }
     assert run.host_bytes() == sum(b.nbytes() for one in moves for b in one._buffers)
-    assert run.offload_freed_bytes() > 0
     run.recapture()
     assert run.host_bytes() == 0
 

@@ -150,7 +150,15 @@ def test_what_is_moved_leaves_memory_for_graphs(data):
     ("modules", "impl", "experts", "message"),
     [
         ("all", "local", "none", "layer graphs move nothing; use --impl chunk or transformer_engine"),
-        ("all", "transformer_engine", "dropless", r"\(--experts dropless\) move nothing; leave --offload out"),
+        (
+            "all",
+            "transformer_engine",
+            "dropless",
+            "--offload all: .*megatron-core's own .*; choose some of qkv_linear,",
+        ),
+        ("core_attn,mlp_fc1", "transformer_engine", "dropless", "--offload mlp_fc1: around graphs of layers"),
+        ("core_attn,expert_fc1,moe_act", "transformer_engine", "dropless", None),
+        ("attn_proj,moe_act", "transformer_engine", "dropless", "--offload attn_proj,moe_act: .*; add core_attn"),
         ("all", "transformer_engine", "padded", r"\(--experts padded\) move nothing; use --impl chunk"),
         ("attn_proj,mlp_act", "chunk", "none", "--offload attn_proj,mlp_act: .*; add core_attn"),
         ("attn_proj,core_attn", "chunk", "none", None),
@@ -170,10 +178,13 @@ def test_what_training_would_refuse_is_refused(analysis, modules, impl, experts,
 
 
 def test_the_command_refuses_them_before_it_reads_data(data, tmp_path, thdprof):
-    for more in (["--impl", "local"], ["--experts", "dropless"]):
+    for more in (["--impl", "local"], ["--impl", "transformer_engine", "--experts", "padded"]):
         done = thdprof("analyze", data, "--offload", "all", *more, "--microbatches", tmp_path / "table.parquet")
         assert done.returncode == 2
         assert done.stderr.startswith("thdprof: --offload: ")
+    done = thdprof("analyze", data, "--offload", "all", "--experts", "dropless")
+    assert done.returncode == 2
+    assert done.stderr.startswith("thdprof: --offload all: around graphs of layers with dropless experts")
     done = thdprof("analyze", data, "--experts", "dropless", "--impl", "chunk")
     assert done.returncode == 2
     assert not (tmp_path / "table.parquet").exists()

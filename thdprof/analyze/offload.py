@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from thdprof.analyze.cost import CostTable, MeasuredModel
 from thdprof.analyze.settings import Experts
 from thdprof.errors import UsageError
-from thdprof.offload_plan import MODULES, Choice, OffloadPlan, SavedStorage, plan_offload
+from thdprof.offload_plan import CORE_MODULES, MODULES, Choice, OffloadPlan, SavedStorage, plan_offload
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
@@ -119,9 +119,16 @@ def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
     """
     if impl == "local":
         raise UsageError("--offload: Megatron's own layer graphs move nothing; use --impl chunk or transformer_engine")
-    if impl == "transformer_engine" and experts != "none":
-        remedy = "leave --offload out" if experts == "dropless" else "use --impl chunk"
-        raise UsageError(f"--offload: graphs of layers with experts (--experts {experts}) move nothing; {remedy}")
+    if impl == "transformer_engine" and experts == "dropless":
+        if others := [name for name in choice.modules if name not in CORE_MODULES]:
+            raise UsageError(
+                f"--offload {','.join(others)}: around graphs of layers with dropless experts megatron-core's own "
+                f"offloading moves what is moved; choose some of {', '.join(CORE_MODULES)}, or leave --offload out"
+            )
+    elif impl == "transformer_engine" and experts != "none":
+        raise UsageError(
+            f"--offload: graphs of layers with experts (--experts {experts}) move nothing; use --impl chunk"
+        )
     if impl != "module" and "attn_proj" in choice.modules and not {"all", "core_attn"} & {*choice.modules}:
         raise UsageError(
             f"--offload {','.join(choice.modules)}: the input of attn_proj is kept for core_attn too; add core_attn"

@@ -106,8 +106,10 @@ def capturing() -> Iterator[None]:
     """Let megatron-core take what runs for the capture of a graph."""
     from megatron.core.transformer import cuda_graphs
 
+    already = cuda_graphs.is_graph_capturing()
     cuda_graphs._set_capture_start()
     try:
         yield
     finally:
-        cuda_graphs._set_capture_end()
+        if not already:
+            cuda_graphs._set_capture_end()

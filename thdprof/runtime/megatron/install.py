@@ -12,12 +12,13 @@ from torch import nn
 
 from thdprof.runtime.dispatch import Bucket
 from thdprof.runtime.dispatched import Call, DispatchedModule
-from thdprof.runtime.megatron import chunk, local, mamba, packing, settings, versions
+from thdprof.runtime.megatron import chunk, local, mamba, offload, packing, settings, versions
 from thdprof.runtime.megatron.context_groups import groups_of
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import Decoder, rope_of
 from thdprof.runtime.megatron.dynamic_cp import SizedChunkGraphs
 from thdprof.runtime.megatron.dynamic_cp_settings import is_dynamic
+from thdprof.runtime.megatron.layer_offload import Offloading, SavedTensors
 from thdprof.runtime.module import buckets_of, offload_of
 from thdprof.runtime.stats import Prediction, Stats
 
@@ -188,11 +189,26 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
                 modules=plan.graphs.modules,
                 generators=chunk.generators,
                 surroundings=around,
-                offload=offload_of(plan),
+                offload=_layer_offloading(decoder, plan, config),
                 **common,
             )
         case other:
             raise settings.SettingsError(f"graphs.impl {other} is not known here")
+
+
+def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
+    """What moves activations in graphs of layers: megatron-core itself where the model was built with it."""
+    asked = plan.graphs.offload
+    if asked is None:
+        return None
+    if not offload.uses_core(config):
+        choice = offload_of(plan)
+        return None if choice is None else SavedTensors(choice)
+    from thdprof.runtime.megatron.core_offload import CoreOffloading
+
+    return CoreOffloading(
+        decoder.block, modules=asked.modules, fraction=asked.fraction, min_size=config.min_offloaded_tensor_size
+    )
 
 
 def unwrapped(model: nn.Module) -> Any:

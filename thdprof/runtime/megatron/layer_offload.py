@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +27,72 @@ class _BeforeLayer(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ctx.session.finish()
         return None, grad
+
+
+class LayerMoves(Protocol):
+    """What the layers of one slot move in their graphs. One bucket after the other is rehearsed and captured."""
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around a bucket's rehearsal, warm-up and captures."""
+
+    def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
+        """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""
+
+    def settle(self) -> None:
+        """After all layers were rehearsed: decide what is moved."""
+
+    def begin(self) -> None:
+        """After the warm-up: what runs from now on is captured."""
+
+    def layer(self, number: int) -> Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]:
+        """What runs layer `number` in a warm-up or a capture; it takes the hidden states and what runs the layer."""
+
+    def freed_bytes(self) -> int:
+        """By how much the slot's graph memory should be less than without offloading."""
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory."""
+
+
+class Offloading(Protocol):
+    """What moves activations of one decoder to the host."""
+
+    def slot(self, layers: Sequence[nn.Module], device: torch.device) -> LayerMoves:
+        """What the `layers` of a new slot move."""
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """Around the forward of an eager micro-batch."""
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Around a replayed forward, and what runs eagerly in it."""
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory besides the slots'."""
+
+
+class SavedTensors:
+    """Moves saved tensors in graphs; eager micro-batches keep theirs."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+        self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
+
+    def slot(self, layers: Sequence[nn.Module], device: torch.device) -> LayerMoves:
+        """What the `layers` of a new slot move."""
+        self._streams = self._streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
+        return LayerOffload.on_cuda(self._choice, len(layers), self._streams)
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """Around the forward of an eager micro-batch."""
+        return nullcontext()
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Around a replayed forward."""
+        return nullcontext()
+
+    def host_bytes(self) -> int:
+        """None besides the slots'."""
+        return 0
 
 
 class LayerOffload:
@@ -55,6 +121,13 @@ class LayerOffload:
         """Copies on two side streams, outwards and inwards."""
         outwards, inwards = streams
         return cls(choice, num_layers, lambda: CudaMover(torch.cuda.current_stream(outwards.device), outwards, inwards))
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Around a bucket's rehearsal, warm-up and captures."""
+        return nullcontext()
+
+    def begin(self) -> None:
+        """After the warm-up, which moves as captures do."""
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""

@@ -12,7 +12,7 @@ from torch import nn
 from thdprof.runtime.bank import Metadata
 from thdprof.runtime.dispatch import Bucket
 from thdprof.runtime.dispatched import Call
-from thdprof.runtime.megatron.layer_offload import LayerOffload
+from thdprof.runtime.megatron.layer_offload import LayerMoves
 
 Moves = Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]
 """Runs a layer on hidden states and moves what it saves to the host."""
@@ -83,7 +83,7 @@ class LayerSlot:
         self.hidden: list[torch.Tensor] = []
         """Static input of every layer."""
         self.replays: dict[Bucket, LayerReplays] = {}
-        self.moves: LayerOffload | None = None
+        self.moves: LayerMoves | None = None
         """What the layers move to the host; None where all stays on the device."""
         self.busy = self.closed = False
 

@@ -58,8 +58,9 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     if plan.graphs.impl != "none":  # which captures nothing
         said += [*_of_config(config, plan.graphs.impl, facts), *_of_local(config, plan, facts)]
         said += [*_of_transformer_engine(config, plan), *_of_mamba(config, facts), *_of_run(facts, environment)]
-        said += [*_of_dynamic_mamba(plan, facts), *offload.complaints(config, plan)]
+        said += [*_of_dynamic_mamba(plan, facts)]
         if facts.replay:
+            said += [*offload.complaints(config, plan)]
             said += [*_of_experts(config, plan.graphs.modules), *_of_shared_captures(config, plan)]
     _refuse("install graphs", said)
 
@@ -75,7 +76,7 @@ def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os
     Raises:
         SettingsError: one line for every setting.
     """
-    said = [*_of_config(config, "chunk", facts), *_of_experts(config, ())]
+    said = [*_of_config(config, "chunk", facts), *_of_experts(config, ()), *offload.of_decoder(config)]
     _refuse("measure a decoder", [*said, *_of_mamba(config, facts), *_of_run(facts, environment)])
 
 
@@ -178,7 +179,6 @@ _UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
     ("fp4", None, "scales are not kept across replays of packed graphs"),
     ("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
     ("cpu_offloading", False, "megatron-core refuses it with graphs"),
-    ("fine_grained_activation_offloading", False, offload.OWN_OFFLOADING),
     ("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),
     ("delay_wgrad_compute", False, "its weight gradients are not part of a backward pass"),
     ("quant_recipe", None, "cached quantized weights would not be renewed in replays"),

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.offload_plan import Choice
 from thdprof.runtime.bank import Placement, Surroundings, refuse_half_a_pass, sample_boundaries
 from thdprof.runtime.capture import (
     WarmupError,
@@ -33,7 +32,7 @@ from thdprof.runtime.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched import Call, DispatchedModule
 from thdprof.runtime.megatron.chunk import gather_parameters
 from thdprof.runtime.megatron.decoder import Decoder
-from thdprof.runtime.megatron.layer_offload import LayerOffload
+from thdprof.runtime.megatron.layer_offload import Offloading
 from thdprof.runtime.megatron.layer_slots import LayerLease, LayerPass, LayerReplays, LayerSlot, Recorded
 from thdprof.runtime.megatron.mamba import is_mamba
 from thdprof.runtime.megatron.settings import SettingsError
@@ -66,7 +65,7 @@ class LayerGraphs(DispatchedModule):
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         surroundings: Surroundings | None = None,
         make: Make | None = None,
-        offload: Choice | None = None,
+        offload: Offloading | None = None,
         **options: Any,
     ) -> None:
         """Graphs of `decoder`'s layers over `buckets`.
@@ -79,7 +78,7 @@ class LayerGraphs(DispatchedModule):
             generators: gives the CUDA generators of Megatron's tracker.
             surroundings: what the decoder touches outside itself.
             make: make_graphed_callables; None: Transformer Engine's.
-            offload: which activations the graphs move to the host; eager micro-batches keep theirs.
+            offload: what moves activations to the host; None: all stay.
             options: as DispatchedModule takes them.
 
         Raises:
@@ -110,7 +109,8 @@ class LayerGraphs(DispatchedModule):
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory that hold activations between forward and backward."""
-        return sum(slot.moves.host_bytes() for slot in self._slots if slot.moves is not None)
+        of_slots = sum(slot.moves.host_bytes() for slot in self._slots if slot.moves is not None)
+        return of_slots + (self._offload.host_bytes() if self._offload is not None else 0)
 
     def offload_freed_bytes(self) -> int:
         """By how much the graphs' memory should be less than without offloading, all slots together."""
@@ -140,9 +140,8 @@ class LayerGraphs(DispatchedModule):
             for _ in range(self._num_slots)
         ]
         if self._offload is not None:
-            streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
             for slot in self._slots:
-                slot.moves = LayerOffload.on_cuda(self._offload, len(self._layers), streams)
+                slot.moves = self._offload.slot(self._layers, device)
         if self._capture == "startup":
             for slot in self._slots:
                 for bucket in sorted(self._buckets, reverse=True):  # smaller ones fit into the largest's memory
@@ -168,10 +167,15 @@ class LayerGraphs(DispatchedModule):
                 found = lease.leave(found)
             return found if is_mamba(split.layer) else (found, None)  # as the layer itself would
 
-        with self._timed(call.tensors, replayed=True) as outputs, self._layers_run(replayed):
+        around = self._offload.replaying() if self._offload is not None else nullcontext()
+        with around, self._timed(call.tensors, replayed=True) as outputs, self._layers_run(replayed):
             result = self.module(*args, **kwargs)
             outputs.extend(tree_flatten(result)[0])
         return result
+
+    def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
+        with self._offload.eagerly() if self._offload is not None and self._buckets else nullcontext():
+            return super()._run_eagerly(call, timed=timed)
 
     def _lease(self, bucket: Bucket) -> LayerLease | FallbackReason:
         assert self._anchor is not None
@@ -206,13 +210,20 @@ class LayerGraphs(DispatchedModule):
         default = torch.cuda.default_generators[self._device.index]
         generators = [default, *(g for g in self._generators if g is not default)]
         slot.metadata.stage(sample_boundaries(bucket), bucket)
-        with unchanged_state(self.module, generators, self._surroundings.extra_state):
+        moving = slot.moves.capturing() if slot.moves is not None else nullcontext()
+        with moving, unchanged_state(self.module, generators, self._surroundings.extra_state):
             recorded, touched = self._rehearse(slot, bucket)
             parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
             with aliased_parameters(self.module) as aliases, self._blocks_rng():
                 pairs = [(p, aliases[id(p)]) for own in parameters for p in own]
                 spare_main_grads(list(aliases.values()))
                 inputs = slot.inputs_like(recorded)
+
+                def warmed_up() -> None:
+                    _give_main_grads(pairs)
+                    if slot.moves is not None:
+                        slot.moves.begin()
+
                 graphs = self._make(
                     tuple(
                         LayerPass(split.captured, r.constants, None if slot.moves is None else slot.moves.layer(number))
@@ -228,7 +239,7 @@ class LayerGraphs(DispatchedModule):
                     _order=[1, -1],
                     _num_layers_per_chunk=[len(self._layers)],
                     _reuse_graph_input_output_buffers=True,  # frees what the next bucket's graphs can use
-                    post_warmup_hook=lambda: _give_main_grads(pairs),
+                    post_warmup_hook=warmed_up,
                 )
         return LayerReplays(
             graphs=tuple(graphs),

@@ -123,6 +123,14 @@ RELIED_ON = (
         why="graphs.offload names parts of layers by the modules that save their tensors",
     ),
     Reliance(
+        package="megatron-core",
+        name="fine_grained_activation_offload: PipelineOffloadManager.OFFLOAD_MGR, _cur_forward_chunk, _d2h_stream, "
+        "_h2d_stream; ChunkOffloadHandler: its hooks, offload_groups, _groups_to_offload, _groups_to_reload, "
+        "_reloading_group; OffloadTensorGroup._tensors, _name; OffloadTensorPool._pools",
+        checked=MEGATRON,
+        why="its own offloading is led by managers of slots and of eager micro-batches in place of the process's one",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,
