@@ -99,6 +99,9 @@ class Row:
     """Of a hybrid model's layers; empty: the example's own."""
     offload: tuple[float, ...] = ()
     """Shares of the activations that further variants keep on the host."""
+    core_offload: str = ""
+    """Modules whose activations megatron-core's own offloading keeps there in others, the same shares of them: in
+    graphs of layers, and in eager training of padded input as it does by itself."""
     deterministic: bool = False
     """Whether only deterministic kernels run: for small shapes, where Transformer Engine has them."""
     fused: bool = False
@@ -157,6 +160,8 @@ class Row:
         return "M" in self.pattern and not self.deterministic
 
 
+BY_CORE = "by megatron-core "
+"""In names of variants with its own offloading."""
 ALL_IMPLS = ("chunk", "local", "transformer_engine")
 ROWS = (
     Row(name="dense", gpus=1, layers=24, impls=ALL_IMPLS, calibrated=True),
@@ -200,7 +205,14 @@ ROWS = (
     ),
     Row(name="exact-tp2-pp2", gpus=4, tp=2, pp=2, layers=4, tokens=512, deterministic=True),
     Row(name="exact-pp2-ep2-moe", gpus=4, pp=2, ep=2, model="moe", layers=4, tokens=512, deterministic=True),
-    Row(name="offload", gpus=1, layers=24, offload=(1.0, 0.5)),
+    Row(
+        name="offload",
+        gpus=1,
+        layers=24,
+        impls=("chunk", "transformer_engine"),
+        offload=(1.0, 0.5),
+        core_offload="qkv_linear,core_attn,attn_proj",
+    ),
     Row(
         name="exact-offload",
         gpus=1,
@@ -209,6 +221,7 @@ ROWS = (
         deterministic=True,
         impls=("chunk", "transformer_engine"),
         offload=(1.0, 0.5),
+        core_offload="qkv_linear,core_attn,attn_proj",
     ),
     # bound by the GPU, also in eager training
     Row(name="bound", gpus=1, layers=12, hidden=2048, tokens=8192, calibrated=True),
@@ -343,7 +356,8 @@ def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
         fallbacks=of_ranks(table, falls).sum(axis=1).tolist(),
         most_documents=int(table.n_seqs.max()),
         offload_freed_bytes={
-            f"{share:.0%}": predict_offload(analysis, Choice(fraction=share)).device_bytes_freed
+            f"{by}{share:.0%}": predict_offload(analysis, Choice(modules=modules, fraction=share)).device_bytes_freed
+            for by, modules in (("", ("all",)), (BY_CORE, tuple(row.core_offload.split(","))))
             for share in (row.offload if row.name == "offload" else ())
         },
     )
@@ -598,6 +612,11 @@ def variants_of(row: Row, planned: Planned, steps: int, impls: Sequence[str]) ->
     for impl, share in itertools.product((impl for impl in row.impls if impl in impls), row.offload):
         options = ["--impl", impl, "--offload", "all", "--offload-fraction", str(share)]
         found.append((f"ours: {impl}, {share:.0%} offloaded", steps, options))
+    for share in row.offload if row.core_offload and "transformer_engine" in impls else ():
+        options = ["--offload", row.core_offload, "--offload-fraction", str(share), "--core-offload"]
+        ours = ["--impl", "transformer_engine", *options]
+        found.append((f"ours: transformer_engine, {BY_CORE}{share:.0%} offloaded", steps, ours))
+        found.append((f"padded eager, {BY_CORE}{share:.0%} offloaded", steps, ["--padded-eager", *options]))
     if row.gpus == 1 and "local" in row.impls and "stock" in impls and "M" not in row.pattern:
         found.append(("stock local", steps, ["--stock-local", str(planned.most_documents)]))
     return found
@@ -773,6 +792,7 @@ def offload_lines(planned: Planned, ran: Sequence[Ran]) -> list[str]:
     """What activations on the host freed, beside what the passes before the captures predicted.
 
     At the peak a micro-batch runs eagerly beside the slots; under chunk graphs its activations are on the host too.
+    megatron-core's own offloading moves them as well, but does not make that peak less.
     """
     lines = []
     results = {one.variant: one.result for one in ran if one.result is not None}
@@ -786,6 +806,9 @@ def offload_lines(planned: Planned, ran: Sequence[Ran]) -> list[str]:
         foretold = planned.offload_freed_bytes.get(share)
         analyzed = f" (by analyze {foretold / 2**20:,.0f})" if foretold is not None else ""
         graphs, peak = (f"{(without[name] - told[name]) / 2**20:,.0f}" for name in ("pool_bytes", "peak_bytes"))
+        if not told["captures"]:
+            lines += ["", f"{one.variant}: peak {peak} MiB less."]
+            continue
         lines += [
             "",
             f"{one.variant}: {told['host_bytes'] / 2**20:,.0f} MiB of pinned host memory; graphs {graphs} MiB less, "
