@@ -45,8 +45,7 @@ from typing import Any
 
 import numpy as np
 
-from thdprof.analyze import analyze_dataset
-from thdprof.analyze.analysis import Analysis, make_plan
+from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.demo import _heavy_tailed, _random, _tokens
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.offload import predict_offload

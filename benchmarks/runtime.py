@@ -376,8 +376,8 @@ def section_equal(kinds, steps: int = 200) -> None:
 def section_calibrate(kinds) -> None:
     from thdprof.analyze.cost import CostTable
     from thdprof.analyze.microbatches import MicrobatchTable
-    from thdprof.analyze.recommend import Bucket as Cap
-    from thdprof.analyze.recommend import StepCosts
+    from thdprof.analyze.step_costs import Bucket as Cap
+    from thdprof.analyze.step_costs import StepCosts
 
     print("\n## Calibration: predicted against measured milliseconds a micro-batch\n")
     print("| stack | setting | predicted | measured | difference |\n|---|---|---|---|---|")

@@ -16,9 +16,9 @@ from thdprof.analyze import analyze_dataset, dynamic_cp, make_plan
 from thdprof.analyze.dynamic_cp import deal
 from thdprof.analyze.microbatches import MicrobatchTable, RankGroups
 from thdprof.analyze.profile import fallback_rate
-from thdprof.analyze.recommend import Bucket, StepCosts
 from thdprof.analyze.settings import TrainingSettings
 from thdprof.analyze.sources.base import UnpackedDocuments
+from thdprof.analyze.step_costs import Bucket, StepCosts
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import parse_plan
 

@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from thdprof.analyze import analyze_dataset
-from thdprof.analyze.analysis import make_plan
+from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.demo import write_demo
 from thdprof.errors import UsageError
 from thdprof.plan import load_plan

@@ -11,8 +11,9 @@ import pytest
 from thdprof.analyze.cost import CostTable, EagerPoint, ReplayPoint, built_in_costs
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.profile import Histogram, Profile, fallback_rate, upper_bound
-from thdprof.analyze.recommend import Bucket, Limits, StepCosts, recommend
+from thdprof.analyze.recommend import Limits, recommend
 from thdprof.analyze.report.terminal import sentence
+from thdprof.analyze.step_costs import Bucket, StepCosts
 from thdprof.errors import UsageError
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from thdprof.analyze import analyze_dataset, load_profile, make_plan, make_profile, profile_dataset
 from thdprof.analyze.merge import merge_profiles
 from thdprof.analyze.profile import fallback_rate
-from thdprof.analyze.run_profile import COLUMNS, SEGMENTS
+from thdprof.analyze.profile_file import COLUMNS, SEGMENTS
 from thdprof.errors import DataError, UsageError
 
 RUN = {"seq_length": 64, "loader": "single", "data_parallel_size": 2, "global_batch_size": 8}

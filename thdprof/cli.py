@@ -222,10 +222,10 @@ def analyze(
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
-    from thdprof.analyze.analysis import make_plan
     from thdprof.analyze.experts import captured
     from thdprof.analyze.megatron_graphs import check_settings
     from thdprof.analyze.offload import check_choice, choice_of, predict_offload, without_experts
+    from thdprof.analyze.planning import make_plan
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
 

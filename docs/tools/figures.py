@@ -20,7 +20,7 @@ from thdprof.analyze import analyze_dataset
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.demo import write_demo
 from thdprof.analyze.profile import fallback_rate
-from thdprof.analyze.recommend import Bucket, StepCosts
+from thdprof.analyze.step_costs import Bucket, StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thdprof.analyze.analysis import Analysis, make_plan
+    from thdprof.analyze.analysis import Analysis
     from thdprof.analyze.api import analyze_dataset, profile_dataset
+    from thdprof.analyze.planning import make_plan
     from thdprof.analyze.profiling import make_profile
     from thdprof.analyze.run_profile import RunProfile, load_profile
 
@@ -16,7 +17,7 @@ _MODULES = {
     "RunProfile": "run_profile",
     "analyze_dataset": "api",
     "load_profile": "run_profile",
-    "make_plan": "analysis",
+    "make_plan": "planning",
     "make_profile": "profiling",
     "profile_dataset": "api",
 }

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thdprof import __version__
 from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
-from thdprof.analyze.experts import captured
-from thdprof.analyze.megatron_graphs import check_plan, check_settings
 from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.analyze.microbatches import MicrobatchTable
-from thdprof.analyze.offload import check_choice, freed_bytes, most_slots
+from thdprof.analyze.offload import freed_bytes, most_slots
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
 from thdprof.analyze.recommend import LEAST_GAIN, Limits, Recommendation, longest_captured, recommend
 from thdprof.analyze.schedule import Schedule, Tick, build_schedule
@@ -31,9 +28,7 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
 
 if TYPE_CHECKING:
-    from thdprof.analyze.offload import OffloadPrediction
     from thdprof.offload_plan import Choice
-    from thdprof.plan import Impl, Plan
 
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
 
@@ -419,90 +414,3 @@ def _warnings(
             f"{schedule.table.num_steps}; all figures are of all steps"
         )
     return found
-
-
-def make_plan(analysis: Analysis, *, impl: Impl | None = None, offload: OffloadPrediction | None = None) -> Plan:
-    """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none.
-
-    Args:
-        analysis: what was found.
-        impl: what training captures; without it a torch module, or what dropless experts leave to capture.
-        offload: activations that are moved to the host, and what that is predicted to do; None: all stay.
-
-    Raises:
-        UsageError: dropless experts, of which `impl` cannot capture anything, activations that it does not move, or
-            what `thdprof.runtime.megatron` would always refuse to install.
-    """
-    from thdprof.plan import Plan
-
-    kind, modules = captured(analysis.settings.experts, impl)
-    check_settings(asdict(analysis.settings), kind)
-    if offload is not None:
-        check_choice(offload.choice, impl=kind, experts=analysis.settings.experts)
-    chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
-    offload = offload if chosen.buckets else None
-    one_cap = chosen.one_cap
-    plan = Plan.model_validate(
-        {
-            "schema": "thdprof.plan/1",
-            "written_by": __version__,
-            "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
-            "training": {
-                **asdict(settings),
-                "weights": list(settings.weights) if settings.weights is not None else None,
-            },
-            "microbatches": {
-                "exact": analysis.microbatches.exact,
-                "count": len(analysis.microbatches),
-                "steps": analysis.steps,
-                "n_seqs": asdict(analysis.n_seqs),
-                "max_seqlen": asdict(analysis.max_seqlen),
-                "n_tokens_max": analysis.n_tokens_max,
-                "n_tokens_constant": analysis.share_of_full_size == 1.0,
-            },
-            "graphs": {
-                "impl": kind if chosen.buckets else "none",
-                "modules": modules if chosen.buckets else [],
-                "buckets": [
-                    {
-                        "max_seqs": b.max_seqs,
-                        "max_seqlen": b.max_seqlen,
-                        "cp_size": b.cp_size or settings.context_parallel_size,
-                        "share": share,
-                    }
-                    for b, share in zip(chosen.buckets, chosen.shares, strict=True)
-                ],
-                "one_cap": None
-                if one_cap is None
-                else {"max_seqs": one_cap.max_seqs, "fallback_rate": asdict(one_cap.fallback_rate)},
-                "slots": analysis.slots,
-                "tail_policy": settings.tail_policy,
-                "offload": None
-                if offload is None
-                else {
-                    "modules": list(offload.choice.modules),
-                    "fraction": offload.choice.fraction,
-                    "min_bytes": offload.choice.min_bytes,
-                },
-            },
-            "predictions": {
-                "fallback_rate": asdict(chosen.fallback_rate),
-                "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
-                "relative_step_time": chosen.relative_step_time,
-                "step_ms": chosen.step_ms,
-                "eager_step_ms": chosen.eager_step_ms,
-                "graph_memory_bytes": chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes,
-                "offload_host_bytes": None if offload is None else offload.host_bytes,
-                "offload_freed_bytes": None if offload is None else offload.device_bytes_freed,
-            },
-            "costs": {
-                "name": costs.name,
-                "calibrated": costs.calibrated,
-                "hardware": costs.hardware,
-                "attention": costs.attention,
-                "n_tokens": costs.n_tokens,
-            },
-        }
-    )
-    check_plan(plan)
-    return plan

@@ -57,7 +57,7 @@ def analyze_dataset(
 def profile_dataset(*locations: str | Path, part: str | None = None, **arguments: Any) -> RunProfile:
     """What `thdprof analyze --profile` writes: counts of the run's micro-batches as pandas frames.
 
-    Of the result, `cells` has a row for every count (`thdprof.analyze.run_profile` documents its columns), `curve()` a
+    Of the result, `cells` has a row for every count (`thdprof.analyze.profile_file` documents its columns), `curve()` a
     row for every cap with coverage, fallback rates and step time, `percentiles()` a row for each measure; `save(path)`
     writes it, and in a notebook it shows itself.
 

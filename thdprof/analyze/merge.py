@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from thdprof.analyze.cost import CostTable
-from thdprof.analyze.run_profile import COLUMNS, SCHEMA, PartOfRun, RunProfile, combine_caps
+from thdprof.analyze.profile_file import COLUMNS, SCHEMA, PartOfRun
+from thdprof.analyze.run_profile import RunProfile, combine_caps
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import TrainingPart
 from thdprof.words import counted, printable

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.microbatches import MicrobatchTable, RankGroups
 from thdprof.analyze.profile import PERCENTILES
-from thdprof.analyze.recommend import one_cap_step_ms
-from thdprof.analyze.run_profile import COLUMNS, SEGMENTS, CapTime, PartOfRun, RunProfile
+from thdprof.analyze.profile_file import COLUMNS, SEGMENTS, CapTime, PartOfRun
+from thdprof.analyze.run_profile import RunProfile
+from thdprof.analyze.step_costs import one_cap_step_ms
 from thdprof.errors import UsageError
 from thdprof.plan import TrainingPart
 from thdprof.words import shortened

@@ -8,9 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thdprof.analyze.analysis import DatasetSummary, Progress, analyze_read, make_plan, summary_of
+from thdprof.analyze.analysis import DatasetSummary, Progress, analyze_read, summary_of
 from thdprof.analyze.cost import CostTable, load_costs
 from thdprof.analyze.memo import Memo
+from thdprof.analyze.planning import make_plan
 from thdprof.analyze.request import Request
 from thdprof.analyze.settings import Assumption
 from thdprof.analyze.sources import read_dataset
