@@ -468,4 +468,4 @@ def test_offloading_that_is_not_exported_is_told(target):
     assert "graphs.offload" not in export_plan(make_plan(), target).text
     values = make_plan().model_dump(mode="json", by_alias=True)
     values["graphs"]["offload"] = {}
-    assert "# graphs.offload is thdprof.runtime's own" in export_plan(Plan.model_validate(values), target).text
+    assert "# graphs.offload is left out" in export_plan(Plan.model_validate(values), target).text

@@ -86,7 +86,7 @@ def header(plan: Plan, name: str) -> list[str]:
     """Comment lines on where an export comes from and for which run its cap holds."""
     training = plan.training
     exact = "exact" if plan.microbatches.exact else "drawn by simulation"
-    offload = ["graphs.offload is thdprof.runtime's own and is left out: its memory figures do not hold"]
+    offload = ["graphs.offload is left out, and its memory figures do not hold"]
     return [
         f"{name}, exported by thdprof from a plan of thdprof {one_line(plan.written_by)}",
         f"dataset {one_line(plan.dataset.fingerprint)} ({one_line(plan.dataset.format)}); micro-batches {exact}",
