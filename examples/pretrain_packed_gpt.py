@@ -56,6 +56,7 @@ from train_packed import _gpt_dataset as gpt_dataset
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.files import check_targets, write_text
+from thdprof.offload_plan import CORE_MODULES
 from thdprof.plan import OffloadPart, Plan, load_plan
 from thdprof.reasons import BY_SHAPE
 from thdprof.runtime import Stats
@@ -362,6 +363,11 @@ def offload_of(args: argparse.Namespace, plan: Plan) -> OffloadPart | None:
         asked = None if args.offload == "none" else OffloadPart(modules=args.offload.split(","))
     if args.core_offload and asked is None:
         raise UsageError("--core-offload: the plan keeps all activations on the device; say which with --offload")
+    if args.core_offload and asked is not None and not set(asked.modules) <= set(CORE_MODULES):
+        raise UsageError(
+            f"--core-offload: megatron-core's own offloading moves {', '.join(CORE_MODULES)}, not "
+            f"{', '.join(m for m in asked.modules if m not in CORE_MODULES)}; say which with --offload"
+        )
     if args.offload_fraction is None:
         return asked
     if asked is None or not 0 <= args.offload_fraction <= 1:

@@ -278,13 +278,73 @@ def test_an_eager_micro_batch_that_is_dropped_gives_its_memory_back(block):
         assert offloading.host_bytes() == (LAYERS - 1) * (1 + 1 + 1) * TOKENS * HIDDEN * 4
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_before_a_rehearsal_and_without_gradients_nothing_is_moved(block, streams, grad):
-    offloading = offloading_of(block) if grad else settled(block)
+def test_without_gradients_nothing_is_moved(block, streams):
+    offloading = settled(block)
     streams.late = 0
-    with torch.set_grad_enabled(grad), offloading.eagerly():
+    with torch.no_grad(), offloading.eagerly():
         block(hidden(), **arguments())
     assert streams.late == 0
+
+
+def test_before_a_rehearsal_everything_is_moved(block, streams):
+    offloading, x = offloading_of(block), hidden()
+    with offloading.eagerly():
+        loss = block(x, **arguments()).square().mean()
+    assert streams.late == LAYERS * len(MODULES)
+    loss.backward()
+    found, ((expected,), weights) = gradients(block), plain(block, 1)
+    assert torch.equal(x.grad, expected)
+    assert_equal(found, weights)
+
+
+def test_a_second_backward_says_what_it_is(block):
+    offloading = settled(block)
+    with offloading.eagerly():
+        loss = block(hidden(), **arguments()).square().mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="was backpropagated a second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
+def test_a_slot_pins_what_it_moves(block, fraction):
+    offloading = offloading_of(block, fraction)
+    moves = rehearsed(block, offloading)
+    a_copy = TOKENS * HIDDEN * 4
+    assert moves.host_bytes() == (LAYERS * len(MODULES) - len(offloading.stays)) * a_copy
+    before = [id(t) for pool in moves._manager.cpu_tensor_pool._pools.values() for t in pool["all"]]
+    with moves.capturing():  # another bucket's: graphs of the first hold on to this memory
+        layers = [WholeLayer(layer) for layer in block.layers]
+        run_layers(layers, lambda n, layer, x: moves.rehearse(n, layer.layer, x, layer_of(layer)))
+        moves.settle()
+    after = [id(t) for pool in moves._manager.cpu_tensor_pool._pools.values() for t in pool["all"]]
+    assert after == before
+
+
+def test_a_name_that_moves_nothing_is_told(block, caplog):
+    offloading = offloading_of(block, modules=(*MODULES, "mlp_norm"))
+    rehearsed(block, offloading)
+    assert "moves no mlp_norm in this model chunk" in caplog.text
+
+
+def test_closing_leaves_megatrons_own_manager_at_its_beginning(block):
+    offloading = settled(block)
+    own = core.PipelineOffloadManager.get_instance()
+    own._is_warmup = False
+    offloading.close()
+    assert core.PipelineOffloadManager.get_instance()._is_warmup
+
+
+def test_memory_of_experts_is_counted_too(block):
+    offloading = settled(block)
+    with offloading.eagerly():
+        part = core.FineGrainedActivationOffloadingInterface(True, hidden(), "expert_fc1")
+        with part as x:
+            y = x.sin()
+        part.group_offload(y)
+    (manager,) = offloading._all
+    pooled = sum(t.numel() * 4 for pool in manager.cpu_tensor_pool._pools.values() for t in pool["all"])
+    assert offloading.host_bytes() - pooled == TOKENS * HIDDEN * 4
 
 
 def test_megatrons_own_manager_sees_nothing_of_it(block):

@@ -181,6 +181,13 @@ CORE_OFFLOADS = [
     ),
     (
         "transformer_engine",
+        {"modules": ["core_attn", "mlp_norm"]},
+        {"offload_modules": ["core_attn", "mlp_norm"], "num_moe_experts": 4},
+        "graphs.offload.modules has mlp_norm with num_moe_experts: megatron-core does not move it where attn and "
+        "moe_router are captured; leave it out",
+    ),
+    (
+        "transformer_engine",
         None,
         {},
         "fine_grained_activation_offloading is True, and the plan keeps all activations on the device: analyse with "

@@ -212,6 +212,34 @@ def test_views_that_a_function_makes_of_its_input_are_moved():
     assert mover.back_copies == 2 * 2
 
 
+def test_views_of_weights_are_not_looked_at():
+    class Weighed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight.view(-1, 32))
+            return x * weight.view(-1, 32)[0]
+
+        @staticmethod
+        def backward(ctx, grad):
+            (flat,) = ctx.saved_tensors
+            return grad * flat[0], torch.zeros_like(flat).view(-1)
+
+    class Weighing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64 * KIB))
+
+        def forward(self, x):
+            return Weighed.apply(x, self.weight).tanh()
+
+    stack, mover = Weighing(), LateMover()
+    discovery = offload.Discovery(stack, mover, Choice(min_bytes=4 * KIB), [])
+    with discovery.forward():
+        stack(torch.randn(64, 32, requires_grad=True))
+    assert [s.nbytes for s in discovery.plan.storages] == [64 * 32 * 4]  # what tanh gives out
+    assert discovery.plan.storage_at[0] == NOT_MOVED
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("modules", [("all",), ("up",), ("norm", "down")])
 def test_gradients_are_those_without_offloading(fraction, modules):

@@ -10,7 +10,14 @@ import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.cost import MeasuredModel
-from thdprof.analyze.offload import check_choice, choice_of, predict_offload, saved_by_layers, without_experts
+from thdprof.analyze.offload import (
+    by_megatron_core,
+    check_choice,
+    choice_of,
+    predict_offload,
+    saved_by_layers,
+    without_experts,
+)
 from thdprof.errors import UsageError
 from thdprof.offload_plan import Choice
 from thdprof.plan import load_plan
@@ -158,6 +165,7 @@ def test_what_is_moved_leaves_memory_for_graphs(data):
         ),
         ("core_attn,mlp_fc1", "transformer_engine", "dropless", "--offload mlp_fc1: around graphs of layers"),
         ("core_attn,expert_fc1,moe_act", "transformer_engine", "dropless", None),
+        ("core_attn,mlp_norm", "transformer_engine", "dropless", "--offload mlp_norm: "),
         ("attn_proj,moe_act", "transformer_engine", "dropless", "--offload attn_proj,moe_act: .*; add core_attn"),
         ("all", "transformer_engine", "padded", r"\(--experts padded\) move nothing; use --impl chunk"),
         ("attn_proj,mlp_act", "chunk", "none", "--offload attn_proj,mlp_act: .*; add core_attn"),
@@ -214,6 +222,16 @@ def test_modules_that_the_measured_model_has_not_are_told(data, thdprof):
     done = thdprof("analyze", data, "--loader", "single", "--seq-length", 4096, "--offload", "expert_fc1")
     assert "activations on the host (expert_fc1): the measured model saves none that would be moved" in done.stdout
     assert done.stderr.startswith("--offload expert_fc1: without experts (--experts none) nothing is moved\n")
+
+
+def test_where_only_megatron_core_can_follow_it_is_said(data, tmp_path, thdprof):
+    assert by_megatron_core("transformer_engine", "none") is None
+    assert by_megatron_core("chunk", "padded") is None
+    done = thdprof(
+        "analyze", data, "--experts", "dropless", "--offload", "core_attn,expert_fc1", "-o", tmp_path / "plan.yaml"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--offload with dropless experts: build the model with fine_grained_activation_offloading" in done.stderr
 
 
 def test_modules_of_experts_that_are_not_there():

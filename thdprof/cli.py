@@ -224,7 +224,7 @@ def analyze(
     from thdprof.analyze.analysis import analyze as run
     from thdprof.analyze.experts import captured
     from thdprof.analyze.megatron_graphs import check_settings
-    from thdprof.analyze.offload import check_choice, choice_of, predict_offload, without_experts
+    from thdprof.analyze.offload import by_megatron_core, check_choice, choice_of, predict_offload, without_experts
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.request import read_request, share_of
     from thdprof.files import check_targets
@@ -291,8 +291,9 @@ def analyze(
     check_settings({**asked.given, "packer": None}, captures)  # which packs some formats alone; make_plan looks again
     if choice is not None:
         check_choice(choice, impl=captures, experts=kind_of_experts)
-        if (idle := without_experts(choice, kind_of_experts)) is not None:
-            streams.say(idle)
+        for said in (without_experts(choice, kind_of_experts), by_megatron_core(captures, kind_of_experts)):
+            if said is not None:
+                streams.say(said)
     for note in asked.notes:
         streams.say(note)
     with streams.progress_bar() as progress:

@@ -111,6 +111,16 @@ def without_experts(choice: Choice, experts: Experts) -> str | None:
     return f"--offload {','.join(choice.modules)}: without experts (--experts none) {whole}"
 
 
+def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
+    """What the model must be built with where only megatron-core's own offloading can follow the plan; else None."""
+    if impl != "transformer_engine" or experts != "dropless":
+        return None
+    return (
+        "--offload with dropless experts: build the model with fine_grained_activation_offloading and the plan's "
+        "modules (docs/megatron.md)"
+    )
+
+
 def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
     """Refuse what no training would follow, as `thdprof.runtime.megatron` refuses it.
 
@@ -120,10 +130,11 @@ def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
     if impl == "local":
         raise UsageError("--offload: Megatron's own layer graphs move nothing; use --impl chunk or transformer_engine")
     if impl == "transformer_engine" and experts == "dropless":
-        if others := [name for name in choice.modules if name not in CORE_MODULES]:
+        allowed = [name for name in CORE_MODULES if name != "mlp_norm"]  # megatron-core leaves it where it is
+        if others := [name for name in choice.modules if name not in allowed]:
             raise UsageError(
                 f"--offload {','.join(others)}: around graphs of layers with dropless experts megatron-core's own "
-                f"offloading moves what is moved; choose some of {', '.join(CORE_MODULES)}, or leave --offload out"
+                f"offloading moves what is moved; choose some of {', '.join(allowed)}, or leave --offload out"
             )
     elif impl == "transformer_engine" and experts != "none":
         raise UsageError(

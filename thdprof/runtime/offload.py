@@ -97,8 +97,9 @@ class _Sight:
         return self._seen[key]
 
     def _movable(self, tensor: torch.Tensor) -> bool:
-        # a view that a function's forward made of its input passes for a leaf, as the norms' inputs here
-        leaf = tensor.is_leaf and tensor.requires_grad and not tensor._is_view()
+        # a view that a function's forward made of its input passes for a leaf: what it is a view of tells
+        source = tensor._base if tensor._base is not None else tensor
+        leaf = source.is_leaf and source.requires_grad
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if not plain or leaf or tensor.device != self._mover.device or tensor.is_conj() or tensor.is_neg():
             return False

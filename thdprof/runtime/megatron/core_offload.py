@@ -9,12 +9,14 @@ some micro-batches replay and others run eagerly, and are done here:
 - Which groups stay on the device is decided once, in a step at whose end all ranks communicate. Here it is decided by
   the same rule (`offload.staying`) when a slot's layers are rehearsed.
 
-Host memory of captures belongs to the slot, and of an eager micro-batch to it until its backward is over.
+Host memory of captures belongs to the slot, and of an eager micro-batch to it until its backward is over; that of
+experts is torch's, as in megatron-core, for its sizes are not known beforehand.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,10 @@ from thdprof.offload_plan import EXPERT_MODULES
 from thdprof.runtime.megatron import chunk
 from thdprof.runtime.megatron.offload import Group, Stays, freed_bytes, staying
 
+logger = logging.getLogger(__name__)
+
+_Copies = list[tuple[torch.Size, torch.dtype]]
+
 _MARKS = ("_TE_do_not_offload", "_do_not_offload")
 """Attributes of tensors that are not to be moved."""
 
@@ -48,8 +54,8 @@ class _Moved:
     """One group that was copied to the host."""
 
     name: str
-    copies: list[int] = field(default_factory=list)
-    """Bytes of each tensor."""
+    copies: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    """Each tensor."""
     storages: dict[StorageWeakRef, int] = field(default_factory=dict)
     """What they were copied from, and its bytes."""
 
@@ -68,6 +74,14 @@ class _Handler(ChunkOffloadHandler):  # type: ignore[misc]
         self._stays = stays
         self._begun: Counter[str] = Counter()
         self._ended: list[OffloadTensorGroup] = []
+        self.unpooled_bytes = 0
+        """On the host, besides the pool's."""
+
+    def offload(self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True) -> Any:
+        """Copy a tensor to the host."""
+        if not use_cpu_pool:
+            self.unpooled_bytes += src_tensor.numel() * src_tensor.element_size()
+        return super().offload(src_tensor, pin_memory, use_cpu_pool)
 
     def on_group_start_forward(self, name: str) -> None:
         """Begin a group of that name."""
@@ -100,8 +114,16 @@ class _Handler(ChunkOffloadHandler):  # type: ignore[misc]
             self.bulk_reload_group()
 
     def on_group_commit_backward(self, name: str) -> None:
-        """Before a group's backward: wait until it is back, and copy it now if nothing has begun to."""
-        group = next(group for group in reversed(self._ended) if group._name == name)
+        """Before a group's backward: wait until it is back, and copy it now if nothing has begun to.
+
+        Raises:
+            RuntimeError: its backward has run already, and its tensors are gone.
+        """
+        group = next((group for group in reversed(self._ended) if group._name == name), None)
+        if group is None:
+            raise RuntimeError(
+                f"{name} was backpropagated a second time; megatron-core's offloading keeps nothing then"
+            )
         self._ended.remove(group)
         if group in self._groups_to_reload:
             self._groups_to_reload.remove(group)
@@ -135,7 +157,7 @@ class _Rehearsal(_Handler):
         moved = _Moved(group_to_offload._name)
         for tensor in group_to_offload._tensors.values():
             if self.tensor_need_offloading_checker(tensor):
-                moved.copies.append(tensor.numel() * tensor.element_size())
+                moved.copies.append((tensor.shape, tensor.dtype))
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
                 if reference not in self._known:
@@ -144,11 +166,19 @@ class _Rehearsal(_Handler):
         self._moved.append(moved)
         super().bulk_offload_group(group_to_offload)
 
-    def take_moved(self) -> list[Group]:
+    def take_moved(self) -> list[tuple[Group, _Copies]]:
         """The groups that were copied to the host since the last call, in the order in which they ended."""
         taken, self._moved = self._moved, []
         return [
-            Group(m.name, tuple(m.copies), tuple(n for ref, n in m.storages.items() if _is_empty(ref))) for m in taken
+            (
+                Group(
+                    m.name,
+                    tuple(shape.numel() * dtype.itemsize for shape, dtype in m.copies),
+                    tuple(n for ref, n in m.storages.items() if _is_empty(ref)),
+                ),
+                m.copies,
+            )
+            for m in taken
         ]
 
 
@@ -175,6 +205,7 @@ class _Manager(PipelineOffloadManager):  # type: ignore[misc]
         self._d2h_stream, self._h2d_stream = streams
         self._cur_forward_chunk: _Handler | None
         self._handler: Callable[[], _Handler | None] = lambda: None
+        self._most_unpooled: int = 0
 
     def begin(self, handler: _Handler) -> None:
         """Let what runs from now on be of that pass."""
@@ -184,6 +215,8 @@ class _Manager(PipelineOffloadManager):  # type: ignore[misc]
     def end(self) -> None:
         """No forward runs any more: copies that were delayed begin, and what is saved from now on stays."""
         self.flush_delayed_groups()
+        if self._cur_forward_chunk is not None:
+            self._most_unpooled = max(self._most_unpooled, self._cur_forward_chunk.unpooled_bytes)
         self._cur_forward_chunk = None
 
     def pop_forward_chunk(self, name: str | None = None) -> _Handler | None:
@@ -197,7 +230,8 @@ class _Manager(PipelineOffloadManager):  # type: ignore[misc]
 
     def pinned_bytes(self) -> int:
         """Bytes of its host memory."""
-        return sum(t.numel() * t.element_size() for pool in self.cpu_tensor_pool._pools.values() for t in pool["all"])
+        pooled = (t for pool in self.cpu_tensor_pool._pools.values() for t in pool["all"])
+        return self._most_unpooled + sum(int(t.numel()) * int(t.element_size()) for t in pooled)
 
 
 @contextmanager
@@ -223,11 +257,11 @@ class CoreOffloading:
             fraction: of the groups.
             min_size: elements; smaller tensors stay.
         """
-        self.fraction, self.min_size = fraction, min_size
+        self.modules, self.fraction, self.min_size = tuple(modules), fraction, min_size
         self.experts = tuple(name for name in EXPERT_MODULES if name in modules)
         """Groups of dropless experts, which run eagerly."""
-        self.stays: Stays | None = None
-        """None until a slot was rehearsed."""
+        self.stays: Stays = frozenset()
+        """Of every pass; until a slot was rehearsed nothing stays, as in megatron-core's first step."""
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         self._free: list[_Manager] = []
         self._all: list[_Manager] = []
@@ -248,7 +282,7 @@ class CoreOffloading:
     @contextmanager
     def eagerly(self) -> Iterator[None]:
         """Around the forward of an eager micro-batch, or of what runs eagerly in a replayed one."""
-        if self.stays is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             self._idle = self._idle or self.manager()
             with _in_charge(self._idle):
                 yield
@@ -273,8 +307,12 @@ class CoreOffloading:
         return self.eagerly() if self.experts else nullcontext()
 
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory of eager micro-batches."""
+        """Bytes of pinned host memory of eager micro-batches, and of what runs eagerly in replayed ones."""
         return sum(manager.pinned_bytes() for manager in self._all)
+
+    def close(self) -> None:
+        """Leave offloading to megatron-core's own manager, which begins anew: it has seen nothing of what ran here."""
+        PipelineOffloadManager.reset_instance()
 
 
 class CoreLayerOffload:
@@ -288,6 +326,8 @@ class CoreLayerOffload:
         self._until_captured = ExitStack()
         self._groups: list[list[Group]] = [[] for _ in layers]
         """Of each layer, as its rehearsal showed them."""
+        self._copies: list[list[_Copies]] = [[] for _ in layers]
+        """What each of them copies."""
         self._freed_bytes = 0
 
     @contextmanager
@@ -303,16 +343,17 @@ class CoreLayerOffload:
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""
         if number == 0:
-            self._begin(_Rehearsal(self._offloading.min_size, self._manager.cpu_tensor_pool))
+            self._begin(_Rehearsal(self._offloading.min_size, OffloadTensorPool(device="cpu", pin_memory=False)))
         given = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
         output = run(given)
         gc.collect()  # what only a cycle keeps is not kept
         assert isinstance(self._handler, _Rehearsal)  # layers run in order
-        self._groups[number] = self._handler.take_moved()
+        moved = self._handler.take_moved()
+        self._groups[number], self._copies[number] = [group for group, _ in moved], [copies for _, copies in moved]
         return output
 
     def settle(self) -> None:
-        """After all layers were rehearsed: decide what stays on the device."""
+        """After all layers were rehearsed: decide what stays on the device, and pin the memory for the rest."""
         found = []
         for layer, groups in zip(self._layers, self._groups, strict=True):
             found += groups
@@ -320,11 +361,32 @@ class CoreLayerOffload:
                 found += [Group(name, None) for name in self._offloading.experts]
         stays = self._offloading.stays = staying(found, self._offloading.fraction)
         self._freed_bytes = max(self._freed_bytes, freed_bytes(self._groups, stays))
+        self._report(found, stays)
         self._manager.end()  # a warm-up moves nothing
+        pool = self._manager.cpu_tensor_pool
+        pool.reset()
+        seen: Counter[str] = Counter()
+        for layer_groups, layer_copies in zip(self._groups, self._copies, strict=True):
+            for group, copies in zip(layer_groups, layer_copies, strict=True):
+                for shape, dtype in copies if (group.name, seen[group.name]) not in stays else ():
+                    pool.allocate(shape, dtype=dtype)  # which a capture could not
+                seen[group.name] += 1
+
+    def _report(self, groups: Sequence[Group], stays: Stays) -> None:
+        """Say what is moved, and warn of what is not."""
+        names = Counter(group.name for group in groups)
+        staying_names = Counter(name for name, _ in stays)
+        moved = {name: names[name] - staying_names[name] for name in self._offloading.modules}
+        logger.info("activations to the host by megatron-core, groups of each name: %s", moved)
+        if self._offloading.fraction > 0 and (idle := [name for name, count in moved.items() if not count]):
+            logger.warning(
+                "offloading by megatron-core moves no %s in this model chunk: the last group of a name stays on the "
+                "device, and not every layer has each",
+                ", ".join(idle),
+            )
 
     def begin(self) -> None:
         """What runs from now on is captured: megatron-core then leaves out waits for what another graph has done."""
-        assert self._offloading.stays is not None
         self._until_captured.enter_context(chunk.capturing())
         pool = self._manager.cpu_tensor_pool
         pool.reset()

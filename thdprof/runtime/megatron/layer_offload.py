@@ -1,4 +1,4 @@
-"""Activations on the host in graphs of single layers: each layer's copies begin and end inside its own two graphs."""
+"""Activations on the host in graphs of single layers: saved tensors, whose copies end in the graph they began in."""
 
 from __future__ import annotations
 
@@ -69,6 +69,9 @@ class Offloading(Protocol):
     def host_bytes(self) -> int:
         """Bytes of pinned host memory besides the slots'."""
 
+    def close(self) -> None:
+        """No graph is left."""
+
 
 class SavedTensors:
     """Moves saved tensors in graphs; eager micro-batches keep theirs."""
@@ -93,6 +96,9 @@ class SavedTensors:
     def host_bytes(self) -> int:
         """None besides the slots'."""
         return 0
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
 
 class LayerOffload:

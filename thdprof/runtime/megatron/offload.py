@@ -201,6 +201,11 @@ def _of_core(config: Any, asked: OffloadPart | None, impl: str) -> Iterator[str]
             "fine_grained_activation_offloading with moe_pad_expert_input_to_capacity: megatron-core does not support "
             "it where a layer's graph holds experts with token dropping; set it to False"
         )
+    if getattr(config, "num_moe_experts", None) and "mlp_norm" in asked.modules:
+        yield (
+            "graphs.offload.modules has mlp_norm with num_moe_experts: megatron-core does not move it where attn and "
+            "moe_router are captured; leave it out"
+        )
     if asked.delayed_commit and not set(asked.modules) & set(EXPERT_MODULES):
         yield (
             "graphs.offload.delayed_commit is True: megatron-core delays copies of expert_fc1 and moe_act alone; set "

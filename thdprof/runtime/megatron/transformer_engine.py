@@ -355,6 +355,12 @@ class LayerGraphs(DispatchedModule):
         self._placement = self._call = None
         super().recapture()
 
+    def close(self) -> None:
+        """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
+        super().close()
+        if self._offload is not None:
+            self._offload.close()
+
 
 def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
     """The layers that are captured.
