@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ pytest.importorskip("torch")
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.demo import write_demo
 from thdprof.errors import UsageError
-from thdprof.plan import load_plan
+from thdprof.plan import OffloadPart, load_plan
 from thdprof.runtime import Bucket, FallbackReason, Stats
 
 ROOT = Path(__file__).parents[1]
@@ -696,18 +697,62 @@ def test_the_table_holds_offloading_against_its_prediction(documents):
     planned = bench.plan_row(row, documents, 8)
     names = [name for name, _, _ in bench.variants_of(row, planned, 8, ["chunk"])]
     assert names[-3:] == ["ours: chunk", "ours: chunk, 100% offloaded", "ours: chunk, 50% offloaded"]
-    assert set(planned.offload_freed_bytes) == {"100%", "50%"}
+    whole, half = f"{bench.BY_CORE}100%", f"{bench.BY_CORE}50%"
+    assert set(planned.offload_freed_bytes) == {"100%", "50%", whole, half}
+    assert 0 < planned.offload_freed_bytes[half] < planned.offload_freed_bytes[whole]
     mib = 2**20
-    kept = {"pool_bytes": 3400 * mib, "peak_bytes": 9000 * mib, "host_bytes": 0, "freed_bytes": 0}
+    kept = {"pool_bytes": 3400 * mib, "peak_bytes": 9000 * mib, "host_bytes": 0, "freed_bytes": 0, "captures": 1}
     moved = {"pool_bytes": 500 * mib, "peak_bytes": 3300 * mib, "host_bytes": 6144 * mib, "freed_bytes": 2800 * mib}
-    pairs = zip(names[-3:], (kept, moved, None), strict=True)
+    eager = {"pool_bytes": 0, "peak_bytes": 8000 * mib, "captures": 0}
+    names += ["padded eager", f"padded eager, {whole} offloaded"]
+    results = (kept, {**moved, "captures": 1}, None, eager, {**eager, "peak_bytes": 8064 * mib})
+    pairs = zip(names[-5:], results, strict=True)
     ran = [bench.Ran(variant=name, code=0, seconds=1.0, tail=[], result=result) for name, result in pairs]
     planned.offload_freed_bytes["100%"] = 2750 * mib
     assert bench.offload_lines(planned, ran) == [
         "",
         "ours: chunk, 100% offloaded: 6,144 MiB of pinned host memory; graphs 2,900 MiB less, predicted 2,800 "
         "(by analyze 2,750); peak 5,700 MiB less, predicted 5,600.",
+        "",
+        f"padded eager, {whole} offloaded: peak -64 MiB less.",
     ]
+
+
+def test_megatron_cores_own_offloading_is_a_variant_of_graphs_and_of_eager_training():
+    row = next(row for row in bench.ROWS if row.name == "exact-offload")
+    planned = SimpleNamespace(most_documents=16)
+    found = {name: options for name, _, options in bench.variants_of(row, planned, 8, ["chunk", "transformer_engine"])}
+    ours = found[f"ours: transformer_engine, {bench.BY_CORE}50% offloaded"]
+    eager = found[f"padded eager, {bench.BY_CORE}50% offloaded"]
+    assert ours[:2] == ["--impl", "transformer_engine"]
+    assert eager[0] == "--padded-eager"
+    expected = ["--offload", "qkv_linear,core_attn,attn_proj", "--offload-fraction", "0.5", "--core-offload"]
+    assert ours[2:] == eager[1:] == expected
+    assert not any(bench.BY_CORE in name for name, _, _ in bench.variants_of(row, planned, 8, ["chunk"]))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the plan keeps all activations on the device; say which with --offload"),
+        (["--offload", "all"], "moves qkv_linear, .*, not all; say which"),
+        (["--offload", "core_attn,mlp_act"], "not mlp_act; say which"),
+    ],
+)
+def test_megatron_cores_own_offloading_moves_what_it_knows(plan_file, options, message):
+    with pytest.raises(UsageError, match=f"--core-offload: .*{message}"):
+        example.plan_of(example.arguments(["--plan", str(plan_file), "--core-offload", *options]))
+
+
+def test_megatron_cores_own_settings_say_what_the_plan_says():
+    asked = OffloadPart(modules=["core_attn"], fraction=0.25, min_bytes=2**20, delayed_commit=True)
+    assert example.core_offloading(asked) == {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": ["core_attn"],
+        "activation_offload_fraction": 0.25,
+        "delay_offload_until_cuda_graph": True,
+        "min_offloaded_tensor_size": 2**19,
+    }
 
 
 @pytest.mark.parametrize(
