@@ -18,7 +18,20 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("name", ["allocator", "graph_memory", "eager_memory", "orders", "soak"])
+OFF = pytest.mark.xfail(strict=True, reason="198 MiB are predicted and 224 freed: 26 off, where 20 are allowed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "allocator",
+        "graph_memory",
+        pytest.param("graph_memory_of_one_module", marks=OFF),
+        "eager_memory",
+        "orders",
+        "soak",
+    ],
+)
 def test_on_a_gpu(name):
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -71,13 +84,24 @@ def three_runs(plan, directory, impl, common, offload, *options):
     return kept["pool_bytes"] - ours["pool_bytes"], ours["freed_bytes"]
 
 
-@pytest.mark.parametrize(("impl", "common", "offload"), CASES)
-def test_a_run_equals_its_eager_twin(plans, tmp_path, impl, common, offload):  # noqa: F811
-    less, predicted = three_runs(plans[2], tmp_path, impl, common, offload)
-    # pools grow in steps; between experts' buffers there is room for copies, which then take none of their own
-    steps = 32 if "moe" in common else 24
-    assert abs(less - predicted) <= max(0.1 * predicted, steps * 2**20)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join((case[0], *case[1])))
+def freed(request, plans, tmp_path_factory):  # noqa: F811
+    """Bytes by which graphs that move activations are smaller, and what was predicted; after all else was compared."""
+    impl, common, offload = request.param
+    return (*three_runs(plans[2], tmp_path_factory.mktemp("runs"), impl, common, offload), "moe" in common)
+
+
+def test_a_run_equals_its_eager_twin(freed):
+    less, predicted, _ = freed
     assert less > predicted / 2
+
+
+def test_graphs_are_smaller_by_what_was_predicted(freed, request):
+    less, predicted, experts = freed
+    if experts:
+        reason = "170 MiB are predicted and 198 freed: 28 off, where 24 are allowed"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+    assert abs(less - predicted) <= max(0.1 * predicted, 24 * 2**20)  # pools grow in steps
 
 
 @pytest.mark.parametrize(("common", "offload"), CORE_CASES)
