@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thdprof.analyze.caveats import caveats
 from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
 from thdprof.analyze.memo import FORGETFUL, Memo
 from thdprof.analyze.microbatches import MicrobatchTable
 from thdprof.analyze.offload import freed_bytes, most_slots
 from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
-from thdprof.analyze.recommend import LEAST_GAIN, Limits, Recommendation, longest_captured, recommend
+from thdprof.analyze.recommend import Limits, Recommendation, longest_captured, recommend
 from thdprof.analyze.schedule import Schedule, Tick, build_schedule
 from thdprof.analyze.settings import (
     STEP_PACKERS,
@@ -37,18 +38,6 @@ Progress = Callable[[str, float, int], None]
 """Told the stage, the share of the whole work that is done, and the documents it is about (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
 """Of the time, what is over after reading and after replaying."""
-
-_PADDING_REMEDY: dict[Kind, str] = {
-    "streams": "train with one sequence length",
-    "bridge": "train and analyse with --pad-to-max-length",
-    "trl": "TRL's collator cannot do that: pad in your own, with one dummy document",
-    "packs": "train and analyse with a --tail-policy",
-    "documents": "train and analyse with a --tail-policy (Megatron-Bridge's packers: --pad-to-max-length)",
-}
-_PADDING_REMEDY_BY_PACKER = {
-    "balanced_cp": "the scheduler pads nothing: pad in your own, and analyse with the --tail-policy that does so",
-    "dynamic_cp": "train with --pad-packed-seq-alignment max, and analyse with its --tail-policy",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +271,12 @@ def analyze_read(
         ),
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
-        warnings=(*replayed.notes, *_warnings(dataset, settings, schedule, costs, full_size, recommendation, limited)),
+        warnings=(
+            *replayed.notes,
+            *dataset.notes,
+            *schedule.notes,
+            *caveats(_kind(dataset), settings, schedule.table, costs, full_size, recommendation, limited=limited),
+        ),
     )
 
 
@@ -352,65 +346,3 @@ def summary_of(dataset: Dataset) -> DatasetSummary:
         documents=dataset.num_documents(),
         tokens=dataset.num_tokens(),
     )
-
-
-def _warnings(
-    dataset: Dataset,
-    settings: TrainingSettings,
-    schedule: Schedule,
-    costs: CostTable,
-    full_size: float,
-    recommendation: Recommendation,
-    limited: bool,
-) -> list[str]:
-    found = [*dataset.notes, *schedule.notes]
-    if settings.packer == "dynamic_cp" and schedule.table.groups is not None:
-        found.append(
-            "dynamic_cp follows a description of Megatron-LM's dev branch, not a released scheduler: its micro-batches "
-            "may differ from training's"
-        )
-    elif not schedule.table.exact:
-        found.append(
-            "the order in which training reads these rows is not known: micro-batches were drawn with "
-            f"--seed {settings.seed}; --loader single or cyclic replays one"
-        )
-    if full_size < 1:
-        dynamic = schedule.table.groups is not None
-        count = "the token count of their context-parallel size's graphs" if dynamic else "the largest token count"
-        remedy = _PADDING_REMEDY_BY_PACKER[settings.packer] if dynamic else _PADDING_REMEDY[_kind(dataset)]
-        found.append(
-            f"only {full_size:.1%} of micro-batches have {count}, and a graph replays one count only: "
-            f"the figures hold once all are padded to it; {remedy}"
-        )
-    if schedule.table.groups is not None:
-        found.append(
-            "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
-            "documents, whatever its tokens and its context-parallel size"
-        )
-    if not costs.calibrated:
-        found.append(
-            f"times are of {costs.name} on {costs.hardware}, {costs.attention}, not of your model: "
-            "measure your own and give --cost-table"
-        )
-    if settings.experts == "dropless":
-        found.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
-    unlimited = recommendation.unlimited_relative_step_time
-    left_out = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN  # else they would save too little
-    if limited and left_out and recommendation.relative_step_time > unlimited + 1e-9:
-        found.append(
-            "the limits on memory or fallbacks decided: without them a step would take "
-            f"{unlimited:.3f} of its eager time"
-        )
-    if recommendation.relative_step_time > 1:
-        found.append(
-            "the recommended graphs are slower than running eagerly; only the limit on fallbacks asks for them"
-        )
-    top = max((b.max_seqs for b in recommendation.buckets), default=0)
-    if top > costs.measured_max_seqs()[-1]:
-        found.append(f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}")
-    if recommendation.steps_searched < schedule.table.num_steps:
-        found.append(
-            f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
-            f"{schedule.table.num_steps}; all figures are of all steps"
-        )
-    return found

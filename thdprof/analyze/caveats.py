@@ -1,0 +1,94 @@
+"""What a reader of an analysis must know before they believe its figures: a sentence each."""
+
+from __future__ import annotations
+
+from thdprof.analyze.cost import CostTable
+from thdprof.analyze.microbatches import MicrobatchTable
+from thdprof.analyze.recommend import LEAST_GAIN, Recommendation
+from thdprof.analyze.settings import Kind, TrainingSettings
+
+_PADDING_REMEDY: dict[Kind, str] = {
+    "streams": "train with one sequence length",
+    "bridge": "train and analyse with --pad-to-max-length",
+    "trl": "TRL's collator cannot do that: pad in your own, with one dummy document",
+    "packs": "train and analyse with a --tail-policy",
+    "documents": "train and analyse with a --tail-policy (Megatron-Bridge's packers: --pad-to-max-length)",
+}
+_PADDING_REMEDY_BY_PACKER = {
+    "balanced_cp": "the scheduler pads nothing: pad in your own, and analyse with the --tail-policy that does so",
+    "dynamic_cp": "train with --pad-packed-seq-alignment max, and analyse with its --tail-policy",
+}
+
+
+def caveats(
+    kind: Kind,
+    settings: TrainingSettings,
+    table: MicrobatchTable,
+    costs: CostTable,
+    full_size: float,
+    recommendation: Recommendation,
+    *,
+    limited: bool,
+) -> list[str]:
+    """What does not hold without more ado, in sentences.
+
+    Args:
+        kind: of the data.
+        settings: of the training.
+        table: its micro-batches.
+        costs: what they were judged by.
+        full_size: share of micro-batches of the captured token count.
+        recommendation: what was chosen.
+        limited: whether memory or fallbacks were.
+    """
+    found: list[str] = []
+    if settings.packer == "dynamic_cp" and table.groups is not None:
+        found.append(
+            "dynamic_cp follows a description of Megatron-LM's dev branch, not a released scheduler: its micro-batches "
+            "may differ from training's"
+        )
+    elif not table.exact:
+        found.append(
+            "the order in which training reads these rows is not known: micro-batches were drawn with "
+            f"--seed {settings.seed}; --loader single or cyclic replays one"
+        )
+    if full_size < 1:
+        dynamic = table.groups is not None
+        count = "the token count of their context-parallel size's graphs" if dynamic else "the largest token count"
+        remedy = _PADDING_REMEDY_BY_PACKER[settings.packer] if dynamic else _PADDING_REMEDY[kind]
+        found.append(
+            f"only {full_size:.1%} of micro-batches have {count}, and a graph replays one count only: "
+            f"the figures hold once all are padded to it; {remedy}"
+        )
+    if table.groups is not None:
+        found.append(
+            "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
+            "documents, whatever its tokens and its context-parallel size"
+        )
+    if not costs.calibrated:
+        found.append(
+            f"times are of {costs.name} on {costs.hardware}, {costs.attention}, not of your model: "
+            "measure your own and give --cost-table"
+        )
+    if settings.experts == "dropless":
+        found.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
+    unlimited = recommendation.unlimited_relative_step_time
+    left_out = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN  # else they would save too little
+    if limited and left_out and recommendation.relative_step_time > unlimited + 1e-9:
+        found.append(
+            "the limits on memory or fallbacks decided: without them a step would take "
+            f"{unlimited:.3f} of its eager time"
+        )
+    if recommendation.relative_step_time > 1:
+        found.append(
+            "the recommended graphs are slower than running eagerly; only the limit on fallbacks asks for them"
+        )
+    top = max((b.max_seqs for b in recommendation.buckets), default=0)
+    if top > costs.measured_max_seqs()[-1]:
+        found.append(f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}")
+    if recommendation.steps_searched < table.num_steps:
+        found.append(
+            f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
+            f"{table.num_steps}; all figures are of all steps"
+        )
+    return found
