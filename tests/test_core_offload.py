@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as core
-from test_megatron_te import HIDDEN, TOKENS, Attention, _parallel_state  # noqa: F401
+from test_megatron_te import HIDDEN, TOKENS, _parallel_state, make_block  # noqa: F401
 
 from thdprof.runtime.megatron.core_offload import CoreOffloading
 from thdprof.runtime.megatron.offload import Group, freed_bytes, staying
@@ -119,38 +119,22 @@ def streams(monkeypatch):
 
 @pytest.fixture
 def block():
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_block import TransformerBlock
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        cuda_graph_impl="transformer_engine",
-        cuda_graph_modules=[],
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
+    return make_block(
+        LAYERS,
         fine_grained_activation_offloading=True,
         offload_modules=list(MODULES),
         min_offloaded_tensor_size=TOKENS * HIDDEN,
     )
-    spec = get_gpt_layer_local_spec()
-    spec.submodules.self_attention.submodules.core_attention = Attention
-    return TransformerBlock(config, spec).train()
 
 
 def offloading_of(block, fraction=1.0, modules=MODULES):
     return CoreOffloading(block, modules=modules, fraction=fraction, min_size=TOKENS * HIDDEN)
 
 
-def packed(boundaries=(0, 7, TOKENS)):
+def packed():
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    cu = torch.tensor(boundaries, dtype=torch.int32)
+    cu = torch.tensor([0, 7, TOKENS], dtype=torch.int32)
     return PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=TOKENS, max_seqlen_kv=TOKENS
     )

@@ -227,7 +227,7 @@ def _as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(bank, "_Staging", Staging)
 
 
-def make_block(num_layers=LAYERS):
+def make_block(num_layers=LAYERS, **settings):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -243,6 +243,7 @@ def make_block(num_layers=LAYERS):
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
+        **settings,
     )
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = Attention

@@ -11,6 +11,7 @@ segments. So `reserved` looks at both ends, nothing of it used and all, and take
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
@@ -108,6 +109,24 @@ class Segments:
             size = -(-nbytes // _SEGMENT_ROUNDED_TO) * _SEGMENT_ROUNDED_TO
         self.reserved_bytes += size
         return self._block(small, size)
+
+
+GRADIENTS_AT_A_TIME = 3
+"""Gradients of saved tensors that a backward is taken to hold beside them."""
+
+
+class Gradients:
+    """Those that a backward holds: each is as large as the saved tensor that it is of, and the oldest goes first."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments, self._held = segments, deque[object]()
+
+    def take(self, nbytes: int) -> None:
+        """Allocate the next one."""
+        self._held.append(object())
+        self._segments.take(self._held[-1], nbytes)
+        if len(self._held) > GRADIENTS_AT_A_TIME:
+            self._segments.give_back(self._held.popleft())
 
 
 def reserved(passes: Callable[[bool], int]) -> int:

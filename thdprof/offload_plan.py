@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from thdprof.allocator import Segments, reserved
+from thdprof.allocator import Gradients, Segments, reserved
 
 NOT_MOVED = -1
 """In place of a storage's number: a saved tensor that is never moved, as a parameter."""
@@ -25,8 +25,6 @@ WINDOW_BYTES = 128 * 2**20
 WINDOW_SHARE = 8
 """The same as one part in so many of what is moved, where that is less."""
 
-GRADIENTS_AT_A_TIME = 3
-"""Gradients of saved tensors that a backward is taken to hold beside them."""
 
 MODULES: dict[str, tuple[str, ...]] = {
     "attn_norm": ("input_layernorm",),
@@ -59,6 +57,8 @@ EXPERT_MODULES = ("expert_fc1", "moe_act")
 """What megatron-core's own offloading moves inside experts."""
 CORE_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", *EXPERT_MODULES)
 """What it moves around graphs of layers: groups of tensors, named after what saves them."""
+CORE_MODULES_WITH_EXPERTS = tuple(name for name in CORE_MODULES if name != "mlp_norm")
+"""The same where a layer is captured up to its experts: megatron-core then leaves that norm's input where it is."""
 
 
 def _ends(path: str, end: str) -> bool:
@@ -228,7 +228,7 @@ def _reserved(parts: Sequence[OffloadPlan], moving: bool, shared: bool) -> int:
     segments = Segments(shared=shared)
     for number, part in enumerate(parts):
         _forward(part, number, segments, moving=moving)
-    gradients: deque[tuple[str, int, int]] = deque()
+    gradients = Gradients(segments)
     for number in reversed(range(len(parts))):
         _backward(parts[number], number, segments, gradients, moving=moving)
     return segments.reserved_bytes
@@ -256,9 +256,7 @@ def _forward(part: OffloadPlan, number: int, segments: Segments, *, moving: bool
     arrive(0)
 
 
-def _backward(
-    part: OffloadPlan, number: int, segments: Segments, gradients: deque[tuple[str, int, int]], *, moving: bool
-) -> None:
+def _backward(part: OffloadPlan, number: int, segments: Segments, gradients: Gradients, *, moving: bool) -> None:
     ahead: set[int] = set()
     waiting = deque(part.reload_order() if moving else ())
     begins, ends = part.released_at_first(), part.released_at_last()
@@ -280,11 +278,8 @@ def _backward(
             if (following := waiting.popleft()) not in there:
                 ahead.add(following)
                 reload(following)
-        if wanted is not None:  # its gradient is as large
-            gradients.append(("gradient", number, wanted))
-            segments.take(gradients[-1], part.storages[wanted].nbytes)
-            if len(gradients) > GRADIENTS_AT_A_TIME:
-                segments.give_back(gradients.popleft())
+        if wanted is not None:
+            gradients.take(part.storages[wanted].nbytes)
         if (last := begins.get(position)) is not None:
             segments.give_back((number, last))
 

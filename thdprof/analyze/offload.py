@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from thdprof.analyze.cost import CostTable, MeasuredModel
 from thdprof.analyze.settings import Experts
 from thdprof.errors import UsageError
-from thdprof.offload_plan import CORE_MODULES, MODULES, Choice, OffloadPlan, SavedStorage, plan_offload
+from thdprof.offload_plan import CORE_MODULES_WITH_EXPERTS, MODULES, Choice, OffloadPlan, SavedStorage, plan_offload
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
@@ -130,11 +130,11 @@ def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
     if impl == "local":
         raise UsageError("--offload: Megatron's own layer graphs move nothing; use --impl chunk or transformer_engine")
     if impl == "transformer_engine" and experts == "dropless":
-        allowed = [name for name in CORE_MODULES if name != "mlp_norm"]  # megatron-core leaves it where it is
-        if others := [name for name in choice.modules if name not in allowed]:
+        if others := [name for name in choice.modules if name not in CORE_MODULES_WITH_EXPERTS]:
             raise UsageError(
                 f"--offload {','.join(others)}: around graphs of layers with dropless experts megatron-core's own "
-                f"offloading moves what is moved; choose some of {', '.join(allowed)}, or leave --offload out"
+                f"offloading moves what is moved; choose some of {', '.join(CORE_MODULES_WITH_EXPERTS)}, or leave "
+                "--offload out"
             )
     elif impl == "transformer_engine" and experts != "none":
         raise UsageError(

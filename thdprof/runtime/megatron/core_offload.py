@@ -39,6 +39,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from thdprof.offload_plan import EXPERT_MODULES
 from thdprof.runtime.megatron import chunk
+from thdprof.runtime.megatron.layer_offload import AtLayerInput
 from thdprof.runtime.megatron.offload import Group, Stays, freed_bytes, staying
 
 logger = logging.getLogger(__name__)
@@ -180,21 +181,6 @@ class _Rehearsal(_Handler):
             )
             for m in taken
         ]
-
-
-class _LayerBegins(torch.autograd.Function):
-    """At a layer's input: its backward runs last, when nothing of the layer's graph may be under way any more."""
-
-    @staticmethod
-    def forward(ctx: Any, handler: _Handler, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.handler = handler
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.handler.end_backward()
-        return None, grad
 
 
 class _Manager(PipelineOffloadManager):  # type: ignore[misc]
@@ -400,7 +386,7 @@ class CoreLayerOffload:
             handler = self._handler
             if handler is None or not self._moving or not self._groups[number]:
                 return layer(hidden)
-            output = layer(_LayerBegins.apply(handler, hidden))
+            output = layer(AtLayerInput.apply(handler.end_backward, hidden))
             handler.end_forward()
             return output
 

@@ -14,18 +14,23 @@ from thdprof.runtime.mover import CudaMover, HostBuffers, Mover
 from thdprof.runtime.offload import Discovery, Offload, report
 
 
-class _BeforeLayer(torch.autograd.Function):
-    """At a layer's input: made first, its backward runs last, when nothing of the layer may be under way any more."""
+class AtLayerInput(torch.autograd.Function):
+    """At a layer's input: made first, its backward runs last, when nothing of the layer may be under way any more.
+
+    It then calls what it is given.
+    """
 
     @staticmethod
-    def forward(ctx: Any, session: Offload, hidden: torch.Tensor) -> torch.Tensor:
-        ctx.session = session
+    def forward(ctx: Any, at_end: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states."""
+        ctx.at_end = at_end
         return hidden.view_as(hidden)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.session.finish()
+        """Their gradient."""
+        ctx.at_end()
         return None, grad
 
 
@@ -165,7 +170,7 @@ class LayerOffload:
 
         def run(hidden: torch.Tensor, layer: Callable[[torch.Tensor], Any]) -> Any:
             session = Offload(plan, hosts, self._mover(), [hidden], strict=True)
-            entered = _BeforeLayer.apply(session, hidden)
+            entered = AtLayerInput.apply(session.finish, hidden)
             moving: AbstractContextManager[None] = session.forward()
             with moving:
                 return layer(entered)

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from thdprof.allocator import Segments
-from thdprof.offload_plan import CORE_MODULES, EXPERT_MODULES, GRADIENTS_AT_A_TIME, MODULES
+from thdprof.allocator import Gradients, Segments
+from thdprof.offload_plan import CORE_MODULES, CORE_MODULES_WITH_EXPERTS, EXPERT_MODULES, MODULES
 
 if TYPE_CHECKING:
     from thdprof.plan import OffloadPart, Plan
@@ -88,7 +88,7 @@ def _reserved(layers: Sequence[Sequence[tuple[Group, bool]]]) -> int:
                 here.give_back(name)
     order = [(number, i) for number, layer in enumerate(layers) for i in range(len(layer))][::-1]
     waiting = deque((number, i) for number, i in order if not layers[number][i][1])
-    gradients: deque[tuple[str, int, int, int]] = deque()
+    gradients = Gradients(here)
     there: set[tuple[int, int]] = set()
 
     def reload() -> None:
@@ -101,11 +101,8 @@ def _reserved(layers: Sequence[Sequence[tuple[Group, bool]]]) -> int:
         group, stays = layers[number][i]
         if not stays and (number, i) not in there:
             reload()
-        for j, nbytes in enumerate(group.frees):
-            gradients.append(("gradient", number, i, j))
-            here.take(gradients[-1], nbytes)
-            if len(gradients) > GRADIENTS_AT_A_TIME:
-                here.give_back(gradients.popleft())
+        for nbytes in group.frees:
+            gradients.take(nbytes)
         for j in range(len(group.frees if stays else group.copies or ())):
             (here if stays else back).give_back((number, i, j))
         if waiting and waiting[0] in order[place + 1 : place + 2]:
@@ -201,10 +198,11 @@ def _of_core(config: Any, asked: OffloadPart | None, impl: str) -> Iterator[str]
             "fine_grained_activation_offloading with moe_pad_expert_input_to_capacity: megatron-core does not support "
             "it where a layer's graph holds experts with token dropping; set it to False"
         )
-    if getattr(config, "num_moe_experts", None) and "mlp_norm" in asked.modules:
+    still = [name for name in asked.modules if name in CORE_MODULES and name not in CORE_MODULES_WITH_EXPERTS]
+    if still and getattr(config, "num_moe_experts", None):
         yield (
-            "graphs.offload.modules has mlp_norm with num_moe_experts: megatron-core does not move it where attn and "
-            "moe_router are captured; leave it out"
+            f"graphs.offload.modules has {', '.join(still)} with num_moe_experts: megatron-core does not move it where "
+            "attn and moe_router are captured; leave it out"
         )
     if asked.delayed_commit and not set(asked.modules) & set(EXPERT_MODULES):
         yield (
