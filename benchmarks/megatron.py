@@ -46,13 +46,13 @@ from typing import Any
 import numpy as np
 
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
+from thdprof.analyze.buckets.offload_memory import predict_offload
+from thdprof.analyze.buckets.statistics import fallback_rate, upper_bound
 from thdprof.analyze.demo import _heavy_tailed, _random, _tokens
-from thdprof.analyze.microbatches import MicrobatchTable
-from thdprof.analyze.offload import predict_offload
-from thdprof.analyze.profile import fallback_rate, upper_bound
 from thdprof.analyze.report.terminal import sentence
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.errors import ThdprofError, UsageError
-from thdprof.offload_plan import Choice
+from thdprof.offload.plan import Choice
 from thdprof.plan import Plan
 
 ROOT = Path(__file__).parents[1]

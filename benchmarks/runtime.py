@@ -374,10 +374,10 @@ def section_equal(kinds, steps: int = 200) -> None:
 
 
 def section_calibrate(kinds) -> None:
-    from thdprof.analyze.cost import CostTable
-    from thdprof.analyze.microbatches import MicrobatchTable
-    from thdprof.analyze.step_costs import Bucket as Cap
-    from thdprof.analyze.step_costs import StepCosts
+    from thdprof.analyze.buckets.cost_table import CostTable
+    from thdprof.analyze.buckets.step_costs import Bucket as Cap
+    from thdprof.analyze.buckets.step_costs import StepCosts
+    from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 
     print("\n## Calibration: predicted against measured milliseconds a micro-batch\n")
     print("| stack | setting | predicted | measured | difference |\n|---|---|---|---|---|")

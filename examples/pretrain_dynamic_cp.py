@@ -45,8 +45,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pretrain_packed_gpt as base
 from pretrain_packed_gpt import RunResult, free_memory, prepare, seed, sizes_of, stop  # noqa: F401 - for the benchmark
 
-from thdprof.analyze import packers
-from thdprof.analyze.settings import TrainingSettings
+from thdprof.analyze.schedule import packers
+from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.plan import Plan, load_plan

@@ -54,11 +54,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from train_packed import _gpt_dataset as gpt_dataset
 
 from thdprof.analyze.sources import read_dataset
+from thdprof.dispatch import BY_SHAPE
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.files import check_targets, write_text
-from thdprof.offload_plan import CORE_MODULES
+from thdprof.offload.plan import CORE_MODULES
 from thdprof.plan import OffloadPart, Plan, load_plan
-from thdprof.reasons import BY_SHAPE
 from thdprof.runtime import Stats
 
 IMPLS = ("chunk", "local", "transformer_engine", "none")

@@ -28,17 +28,16 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional
 
-from thdprof.analyze import samplers
-from thdprof.analyze.gpt import train_share
-from thdprof.analyze.settings import TrainingSettings
+from thdprof.analyze.schedule import samplers
+from thdprof.analyze.schedule.gpt_dataset import train_share
+from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.compare import compare, print_comparison, read_stats
+from thdprof.compare.statistics import compare, print_comparison, read_stats
+from thdprof.dispatch import BY_SHAPE, Dispatcher
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.plan import Plan, load_plan
-from thdprof.reasons import BY_SHAPE
 from thdprof.runtime import Bucket, GraphedModule, PackedSequence, Stats, graphed, pack
-from thdprof.runtime.dispatch import Dispatcher
 from thdprof.runtime.padding import boundaries_of, shape_of
 from thdprof.runtime.stack import PackedStack
 from thdprof.runtime.stats import Prediction

@@ -7,19 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support.paths import ROOT
 
-ROOT = Path(__file__).parents[1]
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 @pytest.fixture
 def rng(request) -> np.random.Generator:
-    """A generator seeded with the test's name, so that a failure repeats."""
-    return np.random.default_rng(list(request.node.nodeid.encode()))
+    """A generator seeded with the test's file and name, so that a failure repeats, wherever the file lies."""
+    return np.random.default_rng(list(f"tests/{request.node.nodeid.rpartition('/')[2]}".encode()))
 
 
 @pytest.fixture

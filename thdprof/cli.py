@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from thdprof import streams
+from thdprof.commands import streams
 from thdprof.errors import GateError, ThdprofError, UsageError
 
 if TYPE_CHECKING:
-    from thdprof.analyze.request import Request
+    from thdprof.analyze.settings.request import Request
     from thdprof.plan import Plan
 
 app = typer.Typer(
@@ -222,12 +222,18 @@ def analyze(
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
-    from thdprof.analyze.experts import captured
-    from thdprof.analyze.megatron_graphs import check_settings
-    from thdprof.analyze.offload import by_megatron_core, check_choice, choice_of, predict_offload, without_experts
+    from thdprof.analyze.buckets.offload_memory import (
+        by_megatron_core,
+        check_choice,
+        choice_of,
+        predict_offload,
+        without_experts,
+    )
     from thdprof.analyze.planning import make_plan
-    from thdprof.analyze.request import read_request, share_of
+    from thdprof.analyze.settings.experts import captured
+    from thdprof.analyze.settings.request import read_request, share_of
     from thdprof.files import check_targets
+    from thdprof.megatron_limits import check_settings
 
     flags = {
         "seq_length": seq_length,
@@ -279,7 +285,7 @@ def analyze(
     if part is not None and profile is None:
         raise UsageError(f"--part {part}: names the data in a profile; give --profile too")
     if profile is not None:
-        from thdprof.analyze.profiling import check_part, make_profile
+        from thdprof.analyze.profile.count import check_part, make_profile
 
         check_part(part)
     check_targets([p for p in (None if to_stdout else output, microbatches, profile) if p is not None], force=force)
@@ -382,11 +388,10 @@ def merge(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Join profiles of several datasets or shards; parts of one name are added up."""
-    from thdprof.analyze.merge import describe, merge_profiles
-    from thdprof.analyze.merge import to_json as as_json
-    from thdprof.analyze.outputs import check_not_inputs
-    from thdprof.analyze.run_profile import load_profile
-    from thdprof.files import check_targets
+    from thdprof.analyze.profile.merge import describe, merge_profiles
+    from thdprof.analyze.profile.merge import to_json as as_json
+    from thdprof.analyze.profile.run_profile import load_profile
+    from thdprof.files import check_not_inputs, check_targets
 
     if str(output) == "-":
         raise UsageError("-o -: a profile cannot go to stdout; name a file (--json prints what it holds)")
@@ -414,9 +419,9 @@ def _sweep(
 ) -> None:
     """Analyse every combination of what `texts`, and the arguments of their form, name."""
     from thdprof.analyze.report.sweep import print_sweep, to_json
+    from thdprof.analyze.settings.sweep_axes import read_axes, split_arguments
     from thdprof.analyze.sweep import check_plan_files, write_plans
     from thdprof.analyze.sweep import sweep as run
-    from thdprof.analyze.sweep_axes import read_axes, split_arguments
 
     locations, more = split_arguments(arguments)
     axes = read_axes([*texts, *more], flags)
@@ -497,8 +502,8 @@ def compare(
     (in ms, and beside eager) and the percentiles from P50 to max of documents and longest document by their relative
     change, of the larger. Nothing else counts: neither dataset, training settings, buckets and slots nor costs.
     """
-    from thdprof.analyze.request import share_of
-    from thdprof.compare_plans import kind_of
+    from thdprof.analyze.settings.request import share_of
+    from thdprof.compare.plans import kind_of
     from thdprof.plan import load_plan
 
     allowed = share_of("--tolerance", tolerance)
@@ -510,8 +515,8 @@ def compare(
 
 
 def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> None:
-    from thdprof.compare import compare as run
-    from thdprof.compare import print_comparison, read_stats, to_json
+    from thdprof.compare.statistics import compare as run
+    from thdprof.compare.statistics import print_comparison, read_stats, to_json
 
     result = run(plan, read_stats(stats), tolerance=allowed, where=str(stats))
     with streams.of_a_gate():
@@ -527,7 +532,7 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
 
 
 def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, json: bool) -> None:
-    from thdprof.compare_plans import compare_plans, print_plan_comparison, to_json
+    from thdprof.compare.plans import compare_plans, print_plan_comparison, to_json
 
     result = compare_plans(first, second, tolerance=allowed)
     with streams.of_a_gate():
@@ -570,7 +575,7 @@ def check(
     """
     from thdprof.analyze.check import check as run
     from thdprof.analyze.report.check import print_check, to_json, verdict
-    from thdprof.analyze.request import share_of
+    from thdprof.analyze.settings.request import share_of
     from thdprof.plan import load_plan
 
     allowed = None if max_fallback_rate is None else share_of("--max-fallback-rate", max_fallback_rate)
@@ -617,7 +622,7 @@ def calibrate(
 
     import yaml
 
-    from thdprof.analyze.request import counts_of
+    from thdprof.analyze.settings.request import counts_of
     from thdprof.files import check_targets, write_text
 
     check_targets([output], force=force)

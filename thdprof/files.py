@@ -1,12 +1,13 @@
-"""Writing files whole or not at all."""
+"""Files: written whole or not at all, never over what is read; YAML whose faults are told with file and line."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from thdprof.errors import DataError, UsageError
 
@@ -81,3 +82,69 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
         raise DataError(f"{path}: exists; give --force to replace it, or another name")
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def check_not_inputs(outputs: Iterable[Path], inputs: Iterable[Path | None]) -> None:
+    """Refuse, whatever `--force` says, to replace a file that is read; links are followed.
+
+    Raises:
+        UsageError: an output is one of the inputs.
+    """
+    read = [path for path in inputs if path is not None]
+    for output in outputs:
+        for path in read:
+            with contextlib.suppress(OSError):  # one of them does not exist
+                if os.path.samefile(output, path):
+                    raise UsageError(f"-o {output}: is {path}, which is read; give another name")
+
+
+def read_yaml(path: Path | str, *, where: str) -> Any:
+    """What a YAML file holds; `where` names it in errors.
+
+    Raises:
+        DataError: as `read_text` and `parse_yaml`.
+    """
+    return parse_yaml(read_text(path, where=where), where=where)
+
+
+def read_text(path: Path | str, *, where: str) -> str:
+    """The text of a YAML file; `where` names it in errors.
+
+    Raises:
+        DataError: it cannot be read, or is no UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{where}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not YAML: {error}") from error
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """What YAML `text` holds; `where` names it in errors.
+
+    Raises:
+        DataError: it is no YAML, is nested too deeply, or holds a date, number or tag that cannot be.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Tells the line of a value that cannot be, as YAML's own errors do."""
+
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except (ValueError, ArithmeticError, AttributeError, TypeError) as error:
+                raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from error
+
+    try:
+        return yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        said = ", ".join(part for part in (error.context, error.problem) if part)
+        line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        raise DataError(f"{where}: not YAML: {line}{said}") from error
+    except yaml.YAMLError as error:
+        raise DataError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: not YAML: is nested too deeply") from error

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from thdprof.errors import DataError
-from thdprof.files import write_text
-from thdprof.yaml_files import read_yaml
+from thdprof.files import read_yaml, write_text
+from thdprof.words import counted, html_table
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
@@ -292,9 +292,7 @@ class Plan(_Part):
         write_text(Path(path), self.to_yaml(), force=force)
 
     def _repr_html_(self) -> str:
-        from thdprof.plan_html import plan_html
-
-        return plan_html(self)
+        return _html(self)
 
 
 def load_plan(path: Path | str) -> Plan:
@@ -332,3 +330,33 @@ def parse_plan(loaded: Any, *, where: str) -> Plan:
         got = repr(first["input"])
         value = "" if first["type"] == "missing" else f" (got {got if len(got) <= _SHOWN else got[:_SHOWN] + '...'})"
         raise DataError(f"{where}: {field}: {first['msg']}{value}") from error
+
+
+def _html(plan: Plan) -> str:
+    """The plan's buckets and predictions as two small tables."""
+    data, found = plan.dataset, plan.predictions
+    source = data.uris[0] if len(data.uris) == 1 else f"{len(data.uris)} files"
+    shares = [f"{b.share:.2%}" for b in plan.graphs.buckets]
+    buckets = [
+        (b.max_seqs, b.max_seqlen, b.cp_size, share) for b, share in zip(plan.graphs.buckets, shares, strict=True)
+    ]
+    facts: list[tuple[str, str]] = [
+        ("data", f"{source} ({data.format}), {counted(data.rows, 'row')}, {counted(data.documents, 'document')}"),
+        ("micro-batches", f"{plan.microbatches.count:,} in {counted(plan.microbatches.steps, 'step')}, {_how(plan)}"),
+        ("step time, eager = 1", f"{found.relative_step_time:.3f}"),
+        ("steps with an eager micro-batch", f"{found.fallback_rate.step:.2%}"),
+        ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in plan.graphs.slots))),
+        ("times are of", f"{plan.costs.name} on {plan.costs.hardware}"),
+    ]
+    if found.graph_memory_bytes is not None:
+        facts.insert(5, ("graph memory", f"{found.graph_memory_bytes / 2**30:.2f} GiB"))
+    graphs = html_table(
+        f"Plan: graphs to capture ({plan.graphs.impl})",
+        ["documents", "longest document, tokens", "context-parallel size", "share of micro-batches"],
+        buckets or [("none: run eagerly", "", "", "")],
+    )
+    return graphs + html_table("What it rests on, and predicts", [], facts)
+
+
+def _how(plan: Plan) -> str:
+    return "replayed exactly" if plan.microbatches.exact else "not replayed exactly"

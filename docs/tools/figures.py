@@ -18,9 +18,9 @@ from matplotlib.axes import Axes
 
 from thdprof.analyze import analyze_dataset
 from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.buckets.statistics import fallback_rate
+from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
 from thdprof.analyze.demo import write_demo
-from thdprof.analyze.profile import fallback_rate
-from thdprof.analyze.step_costs import Bucket, StepCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,17 +8,17 @@ if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
     from thdprof.analyze.api import analyze_dataset, profile_dataset
     from thdprof.analyze.planning import make_plan
-    from thdprof.analyze.profiling import make_profile
-    from thdprof.analyze.run_profile import RunProfile, load_profile
+    from thdprof.analyze.profile.count import make_profile
+    from thdprof.analyze.profile.run_profile import RunProfile, load_profile
 
 __all__ = ["Analysis", "RunProfile", "analyze_dataset", "load_profile", "make_plan", "make_profile", "profile_dataset"]
 _MODULES = {
     "Analysis": "analysis",
-    "RunProfile": "run_profile",
+    "RunProfile": "profile.run_profile",
     "analyze_dataset": "api",
-    "load_profile": "run_profile",
+    "load_profile": "profile.run_profile",
     "make_plan": "planning",
-    "make_profile": "profiling",
+    "make_profile": "profile.count",
     "profile_dataset": "api",
 }
 

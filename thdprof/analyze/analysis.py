@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
+from thdprof.analyze.buckets.offload_memory import freed_bytes, most_slots
+from thdprof.analyze.buckets.recommend import Limits, Recommendation, longest_captured, recommend
+from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram, Profile
 from thdprof.analyze.caveats import caveats
-from thdprof.analyze.cost import CostTable, built_in_costs, load_costs
-from thdprof.analyze.memo import FORGETFUL, Memo
-from thdprof.analyze.microbatches import MicrobatchTable
-from thdprof.analyze.offload import freed_bytes, most_slots
-from thdprof.analyze.profile import PERCENTILES, Histogram, Profile
-from thdprof.analyze.recommend import Limits, Recommendation, longest_captured, recommend
-from thdprof.analyze.schedule import Schedule, Tick, build_schedule
-from thdprof.analyze.settings import (
+from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
+from thdprof.analyze.schedule.memo import FORGETFUL, Memo
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.schedule.pipeline_slots import slots
+from thdprof.analyze.settings.resolve import (
     STEP_PACKERS,
     Assumption,
     Attention,
@@ -24,12 +25,11 @@ from thdprof.analyze.settings import (
     TrainingSettings,
     resolve_settings,
 )
-from thdprof.analyze.slots import slots
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
 
 if TYPE_CHECKING:
-    from thdprof.offload_plan import Choice
+    from thdprof.offload.plan import Choice
 
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
 
@@ -176,7 +176,7 @@ def analyze(
 
     Args:
         locations: files, globs, directories or Megatron prefixes of the dataset.
-        given: training settings by name (`thdprof.analyze.settings.NAMES`); None counts as not given.
+        given: training settings by name (`thdprof.analyze.settings.resolve.NAMES`); None counts as not given.
         format: name of the dataset's format, or "auto".
         cost_table: measured costs; None takes the built-in ones of `attention`.
         attention: attention backend whose built-in costs are taken.
@@ -302,7 +302,7 @@ def _cp_sizes(table: MicrobatchTable, settings: TrainingSettings) -> tuple[CpSiz
 def _share_of_full_size(table: MicrobatchTable, settings: TrainingSettings) -> float:
     """Share of micro-batches that have the tokens that a graph is captured for."""
     if table.groups is not None:
-        from thdprof.analyze.dynamic_cp import capacity
+        from thdprof.analyze.schedule.dynamic_cp import capacity
 
         return float((table.n_tokens == capacity(table, settings)).mean())
     return float((table.n_tokens == table.n_tokens.max()).mean()) if table.n_tokens.strides != (0,) else 1.0

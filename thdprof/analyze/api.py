@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from thdprof.analyze.analysis import Analysis, analyze
-from thdprof.analyze.profiling import make_profile
-from thdprof.analyze.recommend import Limits
-from thdprof.analyze.run_profile import RunProfile
-from thdprof.analyze.settings import Attention
-from thdprof.offload_plan import Choice
+from thdprof.analyze.buckets.recommend import Limits
+from thdprof.analyze.profile.count import make_profile
+from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.settings.resolve import Attention
+from thdprof.offload.plan import Choice
 
 
 def analyze_dataset(
@@ -57,7 +57,7 @@ def analyze_dataset(
 def profile_dataset(*locations: str | Path, part: str | None = None, **arguments: Any) -> RunProfile:
     """What `thdprof analyze --profile` writes: counts of the run's micro-batches as pandas frames.
 
-    Of the result, `cells` has a row for every count (`thdprof.analyze.profile_file` documents its columns), `curve()` a
+    Of the result, `cells` has a row for every count (`thdprof.analyze.profile.file` documents its columns), `curve()` a
     row for every cap with coverage, fallback rates and step time, `percentiles()` a row for each measure; `save(path)`
     writes it, and in a notebook it shows itself.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from thdprof.analyze.cost import CostTable
-from thdprof.analyze.microbatches import MicrobatchTable
-from thdprof.analyze.recommend import LEAST_GAIN, Recommendation
-from thdprof.analyze.settings import Kind, TrainingSettings
+from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.recommend import LEAST_GAIN, Recommendation
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.settings.resolve import Kind, TrainingSettings
 
 _PADDING_REMEDY: dict[Kind, str] = {
     "streams": "train with one sequence length",

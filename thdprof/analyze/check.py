@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import DatasetSummary, Percentiles, Progress, replay, summary_of
-from thdprof.analyze.microbatches import MicrobatchTable
-from thdprof.analyze.profile import FallbackRate, Profile, fallback_rate
-from thdprof.analyze.slots import slots
+from thdprof.analyze.buckets.statistics import FallbackRate, Profile, fallback_rate
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.schedule.pipeline_slots import slots
 from thdprof.analyze.sources import format_of, read_dataset
 from thdprof.analyze.sources.base import Dataset
+from thdprof.dispatch import FallbackReason
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import Plan
-from thdprof.reasons import FallbackReason
 
 Level = Literal["microbatch", "rank_step", "step"]
 _READ_SHARE = 0.15
@@ -228,7 +228,7 @@ def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
 
 
 def dispatch(table: MicrobatchTable, plan: Plan, *, padded: bool = False) -> Dispatched:
-    """What `thdprof.runtime.dispatch.Dispatcher` decides about every micro-batch of `table` over the plan's buckets.
+    """What `thdprof.dispatch.Dispatcher` decides about every micro-batch of `table` over the plan's buckets.
 
     Args:
         table: micro-batches of the plan's training.

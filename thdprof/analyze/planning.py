@@ -6,13 +6,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from thdprof import __version__
-from thdprof.analyze.experts import captured
-from thdprof.analyze.megatron_graphs import check_plan, check_settings
-from thdprof.analyze.offload import check_choice
+from thdprof.analyze.buckets.offload_memory import check_choice
+from thdprof.analyze.settings.experts import captured
+from thdprof.megatron_limits import check_plan, check_settings
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
-    from thdprof.analyze.offload import OffloadPrediction
+    from thdprof.analyze.buckets.offload_memory import OffloadPrediction
     from thdprof.plan import Impl, Plan
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.analysis import DatasetSummary, Progress, analyze_read, summary_of
-from thdprof.analyze.cost import CostTable, load_costs
-from thdprof.analyze.memo import Memo
+from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.planning import make_plan
-from thdprof.analyze.request import Request
-from thdprof.analyze.settings import Assumption
+from thdprof.analyze.schedule.memo import Memo
+from thdprof.analyze.settings.request import Request
+from thdprof.analyze.settings.resolve import Assumption
+from thdprof.analyze.settings.sweep_axes import Axis
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.analyze.sweep_axes import Axis
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import Plan

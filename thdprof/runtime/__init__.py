@@ -7,8 +7,8 @@ try:
 except ModuleNotFoundError as error:  # pragma: no cover - tested in an environment without torch
     raise ModuleNotFoundError("thdprof.runtime needs torch: pip install 'thdprof[runtime]'") from error
 
-from thdprof.runtime.dispatch import Bucket, FallbackReason
-from thdprof.runtime.module import FallbackError, GraphedModule, graphed
+from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.runtime.graphs.graphed_module import FallbackError, GraphedModule, graphed
 from thdprof.runtime.padding import PackedSequence, pack
 from thdprof.runtime.stats import Stats
 

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
-from thdprof.runtime.dispatch import Bucket
-from thdprof.runtime.module import GraphedModule
+from thdprof.runtime.graphs.graphed_module import GraphedModule
 from thdprof.runtime.padding import PackedSequence, pack
 from thdprof.runtime.stack import PackedStack
 

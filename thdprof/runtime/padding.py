@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thdprof.runtime.dispatch import Shape
+from thdprof.dispatch import Shape
 
 TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
-from thdprof.reasons import SHAPE_NOT_ASKED
-from thdprof.runtime.dispatch import BY_SHAPE, Bucket, FallbackReason
+from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan

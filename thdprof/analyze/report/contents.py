@@ -8,11 +8,11 @@ from numbers import Integral
 from pathlib import Path
 from typing import get_args
 
-from thdprof.analyze.cost import built_in_costs
-from thdprof.analyze.merge import same_settings
-from thdprof.analyze.run_profile import RunProfile, load_profile
-from thdprof.analyze.settings import FLAGS, Attention, TrainingSettings
-from thdprof.compare import Comparison, compare, read_stats
+from thdprof.analyze.buckets.cost_table import built_in_costs
+from thdprof.analyze.profile.merge import same_settings
+from thdprof.analyze.profile.run_profile import RunProfile, load_profile
+from thdprof.analyze.settings.resolve import FLAGS, Attention, TrainingSettings
+from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
 from thdprof.plan import Plan, TrainingPart, load_plan
 from thdprof.words import counted as told

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from thdprof.analyze.analysis import Analysis
-from thdprof.analyze.experts import UP_TO_ROUTER, WHY
-from thdprof.analyze.offload import OffloadPrediction
-from thdprof.analyze.recommend import Candidate
+from thdprof.analyze.buckets.offload_memory import OffloadPrediction
+from thdprof.analyze.buckets.recommend import Candidate
+from thdprof.analyze.settings.experts import UP_TO_ROUTER, WHY
 
 SCHEMA = "thdprof.analysis/1"
 

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
-from thdprof.analyze.experts import WHY
-from thdprof.analyze.offload import OffloadPrediction
-from thdprof.analyze.recommend import LEAST_GAIN, Candidate
+from thdprof.analyze.buckets.offload_memory import OffloadPrediction
+from thdprof.analyze.buckets.recommend import LEAST_GAIN, Candidate
 from thdprof.analyze.report.words import counted, percent, percentile_name
+from thdprof.analyze.settings.experts import WHY
 
 _BAR = 20
 

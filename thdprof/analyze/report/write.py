@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from thdprof.analyze.outputs import check_not_inputs
 from thdprof.analyze.report.contents import Report, default_profile, open_report
 from thdprof.analyze.report.figures import ALL
 from thdprof.analyze.report.figures.canvas import Drawing
@@ -18,7 +17,7 @@ from thdprof.analyze.report.html import to_html
 from thdprof.analyze.report.notebook import build_notebook, execute, to_text
 from thdprof.analyze.report.words import printable
 from thdprof.errors import UsageError
-from thdprof.files import check_targets, write_text
+from thdprof.files import check_not_inputs, check_targets, write_text
 
 SCHEMA = "thdprof.report/1"
 FINDINGS = "findings.json"

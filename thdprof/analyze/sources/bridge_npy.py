@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources import bridge_rows, plain_pickle, row_lists
+from thdprof.analyze.sources import bridge_rows
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
-from thdprof.analyze.sources.npy_header import read_header
+from thdprof.analyze.sources.readers import plain_pickle, row_lists
+from thdprof.analyze.sources.readers.npy_header import read_header
 from thdprof.errors import DataError
 
 

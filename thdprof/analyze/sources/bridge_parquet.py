@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources import arrow_columns, bridge_rows, parquet_pages, row_lists
+from thdprof.analyze.sources import bridge_rows
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
-from thdprof.analyze.sources.parquet_file import ParquetFile, open_parquet, parquet_schema
+from thdprof.analyze.sources.readers import arrow_columns, parquet_pages, row_lists
+from thdprof.analyze.sources.readers.parquet_file import ParquetFile, open_parquet, parquet_schema
 from thdprof.errors import DataError
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources import arrow_columns, npy_header, parquet_file, row_lists
 from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths, fingerprint
+from thdprof.analyze.sources.readers import arrow_columns, npy_header, parquet_file, row_lists
 from thdprof.errors import DataError
 
 KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens")

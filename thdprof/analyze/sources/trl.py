@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from thdprof.analyze.sources import arrow_columns, row_lists
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
-from thdprof.analyze.sources.parquet_file import is_parquet, open_parquet, parquet_schema
+from thdprof.analyze.sources.readers import arrow_columns, row_lists
+from thdprof.analyze.sources.readers.parquet_file import is_parquet, open_parquet, parquet_schema
 from thdprof.errors import DataError
 
 COLUMN = "seq_lengths"

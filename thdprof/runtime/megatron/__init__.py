@@ -10,11 +10,11 @@ except ModuleNotFoundError as error:  # pragma: no cover - tested in an environm
     ) from error
 
 from thdprof.runtime.megatron.calibrate import measure_decoder
-from thdprof.runtime.megatron.context_groups import context_group, misplaced
+from thdprof.runtime.megatron.decoder.context_groups import context_group, misplaced
+from thdprof.runtime.megatron.decoder.layout import Layout, lay_out
+from thdprof.runtime.megatron.decoder.packed_seq_params import packed_seq_params
 from thdprof.runtime.megatron.install import Installation, install
-from thdprof.runtime.megatron.layout import Layout, lay_out
-from thdprof.runtime.megatron.packing import packed_seq_params
-from thdprof.runtime.megatron.settings import SettingsError
+from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.versions import VersionError
 
 __all__ = [

@@ -9,13 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from thdprof.dispatch import Bucket
 from thdprof.runtime import calibrate
-from thdprof.runtime.dispatch import Bucket
-from thdprof.runtime.megatron import chunk, mamba, packing, settings, versions
-from thdprof.runtime.megatron.decoder import rope_of
+from thdprof.runtime.megatron import versions
+from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder.decoder import rope_of
+from thdprof.runtime.megatron.decoder.rotary import keep_tables
+from thdprof.runtime.megatron.graphs import chunk
 from thdprof.runtime.megatron.install import facts_of, unwrapped
-from thdprof.runtime.megatron.rotary import keep_tables
-from thdprof.runtime.megatron.settings import SettingsError
+from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence
 
 
@@ -43,7 +46,7 @@ class PackedDecoder(nn.Module):
         found: torch.Tensor = self.block(
             hidden_states=x[:, None],
             attention_mask=None,
-            packed_seq_params=packing.write(packed, PackedSeqParams(qkv_format="thd")),
+            packed_seq_params=packed_seq_params.write(packed, PackedSeqParams(qkv_format="thd")),
             **rope,
         )
         return found[:, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from thdprof.runtime.dispatch import Bucket, FallbackReason
+from thdprof.dispatch import Bucket, FallbackReason
 
 _MODULUS = (1 << 61) - 1
 _REASONS = tuple(FallbackReason)

@@ -10,16 +10,20 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import nn
 
-from thdprof.runtime.dispatch import Bucket
-from thdprof.runtime.dispatched import Call, DispatchedModule
-from thdprof.runtime.megatron import chunk, local, mamba, offload, packing, settings, versions
-from thdprof.runtime.megatron.context_groups import groups_of
+from thdprof.dispatch import Bucket
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
+from thdprof.runtime.graphs.graphed_module import buckets_of, offload_of
+from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.decoder import Decoder, rope_of
-from thdprof.runtime.megatron.dynamic_cp import SizedChunkGraphs
-from thdprof.runtime.megatron.dynamic_cp_settings import is_dynamic
-from thdprof.runtime.megatron.layer_offload import Offloading, SavedTensors
-from thdprof.runtime.module import buckets_of, offload_of
+from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder.context_groups import groups_of
+from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
+from thdprof.runtime.megatron.graphs import chunk, local
+from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs
+from thdprof.runtime.megatron.offload import groups
+from thdprof.runtime.megatron.offload.layers import Offloading, SavedTensors
+from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -88,7 +92,7 @@ class PaddedEager(DispatchedModule):
         """There is nothing to make."""
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
-        args, kwargs = call.substitute(call.tensors, packing.padded(call, bucket))
+        args, kwargs = call.substitute(call.tensors, packed_seq_params.padded(call, bucket))
         with self._timed(call.tensors, replayed=True) as outputs:
             result = self.module(*args, **kwargs)
             outputs.append(result)
@@ -180,7 +184,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
         case "local":
             return local.LocalGraphs(decoder, buckets_of(plan), **common)
         case "transformer_engine":
-            from thdprof.runtime.megatron.transformer_engine import LayerGraphs
+            from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
             return LayerGraphs(
                 decoder,
@@ -201,10 +205,10 @@ def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading |
     asked = plan.graphs.offload
     if asked is None:
         return None
-    if not offload.uses_core(config):
+    if not groups.uses_core(config):
         choice = offload_of(plan)
         return None if choice is None else SavedTensors(choice)
-    from thdprof.runtime.megatron.core_offload import CoreOffloading
+    from thdprof.runtime.megatron.offload.megatron_core import CoreOffloading
 
     return CoreOffloading(
         decoder.block, modules=asked.modules, fraction=asked.fraction, min_size=config.min_offloaded_tensor_size

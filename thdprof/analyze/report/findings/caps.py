@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.profile import PERCENTILES
-from thdprof.analyze.recommend import LEAST_GAIN
+from thdprof.analyze.buckets.recommend import LEAST_GAIN
+from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.words import counted, listed, percent, percentile_name
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.profile import PERCENTILES, Histogram
-from thdprof.analyze.profile_file import SEGMENTS
+from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
+from thdprof.analyze.profile.file import SEGMENTS
+from thdprof.analyze.profile.run_profile import histogram_of, share_over
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.words import counted, percent, printable, shortened
-from thdprof.analyze.run_profile import histogram_of, share_over
 
 if TYPE_CHECKING:
     import pandas as pd

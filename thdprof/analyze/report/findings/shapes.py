@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.profile import PERCENTILES, Histogram
+from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
+from thdprof.analyze.profile.run_profile import share_over
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.words import counted, percent
-from thdprof.analyze.run_profile import share_over
 
 _BINS = 40
 _CELLS = 48

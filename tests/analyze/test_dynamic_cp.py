@@ -1,0 +1,536 @@
+"""Dynamic context parallelism: equal to the released scheduler and to a literal reading of the described one."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from test_recommend import make_costs
+from test_schedule import schedule
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.buckets.statistics import fallback_rate
+from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
+from thdprof.analyze.schedule import dynamic_cp
+from thdprof.analyze.schedule.dynamic_cp import deal
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
+from thdprof.analyze.settings.resolve import TrainingSettings
+from thdprof.analyze.sources.base import UnpackedDocuments
+from thdprof.errors import DataError, UsageError
+from thdprof.plan import parse_plan
+
+RANKS = (1, 2, 4, 8)
+ROOMS = (32, 100, 512, 4096)
+
+
+def run_settings(packer, ranks, room, **given) -> TrainingSettings:
+    return TrainingSettings(
+        packer=packer,
+        seq_length=ranks * room,
+        data_parallel_size=ranks,
+        max_seqlen_per_dp_cp_rank=room,
+        loader="single",
+        **given,
+    )
+
+
+def random_lengths(rng, longest, count) -> np.ndarray:
+    """Lengths of one of several kinds: short ones, long ones, many equal ones, all spreads; at most `longest`."""
+    kind = rng.integers(4)
+    if kind == 0:
+        lengths = rng.lognormal(math.log(longest) / 2, 1.2, count)
+    elif kind == 1:
+        lengths = rng.uniform(1, longest + 1, count)
+    elif kind == 2:
+        lengths = rng.choice([longest, longest / 2, longest / 2 + 1, longest / 8, 1], count)
+    else:
+        lengths = np.exp(rng.uniform(0, math.log(longest + 1), count))
+    return np.clip(lengths, 1, longest).astype(np.int64)
+
+
+def groups_of(by_step, values) -> list[list[list[list[int]]]]:
+    """Documents' (tokens, size) of every rank in every round of every step, as `deal` places them."""
+    ranks = values.data_parallel_size * values.context_parallel_size
+    placement, tokens = deal(by_step, values)
+    steps: list = [[] for _ in by_step]
+    seen = -1
+    columns = (placement.document, placement.step, placement.round, placement.first_rank, placement.cp_size)
+    for document, step, round_, first, size in zip(*(c.tolist() for c in columns), strict=True):
+        if round_ > seen:
+            steps[step].append([[] for _ in range(ranks)])
+            seen += 1
+        assert round_ == seen
+        for rank in range(first, first + size):
+            steps[step][-1][rank].append((int(tokens[document]), size))
+    return steps
+
+
+def released(room, ranks):
+    """megatron-core's own scheduler."""
+    module = pytest.importorskip("megatron.core.pipeline_parallel.hybrid_cp_schedule", reason="needs megatron-core")
+    return module.BalancedCPScheduler(room, SimpleNamespace(size=lambda: ranks))
+
+
+@pytest.mark.referee
+class TestBalancedCp:
+    def test_equals_the_released_scheduler(self, rng):
+        batches = documents = rounds = widened = 0
+        for ranks in RANKS:
+            for room in ROOMS:
+                scheduler = released(room, ranks)
+                values = run_settings("balanced_cp", ranks, room)
+                for _ in range(60):
+                    lengths = random_lengths(rng, ranks * room, int(rng.choice([1, 3, 10, 40, 150])))
+                    _, ids = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+                    expected = []
+                    for group in ids:
+                        size = {i: sum(i in on_rank for on_rank in group) for on_rank in group for i in on_rank}
+                        expected.append([[(int(lengths[i]), size[i]) for i in on_rank] for on_rank in group])
+                        needed = {i: scheduler.gpus_needed(int(lengths[i])) for i in size}
+                        widened += sum(size[i] > needed[i] for i in size)
+                    assert groups_of(lengths[None], values) == [expected]
+                    batches, documents, rounds = batches + 1, documents + len(lengths), rounds + len(ids)
+        assert batches == 960
+        assert documents > 30_000
+        assert rounds > 1_500
+        assert widened > 300
+
+    def test_ranks_run_what_the_released_loop_gives_them(self, rng):
+        """The table, expanded to ranks, against the sampler, the gathering and the loop over sub-samples."""
+        data_samplers = pytest.importorskip("megatron.training.datasets.data_samplers")
+
+        compared = 0
+        for data, context in ((2, 1), (1, 2), (2, 2), (4, 2), (8, 1)):
+            ranks, size, room = data * context, data * 6, 64
+            lengths = random_lengths(rng, ranks * room, size * 7 + 3)
+            lengths[rng.integers(len(lengths), size=4)] = 0
+            found = schedule(
+                UnpackedDocuments(document_tokens=lengths.astype(np.int32)),
+                packer="balanced_cp",
+                data_parallel_size=data,
+                context_parallel_size=context,
+                global_batch_size=size,
+                max_seqlen_per_dp_cp_rank=room,
+            ).table
+            samplers = [
+                list(data_samplers.HybridCPMegatronPretrainingSampler(len(lengths), 0, 1, size, rank, data))
+                for rank in range(data)
+            ]
+            assert (found.num_steps, found.exact) == (7, True)
+            scheduler = released(room, ranks)
+            frame = found.to_pandas()
+            for step in range(7):
+                gathered = [lengths[i] for rank in range(data) for i in samplers[rank][step] if lengths[i]]
+                gathered = list(enumerate(map(int, gathered)))
+                _, ids = scheduler.get_groups_and_subsamples(gathered, None)
+                here = frame[frame["step"] == step]
+                for rank in range(ranks):
+                    expected = [
+                        (1, gathered[i][1], gathered[i][1], sum(i in on_rank for on_rank in group))
+                        for group in ids
+                        for i in group[rank]
+                    ]
+                    mine = here[(here["dp_rank"] <= rank) & (rank < here["dp_rank"] + here["cp_size"])]
+                    rows = mine[["n_seqs", "max_seqlen", "n_tokens", "cp_size"]].itertuples(index=False, name=None)
+                    assert sorted(rows) == sorted(expected)
+                    first = mine[mine["dp_rank"] == rank]
+                    for row in first.itertuples():  # its position on its first rank
+                        assert expected[row.microbatch] == (row.n_seqs, row.max_seqlen, row.n_tokens, row.cp_size)
+                        compared += 1
+        assert compared > 300
+
+    def test_what_the_released_scheduler_stops_on_is_refused(self):
+        scheduler = released(10, 4)
+        with pytest.raises(AssertionError):
+            scheduler.get_groups_and_subsamples([(0, 41)], None)
+        with pytest.raises(DataError, match=r"step 0: a document of 41 tokens needs 8 ranks of .* and there are 4"):
+            deal(np.array([[41]]), run_settings("balanced_cp", 4, 10))
+        scheduler = released(10, 7)
+        with pytest.raises(IndexError):
+            scheduler.get_groups_and_subsamples([(0, 35), (1, 15)], None)
+        with pytest.raises(DataError, match="step 0: 7 ranks cannot all be given work"):
+            deal(np.array([[35, 15]]), run_settings("balanced_cp", 7, 10))
+
+    def test_numbers_of_ranks_that_are_no_power_of_2(self, rng):
+        compared = refused = 0
+        for ranks in (3, 6, 10, 12):
+            scheduler = released(64, ranks)
+            for _ in range(40):
+                lengths = random_lengths(rng, 64 << (ranks.bit_length() - 1), int(rng.integers(1, 40)))
+                try:
+                    _, ids = scheduler.get_groups_and_subsamples(list(enumerate(lengths.tolist())), None)
+                except IndexError:
+                    with pytest.raises(DataError, match="cannot all be given work"):
+                        deal(lengths[None], run_settings("balanced_cp", ranks, 64))
+                    refused += 1
+                    continue
+                found = groups_of(lengths[None], run_settings("balanced_cp", ranks, 64))
+                assert [[[t for t, _ in r] for r in g] for g in found[0]] == [
+                    [[int(lengths[i]) for i in r] for r in g] for g in ids
+                ]
+                compared += 1
+        assert compared > 100
+        assert refused > 0
+
+
+def described_round(pending, ranks, room):
+    """One round of default_dynamic_cp by its description: ([(first rank, size, documents)], what is left over).
+
+    `pending` holds tokens, the longest first.
+    """
+
+    def least(tokens):
+        return max(1, 2 ** math.ceil(math.log2(tokens / room)))
+
+    def work_of(groups):
+        return [sum(d * d / g["size"] for d in g["documents"]) for g in groups]
+
+    groups = [{"size": least(pending[0]), "documents": [pending[0]]}]
+    cap, left = pending[0] * room * 1.05, []
+    for tokens in pending[1:]:
+        options = []
+        size = least(tokens)
+        while size <= ranks:
+            free = ranks - sum(g["size"] for g in groups)
+            for at, group in enumerate(groups):
+                packed = sum(d / size for d in group["documents"])
+                if group["size"] == size and packed + tokens / size <= room:
+                    joined = [dict(g) for g in groups]
+                    joined[at]["documents"] = [*group["documents"], tokens]
+                    options.append(joined)
+            if size <= free:
+                options.append([*groups, {"size": size, "documents": [tokens]}])
+            size *= 2
+        within = [o for o in options if max(work_of(o)) <= cap]
+        if within:
+            groups = min(within, key=lambda o: max(work_of(o)))  # the first of equal ones
+        else:
+            left.append(tokens)
+    while (free := ranks - sum(g["size"] for g in groups)) > 0:
+        smallest = min(groups, key=lambda g: g["size"])
+        if smallest["size"] > free:
+            together = []
+            while len(together) < len(pending) and sum(together) / ranks + pending[len(together)] / ranks <= room:
+                together.append(pending[len(together)])
+            return [(0, ranks, together)], pending[len(together) :]
+        smallest["size"] *= 2
+    firsts = np.cumsum([0, *(g["size"] for g in groups)])
+    return [(int(f), g["size"], g["documents"]) for f, g in zip(firsts, groups, strict=False)], left
+
+
+class TestDynamicCp:
+    def test_equals_its_description(self, rng):
+        compared = rounds = dropped = 0
+        for ranks in (*RANKS, 6, 7):
+            for room in ROOMS:
+                values = run_settings("dynamic_cp", ranks, room)
+                for _ in range(15):
+                    longest = room << (ranks.bit_length() - 1)
+                    lengths = random_lengths(rng, longest, int(rng.choice([1, 3, 8, 20, 60])))
+                    expected, pending = [], sorted(lengths.tolist(), reverse=True)
+                    while pending:
+                        groups, pending = described_round(pending, ranks, room)
+                        on_rank: list = [[] for _ in range(ranks)]
+                        for first, size, documents in groups:
+                            for rank in range(first, first + size):
+                                on_rank[rank] = [(d, size) for d in documents]
+                        expected.append(on_rank)
+                        dropped += len(groups) == 1 and groups[0][1] == ranks and ranks & (ranks - 1) != 0
+                    assert groups_of(lengths[None], values) == [expected]
+                    compared, rounds = compared + 1, rounds + len(expected)
+        assert (compared, rounds > 1_000, dropped > 10) == (360, True, True)
+
+    def test_every_document_is_placed_once_on_enough_ranks_with_room(self, rng):
+        checked = 0
+        for _ in range(60):
+            ranks, room, mult = int(rng.choice(RANKS)), int(rng.choice(ROOMS)), int(rng.choice([1, 4]))
+            size = ranks * int(rng.integers(1, 12))
+            lengths = random_lengths(rng, ranks * room, size * 3)
+            values = run_settings("dynamic_cp", ranks, room, global_batch_size=size, pad_seq_to_mult=mult)
+            table, used, _ = dynamic_cp.dynamic_cp(lengths.astype(np.int32), settings=values)
+            groups = table.groups
+            padded = -(-lengths // mult) * mult
+            assert int(table.n_seqs.sum()) == len(lengths)
+            assert table.n_tokens.sum() == padded.sum()
+            assert (table.n_tokens <= groups.cp_size.astype(np.int64) * room).all()
+            assert used == pytest.approx(padded.sum() / (groups.cp_size.sum() * room))
+            assert np.bincount(groups.round, groups.cp_size).tolist() == [ranks] * (groups.round.max() + 1)
+            assert sorted(table.max_seqlen.tolist(), reverse=True)[0] == padded.max()
+            assert not table.exact
+            placement, tokens = deal(padded.reshape(3, size), values)
+            assert sorted(placement.document.tolist()) == list(range(len(lengths)))
+            assert (placement.cp_size * room >= tokens[placement.document]).all()
+            checked += len(table)
+        assert checked > 1_000
+
+
+@pytest.mark.parametrize("packer", ["balanced_cp", "dynamic_cp"])
+def test_compiled_equals_interpreted(packer, rng, monkeypatch):
+    lengths = random_lengths(rng, 8 * 100, 800).reshape(10, 80)
+    values = run_settings(packer, 8, 100)
+    plain = groups_of(lengths, values)
+    monkeypatch.setattr("thdprof.analyze.schedule.compiled._WORTH_COMPILING", 0)
+    assert groups_of(lengths, values) == plain
+
+
+def test_by_hand():
+    # 4 ranks of 10 tokens: 20 takes two, 10 and 9 one each; 5 joins the rank of 9 if packed, and runs apart if not
+    content = UnpackedDocuments(document_tokens=np.array([5, 20, 10, 9], dtype=np.int32))
+    given = {"data_parallel_size": 4, "global_batch_size": 4, "max_seqlen_per_dp_cp_rank": 10}
+    released = schedule(content, packer="balanced_cp", **given).table.to_pandas()
+    assert released.values.tolist() == [
+        # step, first rank, micro-batch, documents, longest, tokens, ranks
+        [0, 0, 0, 1, 20, 20, 2],
+        [0, 2, 0, 1, 10, 10, 1],
+        [0, 3, 0, 1, 9, 9, 1],
+        [0, 3, 1, 1, 5, 5, 1],
+    ]
+    described = schedule(content, packer="dynamic_cp", **given).table.to_pandas()
+    assert described.values.tolist() == [
+        [0, 0, 0, 1, 20, 20, 2],
+        [0, 0, 1, 1, 5, 5, 4],
+        [0, 2, 0, 1, 10, 10, 1],
+        [0, 3, 0, 1, 9, 9, 1],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("append_dummy_seq", ([1, 2, 1, 2], [20, 35, 10, 9], [20, 40, 10, 10])),
+        ("extend_last", ([1, 1, 1, 1], [20, 40, 10, 10], [20, 40, 10, 10])),
+    ],
+)
+def test_tails_fill_every_rank(policy, expected):
+    content = UnpackedDocuments(document_tokens=np.array([5, 20, 10, 9], dtype=np.int32))
+    given = {"data_parallel_size": 4, "global_batch_size": 4, "max_seqlen_per_dp_cp_rank": 10}
+    table = schedule(content, packer="dynamic_cp", tail_policy=policy, **given).table
+    assert (table.n_seqs.tolist(), table.max_seqlen.tolist(), table.n_tokens.tolist()) == expected
+
+
+def grouped_table(rows, *, ranks) -> MicrobatchTable:
+    """A table of rows (step, round, first rank, position, n_seqs, cp_size), sorted as the table's are."""
+    step, round_, first, position, n_seqs, cp_size = np.array(rows).T
+    steps = int(step.max()) + 1
+    return MicrobatchTable(
+        n_seqs=n_seqs.astype(np.int32),
+        max_seqlen=np.full(len(rows), 7, dtype=np.int32),
+        n_tokens=np.full(len(rows), 64),
+        data_parallel_size=ranks,
+        num_microbatches=np.full(steps, 3, dtype=np.int32),
+        exact=True,
+        groups=RankGroups(
+            cp_size=cp_size.astype(np.int32), step=step, round=round_, first_rank=first, microbatch=position
+        ),
+    )
+
+
+# step 0: round 0 is ranks 0-1 with two micro-batches beside 2 and 3, round 1 all four; step 1: one round of two pairs
+ROWS = [
+    (0, 0, 0, 0, 2, 2), (0, 0, 0, 1, 3, 2), (0, 1, 0, 2, 5, 4), (0, 0, 2, 0, 9, 1), (0, 0, 3, 0, 1, 1),
+    (1, 2, 0, 0, 2, 2), (1, 2, 2, 0, 8, 2),
+]  # fmt: skip
+
+
+def test_rates_count_a_shared_micro_batch_once_and_each_of_its_ranks():
+    table = grouped_table(ROWS, ranks=4)
+    one = fallback_rate(table, table.n_seqs == 8)
+    assert (one.microbatch, one.rank_step, one.step) == (1 / 7, 2 / 8, 1 / 2)
+    shared = fallback_rate(table, table.n_seqs == 5)
+    assert (shared.microbatch, shared.rank_step, shared.step) == (1 / 7, 4 / 8, 1 / 2)
+    both = fallback_rate(table, np.isin(table.n_seqs, [9, 2]))
+    assert (both.microbatch, both.rank_step, both.step) == (3 / 7, 5 / 8, 1)
+
+
+def test_all_ranks_wait_at_the_end_of_a_round():
+    table = grouped_table(ROWS, ranks=4)
+    costs = make_costs(replay=((1, None, 1.0), (11, None, 11.0)))  # n documents cost n
+    cost = StepCosts(table, costs, [1, 2, 3, 4, 5, 8, 9], [64], 1)
+    eager = cost.step_ms([()])[0]
+    assert eager == (2 * 100 + 100 + 100) / 2
+    every = [Bucket(n, 64, size) for size in (1, 2, 4) for n in (1, 2, 3, 5, 8, 9)]
+    assert cost.step_ms([every])[0] == (max(2 + 3, 9, 1) + 5 + max(2, 8)) / 2
+    assert cost.step_ms([every], stride=2)[0] == max(2 + 3, 9, 1) + 5
+    # a bucket fits micro-batches of its own size alone
+    assert cost.step_ms([[Bucket(9, 64, 1)]])[0] == (200 + 100 + 100) / 2
+    assert cost.step_ms([[Bucket(9, 64, 2)]])[0] == (100 + 100 + 9) / 2
+    assert cost.shares([Bucket(9, 64, 2), Bucket(9, 64, 4)]) == (4 / 7, 1 / 7)
+    assert cost.fallback_rate([Bucket(9, 64, 1), Bucket(9, 64, 2)]).rank_step == 4 / 8
+
+
+@pytest.fixture
+def documents(tmp_path, rng):
+    path = tmp_path / "documents.jsonl"
+    lengths = np.minimum(rng.lognormal(4.0, 1.3, 2000), 1500).astype(int) + 1
+    path.write_text("".join(f"{n}\n" for n in lengths))
+    return path
+
+
+def analysed(documents, packer="dynamic_cp", **given):
+    values = {
+        "packer": packer, "data_parallel_size": 4, "context_parallel_size": 2, "global_batch_size": 64,
+        "max_seqlen_per_dp_cp_rank": 256, "pad_seq_to_mult": 16,
+    }  # fmt: skip
+    return analyze_dataset(documents, **{**values, **given})
+
+
+def test_figures_of_every_size(documents):
+    result = analysed(documents)
+    frame = result.microbatches.to_pandas()
+    assert [size.cp_size for size in result.cp_sizes] == sorted(frame["cp_size"].unique()) == [1, 2, 4, 8]
+    assert sum(size.share for size in result.cp_sizes) == pytest.approx(1)
+    for size in result.cp_sizes:
+        rows = frame[frame["cp_size"] == size.cp_size]
+        assert size.share == len(rows) / len(frame)
+        assert size.n_seqs.p99 == np.percentile(rows["n_seqs"], 99, method="inverted_cdf")
+        assert size.max_seqlen.p50 == np.percentile(rows["max_seqlen"], 50, method="inverted_cdf")
+        assert size.n_tokens == 256 * size.cp_size >= size.n_tokens_max == rows["n_tokens"].max()
+    full = (frame["n_tokens"] == 256 * frame["cp_size"]).mean()
+    assert result.share_of_full_size == full
+    assert f"only {full:.1%} of micro-batches have the token count of their context-parallel size" in " ".join(
+        result.warnings
+    )
+    assert "costs of context parallelism were not measured" in " ".join(result.warnings)
+    padded = analysed(documents, tail_policy="append_dummy_seq")
+    assert padded.share_of_full_size == 1
+    assert not any("of micro-batches have the token count" in w for w in padded.warnings)
+
+
+@pytest.mark.parametrize("packer", ["balanced_cp", "dynamic_cp"])
+def test_buckets_of_every_size_in_the_plan(documents, packer):
+    result = analysed(documents, packer, buckets=2)
+    plan = make_plan(result, impl="chunk")
+    assert {b.cp_size for b in plan.graphs.buckets} == {1, 2, 4, 8}
+    for size in (1, 2, 4, 8):
+        assert 1 <= sum(b.cp_size == size for b in plan.graphs.buckets) <= 2
+    assert sum(b.share for b in plan.graphs.buckets) == pytest.approx(1)
+    assert plan.microbatches.exact == (packer == "balanced_cp")
+    assert plan.training.max_seqlen_per_dp_cp_rank == 256
+    assert plan.graphs.slots == [[1]]
+    assert parse_plan(plan.model_dump(mode="json", by_alias=True), where="plan") == plan
+
+
+def test_the_joint_choice_is_the_best_there_is(documents):
+    """Every choice of at most one bucket a size, by step time, against the short list that is searched."""
+    from itertools import product
+
+    result = analysed(documents, buckets=1, attention="torch")
+    table, costs = result.microbatches, result.costs
+    chosen = result.recommendation
+    caps = sorted({c.max_seqs for c in chosen.candidates} | {b.max_seqs for b in chosen.buckets})
+    options = [[(), *((Bucket(n, 256 * size, size),) for n in caps)] for size in (1, 2, 4, 8)]
+    step_costs = StepCosts(table, costs, caps, [256 * size for size in (1, 2, 4, 8)], 1)
+    every = [sum(parts, ()) for parts in product(*options)]
+    best = float(step_costs.step_ms(every[:6000]).min())
+    assert chosen.step_ms <= best * 1.02
+    assert chosen.step_ms == pytest.approx(
+        StepCosts(table, costs, *_axes(chosen.buckets), 1).step_ms([chosen.buckets])[0]
+    )
+
+
+def _axes(buckets):
+    return sorted({b.max_seqs for b in buckets}), sorted({b.max_seqlen for b in buckets})
+
+
+def test_limits_hold_over_all_sizes(documents, monkeypatch):
+    free = analysed(documents)
+    kept = analysed(documents, max_fallback_rate=0.0)
+    assert kept.recommendation.fallback_rate.step == 0
+    tight = analysed(documents, graph_memory_bytes=0)
+    assert tight.recommendation.buckets == ()
+    assert tight.recommendation.relative_step_time == 1
+    assert free.recommendation.relative_step_time < 1
+    monkeypatch.setattr("thdprof.analyze.buckets.recommend._MOST_CHOICES", 12)
+    with pytest.raises(UsageError, match=r"--buckets 1: .* choices for 4 context-parallel sizes are more than the 12"):
+        analysed(documents, buckets=1)
+
+
+def test_from_the_command_line(thdprof, documents, tmp_path):
+    options = [
+        "--packer", "balanced_cp", "--data-parallel-size", 4, "--global-batch-size", 64, "--pad-seq-to-mult", 8,
+        "--max-seqlen-per-dp-cp-rank", 512,
+    ]  # fmt: skip
+    done = thdprof("analyze", documents, *options, "--json", "--microbatches", tmp_path / "table.parquet")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["exact"]
+    assert [size["cp_size"] for size in result["cp_sizes"]] == [1, 2, 4]
+    keys = {"cp_size", "share", "n_seqs", "max_seqlen", "n_tokens", "n_tokens_max"}
+    assert all(set(size) == keys for size in result["cp_sizes"])
+    assert {b["cp_size"] for b in result["recommendation"]["buckets"]} == {1, 2, 4}
+    table = pq.read_table(tmp_path / "table.parquet")
+    assert [(f.name, str(f.type)) for f in table.schema] == [
+        ("step", "int32"), ("dp_rank", "int32"), ("microbatch", "int32"), ("n_seqs", "int32"),
+        ("max_seqlen", "int32"), ("n_tokens", "int64"), ("cp_size", "int32"),
+    ]  # fmt: skip
+    keys = list(zip(*(table[name].to_pylist() for name in ("step", "dp_rank", "microbatch")), strict=True))
+    assert keys == sorted(set(keys))
+    text = thdprof("analyze", documents, *options).stdout
+    assert "ranks  micro-batches  documents P50" in text
+    assert "(1 rank, " in text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_seqlen_per_dp_cp_rank": None}, "--packer dynamic_cp: needs --max-seqlen-per-dp-cp-rank"),
+        ({"global_batch_size": None}, "--packer dynamic_cp packs the documents of one step together"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2: --packer dynamic_cp is replayed without"),
+        ({"micro_batch_size": 2}, "--micro-batch-size 2: --packer dynamic_cp needs 1"),
+        ({"loader": "cyclic"}, "--loader cyclic: Megatron reads data for --packer dynamic_cp with single alone"),
+        ({"max_docs_per_pack": 4}, "--max-docs-per-pack: --packer dynamic_cp has no cap on documents"),
+        (
+            {"packer": "balanced_cp", "data_parallel_size": 1, "context_parallel_size": 1},
+            "--data-parallel-size 1 x --context-parallel-size 1: .* needs an even number of ranks",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(documents, given, message):
+    with pytest.raises(UsageError, match=message):
+        analysed(documents, **given)
+
+
+def test_data_that_cannot_be(documents, tmp_path):
+    with pytest.raises(DataError, match=r"step \d+: a document of \d+ tokens needs 16 ranks .* and there are 8"):
+        analysed(documents, max_seqlen_per_dp_cp_rank=96, seq_length=1600)
+    (tmp_path / "empty.jsonl").write_text("9\n" * 64 + "0\n" * 64)
+    with pytest.raises(DataError, match="step 1: all its documents are empty"):
+        analysed(tmp_path / "empty.jsonl")
+
+
+def test_ranks_without_a_process_group_are_said(tmp_path):
+    def warned(lengths, ranks):
+        path = tmp_path / "documents.jsonl"
+        path.write_text("".join(f"{n}\n" for n in lengths))
+        given = {"data_parallel_size": ranks, "context_parallel_size": 1, "max_seqlen_per_dp_cp_rank": 10}
+        found = analysed(path, "balanced_cp", global_batch_size=len(lengths), pad_seq_to_mult=1, **given).warnings
+        return [w for w in found if "no process group" in w]
+
+    # of 12 ranks the first 8 and the last 4, but megatron-core creates groups of 2, 4 and 12
+    assert warned([80, 40, *[0] * 10], 12)[0].startswith("1 documents run on ranks that Megatron makes no process")
+    assert "at most 4 or all 12" in warned([80, 40, *[0] * 10], 12)[0]
+    assert warned([40, 40, 40, *[0] * 9], 12) == []
+    assert warned([40, 20, 10, 10, *[0] * 4], 8) == []
+
+
+def test_systems_with_one_cap_have_no_graphs_for_it(documents):
+    from thdprof.analyze.export import export_plan
+
+    plan = make_plan(analysed(documents))
+    assert '"cp_size": 8' in export_plan(plan, "json").text
+    for target in ("megatron-lm", "megatron-lm-dev", "megatron-bridge"):
+        with pytest.raises(UsageError, match=f"--to {target}: no graphs under dynamic context parallelism"):
+            export_plan(plan, target)
+
+
+def test_what_is_done_to_documents_is_said(documents):
+    found = " ".join(analysed(documents, pad_seq_to_mult=1, seq_length=800).warnings)
+    assert "documents longer than 800 tokens were cut to that" in found
+    assert "--pad-seq-to-mult 16 pads them" in found
+    other = analyze_dataset(documents, packer="next_fit", seq_length=2048, max_seqlen_per_dp_cp_rank=8)
+    assert "--max-seqlen-per-dp-cp-rank has no effect on --packer next_fit and was left out" in other.warnings
+    assert other.settings.max_seqlen_per_dp_cp_rank is None

@@ -1,0 +1,287 @@
+"""Broken and hostile files: every reader reads or raises DataError, in bounded memory, and never crashes.
+
+Run as a script, this file is the process that reads mutated files, so that a crash of pyarrow shows as a failure.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import pickletools
+import resource
+import struct
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from support import sample_files as files
+
+from thdprof.analyze.sources import FORMATS, read_dataset
+from thdprof.analyze.sources.base import PackedRows
+from thdprof.analyze.sources.readers import plain_pickle
+from thdprof.analyze.sources.readers.parquet_pages import CorruptPage, list_lengths, pages
+from thdprof.errors import DataError
+
+CASES_A_FILE = 500
+ADDRESS_SPACE_BYTES = 4 * 2**30
+MOST_GROWTH_BYTES = 200 * 2**20
+ROWS = [[3, 4, 2], [9], [1, 1, 1, 1], [5, 6], [300, 2]] * 3
+ODD = [0, 1, 2, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 2**31 - 1, 2**31, 2**32 - 1, 2**33, 2**62, 2**63, 2**64 - 1]
+
+
+def originals(directory: Path) -> dict[Path, str]:
+    """One good file of every kind, with its format."""
+    documents = [length for row in ROWS for length in row]
+    np.save(directory / "documents.npy", np.array(documents))
+    pq.write_table(pa.table({"length": documents}), directory / "length.parquet")
+    return {
+        files.write_index(directory / "a.idx", documents): "megatron",
+        files.write_bridge(directory / "a.parquet", ROWS): "bridge",
+        files.write_bridge(
+            directory / "plain.parquet", ROWS, compression="none", use_dictionary=False, data_page_version="2.0"
+        ): "bridge",
+        files.write_bridge_npy(directory / "a.npy", ROWS): "bridge-npy",
+        files.write_trl(directory / "trl.parquet", ROWS): "trl",
+        files.write_trl(directory / "file.arrow", ROWS, kind="file"): "trl",
+        files.write_trl(directory / "stream.arrow", ROWS, kind="stream"): "trl",
+        files.write_lines(directory / "rows.jsonl", ROWS): "lengths",
+        files.write_lines(directory / "objects.jsonl", [{"length": n} for n in documents]): "lengths",
+        directory / "documents.npy": "lengths",
+        directory / "length.parquet": "lengths",
+    }
+
+
+def mutants(content: bytes, rng: np.random.Generator) -> Iterator[bytes]:
+    """Bit flips, cuts, splices and numbers overwritten, several at once."""
+    while True:
+        data = bytearray(content)
+        for _ in range(int(rng.integers(1, 4))):
+            if not data:
+                break
+            at, other = (int(i) for i in rng.integers(0, len(data), 2))
+            match int(rng.integers(0, 6)):
+                case 0:
+                    for place in rng.integers(0, len(data), int(rng.integers(1, 9))):
+                        data[place] ^= 1 << int(rng.integers(0, 8))
+                case 1:
+                    del data[at:]
+                case 2:
+                    size = int(rng.integers(1, 64))
+                    data[at:at] = data[other : other + size]
+                case 3:
+                    del data[at : at + int(rng.integers(1, 32))]
+                case 4:
+                    size = int(rng.choice([1, 2, 4, 8]))
+                    number = int(rng.choice(np.array(ODD, dtype=np.uint64))) % 2 ** (8 * size)
+                    data[at : at + size] = number.to_bytes(size, rng.choice(["little", "big"]))
+                case 5:
+                    size = int(rng.integers(1, 64))
+                    data[at : at + size] = data[other : other + size]
+        yield bytes(data)
+
+
+def read_one(path: Path, format: str) -> bool:
+    """Whether the file reads; a dataset that is read must hold together."""
+    try:
+        dataset = read_dataset([str(path)], format=format)
+    except DataError as error:
+        if "\n" in str(error):
+            raise AssertionError("a message of several lines") from error
+        return False
+    assert dataset.num_tokens() >= 0
+    if isinstance(dataset.content, PackedRows):
+        assert dataset.content.num_documents().min() > 0
+        assert dataset.content.row_offsets[-1] == len(dataset.content.document_tokens)
+        assert dataset.content.document_tokens.min() >= 0
+    return True
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def fuzz(directory: Path, seed: int) -> None:
+    """Read mutants of every original; the case under way stands in `case.json`, the counts on stdout."""
+    rng = np.random.default_rng(seed)
+    good = originals(directory)
+    for path, format in good.items():
+        assert read_one(path, format), path
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+    peak, counts = peak_bytes(), {"cases": 0, "read": 0}
+    mutant = directory / "mutant"
+    for path, format in good.items():
+        for number, data in zip(range(CASES_A_FILE), mutants(path.read_bytes(), rng), strict=False):
+            mutant.write_bytes(data)
+            (directory / "case.json").write_text(json.dumps([path.name, number]))
+            counts["read"] += read_one(mutant, format)
+            read_one(mutant, "auto")
+            if number % 10 == 0:
+                read_one(mutant, FORMATS[number // 10 % len(FORMATS)])
+            counts["cases"] += 1
+            grown, peak = peak_bytes() - peak, max(peak, peak_bytes())
+            assert grown < MOST_GROWTH_BYTES, f"memory grew by {grown} bytes"
+    print(json.dumps(counts))
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_mutated_files_read_or_raise_data_error(tmp_path, seed):
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", __file__, str(tmp_path), str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    case = (tmp_path / "case.json").read_text() if (tmp_path / "case.json").exists() else "none"
+    assert done.returncode == 0, f"case {case}, mutant in {tmp_path}\n{done.stderr[-3000:]}"
+    counts = json.loads(done.stdout)
+    assert counts["cases"] == CASES_A_FILE * len(originals(tmp_path))
+    assert 0 < counts["read"] < counts["cases"]
+
+
+def npy(path: Path, pickled: bytes, shape: tuple[int, ...] = (1,)) -> Path:
+    content = io.BytesIO()
+    np.lib.format.write_array_header_1_0(content, {"descr": "|O", "fortran_order": False, "shape": shape})
+    path.write_bytes(content.getvalue() + pickled)
+    return path
+
+
+class Runs:
+    """Runs a command when unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def array_state(shape: bytes, content: bytes) -> bytes:
+    """An object array whose pickled shape and content are `shape` and `content`."""
+    return (
+        b"\x80\x04cnumpy._core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85C\x01bt"
+        b"R(K\x01" + shape + b"cnumpy\ndtype\n(\x8c\x02O8\x89\x88tR\x89" + content + b"tb."
+    )
+
+
+ROW = b"}(\x8c\x09input_ids](K\x01K\x02e\x8c\x0cseq_start_id](K\x00e\x8c\x09loss_mask](K\x01K\x01eu"
+HOSTILE = {
+    "memo far out": (b"\x80\x04]r\xff\xff\xff\xff.", "remembers number 4294967295 after 0"),
+    "text of gigabytes": (b"\x80\x04\x8d\xff\xff\xff\xff\x7f\x00\x00\x00.", "ends early"),
+    "bytes of gigabytes": (b"\x80\x04\x8e\xff\xff\xff\xff\x7f\x00\x00\x00.", "ends early"),
+    "bytearray of gigabytes": (b"\x80\x05\x96\xff\xff\xff\xff\x7f\x00\x00\x00.", "ends early"),
+    "array of a huge shape": (array_state(b"J\xff\xff\xff\x7f\x85", b"](" + ROW + b"e"), "holds something else"),
+    "array of a negative shape": (array_state(b"J\xff\xff\xff\xff\x85", b"](" + ROW + b"e"), "impossible shape"),
+    "type of huge items": (b"\x80\x04cnumpy\ndtype\n\x8c\x0bV2147483647\x85R.", "calls dtype"),
+    "number of a huge type": (
+        b"\x80\x04cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\n\x8c\x02i8\x85RC\x01b\x86R.",
+        "another size than its type",
+    ),
+    "deep nesting": (b"\x80\x04" + b"](" * 100_000 + b"e" * 100_000 + b".", "nested too deeply"),
+    "many containers": (b"\x80\x04(" + b"]" * 300_000 + b"l.", "more containers"),
+    "text encoded again and again": (
+        b"\x80\x04c_codecs\nencode\nq\x00X\x00\x00\x08\x00" + b"a" * 2**19 + b"q\x01\x8c\x06latin1q\x02("
+        + b"h\x00h\x01h\x02\x86R" * 500 + b"l.",
+        "encodes more bytes",
+    ),
+    "protocol 0": (pickle.dumps([1, 2], protocol=0), "protocol 0 or 1"),
+    "protocol 1": (pickle.dumps([1, 2], protocol=1), "protocol 0 or 1"),
+    "persistent object": (b"\x80\x04K\x01Q.", "has opcode b'Q'"),
+    "extension": (b"\x80\x04\x82\x01.", "has opcode b'\\x82'"),
+    "new object": (b"\x80\x04cnumpy\nndarray\n)\x81.", "has opcode b'\\x81'"),
+    "instance": (b"\x80\x04(ios\nsystem\n.", "has opcode b'i'"),
+    "another module": (b"\x80\x04cbuiltins\neval\n.", "asks for builtins.eval"),
+    "calling a list": (b"\x80\x04])R.", "calls a list"),
+    "empty": (b"", "ends early"),
+    "stack underflow": (b"\x80\x04a.", "is broken near byte"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_pickles_are_refused_in_little_memory(tmp_path, name):
+    pickled, text = HOSTILE[name]
+    path = npy(tmp_path / "a.npy", pickled)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError) as caught:
+            read_dataset([str(path)])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert text.replace("encodes more bytes", "encode") in str(caught.value)
+    assert peak < 2**20 + 40 * path.stat().st_size
+
+
+def test_pickles_are_never_executed(tmp_path):
+    marker = tmp_path / "executed"
+    ran = 0
+    for protocol in range(6):
+        for payload in (Runs(f"touch {marker}"), [{"input_ids": Runs(f"touch {marker}")}]):
+            array = np.empty(1, dtype=object)
+            array[0] = payload
+            for value in (array, payload):
+                path = npy(tmp_path / "a.npy", pickle.dumps(value, protocol=protocol))
+                with pytest.raises(DataError, match="refused: the pickle"):
+                    read_dataset([str(path)])
+                ran += 1
+    assert ran == 24
+    assert not marker.exists()
+
+
+def test_one_row_repeated_does_not_multiply(tmp_path):
+    """A remembered row costs two bytes; its documents are counted before they are laid out."""
+    documents = 3000
+    starts = b"](" + b"".join(b"M" + struct.pack("<H", i) for i in range(documents)) + b"e"
+    tokens = b"](" + b"K\x01" * (documents + 1) + b"e"
+    row = b"}(\x8c\x09input_ids" + tokens + b"\x8c\x0cseq_start_id" + starts + b"\x8c\x09loss_mask" + tokens + b"u"
+    count = 3000
+    pickled = array_state(
+        b"M" + struct.pack("<H", count) + b"\x85", b"](" + row + b"q\x00" + b"h\x00" * (count - 1) + b"e"
+    )
+    pickletools.dis(pickled, out=io.StringIO())  # a pickle in good order
+    path = npy(tmp_path / "a.npy", pickled, (count,))
+    with pytest.raises(DataError, match="more documents than the file has bytes"):
+        read_dataset([str(path)])
+
+
+def test_numbers_split_over_the_end_of_the_file():
+    good = b"\x80\x04](K\x01M\x02\x00J\x03\x00\x00\x00G" + struct.pack(">d", 4.0) + b"\x88\x89e."
+    assert plain_pickle.length_of(plain_pickle.load(good)) == 6
+    for size in range(len(good)):
+        with pytest.raises(plain_pickle.PickleRefused):
+            plain_pickle.load(good[:size])
+
+
+@pytest.mark.parametrize("size", [-1, 5, 2**31 - 1])
+def test_pages_that_claim_too_much_are_corrupt(size):
+    def zigzag(number: int) -> bytes:
+        value, out = (number << 1) ^ (number >> 63), b""
+        while value > 127:
+            out, value = out + bytes([value & 127 | 128]), value >> 7
+        return out + bytes([value])
+
+    header = b"\x15\x00\x15" + zigzag(4) + b"\x15" + zigzag(size) + b"\x00"
+    with pytest.raises(CorruptPage, match="a page claims"):
+        list(pages(memoryview(header + b"body")))
+    header = b"\x15\x00\x15" + zigzag(size if size > 5 else -1) + b"\x15" + zigzag(4) + b"\x00"
+    with pytest.raises(CorruptPage, match="a page claims"):
+        list(pages(memoryview(header + b"body")))
+
+
+def test_levels_that_claim_too_much_are_corrupt():
+    with pytest.raises(CorruptPage):
+        list_lengths(memoryview(b"\x15"), codec="NONE", max_definition=3, rows=1)
+    with pytest.raises(CorruptPage, match="make 0 rows where the footer has 1"):
+        list_lengths(memoryview(b""), codec="NONE", max_definition=3, rows=1)
+
+
+if __name__ == "__main__":
+    fuzz(Path(sys.argv[1]), int(sys.argv[2]))

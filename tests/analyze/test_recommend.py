@@ -1,0 +1,244 @@
+"""Fallback rates, step times and the choice of buckets, against hand-computed cases and brute force."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
+from thdprof.analyze.buckets.recommend import Limits, recommend
+from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
+from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
+from thdprof.analyze.report.terminal import sentence
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.errors import UsageError
+
+
+def make_table(n_seqs, *, ranks, num_microbatches, max_seqlen=None) -> MicrobatchTable:
+    """A table of `n_seqs` in (step, rank, micro-batch) order."""
+    n_seqs = np.asarray(n_seqs, dtype=np.int32).reshape(-1)
+    per_step = np.asarray(num_microbatches, dtype=np.int32)
+    if per_step.ndim == 0:
+        per_step = np.full(len(n_seqs) // (ranks * int(per_step)), per_step)
+    return MicrobatchTable(
+        n_seqs=n_seqs,
+        max_seqlen=np.full_like(n_seqs, 7) if max_seqlen is None else np.asarray(max_seqlen, np.int32).reshape(-1),
+        n_tokens=np.broadcast_to(np.int64(64), n_seqs.shape),
+        data_parallel_size=ranks,
+        num_microbatches=per_step,
+        exact=True,
+    )
+
+
+def make_costs(eager=100.0, replay=((1, None, 10.0), (100, None, 40.0)), **fields) -> CostTable:
+    points = [(1, eager)] if isinstance(eager, float) else eager
+    return CostTable(
+        name="test",
+        calibrated=True,
+        hardware="none",
+        attention="none",
+        n_tokens=64,
+        eager=[EagerPoint(n_seqs=n, ms=ms) for n, ms in points],
+        replay=[ReplayPoint(max_seqs=n, max_seqlen=s, ms=ms) for n, s, ms in replay],
+        **fields,
+    )
+
+
+def recommend_for(table, costs, **options):
+    settings = {
+        "longest_possible": 64,
+        "pipeline_size": 1,
+        "num_slots": 1,
+        "n_tokens_per_rank": 64,
+        "independent": len(table),
+        "limits": Limits(),
+    }
+    return recommend(table, Profile.of(table), costs, **{**settings, **options})
+
+
+def brute_force_step_ms(table, costs, buckets, pipeline=1) -> float:
+    """The mean step time by the definition, one micro-batch at a time."""
+    frame = table.to_pandas()
+    steps = []
+    for step, rows in frame.groupby("step"):
+        by_rank = {}
+        for row in rows.itertuples():
+            fitting = [b for b in sorted(buckets) if row.n_seqs <= b.max_seqs and row.max_seqlen <= b.max_seqlen]
+            ms = costs.replay_ms(*_pair(fitting[0])) if fitting else float(costs.eager_ms(np.array([row.n_seqs]))[0])
+            by_rank[row.dp_rank] = by_rank.get(row.dp_rank, 0.0) + ms
+        steps.append(max(by_rank.values()) * (1 + (pipeline - 1) / int(table.num_microbatches[step])))
+    return float(np.mean(steps))
+
+
+def _pair(bucket: Bucket) -> tuple[int, int]:
+    return bucket.max_seqs, bucket.max_seqlen
+
+
+def test_fallback_rates_by_hand():
+    # two steps, two ranks, two micro-batches: one eager micro-batch, on rank 1 of step 0
+    table = make_table([[[1, 2], [9, 3]], [[4, 4], [4, 4]]], ranks=2, num_microbatches=2)
+    rate = fallback_rate(table, table.n_seqs > 4)
+    assert (rate.microbatch, rate.rank_step, rate.step) == (1 / 8, 1 / 4, 1 / 2)
+
+
+def test_fallback_rates_with_steps_of_different_size():
+    table = make_table([9, 1, 1, 1, 1, 1], ranks=2, num_microbatches=[1, 2])
+    rate = fallback_rate(table, table.n_seqs > 4)
+    assert (rate.microbatch, rate.rank_step, rate.step) == (1 / 6, 1 / 4, 1 / 2)
+
+
+def test_step_time_by_hand():
+    # cap 2: rank 0 replays twice at 10, rank 1 once and runs once eagerly at 100; the step waits for rank 1
+    table = make_table([1, 2, 9, 2], ranks=2, num_microbatches=2)
+    costs = make_costs(replay=((2, None, 10.0), (9, None, 50.0)))
+    step_costs = StepCosts(table, costs, [2, 9], [64], pipeline=3)
+    small, large = Bucket(2, 64), Bucket(9, 64)
+    times = step_costs.step_ms([(), (small,), (large,), (small, large)])
+    bubble = 1 + 2 / 2
+    np.testing.assert_allclose(times, np.array([200, 110, 100, 60]) * bubble)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("with_lengths", [False, True])
+@pytest.mark.parametrize("ragged", [False, True])
+def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
+    compared = 0
+    for _ in range(3):
+        per_step = rng.integers(1, 4, 6) if ragged else 2
+        size = int(np.sum(per_step)) * ranks if ragged else 12 * ranks
+        n_seqs = rng.integers(1, 30, size)
+        lengths = rng.integers(1, 60, size)
+        table = make_table(n_seqs, ranks=ranks, num_microbatches=per_step, max_seqlen=lengths)
+        replay = [
+            (n, s, float(rng.uniform(5, 90))) for n in (1, 10, 40) for s in ((8, 64) if with_lengths else (None,))
+        ]
+        costs = make_costs(eager=[(1, float(rng.uniform(20, 60))), (30, float(rng.uniform(20, 90)))], replay=replay)
+        found = recommend_for(table, costs, pipeline_size=2)
+        caps = [c.max_seqs for c in found.candidates]
+        longest = max(64, int(lengths.max()))
+        if with_lengths:
+            histogram = Histogram.of(table.max_seqlen)
+            sizes = sorted({histogram.percentile(p) for p in (50, 90, 99, 100)} | {longest})
+        else:
+            sizes = [longest]
+        everything = [Bucket(n, s) for n in caps for s in sizes]
+        assert brute_force_step_ms(table, costs, found.buckets, 2) == pytest.approx(found.step_ms)
+        choices = [c for k in range(4) for c in combinations(everything, k)]
+        if len(choices) > 150:
+            choices = [choices[i] for i in rng.choice(len(choices), 150, replace=False)]
+        for choice in choices:
+            assert brute_force_step_ms(table, costs, choice, 2) >= found.step_ms - 1e-6
+            compared += 1
+    assert compared > 50
+
+
+def test_eager_is_an_answer():
+    found = recommend_for(make_table([3, 4, 5, 6], ranks=1, num_microbatches=1), make_costs(eager=5.0))
+    assert found.buckets == ()
+    assert found.one_cap is None
+    assert found.relative_step_time == 1
+    assert found.fallback_rate.step == 1
+
+
+@pytest.mark.parametrize(("replay_ms", "chosen"), [(97.9, 1), (98.5, 0), (101.0, 0)])
+def test_graphs_that_save_next_to_nothing_are_not_recommended(replay_ms, chosen):
+    """Where the GPU is the bound, a gain within the spread of measured times is no reason to spend memory."""
+    costs = make_costs(replay=((1, None, replay_ms), (100, None, replay_ms)))
+    found = recommend_for(make_table([3, 3], ranks=1, num_microbatches=1), costs)
+    assert len(found.buckets) == chosen
+    assert (found.one_cap is not None) == bool(chosen)
+    assert found.relative_step_time == (pytest.approx(replay_ms / 100) if chosen else 1.0)
+    assert found.unlimited_relative_step_time == pytest.approx(min(1.0, replay_ms / 100))
+    forced = recommend_for(make_table([3, 3], ranks=1, num_microbatches=1), costs, limits=Limits(max_fallback_rate=0.0))
+    assert len(forced.buckets) == 1
+
+
+@pytest.mark.parametrize(
+    ("best", "told"),
+    [(1.0, "eagerly is quickest"), (0.99, "would take 0.990 of the eager step time, no clear gain"), (0.5, "within")],
+)
+def test_the_report_says_why_there_are_no_graphs(best, told):
+    chosen = SimpleNamespace(buckets=(), unlimited_relative_step_time=best)
+    assert told in sentence(SimpleNamespace(recommendation=chosen))
+
+
+def test_a_larger_cap_that_is_cheaper_is_taken():
+    costs = make_costs(replay=((16, None, 13.3), (64, None, 12.3)))
+    found = recommend_for(make_table([5] * 8, ranks=1, num_microbatches=1), costs)
+    assert [b.max_seqs for b in found.buckets] == [64]
+
+
+def test_caps_are_rounded_up_to_the_granularity():
+    costs = make_costs(replay=((1, None, 10.0),), max_seqs_granularity=8)
+    found = recommend_for(make_table([5, 9, 17, 17], ranks=1, num_microbatches=1), costs)
+    assert [c.max_seqs for c in found.candidates] == [16, 24]
+
+
+def test_memory_budget_and_rate_limit_the_choice():
+    table = make_table([1] * 98 + [50, 100], ranks=1, num_microbatches=1)
+    costs = make_costs(replay=((1, None, 1.0), (100, None, 90.0)), slot_bytes=1000, bucket_overhead=0.5)
+    free = recommend_for(table, costs)
+    assert len(free.buckets) == 3
+    assert free.graph_memory_bytes == 2000
+    assert len(recommend_for(table, costs, limits=Limits(graph_memory_bytes=1500)).buckets) == 2
+    assert recommend_for(table, costs, limits=Limits(graph_memory_bytes=10)).buckets == ()
+    kept = recommend_for(table, costs, limits=Limits(num_buckets=1, max_fallback_rate=0.01))
+    assert kept.fallback_rate.step <= 0.01
+    with pytest.raises(UsageError, match="no choice of buckets"):
+        recommend_for(table, costs, limits=Limits(graph_memory_bytes=10, max_fallback_rate=0.01))
+
+
+def test_systems_a_with_64_microbatches_a_step(rng):
+    """P90 or P99 with eager fallback stalls most steps; buckets do not."""
+    points, values = (0, 0.5, 0.9, 0.96, 0.99, 1), np.log([1, 12, 43, 64, 106, 358])
+    n_seqs = np.ceil(np.exp(np.interp(rng.random(64 * 500), points, values)) - 1e-9)
+    table = make_table(n_seqs, ranks=8, num_microbatches=8)
+    found = recommend_for(table, built_in_costs("transformer_engine", 2048), longest_possible=2048)
+    at = {name: c for c in found.candidates for name in c.names}
+    assert at["p90"].fallback_rate.step > 0.99
+    assert at["p99"].fallback_rate.step > 0.4
+    assert found.fallback_rate.step == 0
+    assert len(found.buckets) == 3
+    assert found.relative_step_time < 0.3
+
+
+def test_percentiles_are_numpys(rng):
+    compared = 0
+    for size in (1, 2, 7, 100, 1000, 1001, 5000):
+        values = rng.integers(0, 50, size)
+        histogram = Histogram.of(values)
+        for percent in (50, 90, 95, 99, 99.9, 100):
+            assert histogram.percentile(percent) == np.percentile(values, percent, method="inverted_cdf")
+            compared += 1
+    assert compared == 42
+
+
+def test_profiles_merge(rng):
+    values = rng.integers(1, 40, 600)
+    whole = Profile.of(make_table(values, ranks=1, num_microbatches=1))
+    parts = [Profile.of(make_table(part, ranks=1, num_microbatches=1)) for part in np.split(values, [10, 300])]
+    merged = parts[0].merge(parts[1]).merge(parts[2])
+    np.testing.assert_array_equal(merged.n_seqs.counts, whole.n_seqs.counts)
+    assert merged.max_seqlen.total == 600
+
+
+def test_clopper_pearson_bound():
+    from scipy.stats import beta
+
+    assert upper_bound(0, 100) == pytest.approx(1 - 0.05 ** (1 / 100))
+    assert upper_bound(3, 100) == pytest.approx(beta.ppf(0.95, 4, 97))
+    assert upper_bound(5, 5) == 1
+
+
+def test_costs_between_and_beyond_measured_points():
+    table = built_in_costs("torch", 4096)
+    assert table.replay_ms(64, 798) == 13.1
+    assert table.replay_ms(64, 4096) == 15.8
+    assert table.replay_ms(1, 100) == 12.5
+    assert 13.1 < table.replay_ms(64, 2000) < 15.8
+    assert table.replay_ms(2048, 4096) > 71.9
+    assert built_in_costs("transformer_engine", 2048).replay_ms(64, 5) == 12.3
+    assert built_in_costs("transformer_engine", 8192).n_tokens == 4096

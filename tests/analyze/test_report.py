@@ -1,0 +1,795 @@
+"""Reports as people use them: sentences, an executed notebook, a page in a browser, figures, refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from support.paths import ROOT
+
+from thdprof.analyze import analyze_dataset, make_plan, make_profile
+from thdprof.analyze.buckets.offload_memory import predict_offload
+from thdprof.analyze.buckets.statistics import Histogram
+from thdprof.analyze.demo import write_demo
+from thdprof.analyze.profile.merge import merge_profiles
+from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.report import figures, open_report
+from thdprof.analyze.report.contents import Report, _command
+from thdprof.analyze.report.findings import sentences
+from thdprof.analyze.report.findings.shapes import _joint_title
+from thdprof.analyze.report.terminal import reasons
+from thdprof.errors import DataError
+from thdprof.offload.plan import Choice
+from thdprof.plan import load_plan
+
+IDS = ["shapes", "joint", "caps", "choice", "steps", "drift", "parts", "memory", "observed"]
+SETTINGS = {"loader": "single", "pad_to_max_length": True, "data_parallel_size": 8, "global_batch_size": 64}
+SCREENSHOTS = ROOT / "build" / "screenshots"
+MEASURE = """<script>
+const found = [...document.querySelectorAll("figure svg")].map(svg => {
+  const box = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll("text")].filter(t => t.textContent.trim());
+  const out = texts.filter(t => { const b = t.getBoundingClientRect();
+    return b.left < box.left - 1 || b.right > box.right + 1 || b.top < box.top - 1 || b.bottom > box.bottom + 1; });
+  const crossed = [];
+  for (let i = 0; i < texts.length; i++) for (let j = i + 1; j < texts.length; j++) {
+    const a = texts[i].getBoundingClientRect(), b = texts[j].getBoundingClientRect();
+    const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const high = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (wide > 3 && high > 4) crossed.push(texts[i].textContent + " | " + texts[j].textContent);
+  }
+  return {id: svg.parentElement.id, width: box.width, height: box.height, texts: texts.length,
+    cut: out.map(t => t.textContent), crossed: crossed};
+});
+const told = document.createElement("script");
+told.type = "application/json"; told.id = "measured"; told.textContent = JSON.stringify(found);
+document.body.appendChild(told);
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The demo's plan, profile and statistics, in a directory."""
+    directory = tmp_path_factory.mktemp("report")
+    data = write_demo(directory / "demo")
+    analysis = analyze_dataset(data.bridge, **SETTINGS)
+    plan = make_plan(analysis)
+    plan.save(directory / "plan.yaml")
+    make_profile(analysis).save(directory / "plan.profile.parquet")
+    replays = [
+        {"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "cp_size": 1, "count": round(b.share * 1984) - (i == 0)}
+        for i, b in enumerate(plan.graphs.buckets)
+    ]
+    line = {"schema": "thdprof.stats/1", "microbatches": 1984, "replays": replays, "fallbacks": {"no_free_slot": 1}}
+    (directory / "stats.jsonl").write_text(json.dumps({**line, "replay_ms": 12.5, "eager_ms": 51.0}) + "\n")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def page(made):
+    """The demo's report as a page."""
+    from thdprof.analyze.report.write import write_report
+
+    write_report(
+        made / "plan.yaml", profile=None, stats=made / "stats.jsonl", cap=None, output=made / "r.html", force=False
+    )
+    return made / "r.html"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """Opens a page; gives what Chromium printed and what its console was told."""
+    binary = shutil.which("chromium")
+    if binary is None:
+        pytest.skip("chromium is not installed: apt-get install chromium (.ci/run does it)")
+    home = tmp_path_factory.mktemp("chromium")
+
+    def run(page: Path, *options: str, dark: bool = False) -> tuple[str, list[str]]:
+        scheme = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if dark else []
+        command = [
+            binary, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
+            "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={home}", *scheme, *options, page.as_uri(),
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, "HOME": str(home)}
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+    return run
+
+
+def measured(chromium, page: Path, *options: str) -> list[dict]:
+    """Size, cut and crossing texts of every figure of `page`, as the browser lays them out."""
+    copy = page.with_name(f"measured-{page.name}")
+    copy.write_text(page.read_text().replace("</body>", MEASURE + "</body>"))
+    dom, console = chromium(copy, "--dump-dom", *options)
+    assert console == []
+    match = re.search(r'<script type="application/json" id="measured">(.*?)</script>', dom, re.S)
+    assert match is not None
+    return json.loads(match[1])
+
+
+def write_rows(path: Path, rows: list[list[int]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def report_of(path: Path, **settings) -> Report:
+    analysis = analyze_dataset(path, **settings)
+    return Report(plan=make_plan(analysis), profile=make_profile(analysis), comparison=None)
+
+
+# Sentences
+
+FINDINGS = """\
+- Half of the micro-batches hold at most 12 documents and 1.0% more than 113, the fullest 358; the longest \
+document has 613 tokens at the median and 2,048 at most.
+- Where documents are many they are shorter than elsewhere: the 9.9% of micro-batches with more than 43 have a longest \
+document of 186 tokens at the median, the others of 691.
+- One cap of 113 documents replays 99.0% of micro-batches, but 45.2% of steps wait for an eager one: a step takes \
+0.304 of its eager time, and no other cap is quicker.
+- Graphs for 64, 113 and 358 documents were chosen because a step takes 0.252 of its eager time and no step waits for \
+an eager micro-batch: 17.2% less than the best single cap, 113.
+- The fullest micro-batch of a step holds 105 documents at the median, where a micro-batch holds 12: over a cap of 113 \
+are 1.0% of micro-batches and 45.2% of steps.
+- Documents do not drift: the first and the last third of the run differ no more than by chance; over a cap of 113 are \
+0.0% to 75.0% of a segment's steps.
+- One part of data was profiled, so differences between shards, or between the components of a blend, are not known: \
+profile each by itself (analyze --profile) and join them with thdprof merge.
+- The only pipeline rank needs 1 slot and about 1.7 GiB for 3 graphs a slot, 1.02 times that of one, because all \
+graphs of a slot share its memory.
+- 0.0% of 1,984 dispatched micro-batches fell back by their shape, 0.0% were predicted: as predicted, no share is \
+further off than 0.05 points.
+"""
+
+
+def test_the_whole_text(thdprof, made):
+    done = thdprof("report", made / "plan.yaml", made / "stats.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == FINDINGS
+    assert done.stderr == ""
+
+
+def test_json_tells_the_same(thdprof, made):
+    done = thdprof("report", made / "plan.yaml", "--cap", 64, "--json")
+    told = json.loads(done.stdout)
+    assert (told["schema"], told["cap"], told["files"]) == ("thdprof.report/1", 64, [])
+    assert [f["id"] for f in told["findings"]] == IDS
+    assert [f["id"] for f in told["findings"] if not f["drawn"]] == ["parts", "observed"]
+    assert told["findings"][2]["text"] == (
+        "One cap of 64 documents replays 96.0% of micro-batches, but 90.3% of steps wait for an eager one: a step "
+        "takes 0.359 of its eager time, at the quickest cap, 113, 0.304."
+    )
+
+
+def test_json_tells_numbers_by_name(thdprof, made):
+    done = thdprof("report", made / "plan.yaml", made / "stats.jsonl", "--cap", 64, "--json")
+    told = {f["id"]: f["values"] for f in json.loads(done.stdout)["findings"]}
+    assert list(told) == IDS
+    assert {p: told["shapes"]["n_seqs_documents"][p] for p in ("p50", "p99", "max")} == {
+        "p50": 12, "p99": 113, "max": 358,
+    }  # fmt: skip
+    assert told["shapes"]["max_seqlen_tokens"]["p50"] == 613
+    assert told["joint"] == {
+        "n_seqs_p90_documents": 43,
+        "over_p90_share": pytest.approx(0.099, abs=5e-4),
+        "max_seqlen_p50_over_p90_tokens": 186,
+        "max_seqlen_p50_elsewhere_tokens": 691,
+    }
+    caps = told["caps"]
+    assert (caps["cap_documents"], caps["quickest_cap_documents"]) == (64, 113)
+    assert caps["eager_step_share"] == pytest.approx(0.903, abs=5e-4)
+    assert caps["relative_step_time"] == pytest.approx(0.359, abs=5e-4)
+    assert [g["max_seqs_documents"] for g in told["choice"]["graphs"]] == [64, 113, 358]
+    assert (told["steps"]["microbatch_p50_documents"], told["steps"]["step_max_p50_documents"]) == (12, 105)
+    assert len(told["drift"]["over_cap_step_share"]) == len(told["drift"]["n_seqs_documents"]["p50"]) > 1
+    assert told["parts"] == {}
+    assert told["memory"]["slots_by_rank"] == [[1]]
+    assert told["memory"]["graph_memory_gib"] == pytest.approx(1.7, abs=0.05)
+    assert told["observed"]["dispatched_microbatches"] == 1984
+    assert told["observed"]["other_fallbacks_microbatches"] == {"no_free_slot": 1}
+
+
+def test_a_drift_is_told_from_chance(tmp_path):
+    random = np.random.default_rng(5)
+
+    def rows(most):
+        return [[1] * (n - 1) + [64 - n + 1] for n in (int(random.integers(1, m + 1)) for m in most)]
+
+    steady = report_of(write_rows(tmp_path / "a.jsonl", rows([20] * 2000)), seq_length=64, loader="single")
+    rising = report_of(
+        write_rows(tmp_path / "b.jsonl", rows([10] * 1000 + [30] * 1000)), seq_length=64, loader="single"
+    )
+    text = {name: sentences(r, 8)[5].text for name, r in (("steady", steady), ("rising", rising))}
+    assert text["steady"].startswith("Documents do not drift: ")
+    assert text["rising"].startswith(
+        "Documents drift: from the first third of the run to the last P50 goes from 6 to 15 "
+    )
+
+
+def test_parts_are_told_apart(tmp_path):
+    profiles, plans = [], []
+    for name, count in (("code", 3), ("chat", 12)):
+        path = write_rows(tmp_path / name, [[1] * (count - 1) + [64 - count + 1]] * 40 + [[64]] * 10)
+        analysis = analyze_dataset(path, seq_length=64, loader="single", format="lengths")
+        profiles.append(make_profile(analysis))
+        plans.append(make_plan(analysis))
+    merged = Report(plan=plans[0], profile=merge_profiles(profiles, names="ab"), comparison=None)
+    assert sentences(merged, 8)[6].text == (
+        "P99 of documents is 12 in chat and 3 in code: a cap at the P99 of all is not that of each."
+    )
+    assert "less than the best single cap" not in sentences(merged, 8)[3].text  # that is of other data
+    assert sentences(merged, 8)[3].text.endswith(", on the data that the plan was made for.")
+    assert "the run " not in sentences(merged, 8)[5].text  # there never was one of both
+    drift = figures.drift(merged, 8)
+    assert "segment of each run, about 50 steps each" in drift.svg
+    drawn = figures.parts(merged, 8)
+    assert "code: P50 3, P90 3, P99 3, max 3" in drawn.alt
+
+
+# Figures
+
+
+@pytest.mark.parametrize("count", [1, 2, 500])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_every_figure_of_odd_data(tmp_path, count, steps):
+    rows = [[1] * (count - 1) + [600 - count + 1]] * 2 * steps
+    report = report_of(
+        write_rows(tmp_path / "r.jsonl", rows), seq_length=600, loader="single", global_batch_size=2, buckets=1
+    )
+    for cap in (1, count, 10_000):
+        assert [figure(report, cap).id for figure in figures.ALL] == IDS
+
+
+def test_a_plan_without_graphs_and_a_pipeline_with_chunks(made, tmp_path):
+    path = write_rows(tmp_path / "r.jsonl", [[3, 5], [8], [1] * 8] * 40)
+    costs = tmp_path / "costs.yaml"
+    costs.write_text(
+        "{schema: thdprof.costs/1, name: slow graphs, calibrated: true, hardware: a GPU, attention: none, n_tokens: 8, "
+        "eager: [{n_seqs: 1, ms: 1}], replay: [{max_seqs: 1, ms: 2}]}"
+    )
+    report = report_of(path, seq_length=8, loader="single", cost_table=costs)
+    assert report.plan.graphs.buckets == []
+    texts = [sentence.text for sentence in sentences(report, report.default_cap)]
+    assert report.default_cap == 1  # the cap that the page calls the quickest
+    assert "at the quickest cap, 1, " not in texts[2]
+    assert sentences(report, 8)[2].text.endswith("at the quickest cap, 1, 1.333.")
+    assert "Running eagerly was chosen: no graphs that were considered save 2% of the step time." in texts
+    assert (
+        "The plan captures nothing, so no slot and no graph memory are needed; with one cap of 1 document the only "
+        "pipeline rank would need 1 slot; the cost table does not tell what one takes."
+    ) in texts
+    assert [figure(report, 4).id for figure in figures.ALL] == IDS
+    piped = report_of(
+        path, seq_length=8, loader="single", pipeline_parallel_size=4, virtual_pipeline_size=2, global_batch_size=8
+    )
+    assert sentences(piped, 4)[7].text.startswith("The busiest of 4 pipeline ranks needs 12 slots and about ")
+    assert "Slots of each pipeline rank: " in figures.memory(piped, 4).alt
+
+
+def test_limits_are_named_only_where_they_decided(made):
+    analysis = analyze_dataset(made / "demo" / "bridge", **SETTINGS, graph_memory_bytes=1)
+    report = Report(plan=make_plan(analysis), profile=make_profile(analysis), comparison=None)
+    assert report.plan.graphs.impl == "none"
+    texts = [sentence.text for sentence in sentences(report, report.default_cap)]
+    assert "Running eagerly was chosen: no graphs within the limits that were given save 2% of the step time." in texts
+    assert texts[7].startswith("The plan captures nothing, so no slot and no graph memory are needed; with one cap of ")
+    assert texts[7].endswith(" the only pipeline rank would need 1 slot and about 1.7 GiB of graph memory.")
+
+
+def test_memory_is_told_after_offloading(made, thdprof, tmp_path):
+    analysis = analyze_dataset(made / "demo" / "bridge", **SETTINGS)
+    moved = predict_offload(analysis, Choice(modules=("core_attn", "mlp_act"), fraction=1.0))
+    report = Report(plan=make_plan(analysis, offload=moved), profile=make_profile(analysis), comparison=None)
+    assert moved.device_bytes_freed > 2**27
+    after, host = moved.graph_memory_bytes / 2**30, moved.host_bytes / 2**30
+    text = sentences(report, 113)[7].text
+    assert text.startswith(
+        f"The only pipeline rank needs 1 slot, about {after:.1f} GiB of graph memory for 3 graphs a slot after "
+        f"offloading and {host:.1f} GiB of pinned host memory: "
+    )
+    drawn = figures.memory(report, 113)
+    assert f"3 graphs a slot {after:.2f} GiB; pinned host memory {host:.2f} GiB" in drawn.alt
+    assert "after offloading" in drawn.svg
+    before = analysis.recommendation.graph_memory_bytes / 2**30
+    assert reasons(analysis)[-1].endswith(f", about {before:.1f} GiB of graph memory for the measured model")
+    assert reasons(analysis, moved)[-1] == (
+        f"slots: at most 1 on a pipeline rank, about {after:.1f} GiB of graph memory, after offloading, for the "
+        "measured model"
+    )
+
+
+def test_headlines_of_few_kinds_of_micro_batches(tmp_path):
+    two = report_of(write_rows(tmp_path / "a.jsonl", [[8]] * 3 + [[2] * 4] * 2), seq_length=8, loader="single")
+    assert sentences(two, 4)[0].text == (
+        "Half of the micro-batches hold at most 1 document, the fullest, 40.0% of all, 4; the longest document has 8 "
+        "tokens at the median and 8 at most."
+    )
+    one = report_of(write_rows(tmp_path / "b.jsonl", [[1]] * 5), seq_length=1, loader="single")
+    assert sentences(one, 1)[0].text == (
+        "Every micro-batch holds 1 document; the longest document has 1 token at the median and 1 at most."
+    )
+    told = "".join(s.text for s in sentences(one, 1)) + one._repr_html_()
+    assert re.findall(r"\b1 (?:documents|tokens|steps|slots|micro-batches|rows)\b", told) == []
+    counts = [1] * 95 + [2] * 5
+    few = report_of(
+        write_rows(tmp_path / "c.jsonl", [[1] * (n - 1) + [9 - n] for n in counts]), seq_length=8, loader="single"
+    )
+    assert sentences(few, 1)[0].text.startswith(
+        "Half of the micro-batches hold at most 1 document, the fullest, 5.0% of all, 2; "
+    )
+
+
+def test_dynamic_context_parallelism(tmp_path):
+    documents = [90, 20, 20, 10, 5, 5, 60, 8] * 8
+    (tmp_path / "documents.jsonl").write_text("".join(f"{n}\n" for n in documents))
+    report = report_of(
+        tmp_path, packer="balanced_cp", data_parallel_size=4, global_batch_size=16, max_seqlen_per_dp_cp_rank=32,
+        seq_length=128, loader="single",
+    )  # fmt: skip
+    assert len({b.cp_size for b in report.plan.graphs.buckets}) > 1
+    assert [figure(report, report.default_cap).id for figure in figures.ALL] == IDS
+    assert re.search(r"documents?, 4 ranks \d", figures.choice(report, 4).alt)
+
+
+def test_drawings_are_the_same_bytes_and_carry_no_colour_of_ink(made):
+    report = open_report(made / "plan.yaml", stats=made / "stats.jsonl")
+    for figure in figures.ALL:
+        drawn = figure(report, 64)
+        assert drawn == figure(report, 64)
+        if drawn.id == "parts":
+            continue
+        root = ElementTree.fromstring(drawn.standalone().split("\n", 1)[1])
+        names = [child.tag.split("}")[1] for child in root][:3]
+        assert names == ["style", "title", "desc"]
+        assert root[1].text == drawn.title
+        assert len(root[2].text) > 60
+        assert root.get("role") == "img"
+        colours = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawn.svg))
+        assert colours <= {"#2a87c8", "#d9630f", "#0a9b74", "#ffffff"}, drawn.id
+        assert "currentColor" in drawn.svg
+
+
+def test_a_directory_of_figures(thdprof, made, tmp_path):
+    out = tmp_path / "figures"
+    done = thdprof("report", made / "plan.yaml", "-o", out)
+    assert done.returncode == 0, done.stderr
+    drawn = [name for name in IDS if name not in ("parts", "observed")]
+    assert sorted(p.name for p in out.iterdir()) == sorted([*(f"{name}.svg" for name in drawn), "findings.json"])
+    for name in drawn:
+        ElementTree.parse(out / f"{name}.svg")
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    done = thdprof("report", made / "plan.yaml", "-o", out, "--cap", 64)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert thdprof("report", made / "plan.yaml", "-o", out, "--cap", 64, "--force").returncode == 0
+    assert json.loads((out / "findings.json").read_text())["cap"] == 64
+
+
+# The notebook
+
+
+def outputs(notebook: dict) -> dict[str, str]:
+    """What each cell showed, by its id."""
+    shown = {}
+    for cell in notebook["cells"]:
+        for output in cell.get("outputs", ()):
+            assert output["output_type"] == "execute_result", output
+            shown[cell["id"]] = "".join(output["data"]["text/html"])
+    return shown
+
+
+def test_the_notebook_runs_and_follows_its_cap(made):
+    import nbformat
+
+    from thdprof.analyze.report.notebook import execute
+    from thdprof.analyze.report.write import write_report
+
+    options = {"profile": None, "stats": made / "stats.jsonl", "cap": None, "force": True}
+    written = write_report(made / "plan.yaml", output=made / "r.ipynb", **options)
+    first = (made / "r.ipynb").read_bytes()
+    assert len(first) < 1_000_000
+    shown = outputs(json.loads(first))
+    assert [re.search(r'id="(?:figure|note)-(\w+)"', shown[f"f-{name}"])[1] for name in IDS] == IDS
+    for sentence in written.findings:
+        assert sentence.text.replace("'", "&#x27;") in shown[f"f-{sentence.id}"]
+    assert "<caption>Plan: graphs to capture (module)</caption>" in shown["open"]
+    write_report(made / "plan.yaml", output=made / "r.ipynb", **options)
+    assert (made / "r.ipynb").read_bytes() == first
+
+    notebook = nbformat.reads(first.decode(), as_version=4)
+    sources = {cell["id"]: cell["source"] for cell in notebook["cells"]}
+    assert sources["files"] == "plan = 'plan.yaml'\nprofile = 'plan.profile.parquet'\nstats = 'stats.jsonl'"
+    assert sources["cap"].startswith("cap = 113  #")
+    (cell,) = (c for c in notebook["cells"] if c["id"] == "cap")
+    cell["source"] = "cap = 60"
+    execute(notebook, directory=made)
+    again = outputs(json.loads(json.dumps(notebook)))
+    changed = {name for name in IDS if again[f"f-{name}"] != shown[f"f-{name}"]}
+    assert changed == set(IDS) - {"parts", "memory", "observed"}  # these do not depend on a single cap
+    assert all("113" not in sentence.text for sentence in sentences(open_report(made / "plan.yaml"), 60)[4:6])
+
+
+def test_a_notebook_elsewhere_names_its_files_in_full(made, tmp_path):
+    from thdprof.analyze.report.notebook import build_notebook
+
+    notebook = build_notebook(
+        plan=made / "plan.yaml", profile=made / "plan.profile.parquet", stats=None, cap=7, beside=tmp_path
+    )
+    source = next(c["source"] for c in notebook["cells"] if c["id"] == "files")
+    assert source == f"plan = '{made}/plan.yaml'\nprofile = '{made}/plan.profile.parquet'\nstats = None"
+
+
+def test_the_template_is_one_file_and_in_the_package():
+    import tomllib
+
+    link = ROOT / "notebooks" / "report.ipynb"
+    assert link.is_symlink()
+    assert link.resolve() == ROOT / "thdprof" / "analyze" / "report" / "report.ipynb"
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["thdprof"]
+    assert "analyze/report/report.ipynb" in packaged
+    template = json.loads(link.read_text())
+    assert all(not cell.get("outputs") for cell in template["cells"])
+
+
+def test_plans_and_profiles_show_themselves(made):
+    report = open_report(made / "plan.yaml")
+    plan = load_plan(made / "plan.yaml")._repr_html_()
+    assert '<td style="text-align:right">113</td>' in plan
+    assert "replayed exactly" in plan
+    assert report.profile._repr_html_() in report._repr_html_()
+    assert "not of your model: measure your own and give --cost-table" in report._repr_html_()
+
+
+# The page
+
+
+def test_the_page_needs_nothing_from_elsewhere(page):
+    text = page.read_text()
+    assert len(text) < 1_000_000
+    assert "<script" not in text
+    assert re.findall(r'(?:src|href)="(?!#|data:)([^"]*)"', text) == []
+    assert re.findall(r"url\((?!#)[^)]*\)|@import", text) == []
+    assert {match.rstrip('"') for match in re.findall(r'https?://[^\s">]+"?', text)} <= {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xlink",
+    }
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
+
+
+@pytest.mark.parametrize("width", [1100, 480])
+def test_the_page_in_a_browser(chromium, page, width):
+    found = measured(chromium, page, f"--window-size={width},900")
+    assert [f["id"] for f in found] == [f"figure-{name}" for name in IDS if name != "parts"]
+    for figure in found:
+        assert figure["width"] > 0.8 * min(width - 40, 900), figure
+        assert figure["height"] > 0.3 * figure["width"], figure
+        assert figure["texts"] > 5
+        assert figure["cut"] == []
+        assert figure["crossed"] == []
+
+
+@pytest.mark.parametrize("kind", ["many", "merged", "dynamic", "single", "wide"])
+def test_figures_of_other_plans_in_a_browser(chromium, made, tmp_path, kind):
+    cap = 20
+    if kind == "many":
+        report = report_of(
+            made / "demo" / "megatron", seq_length=4096, global_batch_size=64, data_parallel_size=2, attention="torch",
+            pipeline_parallel_size=4, virtual_pipeline_size=2, buckets=4,
+        )  # fmt: skip
+    elif kind == "merged":
+        analyses = []
+        for name, most in (("a-shard-with-quite-a-long-name-00001-of-00512", 900), ("short", 90), ("c", 9)):
+            counts = np.random.default_rng(most).integers(1, most, 600).tolist()
+            path = write_rows(tmp_path / f"{name}.jsonl", [[1] * (n - 1) + [2048 - n + 1] for n in counts])
+            analyses.append(analyze_dataset(path, seq_length=2048, loader="single", global_batch_size=8))
+        profile = merge_profiles([make_profile(a) for a in analyses], names="abc")
+        report = Report(plan=make_plan(analyses[0]), profile=profile, comparison=None)
+    elif kind == "single":
+        report = report_of(write_rows(tmp_path / "one.jsonl", [[3, 5]]), seq_length=8, loader="single")
+    elif kind == "wide":
+        counts = np.random.default_rng(3).integers(1, 12000, 200).tolist()
+        path = write_rows(tmp_path / "wide.jsonl", [[1] * (n - 1) + [131072 - n + 1] for n in counts])
+        report, cap = report_of(path, seq_length=131072, loader="single", global_batch_size=8), 11000
+    else:
+        documents = [90, 20, 20, 10, 5, 5, 60, 8] * 8
+        (tmp_path / "documents.jsonl").write_text("".join(f"{n}\n" for n in documents))
+        report = report_of(
+            tmp_path, packer="balanced_cp", data_parallel_size=4, global_batch_size=16, max_seqlen_per_dp_cp_rank=32,
+            seq_length=128, loader="single",
+        )  # fmt: skip
+    path = tmp_path / "figures.html"
+    shown = "".join(figure(report, cap)._repr_html_() for figure in figures.ALL)
+    path.write_text(f'<!DOCTYPE html><meta charset="utf-8"><body style="width:900px">{shown}</body>')
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    chromium(path, "--window-size=920,4300", f"--screenshot={SCREENSHOTS / f'figures-{kind}.png'}")
+    for figure in measured(chromium, path, "--window-size=920,900"):
+        assert figure["cut"] == [], figure["id"]
+        assert figure["crossed"] == [], figure["id"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_screenshots(chromium, page, scheme):
+    from PIL import Image
+
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    target = SCREENSHOTS / f"report-{scheme}.png"
+    target.unlink(missing_ok=True)
+    _, console = chromium(page, "--window-size=1100,5000", f"--screenshot={target}", dark=scheme == "dark")
+    assert console == []
+    with Image.open(target) as image:
+        assert image.size == (1100, 5000)
+        grey = np.asarray(image.convert("L"))
+    corner = int(grey[0, 0])
+    assert corner > 240 if scheme == "light" else corner < 40
+    assert (np.abs(grey.astype(int) - corner) > 120).mean() > 0.005  # there is ink that stands out
+
+
+def test_the_browser_tests_can_fail(chromium, tmp_path):
+    path = tmp_path / "bad.html"
+    path.write_text(
+        '<body><figure id="f" style="width:200px"><svg viewBox="0 0 100 50"><text x="90" y="20">cut off here</text>'
+        '<text x="1" y="20">one</text><text x="2" y="21">two</text></svg></figure>'
+        '<script>console.error("broken")</script></body>'
+    )
+    _, console = chromium(path, "--dump-dom")
+    assert len(console) == 1
+    path.write_text(path.read_text().replace('console.error("broken")', ""))
+    (figure,) = measured(chromium, path)
+    assert figure["cut"] == ["cut off here"]
+    assert figure["crossed"] == ["one | two"]
+
+
+# Refusals
+
+
+def refused(done, code, *texts):
+    assert done.returncode == code, done.stderr
+    assert done.stderr.startswith("thdprof: "), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    for text in texts:
+        assert str(text) in done.stderr
+
+
+def test_without_a_profile_it_says_how_to_make_one(thdprof, made, tmp_path):
+    shutil.copy(made / "plan.yaml", tmp_path / "plan.yaml")
+    done = thdprof("report", tmp_path / "plan.yaml", "-o", tmp_path / "r.html")
+    refused(done, 1, f"{tmp_path}/plan.profile.parquet: there is no such profile; make it with: thdprof analyze ")
+    command = done.stderr.split("make it with: thdprof ")[1]
+    assert command == (
+        f"analyze {made}/demo/bridge/training_2048.idx.parquet --seq-length 2048 --global-batch-size 64 "
+        f"--data-parallel-size 8 --loader single --pad-to-max-length --profile {tmp_path}/plan.profile.parquet\n"
+    )
+    assert thdprof(*command.split()).returncode == 0
+    assert thdprof("report", tmp_path / "plan.yaml").returncode == 0
+
+
+def test_a_profile_of_something_else(thdprof, made, tmp_path):
+    other = tmp_path / "other.parquet"
+    for settings, text in (
+        ({"data_parallel_size": 4}, "data_parallel_size is 4, but 8 in "),
+        ({"train_samples": 640}, "of another length or blend of the run than "),
+        ({"attention": "torch"}, "times are of 16 layers"),
+    ):
+        analysis = analyze_dataset(made / "demo" / "bridge", **{**SETTINGS, **settings})
+        make_profile(analysis).save(other, force=True)
+        refused(thdprof("report", made / "plan.yaml", "--profile", other), 1, f"{other}: ", text)
+    path = write_rows(tmp_path / "r.jsonl", [[3, 5]] * 8)
+    make_profile(analyze_dataset(path, seq_length=8, loader="single")).save(other, force=True)
+    refused(thdprof("report", made / "plan.yaml", "--profile", other), 1, "not of the data of ")
+
+
+def test_outputs_that_cannot_be(thdprof, made, tmp_path):
+    plan = made / "plan.yaml"
+    refused(thdprof("report", plan, "-o", tmp_path / "r.pdf"), 2, "name a .ipynb or .html file, or a directory")
+    refused(thdprof("report", plan, "-o", tmp_path / "no" / "r.html"), 2, "there is no directory")
+    (tmp_path / "r.html").write_text("mine")
+    refused(thdprof("report", plan, "-o", tmp_path / "r.html"), 2, "exists; give --force")
+    assert (tmp_path / "r.html").read_text() == "mine"
+    refused(thdprof("report", tmp_path / "nothing.yaml"), 1, "cannot be read")
+    refused(thdprof("report", plan, tmp_path / "nothing.jsonl"), 1, "cannot be read")
+    assert thdprof("report", plan, "--cap", 0).returncode == 2
+    refused(thdprof("report", plan, "-o", "-"), 2, "-o -: a report cannot go to stdout")
+
+
+def test_caps_that_cannot_be(thdprof, made):
+    report = open_report(made / "plan.yaml")
+    for cap in (1, 358, 2048, np.int64(7)):
+        report.check_cap(cap)
+    for cap, text in ((0, "less than 1"), (-3, "less than 1"), (1.5, "no whole number"), ("64", "no whole number"),
+                      (None, "no whole number"), (True, "no whole number"), (2049, "give at most 2,048")):  # fmt: skip
+        with pytest.raises(ValueError, match=text) as raised:
+            report.check_cap(cap)
+        assert "\n" not in str(raised.value)
+    refused(
+        thdprof("report", made / "plan.yaml", "--cap", 100000), 2,
+        "--cap 100,000: past what was measured: graphs were timed up to 1,024 documents, and no micro-batch holds more "
+        "than 358; give at most 2,048",
+    )  # fmt: skip
+
+
+def test_a_notebook_with_a_cap_that_cannot_be_says_so(made):
+    from thdprof.analyze.report.notebook import build_notebook, execute
+
+    notebook = build_notebook(
+        plan=made / "plan.yaml", profile=made / "plan.profile.parquet", stats=None, cap=7, beside=made
+    )
+    (cell,) = (c for c in notebook["cells"] if c["id"] == "cap")
+    cell["source"] = cell["source"].replace("cap = 7 ", "cap = 7.5 ")
+    with pytest.raises(DataError, match=r"ValueError: cap 7\.5: is no whole number"):
+        execute(notebook, directory=made)
+
+
+def test_without_matplotlib_it_says_what_to_install(made, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('no matplotlib')\n")
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    for output in ("r.ipynb", "figures"):
+        done = subprocess.run(
+            [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(tmp_path / output)],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120, check=False,
+        )  # fmt: skip
+        refused(done, 1 if output == "r.ipynb" else 2, "figures need matplotlib (no matplotlib): pip install")
+
+
+@pytest.mark.parametrize("attention", ["transformer_engine", "torch"])
+def test_the_command_names_the_plan_own_costs(made, tmp_path, attention):
+    plan = make_plan(analyze_dataset(made / "demo" / "bridge", **SETTINGS, attention=attention))
+    command = _command(plan, tmp_path / "p.parquet")
+    assert ("--attention torch" in command) == (attention == "torch")
+    assert "--cost-table" not in command
+    own = plan.model_copy(update={"costs": plan.costs.model_copy(update={"name": "mine"})})
+    assert " --cost-table FILE " in _command(own, tmp_path / "p.parquet")
+
+
+def test_outputs_that_are_inputs_or_directories(thdprof, made, tmp_path):
+    for name in ("plan.yaml", "plan.profile.parquet", "stats.jsonl"):
+        shutil.copy(made / name, tmp_path / name)
+    plan, stats = tmp_path / "plan.yaml", tmp_path / "stats.jsonl"
+    before = plan.read_bytes()
+    (tmp_path / "r.html").symlink_to(plan)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "findings.json").symlink_to(stats)
+    refused(thdprof("report", plan, "-o", tmp_path / "r.html", "--force"), 2, f"is {plan}, which is read")
+    refused(thdprof("report", plan, stats, "-o", tmp_path / "figures", "--force"), 2, f"is {stats}, which is read")
+    assert plan.read_bytes() == before
+    (tmp_path / "d.html").mkdir()
+    refused(thdprof("report", plan, "-o", tmp_path / "d.html"), 2, "d.html: is a directory; name a file")
+    assert list((tmp_path / "d.html").iterdir()) == []
+
+
+def test_paths_that_are_not_utf_8(thdprof, made, tmp_path):
+    directory = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    directory.mkdir()
+    for name in ("plan.yaml", "plan.profile.parquet"):
+        shutil.copy(made / name, directory / name.replace("plan", "\udcfe"))
+    plan = directory / "\udcfe.yaml"
+    for output in ("r.html", "r.ipynb", "\udcfd.html", "figures"):
+        done = thdprof("report", plan, "-o", directory / output, "--json")
+        assert done.returncode == 0, done.stderr
+        assert (directory / output).exists()
+        assert json.loads(done.stdout)["files"][0].startswith(str(directory))
+
+
+def test_names_of_parts_are_drawn_whatever_they_are(tmp_path):
+    profiles = []
+    for name in ("a" * 600, "$x_{", "b\n\x1bc"):
+        path = write_rows(tmp_path / f"{len(profiles)}.jsonl", [[1] * 3 + [61 - len(profiles)]] * 20)
+        made = make_profile(analyze_dataset(path, seq_length=64, loader="single"))
+        part = made.parts[0].model_copy(update={"name": name})
+        profiles.append(
+            RunProfile(made.cells.assign(part=name), training=made.training, costs=made.costs, parts=[part])
+        )
+    plan = make_plan(analyze_dataset(tmp_path / "0.jsonl", seq_length=64, loader="single"))
+    report = Report(plan=plan, profile=merge_profiles(profiles, names="abc"), comparison=None)
+    drawn = figures.parts(report, 8)
+    assert "…" + "a" * 27 in drawn.svg
+    assert "a" * 100 not in re.sub(r"<(title|desc).*?</.*?>", "", drawn.svg)
+    ElementTree.fromstring(drawn.svg)
+
+
+@pytest.mark.parametrize("package", ["nbconvert", "nbclient", "ipykernel", "nbformat"])
+def test_without_the_notebook_packages(made, tmp_path, package):
+    (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')\n")
+    command = [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(tmp_path / "r.html")]
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120, check=False
+    )
+    refused(done, 2, f"needs {package}: pip install 'thdprof[notebook]'; figures alone do not")
+    assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc to see the kernel")
+@pytest.mark.parametrize("suffix", ["html", "ipynb"])
+@pytest.mark.parametrize("later", [0.0, 0.7])
+def test_a_signal_ends_the_report_and_its_kernel(made, tmp_path, suffix, later):
+    out = tmp_path / f"r.{suffix}"
+    command = [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(out)]
+    running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    kernels: list[str] = []
+    until = time.monotonic() + 60
+    while not kernels and running.poll() is None and time.monotonic() < until:
+        for task in Path(f"/proc/{running.pid}/task").glob("*/children"):
+            kernels += task.read_text().split()
+        time.sleep(0.02)
+    assert kernels
+    time.sleep(later)
+    running.send_signal(signal.SIGTERM)
+    told, error = running.communicate(timeout=30)
+    assert (running.returncode, told, error) == (143, "", "thdprof: ended by SIGTERM\n")
+    assert list(tmp_path.iterdir()) == []
+    assert [pid for pid in kernels if "ipykernel" in _command_line(pid)] == []
+
+
+def _command_line(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_figures_that_cannot_all_be_written_leave_nothing(made, tmp_path, monkeypatch):
+    from thdprof.analyze.report import write
+
+    def fail(path, text, *, force):
+        if path.name == "joint.svg":
+            raise KeyboardInterrupt
+        path.write_text(text)
+
+    monkeypatch.setattr(write, "write_text", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write.write_report(
+            made / "plan.yaml", profile=None, stats=None, cap=None, output=tmp_path / "new" / "figures", force=False
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+# A long run
+
+
+def test_ten_million_microbatches(thdprof, tmp_path):
+    """Time is the CPU's, so that other work on the machine does not count; benchmarks/report.py measures both."""
+    spec = importlib.util.spec_from_file_location("report_benchmark", ROOT / "benchmarks" / "report.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    benchmark.write_long_run(tmp_path, 10_000_000)
+    assert (tmp_path / "plan.profile.parquet").stat().st_size < 5e6
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = thdprof("report", tmp_path / "plan.yaml", "-o", tmp_path / "r.html")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == f"written: {tmp_path}/r.html\n"
+    assert load_plan(tmp_path / "plan.yaml").microbatches.count == 10_000_000
+    assert (tmp_path / "r.html").stat().st_size < 5e6
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
+
+
+def test_help_names_every_option(thdprof):
+    options = {
+        "report": {"--profile", "--cap", "--output", "--force", "--json", "--help"},
+        "merge": {"--output", "--force", "--json", "--help"},
+    }
+    for command, expected in options.items():
+        assert set(re.findall(r"--[a-z][a-z-]+", thdprof(command, "--help").stdout)) == expected
+
+
+def test_many_micro_batches_with_the_most_documents_are_told_as_many_as_they_are():
+    n_seqs, longest, count = np.array([1, 2, 40]), np.array([9, 9, 9]), np.array([50, 14, 36])
+    documents = Histogram(np.bincount(n_seqs, count).astype(np.int64))
+    told = _joint_title(n_seqs, longest, count, documents)
+    assert told == "36.0% of micro-batches hold the most documents there are, 40."

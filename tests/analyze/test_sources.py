@@ -1,0 +1,450 @@
+"""Readers: what they read, by hand and against random data, and what they refuse, with the text."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets as huggingface
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import sample_files as files
+from support import strategies
+
+from thdprof.analyze.sources import get_format, read_dataset
+from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
+from thdprof.errors import DataError
+
+ROWS = [[3, 4, 2], [9], [1, 1, 1, 1], [5, 6]]
+TOKENS = [3, 4, 2, 9, 1, 1, 1, 1, 5, 6]
+OFFSETS = [0, 3, 4, 8, 10]
+
+
+def assert_rows(dataset: Dataset, rows, rule: str) -> None:
+    assert isinstance(dataset.content, PackedRows)
+    assert dataset.content.rule == rule
+    assert dataset.content.document_tokens.dtype == np.int32
+    assert dataset.content.row_offsets.dtype == np.int64
+    assert dataset.content.document_tokens.tolist() == [length for row in rows for length in row]
+    assert dataset.content.row_offsets.tolist() == np.cumsum([0, *map(len, rows)]).tolist()
+
+
+def refused(path: Path, text: str, format: str = "auto") -> None:
+    with pytest.raises(DataError) as caught:
+        read_dataset([str(path)], format=format)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert text in message
+    assert "\n" not in message
+
+
+class TestBridge:
+    def test_reads_documents_one_token_shorter_than_stored(self, tmp_path):
+        dataset = read_dataset([str(files.write_bridge(tmp_path / "a.parquet", ROWS))])
+        assert dataset.format == "bridge"
+        assert dataset.pack_tokens is None
+        assert dataset.content.document_tokens.tolist() == TOKENS
+        assert dataset.content.row_offsets.tolist() == OFFSETS
+        assert_rows(dataset, ROWS, "bridge")
+
+    @pytest.mark.parametrize("large", [False, True])
+    @pytest.mark.parametrize("integers", [pa.int32(), pa.int64(), pa.uint16()])
+    @pytest.mark.parametrize("compression", ["snappy", "zstd", "gzip", "lz4", "brotli", "none"])
+    @pytest.mark.parametrize("version", ["1.0", "2.0"])
+    def test_types_codecs_and_page_versions(self, tmp_path, large, integers, compression, version):
+        table = files.bridge_table(ROWS * 20, large=large, integers=integers)
+        path = tmp_path / "a.parquet"
+        pq.write_table(
+            table, path, compression=compression, data_page_version=version, data_page_size=64, row_group_size=7
+        )
+        assert_rows(read_dataset([str(path)]), ROWS * 20, "bridge")
+
+    def test_required_lists_need_no_definition_of_nulls(self, tmp_path):
+        schema = pa.schema(
+            [
+                pa.field(name, pa.list_(pa.field("element", pa.int64(), nullable=False)), nullable=False)
+                for name in ("input_ids", "seq_start_id", "loss_mask")
+            ]
+        )
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table(files.bridge_columns(ROWS), schema=schema), path)
+        assert_rows(read_dataset([str(path)]), ROWS, "bridge")
+
+    @settings(max_examples=60, deadline=None)
+    @given(rows=strategies.rows, group=st.integers(1, 30), page=st.sampled_from([8, 50, 2**20]))
+    def test_equals_what_was_written(self, tmp_path_factory, rows, group, page):
+        path = tmp_path_factory.mktemp("bridge") / "a.parquet"
+        files.write_bridge(path, rows, row_group_size=group, data_page_size=page)
+        assert_rows(read_dataset([str(path)]), rows, "bridge")
+
+    def test_lengths_from_levels_equal_lengths_from_values(self, tmp_path, rng):
+        rows = [rng.integers(1, 900, rng.integers(1, 40)).tolist() for _ in range(300)]
+        path = files.write_bridge(tmp_path / "a.parquet", rows, row_group_size=70, data_page_size=2000)
+        assert_rows(read_dataset([str(path)]), rows, "bridge")
+
+    def test_several_files_follow_one_another(self, tmp_path):
+        first = files.write_bridge(tmp_path / "training_0.pq", ROWS[:2])
+        second = files.write_bridge(tmp_path / "training_1.parquet", ROWS[2:])
+        dataset = read_dataset([str(first), str(second)])
+        assert_rows(dataset, ROWS, "bridge")
+        assert dataset.uris == (str(first), str(second))
+        assert dataset.fingerprint != read_dataset([str(second), str(first)]).fingerprint
+
+    def test_pack_size_from_name_and_metadata(self, tmp_path):
+        path = files.write_bridge(tmp_path / "training_32.idx.parquet", ROWS)
+        assert read_dataset([str(path)]).pack_tokens == 32
+        other = files.write_bridge(tmp_path / "packed.parquet", ROWS)
+        assert read_dataset([str(other)]).pack_tokens is None
+        (tmp_path / "32_metadata.jsonl").write_text(json.dumps([{"pack_size": 32, "max_samples_per_bin": 4}]))
+        assert read_dataset([str(other)]).pack_tokens == 32
+        (tmp_path / "16_metadata.jsonl").write_text(json.dumps([{"pack_size": 16}]))
+        assert read_dataset([str(other)]).pack_tokens is None
+        (tmp_path / "16_metadata.jsonl").write_text(json.dumps([{"pack_size": 8}]))  # less than the longest row
+        assert read_dataset([str(other)]).pack_tokens == 32
+
+    def test_reads_no_token(self, tmp_path):
+        path = files.write_bridge(tmp_path / "a.parquet", ROWS, row_group_size=9, compression="none")
+        chunk = pq.read_metadata(path).row_group(0).column(0)
+        start = chunk.dictionary_page_offset
+        content = bytearray(path.read_bytes())
+        content[start : start + chunk.total_compressed_size] = b"\xff" * chunk.total_compressed_size
+        path.write_bytes(content)
+        assert_rows(read_dataset([str(path)]), ROWS, "bridge")
+
+    @pytest.mark.parametrize(
+        ("column", "value", "text"),
+        [
+            ("seq_start_id", [[0, 4, 9], [], [0, 2, 4, 6], [0, 6]], "row 1: seq_start_id is empty"),
+            ("seq_start_id", [[0, 4, 9], [2], [0, 2, 4, 6], [0, 6]], "row 1: seq_start_id begins with 2, not 0"),
+            ("seq_start_id", [[0, 9, 4], [0], [0, 2, 4, 6], [0, 6]], "row 0: seq_start_id goes from 9 to 4"),
+            ("seq_start_id", [[0, 4, 9], [0], [0, 2, 2, 6], [0, 6]], "row 2: seq_start_id goes from 2 to 2"),
+            ("seq_start_id", [[0, 4, 9], [0], [0, 2, 4, 6], [0, 13]], "row 3: seq_start_id 13 lies beyond its 13 tok"),
+            ("seq_start_id", [[0, 4, 9], None, [0, 2, 4, 6], [0, 6]], "column seq_start_id: row 1: is null"),
+            ("seq_start_id", [[0, 4, 9], [0], [0, 2, None], [0, 6]], "column seq_start_id: row 2: has a null"),
+            ("loss_mask", [[1] * 12, [1] * 10, [1] * 8, None], "column loss_mask: row 3: is null"),
+            ("loss_mask", [[1] * 12, [1, None] * 5, [1] * 8, [1]], "column loss_mask: row 1: has a null"),
+            ("loss_mask", [[1] * 12, [1] * 10, [], [1] * 13], "row 2: seq_start_id 6 lies beyond its 0 tokens"),
+            ("seq_start_id", ["a", "b", "c", "d"], "column seq_start_id: is string, not lists of integers"),
+            ("seq_start_id", [[0.5]] * 4, "column seq_start_id: is list<element: double>, not lists of integers"),
+            ("loss_mask", [1, 2, 3, 4], "column loss_mask: is int64, not lists of numbers"),
+        ],
+    )
+    def test_refuses_rows_that_training_could_not_read(self, tmp_path, column, value, text):
+        columns = {**files.bridge_columns(ROWS), column: value}
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table(columns), path, row_group_size=2)
+        refused(path, text)
+
+    def test_refuses_missing_columns_and_no_rows(self, tmp_path):
+        columns = files.bridge_columns(ROWS)
+        del columns["loss_mask"]
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table(columns), path)
+        refused(path, "column loss_mask is missing; it has input_ids, seq_start_id", format="bridge")
+        pq.write_table(files.bridge_table(ROWS).slice(0, 0), path)
+        refused(path, "holds no rows; pack it again with data")
+
+    def test_refuses_what_is_no_whole_parquet_file(self, tmp_path):
+        path = files.write_bridge(tmp_path / "a.parquet", ROWS)
+        content = path.read_bytes()
+        path.write_bytes(content[:-9])
+        refused(path, "truncated: it does not end with b'PAR1'", format="bridge")
+        path.write_bytes(b"PAR1")
+        refused(path, "truncated", format="bridge")
+        path.write_bytes(content[:-8] + b"\xff\xff\xff\x7fPAR1")
+        refused(path, "corrupt: a footer of 2147483647 bytes", format="bridge")
+        path.write_bytes(b"not a parquet file")
+        refused(path, "not a parquet file: it begins with b'not '", format="bridge")
+        path.write_bytes(content[:-60] + bytes(30) + content[-30:])
+        refused(path, "cannot be read, truncated or corrupt", format="bridge")
+
+    def test_does_not_import_pandas(self, tmp_path):
+        path = files.write_bridge(tmp_path / "a.parquet", ROWS)
+        code = (
+            "import sys; from thdprof.analyze.sources import read_dataset; "
+            f"read_dataset([{str(path)!r}]); sys.exit('pandas' in sys.modules)"
+        )
+        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def write_pickle(path: Path, value: object, protocol: int, shape: tuple[int, ...]) -> Path:
+    content = io.BytesIO()
+    header = {"descr": "|O", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(content, header)
+    pickle.dump(value, content, protocol=protocol)
+    path.write_bytes(content.getvalue())
+    return path
+
+
+class TestBridgeNpy:
+    def test_reads_what_numpy_saves(self, tmp_path):
+        path = files.write_bridge_npy(tmp_path / "training_32.npy", ROWS)
+        dataset = read_dataset([str(path)])
+        assert dataset.format == "bridge-npy"
+        assert dataset.pack_tokens == 32
+        assert_rows(dataset, ROWS, "bridge")
+
+    @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+    @pytest.mark.parametrize(
+        "inner",
+        [list, tuple, np.array, lambda v: np.array(v, dtype=">i2"), lambda v: list(np.array(v)), lambda v: [*v]],
+        ids=["list", "tuple", "array", "big-endian", "numpy-numbers", "copy"],
+    )
+    def test_protocols_and_containers(self, tmp_path, protocol, inner):
+        columns = files.bridge_columns(ROWS)
+        array = np.empty(len(ROWS), dtype=object)
+        array[:] = [{k: inner(v[i]) for k, v in columns.items()} for i in range(len(ROWS))]
+        path = write_pickle(tmp_path / "a.npy", array, protocol, array.shape)
+        assert_rows(read_dataset([str(path)]), ROWS, "bridge")
+
+    def test_numpy_1_names(self, tmp_path):
+        path = files.write_bridge_npy(tmp_path / "a.npy", ROWS)
+        content = path.read_bytes()
+        new, old = b"\x8c\x16numpy._core.multiarray", b"\x8c\x15numpy.core.multiarray"
+        assert content.count(new) == 1
+        path.write_bytes(content.replace(new, old))
+        assert_rows(read_dataset([str(path)]), ROWS, "bridge")
+
+    def test_runs_longer_than_a_batch_and_large_numbers(self, tmp_path, rng):
+        rows = [rng.integers(1, 3000, 5).tolist() for _ in range(7)]
+        columns = files.bridge_columns(rows)
+        columns["input_ids"] = [
+            (rng.integers(0, 2**40, len(v)) >> rng.integers(0, 40)).tolist() for v in columns["input_ids"]
+        ]
+        dicts = [dict(zip(columns, v, strict=True)) for v in zip(*columns.values(), strict=True)]
+        np.save(tmp_path / "a.npy", dicts)
+        assert_rows(read_dataset([str(tmp_path / "a.npy")]), rows, "bridge")
+
+    @settings(max_examples=40, deadline=None)
+    @given(rows=strategies.rows)
+    def test_equals_what_was_written(self, tmp_path_factory, rows):
+        path = files.write_bridge_npy(tmp_path_factory.mktemp("npy") / "a.npy", rows)
+        assert_rows(read_dataset([str(path)]), rows, "bridge")
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [
+            ({"loss_mask": None}, "row 0: loss_mask is a None, not a list"),
+            ({"loss_mask": [1]}, "row 0: 5 input_ids, but 1 values of loss_mask"),
+            ({"seq_start_id": [0, "x"]}, "row 0: seq_start_id holds a str among its integers"),
+            ({"seq_start_id": [0.0, 2.0]}, "row 0: seq_start_id holds a float among its integers"),
+            ({"seq_start_id": np.array([0.0])}, "row 0: seq_start_id is an array of float64, not of integers"),
+            ({"seq_start_id": [1]}, "row 0: seq_start_id begins with 1, not 0"),
+            ({"seq_start_id": []}, "row 0: seq_start_id is empty"),
+            ({"input_ids": np.zeros((2, 2))}, "row 0: input_ids is a 2-dimensional array, not a list"),
+        ],
+    )
+    def test_refuses_rows(self, tmp_path, change, text):
+        row = {"input_ids": [1, 2, 3, 4, 5], "seq_start_id": [0, 3], "loss_mask": [1, 1, 1, 1, 1], **change}
+        np.save(tmp_path / "a.npy", np.array([row], dtype=object))
+        refused(tmp_path / "a.npy", text)
+
+    def test_refuses_other_contents(self, tmp_path):
+        path = tmp_path / "a.npy"
+        np.save(path, np.array([{"input_ids": [1, 2], "seq_start_id": [0]}], dtype=object))
+        refused(path, "row 0: loss_mask is missing; it has 'input_ids', 'seq_start_id'")
+        np.save(path, np.array([None, "x"], dtype=object))
+        refused(path, "row 0: is no dict; rows are dicts with input_ids, seq_start_id, loss_mask")
+        np.save(path, np.array([], dtype=object))
+        refused(path, "holds no rows")
+        write_pickle(path, [{"a": 1}], 4, (1,))
+        refused(path, "its pickle holds no array of objects")
+        np.save(path, np.array([1.5]))
+        refused(path, "not a packed .npy", format="bridge-npy")
+        files.write_bridge_npy(path, ROWS)
+        path.write_bytes(path.read_bytes()[:-40])
+        refused(path, "refused: the pickle ends early")
+
+
+class TestTrl:
+    @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+    def test_reads_every_container(self, tmp_path, kind):
+        dataset = read_dataset([str(files.write_trl(tmp_path / f"a.{kind}", ROWS, kind=kind))])
+        assert dataset.format == "trl"
+        assert dataset.pack_tokens == 11
+        assert dataset.notes == ("pack size taken from the fullest row, 11 tokens; TRL's max_length is that or more",)
+        assert_rows(dataset, ROWS, "trl")
+
+    @settings(max_examples=30, deadline=None)
+    @given(rows=strategies.rows, kind=st.sampled_from(["parquet", "file", "stream"]))
+    def test_equals_what_was_written(self, tmp_path_factory, rows, kind):
+        path = files.write_trl(tmp_path_factory.mktemp("trl") / "a.data", rows, kind=kind)
+        assert_rows(read_dataset([str(path)]), rows, "trl")
+
+    def test_reads_a_directory_of_save_to_disk(self, tmp_path):
+        huggingface.disable_progress_bars()
+        columns = {"input_ids": [[1] * sum(row) for row in ROWS], "seq_lengths": ROWS}
+        huggingface.Dataset.from_dict(columns).save_to_disk(tmp_path / "d", num_shards=2)
+        files.write_trl(tmp_path / "d" / "cache-0123.arrow", ROWS, kind="stream")  # as Dataset.map leaves behind
+        dataset = read_dataset([str(tmp_path / "d")])
+        assert len(dataset.uris) == 2
+        assert_rows(dataset, ROWS, "trl")
+
+    @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+    @pytest.mark.parametrize(
+        ("rows", "text"),
+        [
+            ([[1], []], "row 1: its list is empty; a row needs a document"),
+            ([[1], [2, -3]], "row 1: length -3 is not between 0 and 2**31 - 1"),
+            ([[1], [2, 2**31]], "row 1: length 2147483648 is not between 0 and 2**31 - 1"),
+            ([[1], None], "row 1: is null"),
+            ([[1], [2, None]], "row 1: has a null in its list"),
+        ],
+    )
+    def test_refuses_rows(self, tmp_path, kind, rows, text):
+        table = pa.table({"seq_lengths": pa.array(rows, pa.list_(pa.int64()))})
+        path = tmp_path / "a"
+        if kind == "parquet":
+            pq.write_table(table, path)
+        else:
+            with {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind](str(path), table.schema) as writer:
+                writer.write_table(table)
+        refused(path, f"column seq_lengths: {text}")
+
+    def test_refuses_other_columns_and_truncation(self, tmp_path):
+        path = files.write_trl(tmp_path / "a.arrow", ROWS, kind="stream")
+        path.write_bytes(path.read_bytes()[:150])
+        refused(path, "cannot be read, truncated or corrupt", format="trl")
+        pq.write_table(pa.table({"seq_lengths": [[0.5]]}), path)
+        refused(path, "is list<element: double>, not lists of integers", format="trl")
+        pq.write_table(pa.table({"a": [1]}), path)
+        refused(path, "column seq_lengths is missing; it has a", format="trl")
+        path.write_text("{}")
+        refused(path, "neither a parquet nor an Arrow file", format="trl")
+
+
+class TestLengths:
+    def read(self, path: Path) -> Dataset:
+        dataset = read_dataset([str(path)])
+        assert dataset.format == "lengths"
+        return dataset
+
+    @pytest.mark.parametrize("form", [lambda n: n, lambda n: {"length": n}, lambda n: {"id": "a", "num_tokens": n}])
+    def test_integers_are_documents(self, tmp_path, form):
+        dataset = self.read(files.write_lines(tmp_path / "a.jsonl", [form(n) for n in (5, 0, 7)]))
+        assert isinstance(dataset.content, UnpackedDocuments)
+        assert dataset.content.document_tokens.tolist() == [5, 0, 7]
+
+    @pytest.mark.parametrize("form", [lambda row: row, lambda row: {"lengths": row}])
+    def test_lists_are_rows(self, tmp_path, form):
+        assert_rows(self.read(files.write_lines(tmp_path / "a.jsonl", map(form, ROWS))), ROWS, "concatenate")
+
+    def test_blank_lines_spaces_and_a_byte_order_mark(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf3\r\n\n  4 \n\n5")
+        assert self.read(path).content.document_tokens.tolist() == [3, 4, 5]
+
+    @pytest.mark.parametrize("dtype", ["int8", "<i4", ">i8", "uint64"])
+    def test_npy(self, tmp_path, dtype):
+        np.save(tmp_path / "a.npy", np.array([5, 0, 7], dtype=dtype))
+        assert self.read(tmp_path / "a.npy").content.document_tokens.tolist() == [5, 0, 7]
+
+    @pytest.mark.parametrize("kind", [pa.int16(), pa.int64(), pa.uint32()])
+    def test_parquet(self, tmp_path, kind):
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table({"text": ["a"] * 3, "length": pa.array([5, 0, 7], kind)}), path, row_group_size=2)
+        assert self.read(path).content.document_tokens.tolist() == [5, 0, 7]
+        pq.write_table(pa.table({"document_lengths": pa.array(ROWS, pa.list_(kind))}), path)
+        assert_rows(self.read(path), ROWS, "concatenate")
+
+    def test_many_lines_over_several_chunks(self, tmp_path, rng, monkeypatch):
+        monkeypatch.setattr("thdprof.analyze.sources.lengths._CHUNK_BYTES", 1000)
+        rows = [rng.integers(0, 9000, rng.integers(1, 9)).tolist() for _ in range(900)]
+        path = files.write_lines(tmp_path / "a.jsonl", rows)
+        assert_rows(self.read(path), rows, "concatenate")
+        with path.open("a") as file:
+            file.write("[1, 2]\n[3, -1]\n")
+        refused(path, "line 902: length -1 is not between")
+
+    @pytest.mark.parametrize(
+        ("lines", "text"),
+        [
+            ("3\n-4\n", "line 2: length -4 is not between 0 and 2**31 - 1"),
+            ("3\n\n99999999999\n", "line 3: length 99999999999 is not between"),
+            ("3\n99999999999999999999\n", "line 2: length 99999999999999999999 is not between"),
+            ("[3]\n[2, -4]\n", "line 2: length -4 is not between"),
+            ("3\n[4]\n", "line 2: [4] is of another kind than the lines before it; do not mix them"),
+            ('{"length": 3}\n4\n', "line 2: 4 is of another kind"),
+            ('{"length": 3}\n{"lengths": [4]}\n', "line 2: has no key length"),
+            ('{"length": 3}\n{"length": [4]}\n', "line 2: [4] is of another kind"),
+            ('{"length": 3}\n{"length": "x"}\n', 'line 2: "x" is no length; every line is an integer'),
+            ("3\n4.0\n", "line 2: 4.0 is not a whole number"),
+            ("3\ntrue\n", "line 2: true is no length"),
+            ("[3]\n[true]\n", "line 2: true is no length"),
+            ("[3]\n[]\n", "line 2: its list is empty; a row needs a document"),
+            ("[3]\n[1, 2\n", "line 2: [1, 2 is not JSON; every line is an integer"),
+            ("3\n1,2\n[1\n2]\n", "line 2: 1,2 is not JSON"),
+        ],
+    )
+    def test_refuses_lines(self, tmp_path, lines, text):
+        (tmp_path / "a.jsonl").write_text(lines)
+        refused(tmp_path / "a.jsonl", text)
+
+    def test_refuses_arrays_and_columns(self, tmp_path):
+        path = tmp_path / "a.npy"
+        np.save(path, np.array([3, -4]))
+        refused(path, "length -4 is not between")
+        np.save(path, np.array([], dtype=np.int64))
+        refused(path, "holds no lengths")
+        np.save(path, np.array([3, 4]))
+        path.write_bytes(path.read_bytes()[:-3])
+        refused(path, "truncated or corrupt: 13 bytes of content, 2 lengths of 8")
+        np.save(path, np.array([[3, 4]]))
+        refused(path, "is no .npy of integers of one dimension", format="lengths")
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table({"length": pa.array([3, None])}), path)
+        refused(path, "column length: row 1: is null")
+        pq.write_table(pa.table({"length": ["3"]}), path)
+        refused(path, "no column of integers or lists of them is named length, lengths", format="lengths")
+        path.write_text("")
+        refused(path, "holds no lengths", format="lengths")
+
+    def test_refuses_documents_and_rows_together(self, tmp_path):
+        first = files.write_lines(tmp_path / "a.jsonl", ROWS)
+        second = files.write_lines(tmp_path / "b.jsonl", [3])
+        with pytest.raises(DataError, match=r"b\.jsonl: holds single lengths where another file holds lists"):
+            read_dataset([str(first), str(second)])
+
+
+def test_each_format_recognises_its_own_files_only(tmp_path):
+    own = {
+        "megatron": [files.write_index(tmp_path / "a.idx", [3, 4])],
+        "bridge": [files.write_bridge(tmp_path / "bridge.parquet", ROWS)],
+        "bridge-npy": [files.write_bridge_npy(tmp_path / "rows.npy", ROWS)],
+        "trl": [files.write_trl(tmp_path / f"trl.{k}", ROWS, kind=k) for k in ("parquet", "file", "stream")],
+        "lengths": [
+            files.write_lines(tmp_path / "rows.jsonl", ROWS),
+            files.write_lines(tmp_path / "documents.jsonl", [3, 4]),
+            files.write_lines(tmp_path / "long.jsonl", [list(range(40_000))]),
+            files.write_lines(tmp_path / "objects.jsonl", [{"length": 3}]),
+        ],
+    }
+    np.save(tmp_path / "documents.npy", np.arange(3))
+    own["lengths"].append(tmp_path / "documents.npy")
+    others = [
+        files.write_lines(tmp_path / "metadata.jsonl", [[{"pack_size": 4}]]),
+        files.write_lines(tmp_path / "chat.jsonl", [{"messages": [{"role": "user"}]}]),
+    ]
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "nested").write_bytes(b"[" * 100_000)
+    np.save(tmp_path / "floats.npy", np.arange(3.0))
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "a.parquet")
+    others += [tmp_path / name for name in ("empty", "nested", "floats.npy", "a.parquet")]
+    compared = 0
+    for name in own:
+        recognises = get_format(name).recognises
+        for owner, paths in own.items():
+            for path in paths:
+                taken = name == owner or (name, path.name) == ("lengths", "trl.parquet")  # trl is tried first
+                assert recognises(path) == taken, (name, path)
+                compared += 1
+        assert not any(recognises(path) for path in others)
+    assert compared == 5 * 11

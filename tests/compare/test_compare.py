@@ -1,0 +1,237 @@
+"""`thdprof compare`: a plan beside a run's statistics, its text, its JSON and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+from support.sample_files import cost_table
+
+from thdprof.compare.statistics import compare, read_stats
+from thdprof.errors import DataError
+from thdprof.plan import load_plan
+
+COSTS = cost_table()
+PACKS = "[3, 5]\n[8]\n[1, 6, 1]\n[7, 1]\n[8]\n[2, 2, 2, 2]\n[8]\n[1, 7]\n"
+
+
+@pytest.fixture
+def plan(thdprof, tmp_path):
+    """Predicts 6 of 8 micro-batches in a bucket of 2 documents, 1 of 3, and 1 that falls back."""
+    (tmp_path / "packs.jsonl").write_text(PACKS)
+    (tmp_path / "costs.yaml").write_text(COSTS)
+    path = tmp_path / "plan.yaml"
+    done = thdprof(
+        "analyze", tmp_path / "packs.jsonl", "--cost-table", tmp_path / "costs.yaml", "--loader", "single",
+        "--seq-length", 8, "--buckets", 2, "-o", path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def replays(*counts: int, caps=(2, 3)) -> list[dict]:
+    return [{"max_seqs": cap, "max_seqlen": 8, "cp_size": 1, "count": n} for cap, n in zip(caps, counts, strict=False)]
+
+
+def line(replayed: list[dict], **more) -> dict:
+    fallbacks = more.pop("fallbacks", {"too_many_seqs": 1})
+    count = sum(r["count"] for r in replayed) + sum(fallbacks.values())
+    values = {"schema": "thdprof.stats/1", "microbatches": count, "replays": replayed, "fallbacks": fallbacks}
+    return {**values, "captures": 2, "replay_ms": None, "eager_ms": None, **more}
+
+
+@pytest.fixture
+def stats(tmp_path):
+    def write(*lines: dict | str):
+        path = tmp_path / "stats.jsonl"
+        path.write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+        return path
+
+    return write
+
+
+TEXT = """\
+11 micro-batches observed, 8 in the plan
+
+share of micro-batches   predicted  observed  difference
+eager by shape             12.500%   12.500%     +0.000%
+2 documents of 8 tokens    75.000%   62.500%    -12.500%
+3 documents of 8 tokens    12.500%   12.500%     +0.000%
+eager, by shape: too_many_seqs 1
+eager, not predicted: no_free_slot 1, not_training 3
+plan: a step 2.25 ms, all eagerly 10.00 ms
+  (made up on a GPU)
+run: a replayed micro-batch 1.25 ms
+run: an eager micro-batch 9.00 ms
+"""
+
+
+def test_whole_text(thdprof, plan, stats):
+    fallbacks = {"too_many_seqs": 1, "no_free_slot": 1, "not_training": 3, "capture_failed": 0}
+    path = stats(line(replays(5, 1), fallbacks=fallbacks, replay_ms=1.25, eager_ms=9.0, step=3, loss=0.5))
+    done = thdprof("compare", plan, path, "--tolerance", "12.5%")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [x.rstrip() for x in done.stdout.splitlines()] == TEXT.splitlines()
+
+
+def test_a_share_past_the_tolerance(thdprof, plan, stats):
+    path = stats(line(replays(5, 1), fallbacks={"too_many_seqs": 2}))
+    done = thdprof("compare", plan, path)
+    assert done.returncode == 3
+    assert "eager by shape             12.500%   25.000%    +12.500%" in done.stdout
+    assert done.stderr == (
+        f"thdprof: {path}: a share differs from the plan's by 12.500%, more than --tolerance 1.000%: "
+        "analyse the data and settings that were trained on\n"
+    )
+    asjson = thdprof("compare", plan, path, "--json")
+    assert asjson.returncode == 3
+    assert json.loads(asjson.stdout)["holds"] is False
+
+
+def test_json(thdprof, plan, stats):
+    done = thdprof("compare", plan, stats(line(replays(6, 1))), "--tolerance", 0, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    bucket = {"max_seqlen": 8, "cp_size": 1}
+    assert json.loads(done.stdout) == {
+        "schema": "thdprof.comparison/1",
+        "holds": True,
+        "largest_difference": 0.0,
+        "basis": "replayed",
+        "microbatches": 8,
+        "dispatched": 8,
+        "plan_microbatches": 8,
+        "predicted_fallback_rate": 0.125,
+        "observed_fallback_rate": 0.125,
+        "fallbacks": {"too_many_seqs": 1},
+        "other_fallbacks": {},
+        "buckets": [
+            {**bucket, "max_seqs": 2, "predicted_share": 0.75, "observed_share": 0.75},
+            {**bucket, "max_seqs": 3, "predicted_share": 0.125, "observed_share": 0.125},
+        ],
+        "replay_ms": None,
+        "eager_ms": None,
+        "plan_step_ms": 2.25,
+        "plan_eager_step_ms": 10.0,
+        "plan_costs": "made up on a GPU",
+        "tolerance": 0.0,
+    }
+
+
+def test_the_last_line_counts(thdprof, plan, stats):
+    path = stats(line(replays(0, 1)), "not JSON", line(replays(6, 1)), "", "  ")
+    assert thdprof("compare", plan, path, "--tolerance", 0).returncode == 0
+
+
+DECIDED = {"replays": replays(6, 1), "fallbacks": {"document_too_long": 1}}
+
+
+def test_without_replays_the_shapes_decisions_are_compared(thdprof, plan, stats):
+    path = stats(line([], fallbacks={"no_cuda": 8}, decided=DECIDED))
+    done = thdprof("compare", plan, path, "--tolerance", 0)
+    assert done.returncode == 0
+    assert "nothing was replayed; what the shapes decide is compared\n" in done.stdout
+    assert "eager, by shape: document_too_long 1\neager, not predicted: no_cuda 8\n" in done.stdout
+
+
+def test_what_happened_goes_before_what_shapes_decide(plan, stats):
+    found = compare(load_plan(plan), read_stats(stats(line(replays(1, 1), decided=DECIDED))), tolerance=0.01)
+    assert (found.basis, found.dispatched, found.observed_fallback_rate) == ("replayed", 3, 1 / 3)
+    assert not found.holds
+
+
+def test_evaluation_does_not_dilute_the_rates(plan, stats):
+    path = stats(line(replays(6, 1), fallbacks={"too_many_seqs": 1, "not_training": 99, "disabled_by_user": 1}))
+    found = compare(load_plan(plan), read_stats(path), tolerance=0)
+    assert found.holds
+    assert (found.microbatches, found.dispatched) == (108, 8)
+
+
+def test_fallbacks_that_no_plan_predicts_take_from_the_buckets(plan, stats):
+    path = stats(line(replays(3, 1), fallbacks={"too_many_seqs": 1, "no_free_slot": 3}))
+    found = compare(load_plan(plan), read_stats(path), tolerance=0.3)
+    assert found.largest_difference == 3 / 8
+    assert not found.holds
+
+
+def test_another_plans_bucket(plan, stats):
+    found = compare(load_plan(plan), read_stats(stats(line(replays(6, 1, 1, caps=(2, 3, 9))))), tolerance=0.05)
+    assert [(b.max_seqs, b.predicted_share) for b in found.buckets] == [(2, 0.75), (3, 0.125), (9, 0.0)]
+    assert not found.holds
+
+
+def test_a_plan_that_captures_nothing_predicts_that_all_run_eagerly(plan, stats):
+    values = yaml.safe_load(plan.read_text())
+    values["graphs"].update(impl="none", buckets=[])
+    values["predictions"]["fallback_rate"] = dict.fromkeys(("microbatch", "rank_step", "step"), 1.0)
+    plan.write_text(yaml.safe_dump(values))
+    path = stats(line([], fallbacks={"disabled_by_user": 8}))
+    found = compare(load_plan(plan), read_stats(path), tolerance=0)
+    assert found.holds
+    assert not found.other_fallbacks
+    assert not compare(load_plan(plan), read_stats(stats(line(replays(6)))), tolerance=0.1).holds
+
+
+MALFORMED = [
+    ("", "is empty: the run wrote no statistics (Stats.append_jsonl)"),
+    ("\n \n", "is empty: the run wrote no statistics (Stats.append_jsonl)"),
+    ('\n{"schema": "thdprof.stats/1", "micro', "line 2: not JSON: "),
+    ("[" * 100_000, "line 1: not JSON: "),
+    ("[1]", "line 1: not statistics: holds a list, not an object"),
+    ({}, "line 1: replays: Field required"),
+    ({**line(replays(1)), "schema": "thdprof.stats/2"}, "line 1: schema: Input should be 'thdprof.stats/1' (got"),
+    ({**line(replays(1)), "microbatches": 9}, "line 1: microbatches: 9, but replays and fallbacks add up to 2"),
+    ({**line(replays(1)), "microbatches": True}, "line 1: microbatches: Input should be a valid integer (got True)"),
+    (line(replays(-1)), "line 1: replays.0.count: Input should be greater than or equal to 0 (got -1)"),
+    (line([], fallbacks={"tired": 1}), "line 1: fallbacks.tired"),
+    (line([], replay_ms=float("nan")), "line 1: replay_ms: Input should be a finite number (got nan)"),
+    (line([], fallbacks={}), "no micro-batch was dispatched by its shape (none ran): nothing to compare"),
+    (
+        line([], fallbacks={"no_cuda": 7, "not_training": 1}),
+        "no micro-batch was dispatched by its shape (7 no_cuda, 1 not_training): nothing to compare",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), MALFORMED)
+def test_statistics_that_are_none(plan, tmp_path, content, message):
+    path = tmp_path / "stats.jsonl"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(DataError) as raised:
+        compare(load_plan(plan), read_stats(path), tolerance=0.01, where=str(path))
+    assert str(raised.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"{}"])
+def test_bad_statistics_exit_with_1(thdprof, plan, tmp_path, content):
+    (tmp_path / "stats.jsonl").write_bytes(content)
+    done = thdprof("compare", plan, tmp_path / "stats.jsonl")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"thdprof: {tmp_path}/stats.jsonl: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_missing_files(thdprof, plan, tmp_path):
+    done = thdprof("compare", plan, tmp_path / "nothing")
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"thdprof: {tmp_path}/nothing: cannot be read: No such file or directory\n",
+    )
+    assert thdprof("compare", tmp_path / "nothing", plan).returncode == 1
+
+
+@pytest.mark.parametrize("tolerance", ["2", "-1", "1.5%%", "nan"])
+def test_tolerances_that_cannot_be(thdprof, plan, stats, tolerance):
+    done = thdprof("compare", plan, stats(line(replays(6, 1))), f"--tolerance={tolerance}")
+    assert done.returncode == 2
+    assert done.stderr == f"thdprof: --tolerance {tolerance}: must be a share such as 0.005 or 0.5%\n"
+
+
+def test_help_names_every_option(thdprof):
+    assert set(re.findall(r"--[a-z][a-z-]+", thdprof("compare", "--help").stdout)) == {
+        "--tolerance",
+        "--json",
+        "--help",
+    }

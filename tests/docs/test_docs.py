@@ -1,0 +1,620 @@
+"""The pages of docs/ are true: commands and Python run and print what is shown, numbers come from committed results."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import io
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+from pydantic import BaseModel, ConfigDict
+from support.paths import ROOT
+
+from thdprof.analyze.demo import write_demo
+from thdprof.dispatch import FallbackReason
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+README = ROOT / "README.md"
+RUN = {"console", "bash", "python", "output", "yaml"}
+"""Fences that are run, or belong to what is; `text` is compared below."""
+PARSED = {"gpu", "own"}
+"""Commands that need a GPU or somebody's own files: their options are parsed."""
+
+sys.path.insert(0, str(DOCS / "tools"))
+import cli_reference  # noqa: E402
+import figures  # noqa: E402
+import plan_reference  # noqa: E402
+import settings_reference  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """A fenced block of a page."""
+
+    kind: str
+    title: str
+    text: str
+
+
+def fences(path: Path) -> list[Fence]:
+    found = re.findall(r"^```(\w*)(?: title=\"([^\"]*)\")?\n(.*?)^```$", path.read_text(), re.M | re.S)
+    return [Fence(kind=kind, title=title, text=text) for kind, title, text in found]
+
+
+def test_every_fence_is_one_that_is_checked():
+    for page in PAGES:
+        assert page.read_text().count("```") == 2 * len(fences(page)), page
+        for fence in fences(page):
+            assert fence.kind in RUN | PARSED | {"text"}, (page, fence)
+            assert fence.kind != "text" or page.name in ("troubleshooting.md", "choosing-a-cap.md"), fence
+
+
+# --- commands and Python that run -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A command of a console block, and what the page shows of its output."""
+
+    line: str
+    shown: str
+
+
+def commands(text: str) -> Iterator[Command]:
+    for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
+        line, _, shown = re.sub(r"\\\n", "", part).partition("\n")
+        yield Command(line=line, shown=shown)
+
+
+def is_as_shown(printed: str, shown: str) -> bool:
+    """Whether `printed` is `shown`, in which a line of three dots stands for any lines."""
+    lines = [re.escape(line.rstrip()) + "\n" if line != "..." else r"(?:.*\n)*?" for line in shown.splitlines()]
+    return re.fullmatch("".join(lines), "".join(f"{line.rstrip()}\n" for line in printed.splitlines())) is not None
+
+
+def test_what_is_shown_may_leave_lines_out_and_nothing_else():
+    assert is_as_shown("a\nb\nc\n", "a\n...\nc\n")
+    assert is_as_shown("a  \n", "a\n")
+    assert is_as_shown("a\n", "a\n...\n")
+    assert not is_as_shown("a\nb\nc\n", "a\nc\n")
+    assert not is_as_shown("a\nb\n", "a\n")
+    assert not is_as_shown("a\n", "...\nb\n")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("docs") / "demo"
+    write_demo(directory)
+    return directory
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a line as somebody would who has thdprof installed."""
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    (binaries / "thdprof").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m thdprof "$@"\n')
+    (binaries / "thdprof").chmod(0o755)
+    environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8"}
+    environment["PATH"] = f"{binaries}:{os.environ['PATH']}"
+    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+
+    def run(line: str, where: Path) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            ["bash", "-c", line], cwd=where, env=environment, capture_output=True, text=True, timeout=120
+        )
+
+    return run
+
+
+def expected_code(fence: Fence) -> int:
+    found = re.fullmatch(r"exit code (\d)", fence.title)
+    return int(found[1]) if found else 0
+
+
+def run_command(command: Command, code: int, where: Path, shell) -> None:
+    done = shell(command.line, where)
+    assert done.returncode == code, (command.line, done.stderr)
+    printed = done.stdout + (done.stderr if code else "")
+    if command.shown:
+        assert is_as_shown(printed, command.shown), f"{command.line}\n{printed}\nis not\n{command.shown}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_do_what_they_show(page, demo, tmp_path, shell, monkeypatch):
+    blocks = [fence for fence in fences(page) if fence.kind in RUN]
+    where = tmp_path / "page"
+    where.mkdir()
+    if not any("thdprof demo demo" in fence.text for fence in blocks):
+        shutil.copytree(demo, where / "demo")
+    monkeypatch.chdir(where)
+    names: dict[str, object] = {}
+    printed = None
+    for fence in blocks:
+        if fence.kind == "output":
+            assert printed is not None
+            assert is_as_shown(printed, fence.text), f"{printed}\nis not\n{fence.text}"
+        elif fence.kind == "python" and fence.title == "needs a GPU":
+            check_python(fence.text)
+        elif fence.kind == "python":
+            if "torch" in fence.text:
+                pytest.importorskip("torch")
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(fence.text, str(page), "exec"), names)
+            printed = out.getvalue()
+        elif "." in fence.title:
+            (where / fence.title).write_text(fence.text)
+            assert fence.kind != "yaml" or isinstance(yaml.safe_load(fence.text), dict)
+        elif fence.kind == "bash":
+            run_command(Command(line=fence.text, shown=""), expected_code(fence), where, shell)
+        else:
+            assert fence.kind == "console", fence
+            found = list(commands(fence.text))
+            assert found, fence
+            for command in found:
+                run_command(command, expected_code(fence), where, shell)
+
+
+def test_readme_commands_on_the_demo_data_run(tmp_path, shell):
+    lines = [line.split("#")[0] for line in plain_commands(README)]
+    wanted = [line for line in lines if re.match(r"thdprof (demo|analyze) demo", line)]
+    assert len(wanted) >= 2
+    for line in wanted:
+        run_command(Command(line=line, shown=""), 0, tmp_path, shell)
+
+
+# --- Python that needs a GPU ----------------------------------------------------------------------------------------
+
+
+def check_python(text: str) -> None:
+    """Names that are imported exist, and what is called of them takes the keywords that are given."""
+    tree = ast.parse(text)
+    found: dict[str, object] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            module = pytest.importorskip(node.module) if "thdprof" not in node.module else import_ours(node.module)
+            found |= {name.asname or name.name: getattr(module, name.name) for name in node.names}
+        elif isinstance(node, ast.Import):
+            for name in node.names:
+                import_ours(name.name)
+                found[name.name.split(".")[0]] = importlib.import_module(name.name.split(".")[0])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            resolved(node, found)
+        if isinstance(node, ast.Call):
+            called = resolved(node.func, found)
+            if callable(called):
+                accepts(called, [keyword.arg for keyword in node.keywords if keyword.arg])
+
+
+def import_ours(name: str) -> types.ModuleType:
+    if name.startswith("thdprof.runtime"):
+        pytest.importorskip("torch")
+    if name.startswith("thdprof.runtime.megatron"):
+        pytest.importorskip("megatron.core")
+    return importlib.import_module(name)
+
+
+def resolved(node: ast.expr, found: dict[str, object]) -> object:
+    """What an expression names, where it begins at an import; else None."""
+    if isinstance(node, ast.Name):
+        return found.get(node.id)
+    if isinstance(node, ast.Attribute):
+        owner = resolved(node.value, found)
+        return getattr(owner, node.attr) if isinstance(owner, types.ModuleType) else None
+    return None
+
+
+def accepts(called, keywords: list[str]) -> None:
+    parameters = inspect.signature(called).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    assert set(keywords) <= set(parameters), (called, keywords)
+
+
+def test_python_of_the_readme_uses_names_that_exist():
+    blocks = [fence for fence in fences(README) if fence.kind == "python"]
+    assert len(blocks) >= 3
+    for fence in blocks:
+        check_python(fence.text)
+
+
+def test_python_with_wrong_names_is_found():
+    with pytest.raises(AttributeError):
+        check_python("from thdprof.analyze import no_such_name")
+    with pytest.raises(AttributeError):
+        check_python("import thdprof\nthdprof.no_such_name()")
+    with pytest.raises(AssertionError):
+        check_python("from thdprof import load_plan\nload_plan('plan.yaml', no_such_keyword=1)")
+
+
+# --- commands that are only parsed ----------------------------------------------------------------------------------
+
+
+def plain_commands(page: Path, kinds=("",)) -> list[str]:
+    """The lines of blocks that are no console, with lines that are continued joined."""
+    texts = [fence.text for fence in fences(page) if fence.kind in kinds and not fence.text.startswith("$")]
+    lines = [line.strip() for text in texts for line in re.sub(r"\\\n", " ", text).splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+PARSED_LINES = [
+    *((page.name, line) for page in PAGES for line in plain_commands(page, tuple(PARSED))),
+    *(("README.md", line) for line in plain_commands(README)),
+]
+
+
+def script(path: str):
+    """A script as a module."""
+    pytest.importorskip("torch")
+    name = "documented_" + Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_command(line: str) -> None:
+    """A command names a command, script, target or extra that there is, with options that it has."""
+    words = shlex.split(line, comments=True)
+    words = words[: words.index("|")] if "|" in words else words
+    match words:
+        case ["thdprof", name, *rest]:
+            cli_reference.commands()[name].make_context(f"thdprof {name}", rest)
+        case ["make", target]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), target
+        case ["pip", "install", what]:
+            extras = re.findall(r"\w+", what.removeprefix("."))
+            declared = (ROOT / "pyproject.toml").read_text()
+            assert all(re.search(rf"^{extra} = \[", declared, re.M) for extra in extras), extras
+        case ["torchrun", "--nproc-per-node", count, path, *rest]:
+            assert int(count) >= 1
+            script(path).arguments(rest)
+        case ["python", "examples/pretrain_dynamic_cp.py" as path, "lengths", _, _]:
+            assert callable(script(path).write_lengths)
+        case ["python", path, *rest]:
+            script(path).arguments(rest)
+        case _:
+            pytest.fail(f"nobody knows how to check: {line}")
+
+
+def test_there_are_commands_to_parse():
+    assert len([line for name, line in PARSED_LINES if name != "README.md"]) >= 8
+    assert len([line for name, line in PARSED_LINES if name == "README.md"]) >= 8
+
+
+@pytest.mark.parametrize(("page", "line"), PARSED_LINES)
+def test_commands_that_are_not_run_have_options_that_exist(page, line):
+    check_command(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "thdprof analyze data --no-such-option 1",
+        "thdprof no-such-command",
+        "make no-such-target",
+        "pip install .[nosuch]",
+        "torchrun --nproc-per-node 1 examples/pretrain_packed_gpt.py --plan p.yaml --no-such-option",
+        "rm everything",
+    ],
+)
+def test_commands_with_wrong_options_are_found(line, capsys):
+    with pytest.raises((Exception, SystemExit, pytest.fail.Exception)):
+        check_command(line)
+
+
+def test_argparse_is_what_scripts_use():
+    assert isinstance(script("examples/pretrain_packed_gpt.py").arguments(["--plan", "p.yaml"]), argparse.Namespace)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"(?<![\w.,-])\d[\d,]*(?:\.\d+)?(?![\w]|\.\d)")
+
+
+def numbers_of(text: str) -> set[str]:
+    return {number.rstrip(",") for number in _NUMBER.findall(text.replace("x ", " "))}
+
+
+def unknown_numbers(paragraph: str) -> set[str]:
+    """Numbers of a paragraph that are in none of the results that it links to."""
+    cited = re.findall(r"\.\./(benchmarks/results/[\w-]+\.md)", paragraph)
+    known = numbers_of("".join((ROOT / name).read_text() for name in cited))
+    return numbers_of(re.sub(r"\]\([^)]*\)", "]", paragraph)) - known
+
+
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs and list items, without what is fenced."""
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    return re.split(r"\n\s*\n|\n(?=- )", text)
+
+
+CITATIONS = [
+    (page.name, paragraph)
+    for page in PAGES
+    for paragraph in paragraphs(page.read_text())
+    if "benchmarks/results/" in paragraph
+]
+
+
+def test_results_are_cited():
+    assert len(CITATIONS) >= 8
+
+
+@pytest.mark.parametrize(("page", "paragraph"), CITATIONS)
+def test_measured_numbers_stand_in_the_results_that_are_cited(page, paragraph):
+    assert unknown_numbers(paragraph) == set()
+
+
+def test_no_measured_number_stands_without_its_source():
+    measured = re.compile(r"\d (?:ms|MiB|GiB|times)\b")
+    found = [part for page in PAGES for part in paragraphs(page.read_text()) if measured.search(part)]
+    assert len(found) >= 5
+    assert [part for part in found if "](../benchmarks/results/" not in part] == []
+
+
+def test_every_result_has_its_place_in_the_site():
+    listed = re.findall(r": (results/[\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(listed) == sorted(f"results/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.md"))
+
+
+def test_numbers_that_are_not_in_the_results_are_found():
+    link = "[runtime](../benchmarks/results/runtime.md)"
+    assert unknown_numbers(f"13.88 ms with buckets of 64, 128 and 358 {link}") == set()
+    assert unknown_numbers(f"13.89 ms with buckets of 64, 128 and 1,358 {link}") == {"13.89", "1,358"}
+
+
+# --- references -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_reference_has_every_field_of_every_part():
+    from thdprof import plan
+
+    text = plan_reference.reference()
+    parts = [
+        value
+        for value in vars(plan).values()
+        if isinstance(value, type) and issubclass(value, BaseModel) and value.__module__ == plan.__name__
+    ]
+    parts = [part for part in parts if part.model_fields]
+    assert len(parts) >= 10
+    for part in parts:
+        section = text.split(f"{{ #{part.__name__.lower()} }}")[1].split("\n## ")[0]
+        documented = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (\S.*?) \|$", section, re.M)
+        assert [row[0] for row in documented] == [field.alias or name for name, field in part.model_fields.items()]
+
+
+def test_a_field_without_a_description_is_not_let_pass():
+    class Bare(BaseModel):
+        """A part."""
+
+        model_config = ConfigDict(use_attribute_docstrings=True)
+        said: int = 1
+        """What it is."""
+        unsaid: int = 2
+
+    with pytest.raises(ValueError, match=r"Bare\.unsaid"):
+        plan_reference.reference(Bare)
+
+
+def test_types_of_the_plan_reference():
+    text = plan_reference.reference()
+    assert "| `max_seqs` | whole number, at least 1 | required | Documents, a dummy tail included;" in text
+    assert "| `cp_size` | whole number, at least 1 | `1` |" in text
+    assert "| `impl` | one of `none`, `module`, `chunk`, `local`, `transformer_engine` | `module` |" in text
+    assert "| `buckets` | list ([mapping](#bucketpart)) | required |" in text
+    assert "| `share` | number, 0 to 1 | required |" in text
+    assert "## `microbatches.n_seqs`, `microbatches.max_seqlen` { #percentiles }" in text
+
+
+def test_the_command_reference_has_every_option():
+    text = cli_reference.reference()
+    assert len(cli_reference.commands()) >= 5
+    for name, command in cli_reference.commands().items():
+        section = text.split(f"## `{name}`\n")[1].split("\n## ")[0]
+        options = [option for param in command.params for option in param.opts if option.startswith("--")]
+        assert options
+        for option in options:
+            assert re.search(rf"^\| `[^`]*{option}\b[^`]*` \| \w.* \|$", section, re.M), (name, option, "says nothing")
+
+
+def test_refused_settings_are_those_of_install():
+    pytest.importorskip("megatron.core")
+    from thdprof.runtime.megatron.refusals import dynamic_cp, settings
+
+    tables = {
+        "all": settings._UNSUPPORTED,
+        "`local`": settings._UNSUPPORTED_LOCAL,
+        "dynamic context parallelism": dynamic_cp._UNSUPPORTED,
+    }
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", settings_reference.reference(), re.M)
+    assert rows == [(name, case) for case, table in tables.items() for name, _, _ in table]
+    assert sys.modules[settings.__name__] is settings  # the reference leaves no copies behind
+
+
+def test_the_site_needs_neither_torch_nor_megatron():
+    blocked = (
+        "import importlib, sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'megatron', 'megatron.core', 'transformer_engine'))\n"
+        "for name in ('cli_reference', 'plan_reference', 'settings_reference'):\n"
+        "    assert '| `' in importlib.import_module(name).reference()\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{DOCS / 'tools'}"}
+    done = subprocess.run([sys.executable, "-c", blocked], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_pages_name_the_lines_that_are_generated():
+    text = "".join(page.read_text() for page in PAGES)
+    assert sorted(re.findall(r"<!-- generated: ([a-z ]+) -->", text)) == ["commands", "plan", "refused settings"]
+
+
+def test_formats_targets_and_packers_are_those_there_are():
+    from thdprof.analyze.export import TARGETS
+    from thdprof.analyze.sources import FORMATS
+    from thdprof.cli import PackerName
+
+    text = (DOCS / "formats.md").read_text()
+    assert re.findall(r"^\| `([a-z-]+)` \|", text.split("## What is exact")[0], re.M) == [*FORMATS]
+    targets = (DOCS / "reference-cli.md").read_text().split("## Export targets")[1]
+    assert re.findall(r"^\| `([a-z-]+)` \|", targets, re.M) == [*TARGETS]
+    table = text.split("| packer | as |")[1].split("```")[0]
+    assert set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row))) == {*PackerName}
+
+
+def test_the_kinds_of_graphs_are_told_as_in_the_readme():
+    rows = [
+        re.findall(r"^\| `(?:chunk|transformer_engine|local)` \| .*$", page.read_text(), re.M)
+        for page in (README, DOCS / "megatron.md")
+    ]
+    assert len(rows[0]) == 3
+    assert rows[0] == rows[1]
+
+
+def test_the_readme_leads_to_sections_that_there_are():
+    links = re.findall(r"\]\((docs/[\w-]+\.md)(?:#([\w-]+))?\)", README.read_text())
+    assert len(links) >= 8
+    for page, anchor in links:
+        titles = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.M)
+        slugs = [re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles]
+        assert not anchor or anchor in slugs, (page, anchor)
+
+
+# --- troubleshooting ------------------------------------------------------------------------------------------------
+
+
+def sections() -> dict[str, str]:
+    text = (DOCS / "troubleshooting.md").read_text()
+    return dict(re.findall(r"^## `?(\w[\w ]*)`?\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+
+
+def test_every_reason_has_a_section():
+    titles = re.findall(r"^## `(\w+)`$", (DOCS / "troubleshooting.md").read_text(), re.M)
+    assert titles == [*FallbackReason]
+
+
+def test_reasons_are_logged_as_shown():
+    pytest.importorskip("torch")
+    from thdprof.dispatch import Bucket, Shape, advice
+
+    buckets = [Bucket(64, 4096, 4096), Bucket(113, 4096, 4096)]
+    shapes = {
+        FallbackReason.too_many_seqs: Shape(130, 900, 4096),
+        FallbackReason.document_too_long: Shape(40, 5000, 4096),
+        FallbackReason.token_count_differs: Shape(40, 900, 4000),
+        FallbackReason.cp_size_not_captured: Shape(40, 900, 4096, 2),
+    }
+    for reason in FallbackReason:
+        line = advice(reason, shapes.get(reason, Shape(40, 900, 4096)), buckets)
+        assert f"```text\n{line}\n```" in sections()[reason], line
+
+
+def test_the_settings_error_is_as_shown(demo):
+    pytest.importorskip("megatron.core")
+    from thdprof.analyze import analyze_dataset, make_plan
+    from thdprof.runtime.megatron.refusals.settings import Facts, SettingsError, check
+
+    plan = make_plan(analyze_dataset(demo / "megatron", seq_length=4096, global_batch_size=8))
+    config = types.SimpleNamespace(
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=None,
+        context_parallel_size=1,
+        tensor_model_parallel_size=1,
+        recompute_granularity="full",
+        apply_rope_fusion=False,
+        cuda_graph_impl="none",
+    )
+    with pytest.raises(SettingsError) as told:
+        check(config, plan, Facts(num_chunks=1, graph_safe_rng=False), {})
+    assert f"```text\n{told.value}\n```" in sections()["SettingsError"], str(told.value)
+
+
+def test_the_version_error_and_the_versions_are_as_shown(monkeypatch):
+    pytest.importorskip("megatron.core")
+    from thdprof.runtime.megatron import versions
+
+    monkeypatch.delenv(versions.OVERRIDE, raising=False)
+    with pytest.raises(versions.VersionError) as told:
+        versions.check(lambda names: {"megatron-core": "0.20.0", "transformer-engine": "2.20.2"})
+    assert f"```text\n{told.value}\n```" in sections()["VersionError"], str(told.value)
+    shown = re.findall(r"`(>=[\d.]+,<[\d.]+)`", (DOCS / "megatron.md").read_text().split("##")[0].replace("\n", " "))
+    assert [{*text.split(",")} for text in shown] == [
+        {*str(known).split(",")} for known in (versions.MEGATRON, versions.TRANSFORMER_ENGINE)
+    ]
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    high, low = sorted((luminance(one), luminance(other)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("name", figures.THEMES)
+def test_figures_are_legible_in_each_theme(name):
+    theme = figures.THEMES[name]
+    assert contrast(theme.ink, theme.background) >= 7
+    assert all(contrast(line, theme.background) >= 3 for line in theme.lines)
+    assert len(set(figures.STYLES)) == len(theme.lines) == 3  # told apart without colour
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory):
+    return figures.curve(figures.demo_analysis(tmp_path_factory.mktemp("figures")))
+
+
+def test_the_curve_is_that_of_the_report(curve, tmp_path_factory):
+    analysis = figures.demo_analysis(tmp_path_factory.mktemp("again"))
+    checked = 0
+    for candidate in analysis.recommendation.candidates:
+        at = curve.caps.index(candidate.max_seqs)
+        assert curve.step[at] == candidate.fallback_rate.step
+        assert curve.microbatch[at] == pytest.approx(candidate.fallback_rate.microbatch)
+        assert curve.relative_step_time[at] == pytest.approx(candidate.relative_step_time)
+        checked += 1
+    assert checked >= 8
+    assert curve.chosen == analysis.recommendation.relative_step_time
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_figures_are_svg_whose_words_are_text(name, curve):
+    for theme in figures.THEMES.values():
+        text = figures.svg(figures.FIGURES[name], curve, theme)
+        words = " ".join(ElementTree.fromstring(text).itertext())
+        assert "cap: documents that the graph holds" in words
+        assert "P99" in words
+        assert theme.ink in text
+
+
+def test_pages_show_every_figure_with_words_for_those_who_cannot_see_it():
+    text = (DOCS / "choosing-a-cap.md").read_text()
+    shown = re.findall(r"!\[([^\]]+)\]\(figures/([\w-]+\.svg)#only-(light|dark)\)", text)
+    assert {name for _, name, _ in shown} == {f"{f}-{t}.svg" for f in figures.FIGURES for t in figures.THEMES}
+    assert all(name.endswith(f"-{theme}.svg") and len(words) > 30 for words, name, theme in shown)

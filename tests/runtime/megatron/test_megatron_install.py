@@ -1,0 +1,895 @@
+"""What thdprof.runtime.megatron decides before and around graphs, with the real megatron-core, on a CPU."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer import TransformerConfig  # noqa: E402
+from packaging.specifiers import SpecifierSet  # noqa: E402
+from torch import nn  # noqa: E402
+
+from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
+from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
+from thdprof.runtime import calibrate  # noqa: E402
+from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
+from thdprof.runtime.graphs.bank import Surroundings, refuse_half_a_pass  # noqa: E402
+from thdprof.runtime.graphs.capture import WarmupError  # noqa: E402
+from thdprof.runtime.graphs.graphed_module import GraphedModule, _Replay  # noqa: E402
+from thdprof.runtime.megatron import versions  # noqa: E402
+from thdprof.runtime.megatron.calibrate import PackedDecoder  # noqa: E402
+from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
+from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
+from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
+from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
+from thdprof.runtime.megatron.refusals import settings  # noqa: E402
+from thdprof.runtime.padding import Boundaries, boundaries_of, pack, to_device  # noqa: E402
+
+
+@pytest.fixture
+def plan(tmp_path):
+    rows = "".join(f'{{"lengths": [{4 * (1 + i % 3)}, 4]}}\n' for i in range(64))
+    (tmp_path / "packs.jsonl").write_text(rows)
+    return make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16), impl="chunk")
+
+
+def config(**changes) -> TransformerConfig:
+    values = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "apply_rope_fusion": False, **changes}
+    made = TransformerConfig(**{k: v for k, v in values.items() if k != "apply_rope_fusion"})
+    made.apply_rope_fusion = changes.get("apply_rope_fusion", True)  # whose own check wants Transformer Engine
+    return made
+
+
+FACTS = settings.Facts(num_chunks=1)
+
+
+def complaints(plan, changes=None, facts=FACTS, environment=None) -> list[str]:
+    made = config()
+    for name, value in (changes or {}).items():
+        setattr(made, name, value)
+    try:
+        settings.check(made, plan, facts, environment or {})
+    except settings.SettingsError as error:
+        first, *lines = str(error).splitlines()
+        assert first == "thdprof cannot install graphs:"
+        return lines
+    return []
+
+
+def test_a_plain_configuration_is_accepted(plan):
+    assert complaints(plan) == []
+
+
+OFFLOADS = [
+    ("chunk", {}, {}, None),
+    ("chunk", {"modules": ["core_attn", "attn_proj", "moe_act"]}, {}, None),
+    ("transformer_engine", {}, {"cuda_graph_impl": "transformer_engine"}, None),
+    (
+        "local",
+        {},
+        {"cuda_graph_impl": "local"},
+        "graphs.offload: megatron-core does not support it with cuda_graph_impl='local' and whole-layer capture, which "
+        "graphs.impl local is; set graphs.impl to chunk or transformer_engine",
+    ),
+    (
+        "chunk",
+        {"delayed_commit": True},
+        {},
+        "graphs.offload.delayed_commit is True: copies are part of the graphs, so that launching one queues them all "
+        "and there is nothing to delay; set it to False, or build the model with fine_grained_activation_offloading, "
+        "which delays those of dropless experts",
+    ),
+    (
+        "chunk",
+        {"modules": ["attn_proj"]},
+        {},
+        "graphs.offload.modules has attn_proj without core_attn: its input is the output of core_attn, which "
+        "core_attn's backward needs; add core_attn",
+    ),
+    (
+        "chunk",
+        {"modules": ["fused_group_mlp"]},
+        {},
+        "graphs.offload.modules has fused_group_mlp (it needs use_transformer_engine_op_fuser, which was not checked): "
+        "choose all, or some of attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm, mlp_fc1, mlp_act, mlp_fc2, "
+        "expert_fc1, moe_act, expert_fc2",
+    ),
+    (
+        "transformer_engine",
+        {},
+        {
+            "cuda_graph_impl": "transformer_engine",
+            "num_moe_experts": 4,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_token_dispatcher_type": "alltoall",
+        },
+        "graphs.offload with num_moe_experts: graphs of layers with experts move nothing; build the model with "
+        "fine_grained_activation_offloading (dropless experts), set graphs.impl to chunk, or graphs.offload to null",
+    ),
+]
+
+
+@pytest.mark.parametrize(("impl", "offload", "changes", "line"), OFFLOADS)
+def test_activations_on_the_host_are_refused_where_they_cannot_be(plan, impl, offload, changes, line):
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"] |= {"impl": impl, "offload": offload}
+    said = [text for text in complaints(type(plan).model_validate(values), changes) if "offload" in text]
+    assert said == ([] if line is None else [f"- {line}"])
+
+
+CORE = {
+    "cuda_graph_impl": "transformer_engine",
+    "fine_grained_activation_offloading": True,
+    "offload_modules": ["core_attn", "attn_proj"],
+    "min_offloaded_tensor_size": 2**19,
+}
+"""What megatron-core itself moves, as the plan below says."""
+CORE_OFFLOADS = [
+    ("transformer_engine", {}, {}, None),
+    ("transformer_engine", {"modules": ["attn_proj", "core_attn"]}, {}, None),
+    (
+        "transformer_engine",
+        {"fraction": 0.5, "min_bytes": 0, "modules": ["core_attn"]},
+        {"activation_offload_fraction": 0.25, "delay_offload_until_cuda_graph": True},
+        "offload_modules is ['attn_proj', 'core_attn'], and by the plan's graphs.offload.modules ['core_attn']: set "
+        "one to the other\n"
+        "activation_offload_fraction is 0.25, and by the plan's graphs.offload.fraction 0.5: set one to the other\n"
+        "delay_offload_until_cuda_graph is True, and by the plan's graphs.offload.delayed_commit False: set one to the "
+        "other\n"
+        "min_offloaded_tensor_size is 524288, and by the plan's graphs.offload.min_bytes, 2 an element, 0: set one to "
+        "the other",
+    ),
+    (
+        "transformer_engine",
+        {"modules": ["attn_norm", "mlp_fc1"]},
+        {"offload_modules": ["attn_norm", "mlp_fc1"]},
+        "graphs.offload.modules has attn_norm, mlp_fc1 (attn_norm's tensor is a layer's input, which its graph keeps): "
+        "with fine_grained_activation_offloading choose some of qkv_linear, core_attn, attn_proj, mlp_norm, "
+        "expert_fc1, moe_act",
+    ),
+    (
+        "transformer_engine",
+        {},
+        {"delta_offload_bytes_across_pp_ranks": 7, "fine_grained_offloading_max_inflight_offloads": 1},
+        "delta_offload_bytes_across_pp_ranks is 7: it is not followed around graphs of layers; set it to 0\n"
+        "fine_grained_offloading_max_inflight_offloads is 1: it is not followed around graphs of layers; set it to "
+        "None",
+    ),
+    (
+        "transformer_engine",
+        {"delayed_commit": True},
+        {"delay_offload_until_cuda_graph": True},
+        "graphs.offload.delayed_commit is True: megatron-core delays copies of expert_fc1 and moe_act alone; set it to "
+        "False",
+    ),
+    (
+        "transformer_engine",
+        {},
+        {
+            "num_moe_experts": 4,
+            "moe_pad_expert_input_to_capacity": True,
+            "moe_token_dispatcher_type": "alltoall",
+        },
+        "fine_grained_activation_offloading with moe_pad_expert_input_to_capacity: megatron-core does not support it "
+        "where a layer's graph holds experts with token dropping; set it to False",
+    ),
+    (
+        "transformer_engine",
+        {"modules": ["core_attn", "mlp_norm"]},
+        {"offload_modules": ["core_attn", "mlp_norm"], "num_moe_experts": 4},
+        "graphs.offload.modules has mlp_norm with num_moe_experts: megatron-core does not move it where attn and "
+        "moe_router are captured; leave it out",
+    ),
+    (
+        "transformer_engine",
+        None,
+        {},
+        "fine_grained_activation_offloading is True, and the plan keeps all activations on the device: analyse with "
+        "--offload, or set it to False",
+    ),
+    (
+        "chunk",
+        {},
+        {"cuda_graph_impl": "none"},
+        "fine_grained_activation_offloading is True: graphs.impl chunk does not work with it; set it to False "
+        "(graphs.offload moves the same tensors in chunk graphs), or set graphs.impl to transformer_engine",
+    ),
+]
+
+
+@pytest.mark.parametrize(("impl", "offload", "changes", "lines"), CORE_OFFLOADS)
+def test_megatrons_own_offloading_must_be_what_the_plan_says(plan, impl, offload, changes, lines):
+    values = plan.model_dump(mode="json", by_alias=True)
+    asked = None if offload is None else {"modules": ["core_attn", "attn_proj"], **offload}
+    values["graphs"] |= {"impl": impl, "offload": asked}
+    said = [text for text in complaints(type(plan).model_validate(values), CORE | changes) if "offload" in text]
+    assert said == ([] if lines is None else [f"- {line}" for line in lines.split("\n")])
+
+
+def test_eager_twins_may_use_megatrons_own_offloading(plan):
+    assert not complaints(plan, {"fine_grained_activation_offloading": True}, replace(FACTS, replay=False))
+
+
+def test_a_decoder_is_not_measured_with_megatrons_own_offloading():
+    made = config()
+    made.fine_grained_activation_offloading = True
+    with pytest.raises(settings.SettingsError, match="a measured decoder keeps its activations; set it to False"):
+        settings.check_decoder(made, FACTS, {})
+
+
+REFUSED = [
+    ({"cuda_graph_impl": "local"}, "- cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
+    (
+        {"apply_rope_fusion": False},
+        "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
+    ),
+    ({"fp8": "hybrid"}, "- fp8 is 'hybrid': scales are not kept across replays of packed graphs; set it to None"),
+    (
+        {"recompute_granularity": "full"},
+        "- recompute_granularity is 'full': graphs keep activations, and recomputing in them was not checked; set it "
+        "to None",
+    ),
+    (
+        {"pipeline_model_parallel_size": 2},
+        "- pipeline_model_parallel_size is 2, the plan was made for 1: analyse for this run",
+    ),
+    ({"context_parallel_size": 2}, "- context_parallel_size is 2, the plan was made for 1: analyse for this run"),
+    (
+        {"virtual_pipeline_model_parallel_size": 2},
+        "- virtual_pipeline_model_parallel_size is 2, the plan was made for 1: analyse for this run",
+    ),
+    (
+        {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"},
+        "- moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host, so no layer is "
+        "captured whole; analyse with --experts dropless (graphs.impl transformer_engine, graphs.modules attn and "
+        "moe_router), or set it to True with a moe_expert_capacity_factor",
+    ),
+    (
+        {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex", "moe_pad_expert_input_to_capacity": True},
+        "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall'",
+    ),
+    (
+        {"use_kitchen": True},
+        "- use_kitchen is True: cached quantized weights would not be renewed in replays; set it to False",
+    ),
+    (
+        {"moe_enable_routing_replay": True},
+        "- moe_enable_routing_replay is True: it keeps routing decisions in Python; set it to False",
+    ),
+    (
+        {"moe_paged_stash": True},
+        "- moe_paged_stash is True: it needs moe_expert_rank_capacity_factor, which megatron-core takes with the flex "
+        "dispatcher's hybridep (DeepEP's package) and ncclep (NCCL 2.30.4, torch 2.11 has 2.28.9) alone, neither of "
+        "which was run; dropless experts run eagerly (graphs.modules); set it to False",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
+def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
+    assert complaints(plan, changes) == [line]
+
+
+LATENT = {
+    "multi_latent_attention": True,
+    "rope_type": "yarn",
+    "cache_mla_latents": False,
+    "experimental_attention_variant": None,
+}
+
+
+def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
+    assert complaints(plan, LATENT) == []
+    layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(layers, {**LATENT, "cuda_graph_impl": "transformer_engine"}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"rope_type": "rope", "apply_rope_fusion": False},
+            "- rope_type is 'rope': with multi-latent attention only yarn's RoPE is fused, and an unfused one reads "
+            "the boundaries on the host; set it to 'yarn', and apply_rope_fusion to True",
+        ),
+        (
+            {"apply_rope_fusion": False},
+            "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
+        ),
+        (
+            {"cache_mla_latents": True},
+            "- cache_mla_latents is True: megatron-core refuses it in training; set it to False",
+        ),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "- experimental_attention_variant is 'dsa': it was not checked in a graph; set it to None",
+        ),
+    ],
+)
+def test_multi_latent_attention_is_refused_where_its_tables_are_not_in_place(plan, changes, line):
+    facts = settings.Facts(num_chunks=1, position_embedding="none")  # of the model: its layers have their own
+    assert complaints(plan, {**LATENT, **changes}, facts) == [line]
+
+
+def up_to_router(plan, **graphs):
+    changed = {"impl": "transformer_engine", "modules": ["attn", "moe_router"], **graphs}
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changed)})
+
+
+DROPLESS = {
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": ["moe_router", "attn"],
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_dropless_experts_are_accepted_behind_the_router(plan, dispatcher):
+    changes = {**DROPLESS, "moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": 2}
+    assert complaints(up_to_router(plan, capture="first_use"), changes) == []  # ranks share nothing in the graphs
+
+
+def test_megatron_cores_own_configuration_takes_the_modules(plan):
+    made = config(
+        num_moe_experts=4,
+        moe_token_dispatcher_type="alltoall",
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=["attn", "moe_router"],
+    )
+    settings.check(made, up_to_router(plan), FACTS, {})
+
+
+def test_inputs_are_padded_for_dropless_experts_without_graphs(plan):
+    facts = settings.Facts(num_chunks=1, replay=False)
+    changes = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
+    assert complaints(plan, changes, facts) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs", "line"),
+    [
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            {},
+            "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall' or 'allgather'",
+        ),
+        (
+            {"cuda_graph_modules": []},
+            {},
+            "- cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
+            "'moe_router']",
+        ),
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            {},
+            "- graphs.modules is ['attn', 'moe_router']: experts are padded to capacity, and their layers are captured "
+            "whole; analyse with --experts padded",
+        ),
+        (
+            {"num_moe_experts": None},
+            {},
+            "- graphs.modules is ['attn', 'moe_router']: the model has no experts; analyse with --experts none",
+        ),
+        (
+            {"cuda_graph_impl": "none", "cuda_graph_modules": []},
+            {"impl": "chunk"},
+            "- graphs.modules is ['attn', 'moe_router']: a part of a layer is captured by graphs.impl "
+            "transformer_engine alone; set graphs.impl to it, or graphs.modules to []",
+        ),
+    ],
+)
+def test_dropless_experts_are_refused_where_the_plan_is_of_another_run(plan, changes, graphs, line):
+    assert complaints(up_to_router(plan, **graphs), {**DROPLESS, **changes}) == [line]
+
+
+def test_every_complaint_is_told_at_once(plan):
+    lines = complaints(plan, {"fp8": "hybrid", "cuda_graph_impl": "local", "qk_clip": True})
+    assert len(lines) == 3
+
+
+SHARED = [
+    {"expert_model_parallel_size": 2},
+    {"expert_tensor_parallel_size": 2},
+    {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+]
+
+
+@pytest.mark.parametrize("changes", SHARED, ids=lambda value: next(iter(value)))
+@pytest.mark.parametrize("impl", ["chunk", "transformer_engine"])
+def test_ranks_with_other_micro_batches_must_capture_together(plan, changes, impl):
+    changes = {**changes, "cuda_graph_impl": "none" if impl == "chunk" else impl}
+
+    def told(**graphs):
+        made = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl, **graphs})})
+        even = made.microbatches.model_copy(update={"n_tokens_constant": True})
+        return complaints(made.model_copy(update={"microbatches": even}), changes)
+
+    assert told() == []
+    (line,) = told(capture="first_use")
+    assert "ranks with other micro-batches must capture together; set graphs.capture to startup" in line
+    uneven = plan.model_copy(
+        update={
+            "graphs": plan.graphs.model_copy(update={"impl": impl}),
+            "microbatches": plan.microbatches.model_copy(update={"n_tokens_constant": False}),
+        }
+    )
+    (line,) = complaints(uneven, changes)
+    assert line.endswith("pad every micro-batch to one length and analyse again")
+    padded = replace(FACTS, replay=False)  # which captures nothing
+    assert complaints(uneven, changes, padded) == []
+    alone = {"cuda_graph_impl": changes["cuda_graph_impl"]}
+    assert complaints(uneven, alone) == []
+
+
+@pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        ({"num_chunks": 2}, "2 model chunks on this rank, the plan has slots for [1]"),
+        ({"graph_safe_rng": False}, "call model_parallel_cuda_manual_seed(..., te_rng_tracker=True)"),
+        ({"position_embedding": "mrope"}, "position_embedding_type is 'mrope'"),
+        (
+            {"foreign_hooks": ("layers.0", "layers.1")},
+            "modules with hooks, which a replay does not run: layers.0, layers.1; remove",
+        ),
+        ({"foreign_layers": ("GatedDeltaNet",)}, "the decoder has GatedDeltaNet: only attention, MLP, experts and"),
+        ({"mamba_outside": True}, "multi-token prediction has MambaLayers, which run outside the decoder"),
+        ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
+        ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
+    ],
+)
+def test_what_is_wrong_with_the_run_is_told(plan, facts, part):
+    (line,) = complaints(plan, facts=settings.Facts(**{"num_chunks": 1, **facts}))
+    assert part in line
+
+
+def test_expandable_segments_need_nccls_registration_off(plan):
+    bad = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert "set NCCL_GRAPH_REGISTER=0" in complaints(plan, environment=bad)[0]
+    assert complaints(plan, environment={**bad, "NCCL_GRAPH_REGISTER": "0"}) == []
+
+
+def test_a_plan_for_torch_modules_is_refused(plan):
+    other = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "module"})})
+    assert "which is for thdprof.runtime.graphed: analyse with --impl chunk" in complaints(other)[0]
+
+
+# --- versions -------------------------------------------------------------------------------------------------------
+
+
+def test_versions(monkeypatch):
+    monkeypatch.delenv(versions.OVERRIDE, raising=False)
+    known = {"megatron-core": "0.19.2", "transformer-engine": "2.20.2"}
+    versions.check(lambda names: {name: known[name] for name in names})
+    newer = {**known, "megatron-core": "0.20.0rc1"}
+    with pytest.raises(versions.VersionError) as raised:
+        versions.check(lambda names: newer)
+    assert str(raised.value).startswith("megatron-core 0.20.0rc1: thdprof takes <0.20,>=0.19.2, and relies on ")
+    assert str(raised.value).endswith("Set THDPROF_UNTESTED_VERSIONS=allow to go on all the same")
+    monkeypatch.setenv(versions.OVERRIDE, "allow")
+    versions.check(lambda names: newer)
+    with pytest.raises(versions.VersionError, match=r"transformer-engine is not installed: pip install 'thdprof"):
+        versions.check(lambda names: {**known, "transformer-engine": None})
+
+
+def test_what_is_relied_on_says_where_it_was_checked():
+    assert len(versions.RELIED_ON) > 3
+    for reliance in versions.RELIED_ON:
+        assert isinstance(reliance.checked, SpecifierSet)
+        assert reliance.why
+    found = versions.installed(["megatron-core", "no-such-package"])
+    assert found["no-such-package"] is None
+    assert found["megatron-core"] in versions.MEGATRON  # the suite runs on a version that is claimed
+
+
+# --- metadata -------------------------------------------------------------------------------------------------------
+
+
+def test_packed_seq_params_keep_their_boundaries_on_the_host():
+    made = packed_seq_params.packed_seq_params([0, 3, 7], cu_seqlens_padded=[0, 4, 8], device="cpu")
+    assert made.qkv_format == "thd"
+    assert made.cu_seqlens_q.tolist() == made.cu_seqlens_kv.tolist() == [0, 3, 7]
+    assert made.cu_seqlens_q_padded.tolist() == [0, 4, 8]
+    assert made.cu_seqlens_q.dtype == torch.int32
+    assert (made.max_seqlen_q, made.max_seqlen_kv) == (4, 4)
+    read = packed_seq_params.read(made, cp_size=2, tail="none")
+    assert isinstance(read.host, np.ndarray)
+    assert read.host.tolist() == [0, 3, 7]
+    assert read.host_padded.tolist() == [0, 4, 8]
+    assert (read.max_seqlen, read.cp_size) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cu_seqlens_padded": [0, 8]}, "3 entries in cu_seqlens, 2 in the padded ones"),
+        ({"cu_seqlens_padded": [0, 2, 8]}, "document 0 has more tokens in cu_seqlens than in the padded ones"),
+        (
+            {"cu_seqlens_padded": [0, 4, 9], "pad_between_seqs": False},
+            "pad_between_seqs is False, but cu_seqlens and the",
+        ),
+        ({"max_seqlen": 5.5}, "max_seqlen 5.5: must be a whole number"),
+        ({"max_seqlen": 4}, "max_seqlen 4 is less than the longest document, 5"),
+    ],
+)
+def test_boundaries_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        packed_seq_params.packed_seq_params([0, 3, 8], device="cpu", **given)
+
+
+def test_other_packed_seq_params_are_read_by_their_shape():
+    bounds = torch.tensor([[0, 3, 8]], dtype=torch.int32)  # as flatten_batch_for_packed_sequences leaves them
+    made = PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=5, max_seqlen_kv=5)
+    read = packed_seq_params.read(made, cp_size=1, tail="none")
+    assert read.host is None
+    assert len(read.cu_seqlens) == 3
+    made.cu_seqlens_kv = bounds[:, :2]
+    with pytest.raises(TypeError, match="cu_seqlens_q and cu_seqlens_kv differ"):
+        packed_seq_params.read(made, cp_size=1, tail="none")
+
+
+def test_a_missing_max_seqlen_is_named():
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    with pytest.raises(TypeError, match=r"PackedSeqParams\.max_seqlen_q is None"):
+        packed_seq_params.read(
+            PackedSeqParams(qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds), cp_size=1, tail="none"
+        )
+
+
+def test_a_tail_needs_padding_between_documents():
+    made = packed_seq_params.packed_seq_params([0, 4], cu_seqlens_padded=[0, 4], pad_between_seqs=False, device="cpu")
+    with pytest.raises(ValueError, match="the tail policy append_dummy_seq adds padding: set it to True"):
+        packed_seq_params.read(made, cp_size=1, tail="append_dummy_seq")
+
+
+def test_unchanged_metadata_is_what_the_model_gave():
+    """So that an eager fallback sees fields that graphs do not have, such as seq_idx."""
+    like = packed_seq_params.packed_seq_params([0, 3, 8], device="cpu")
+    like.seq_idx = torch.zeros(1, 8, dtype=torch.int32)
+    read = packed_seq_params.read(like, cp_size=1, tail="none")
+    boundaries = boundaries_of(read, 8, "none")
+    assert packed_seq_params.write(to_device(read, boundaries, 8, torch.device("cpu")), like) is like
+    tailed = boundaries_of(read, 10, "append_dummy_seq")
+    made = packed_seq_params.write(to_device(read, tailed, 10, torch.device("cpu")), like)
+    assert made.cu_seqlens_q.tolist() == [0, 3, 8, 10]
+    assert like.cu_seqlens_q.tolist() == [0, 3, 8]
+
+
+def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
+    none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})
+    assert complaints(none, {"fp8": "hybrid", "qk_clip": True}) == []
+    assert len(complaints(plan, {"fp8": "hybrid", "qk_clip": True})) == 2
+
+
+def test_written_metadata_keeps_what_the_model_gave():
+    like = packed_seq_params.packed_seq_params([0, 3, 7], cu_seqlens_padded=[0, 4, 8], device="cpu")
+    like.tokens_per_sample = 8
+    padded = replace(packed_seq_params.read(like, cp_size=1, tail="none"), max_seqlen=8)  # as a bucket's
+    made = packed_seq_params.write(padded, like)
+    assert (made.qkv_format, made.tokens_per_sample, made.pad_between_seqs) == ("thd", 8, True)
+    assert made.seq_idx is None  # never derived from boundaries inside a graph
+    assert packed_seq_params.constants(
+        like
+    ) == "qkv_format=thd local_cp_size=None cp_group=None tokens_per_sample=8 " + ("pad_between_seqs=True")
+
+
+# --- the decoder ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Has of a TransformerBlock what the decoder needs."""
+
+    def __init__(self, *, pre_process: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.pre_process, self.input_tensor = pre_process, None
+        self.seen: list = []
+
+    def forward(self, hidden_states, attention_mask, inference_context=None, rotary_pos_emb=None, *, packed_seq_params):
+        given = hidden_states if self.pre_process else self.input_tensor
+        self.seen.append((packed_seq_params, rotary_pos_emb))
+        return self.linear(given)
+
+
+class Recorder(DispatchedModule):
+    """Dispatches nothing: there is no GPU."""
+
+
+def attached(block, **kwargs):
+    rope_lengths: list[int] = []
+
+    def rope(length: int):
+        rope_lengths.append(length)
+        return torch.zeros(length, 1, 1, 4)
+
+    decoder = Decoder(block, rope)
+    run = Recorder(decoder, [Bucket(max_seqs=4, max_seqlen=8, n_tokens=8)], token_shards=kwargs.pop("token_shards", 1))
+    decoder.attach(run, **{"cp_size": 1, "shards": 1, "tail": "none", **kwargs})
+    return decoder, run, rope_lengths
+
+
+def packed(bounds=(0, 3, 8)):
+    return packed_seq_params.packed_seq_params(list(bounds), device="cpu")
+
+
+def test_a_packed_micro_batch_goes_through_the_dispatch_and_an_unpacked_one_past_it():
+    block = Block()
+    decoder, run, lengths = attached(block)
+    x = torch.randn(8, 1, 2)
+    expected = block.linear(x)
+    found = block(hidden_states=x, attention_mask=None, rotary_pos_emb=torch.ones(5), packed_seq_params=packed())
+    assert torch.equal(found, expected)
+    assert run.stats().fallbacks == {FallbackReason.no_cuda: 1}
+    assert lengths == [8]  # the whole buffer, although the longest document has 5 tokens
+    assert block.seen[-1][1].shape[0] == 8
+    block(hidden_states=x, attention_mask=None, packed_seq_params=None)
+    block(hidden_states=x, attention_mask=None, inference_context=object(), packed_seq_params=packed())
+    assert run.stats().microbatches == 1
+    assert list(block.state_dict()) == ["linear.weight", "linear.bias"]  # as without thdprof
+    decoder.detach()
+    assert "forward" not in vars(block)
+    block(hidden_states=x, attention_mask=None, packed_seq_params=packed())
+    assert run.stats().microbatches == 1
+
+
+def test_a_later_pipeline_stage_gives_its_input_as_an_argument():
+    block = Block(pre_process=False)
+    _, run, _ = attached(block, shards=2, token_shards=2)
+    block.input_tensor = received = torch.randn(4, 1, 2, requires_grad=True)
+    block(hidden_states=None, attention_mask=None, packed_seq_params=packed()).sum().backward()
+    assert received.grad is not None
+    assert block.input_tensor is received
+    (params, _), *_ = block.seen
+    assert params.cu_seqlens_q.tolist() == [0, 3, 8]  # 8 tokens, of which this rank has 4
+    assert run.stats().microbatches == 1
+
+
+def test_the_decoders_mode_is_that_of_its_block():
+    block = Block()
+    decoder, _, _ = attached(block)
+    block.eval()
+    assert not decoder.training
+    block.train()
+    assert decoder.training
+
+
+def test_a_second_installation_is_refused():
+    block = Block()
+    first, _, _ = attached(block)
+    with pytest.raises(
+        settings.SettingsError, match="the forward of Block is replaced already: close the installation"
+    ):
+        Decoder(block)
+    first.detach()
+    Decoder(block)
+
+
+def test_rotary_tables_are_kept_for_buckets_alone():
+    block = Block()
+    decoder, _, lengths = attached(block)
+    for tokens in (8, 6, 8, 7, 6):
+        block(
+            hidden_states=torch.randn(tokens, 1, 2),
+            attention_mask=None,
+            rotary_pos_emb=torch.ones(5),
+            packed_seq_params=packed((0, tokens)),
+        )
+    assert lengths == [8, 6, 7, 6]
+    assert list(decoder._kept) == [8]
+
+
+def test_the_scale_of_auxiliary_losses_has_its_memory_before_a_capture(monkeypatch):
+    """A first backward before Megatron's schedule would make it a number, into which the schedule cannot copy."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
+    chunk.prepare_experts(config(), torch.device("cpu"))
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is None  # no experts
+    chunk.prepare_experts(SimpleNamespace(num_moe_experts=4), torch.device("cpu"))
+    baked = MoEAuxLossAutoScaler.main_loss_backward_scale
+    output, loss = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
+    MoEAuxLossAutoScaler.apply(output, loss).sum().backward()  # as a warm-up
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) * 0.5)  # as the schedule
+    assert MoEAuxLossAutoScaler.main_loss_backward_scale is baked
+    assert baked.tolist() == [0.5]
+
+
+def test_closing_takes_the_gradient_event_off(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    block = Block()
+    run = chunk.ChunkGraphs(Decoder(block), [], surroundings=chunk.surroundings(block))
+    run._surroundings.on_backward()
+    assert all(hasattr(p, "_cudagraph_wgrad_ready_event") for p in block.parameters())
+    run.close()
+    assert not any(hasattr(p, "_cudagraph_wgrad_ready_event") for p in block.parameters())
+
+
+def test_hooks_that_a_replay_would_not_run_are_found():
+    block = Block()
+    assert chunk.foreign_hooks(block) == ()
+    block.linear.register_forward_pre_hook(lambda module, given: None)
+    assert chunk.foreign_hooks(block) == ("linear",)
+
+
+def test_parameter_gathering_hooks_run_before_a_replay():
+    from megatron.core.distributed import distributed_data_parallel as ddp
+
+    block, called = Block(), []
+    wrapped = SimpleNamespace(use_forward_hook=True, param_to_bucket_group={})
+    hook = ddp.DistributedDataParallel._make_forward_pre_hook(wrapped)
+    for module in block.modules():
+        module.register_forward_pre_hook(hook)
+    assert chunk.foreign_hooks(block) == ()  # megatron-core's own
+    group = SimpleNamespace(finish_param_sync=lambda **kwargs: called.append("gathered"))
+    wrapped.param_to_bucket_group = dict.fromkeys(block.parameters(), group)
+    wrapped.ddp_config = SimpleNamespace(align_param_gather=False)
+    wrapped.overlap_param_gather_with_optimizer_step = False
+    chunk.gather_parameters(block)
+    assert called == ["gathered"] * 2
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+class FakeLease:
+    """A lease whose graph doubles its input."""
+
+    def __init__(self) -> None:
+        self.captured = SimpleNamespace(input_grads=(None,), differentiable=(True,))
+        self.order: deque[str] = deque()
+
+    def forward(self, tensors, boundaries):
+        return (tensors[0] * 2,)
+
+    def backward(self, grads):
+        self.order.append("replayed")
+        return [grads[0] * 2]
+
+
+def test_hooks_on_gradient_accumulation_run_after_the_replay():
+    """As megatron-core's DistributedDataParallel hangs its reduction there; no gradient is added a second time."""
+    parameter = nn.Parameter(torch.ones(3))
+    lease = FakeLease()
+    node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *unused: lease.order.append(f"hook sees {parameter.grad}"))
+    x = torch.ones(4, requires_grad=True)
+    anchor = torch.zeros((), requires_grad=True)
+    (y,) = _Replay.apply(lease, Boundaries(valid=np.array([0, 4], np.int32)), anchor, x, parameter)
+    y.sum().backward()
+    assert list(lease.order) == ["replayed", "hook sees None"]
+    assert x.grad.tolist() == [2.0] * 4
+
+
+def test_ranks_that_decide_alike_have_equal_digests():
+    bucket, other = Bucket(max_seqs=4, max_seqlen=8, n_tokens=8), Bucket(max_seqs=2, max_seqlen=8, n_tokens=8)
+    made = []
+    for choices in (
+        [bucket, FallbackReason.too_many_seqs, bucket],
+        [bucket, FallbackReason.too_many_seqs, bucket],
+        [FallbackReason.too_many_seqs, bucket, bucket],
+        [bucket, FallbackReason.document_too_long, bucket],
+        [other, FallbackReason.too_many_seqs, bucket],
+    ):
+        decisions = Decisions(1, enabled=False)
+        record = decisions.recorder(0)
+        for choice in choices:
+            record(choice)
+        made.append(decisions.digests[0])
+        decisions.check()  # nothing without debug
+    assert made[0] == made[1]
+    assert len(set(made)) == 4
+
+
+def test_a_moved_main_grad_is_noticed():
+    """As after DistributedDataParallel.offload_grad_buffers and restore_grad_buffers: the same tensor, elsewhere."""
+    from thdprof.runtime.graphs.capture import GradientBuffers
+
+    storage = torch.zeros(4)
+    parameter = nn.Parameter(torch.ones(4))
+    parameter.main_grad = storage.view(4)
+    buffers = GradientBuffers.of([parameter])
+    buffers.attach((True,))
+    parameter.main_grad.data = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="was replaced or moved after its graphs were captured"):
+        buffers.attach((True,))
+
+
+def test_half_a_pass_is_fatal_where_ranks_communicate():
+    alone, together = Surroundings(), Surroundings(communicates=True)
+    failed = WarmupError("OutOfMemoryError: 1 GiB")
+    refuse_half_a_pass(failed, alone)
+    refuse_half_a_pass(RuntimeError("a capture ran nothing"), together)
+    with pytest.raises(RuntimeError, match=r"a pass before a capture failed on this rank \(OutOfMemoryError: 1 GiB\)"):
+        refuse_half_a_pass(failed, together)
+
+
+def test_a_module_with_main_grads_passes_them_into_the_replay():
+    """Only parameters that a pass touches, and whose gradient goes to main_grad."""
+    from thdprof.runtime.graphs.capture import GradientBuffers
+
+    module = nn.Linear(2, 2)
+    module.weight.main_grad = torch.zeros(2, 2)
+    buffers = GradientBuffers.of(list(module.parameters()))
+    assert buffers.with_main_grad((True, True)) == [module.weight]
+    assert buffers.with_main_grad((False, True)) == []
+    assert issubclass(chunk.ChunkGraphs, GraphedModule)
+
+
+def test_fused_accumulation_is_not_added_twice():
+    from thdprof.runtime.graphs.capture import GradientBuffers, spare_main_grads
+
+    class Fused(torch.autograd.Function):
+        """Adds to main_grad itself and hands autograd a dummy, as Transformer Engine does."""
+
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.weight = weight
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.weight.main_grad.add_(grad)
+            ctx.weight.grad_added_to_main_grad = True
+            return None, torch.full_like(grad, 1000.0)
+
+    fused, plain = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    for parameter in (fused, plain):
+        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(3), False
+    buffers = GradientBuffers.of([fused, plain])
+    aliases = []
+    for parameter in (fused, plain):
+        alias = nn.Parameter(parameter.detach())
+        alias.__dict__.update(parameter.__dict__)
+        aliases.append(alias)
+
+    def run():
+        (Fused.apply(torch.ones(3), aliases[0]) + aliases[1] * 2).sum().backward()
+
+    spare_main_grads(aliases)
+    run()  # a warm-up
+    assert fused.main_grad.tolist() == plain.main_grad.tolist() == [0.0] * 3
+    for alias in aliases:
+        alias.grad = None
+    touched = buffers.collect(aliases)
+    run()
+    assert touched == {0, 1}
+    assert fused.main_grad.tolist() == [1.0] * 3
+    assert plain.main_grad.tolist() == [2.0] * 3
+    assert fused.grad is plain.grad is None
+
+
+# --- calibration ----------------------------------------------------------------------------------------------------
+
+
+def test_a_decoder_is_measured_with_the_metadata_and_the_rotary_table_of_training():
+    """Its module takes [tokens, hidden] and one PackedSequence, as any that is calibrated."""
+    block, lengths = Block(), []
+
+    def rotary(length, *, packed_seq):
+        lengths.append((length, packed_seq))
+        return torch.zeros(length, 1, 1, 4)
+
+    config = SimpleNamespace(multi_latent_attention=False)
+    model = SimpleNamespace(decoder=block, rotary_pos_emb=rotary, position_embedding_type="rope", config=config)
+    module = PackedDecoder(model, shards=2)
+    x = torch.randn(4, 2)
+    for _ in range(2):
+        assert torch.equal(module(x, pack([0, 3, 8])), block.linear(x))
+    (params, table), *_ = block.seen
+    assert (params.qkv_format, params.cu_seqlens_q.tolist(), params.max_seqlen_kv) == ("thd", [0, 3, 8], 5)
+    assert lengths == [(8, True)]  # of all ranks' tokens, and made once: graphs read it where it lies
+    assert block.seen[1][1] is table
+
+
+def test_the_memory_of_a_slot_is_that_of_its_first_bucket():
+    assert calibrate._slot_costs([1000, 10, 30]) == (1000, 0.02)
+    assert calibrate._slot_costs([1000]) == (1000, 0.0)

@@ -1,0 +1,401 @@
+"""Hybrid decoders of megatron-core on a CPU: its own stacks and Mamba layers, with a stand-in for the mixer."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.cuda_graphs import tree_map
+from test_megatron_te import (
+    BUCKETS,
+    HIDDEN,
+    LARGE,
+    MIXED,
+    OVER,
+    SMALL,
+    TOKENS,
+    Attention,
+    FakeEngine,
+    _as_if_on_a_gpu,  # noqa: F401
+    _parallel_state,  # noqa: F401
+    forward,
+    graphs_of,
+    inputs,
+    one_f_one_b,
+    train,
+)
+from torch import nn
+
+from thdprof.runtime import Bucket, FallbackReason
+from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.graphs.bank import Metadata
+from thdprof.runtime.graphs.capture import aliased_parameters
+from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.install import PaddedEager
+from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
+
+POLICIES = ("none", "append_dummy_seq", "extend_last")
+CPU = torch.device("cpu")
+
+
+class Helper:
+    """As MambaContextParallel, keeps the mixer's parameter, and is no module."""
+
+    def __init__(self, scale):
+        self.scale_cp1 = scale
+
+
+class Mixer(nn.Module):
+    """Running sums within documents, as little as tells them apart by seq_idx."""
+
+    def __init__(self, config, d_model, **_):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((d_model,), 0.25))
+        self.cp = Helper(self.scale)
+        self.seen = []
+
+    def forward(self, hidden_states, inference_context=None, packed_seq_params=None):
+        idx = packed_seq_params.seq_idx
+        assert (idx.shape, idx.dtype) == ((1, TOKENS), torch.int32)
+        assert packed_seq_params.total_tokens is None  # else seq_idx would be derived anew
+        self.seen.append((idx.tolist()[0], packed_seq_params.cu_seqlens_q.numel() - 1))
+        same = (idx[0][:, None] == idx[0]).tril().to(hidden_states.dtype)
+        sums = (same @ hidden_states[:, 0])[:, None] * self.cp.scale_cp1
+        return sums, None
+
+
+def make_stack(pattern="M*M"):
+    """A HybridStack without its last norm, which is Transformer Engine's."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=len(pattern),
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=[],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        is_hybrid_model=True,
+    )
+    attention = get_gpt_layer_local_spec()
+    attention.submodules.self_attention.submodules.core_attention = Attention
+    layer = ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(mixer=ModuleSpec(module=Mixer), mamba_bda=get_bias_dropout_add),
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return HybridStack(
+        config,
+        HybridStackSubmodules(mamba_layer=layer, attention_layer=attention),
+        layer_type_list=list(pattern),
+        post_layer_norm=False,
+        pg_collection=groups,
+    ).train()
+
+
+def seen_by(stack):
+    """What the mixers were given, mixer by mixer."""
+    return [layer.mixer.seen for layer in stack.layers if mamba.is_mamba(layer)]
+
+
+# --- which layers ---------------------------------------------------------------------------------------------------
+
+
+def test_mamba_layers_are_found_and_other_layers_are_foreign():
+    stack = make_stack("M*M")
+    assert [mamba.is_mamba(layer) for layer in stack.layers] == [True, False, True]
+    assert mamba.has_mamba(stack)
+    assert not mamba.has_mamba(make_stack("**"))
+    assert list(mamba.foreign(stack.layers)) == []
+    assert list(mamba.foreign([nn.Linear(2, 2), *stack.layers])) == ["Linear"]
+
+
+def test_a_gated_delta_net_in_a_transformer_layer_is_foreign():
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    stack = make_stack("**")
+    stack.layers[1].self_attention = object.__new__(GatedDeltaNet)
+    nn.Module.__init__(stack.layers[1].self_attention)
+    assert list(mamba.foreign(stack.layers)) == ["GatedDeltaNet"]
+
+
+def test_mamba_layers_outside_the_decoder_are_found():
+    model = nn.Module()
+    model.decoder = make_stack("M*")
+    assert not mamba.outside(model)
+    model.mtp = make_stack("*M")
+    assert mamba.outside(model)
+
+
+def test_what_state_space_layers_cannot_do_is_refused():
+    facts, none = settings.Facts(num_chunks=1, has_mamba=True), settings.Facts(num_chunks=1)
+    good, other = (SimpleNamespace(use_mamba_mem_eff_path=value) for value in (True, False))
+    plan, dynamic = (SimpleNamespace(training=SimpleNamespace(max_seqlen_per_dp_cp_rank=room)) for room in (None, 4096))
+    assert list(settings._of_mamba(good, facts)) == list(settings._of_dynamic_mamba(plan, facts)) == []
+    (line,) = settings._of_mamba(other, facts)
+    assert line == "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
+    assert list(settings._of_mamba(other, none)) == list(settings._of_dynamic_mamba(dynamic, none)) == []
+    (line,) = settings._of_dynamic_mamba(dynamic, facts)
+    assert "exchange tokens over groups of one size" in line
+
+
+# --- metadata -------------------------------------------------------------------------------------------------------
+
+
+def params_of(bounds, **changes):
+    return packed_seq_params.packed_seq_params(bounds, device="cpu", **changes)
+
+
+def on_device(bounds, seq_idx=None, **changes):
+    """PackedSeqParams of a loader that keeps nothing on the host."""
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=8, max_seqlen_kv=8, seq_idx=seq_idx, **changes
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("padded", [None, [0, 4, 10]])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_eager_padded_and_static_metadata_have_the_same_documents(policy, padded, cp):
+    """Of the boundaries in memory over the buffers of all ranks; what lies past the last is a document of its own."""
+    given = params_of([0, 3, 8], cu_seqlens_padded=padded)
+    read = packed_seq_params.read(given, cp_size=cp, tail=policy, with_seq_idx=True)
+    bounds = boundaries_of(read, TOKENS * cp, policy)
+    bucket = Bucket(5, TOKENS, TOKENS, cp)
+    x = torch.zeros(TOKENS, 1, HIDDEN)
+    call = SimpleNamespace(packed=read, boundaries=bounds, tensors=(x,))
+    metadata = Metadata([bucket], with_padded=padded is not None, with_seq_idx=True, device=CPU)
+    metadata.stage(Boundaries(valid=np.arange(6, dtype=np.int32)), bucket)  # of another micro-batch
+    metadata.stage(bounds, bucket)
+    made = [
+        to_device(read, bounds, TOKENS * cp, CPU),
+        packed_seq_params.padded(call, bucket),
+        metadata.packed(bucket),
+    ]
+    inner, end = (4, 10) if padded else (3, 8)
+    last = 1 if policy == "extend_last" else 2
+    expected = [0] * inner + [1] * (end - inner) + [last] * (TOKENS * cp - end)
+    for packed in made:
+        written = packed_seq_params.write(packed, given)
+        assert written.seq_idx.shape == (1, TOKENS * cp)
+        assert written.seq_idx.dtype == torch.int32
+        assert written.seq_idx.tolist()[0] == expected
+        assert written.total_tokens is None
+        assert written.seq_idx.data_ptr() == packed.seq_idx.data_ptr()  # what a replay reads is the static buffer
+
+
+def test_documents_of_tokens_can_come_from_the_device_alone():
+    idx = torch.tensor([[0] * 5 + [1] * 11], dtype=torch.int32)
+    given = on_device([0, 5, TOKENS], idx)
+    read = packed_seq_params.read(given, cp_size=1, tail="none", with_seq_idx=True)
+    bounds = boundaries_of(read, TOKENS, "none")
+    bucket = BUCKETS[0]
+    call = SimpleNamespace(packed=read, boundaries=bounds, tensors=(torch.zeros(TOKENS, 1, HIDDEN),))
+    metadata = Metadata(BUCKETS, with_padded=False, with_seq_idx=True, device=CPU)
+    metadata.stage(bounds, bucket)
+    for packed in (
+        to_device(read, bounds, TOKENS, CPU),
+        packed_seq_params.padded(call, bucket),
+        metadata.packed(bucket),
+    ):
+        assert packed_seq_params.write(packed, given).seq_idx.tolist() == idx.tolist()
+    unchanged = to_device(read, bounds, TOKENS, CPU)
+    assert packed_seq_params.write(unchanged, given) is given
+    with pytest.raises(ValueError, match=r"seq_idx is of 16 tokens, but the micro-batch has 32"):
+        boundaries_of(read, 2 * TOKENS, "none")
+
+
+def test_documents_of_tokens_that_cannot_be_known_are_refused():
+    with pytest.raises(
+        TypeError, match=r"PackedSeqParams\.seq_idx is None, and its boundaries are not on the host, but"
+    ):
+        packed_seq_params.read(on_device([0, TOKENS]), cp_size=1, tail="none", with_seq_idx=True)
+    wide = torch.zeros(1, TOKENS, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"PackedSeqParams\.seq_idx is torch\.int64, and"):
+        packed_seq_params.read(on_device([0, TOKENS], wide), cp_size=1, tail="none", with_seq_idx=True)
+    assert packed_seq_params.read(on_device([0, TOKENS]), cp_size=1, tail="none").seq_idx is None
+
+
+def test_what_a_loader_derived_is_made_anew_where_the_host_has_the_boundaries():
+    given = params_of([0, 5, 12])
+    given.total_tokens = TOKENS
+    given.__post_init__()  # as Megatron's own training makes it
+    read = packed_seq_params.read(given, cp_size=1, tail="append_dummy_seq", with_seq_idx=True)
+    packed = to_device(read, boundaries_of(read, TOKENS, "append_dummy_seq"), TOKENS, CPU)
+    written = packed_seq_params.write(packed, given)
+    assert written.seq_idx.tolist() == given.seq_idx.tolist()
+    assert written.total_tokens is None
+
+
+@pytest.mark.parametrize("num_documents", [1, 30, 63, 64, 200])
+def test_static_documents_of_tokens_begin_where_a_buffer_of_their_own_would(num_documents):
+    """Triton compiles a kernel anew for a pointer that is not a multiple of 16 bytes: an eager pass has none such."""
+    metadata = Metadata([Bucket(num_documents, TOKENS, TOKENS)], with_padded=True, with_seq_idx=True, device=CPU)
+    idx = metadata.packed(Bucket(num_documents, TOKENS, TOKENS)).seq_idx
+    assert idx.storage_offset() * idx.element_size() % 256 == 0
+    assert idx.storage_offset() >= 2 * (num_documents + 1)
+
+
+def test_local_graphs_keep_the_documents_that_they_are_given():
+    """They copy the metadata, which derives seq_idx anew where it has `total_tokens`."""
+    read = packed_seq_params.read(params_of(SMALL), cp_size=1, tail="none", with_seq_idx=True)
+    call = SimpleNamespace(
+        packed=read, boundaries=boundaries_of(read, TOKENS, "none"), tensors=(torch.zeros(TOKENS, 1, HIDDEN),)
+    )
+    written = packed_seq_params.write(packed_seq_params.padded(call, BUCKETS[0]), params_of(SMALL))
+    taken = []
+
+    def keep(value):
+        taken.append(value)
+        return value
+
+    copied = tree_map(keep, written)
+    assert copied is not written
+    assert copied.seq_idx is written.seq_idx
+    assert sum(value is written.seq_idx for value in taken) == 1  # an input of the graph
+
+
+# --- captures -------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_plain_objects_keep_are_aliased_too():
+    stack = make_stack("M*")
+    mixer = stack.layers[0].mixer
+    own, strange = mixer.scale, nn.Parameter(torch.zeros(1))
+    mixer.cp.of_another = strange
+    with aliased_parameters(stack) as aliases:
+        assert mixer.scale is mixer.cp.scale_cp1 is aliases[id(own)]
+        assert mixer.scale is not own
+        assert mixer.scale.data_ptr() == own.data_ptr()
+        assert mixer.cp.of_another is strange
+    assert mixer.scale is mixer.cp.scale_cp1 is own
+
+
+@pytest.mark.parametrize("pattern", ["M*M", "MM", "*M"])
+def test_layer_graphs_give_the_numbers_of_an_eager_run(pattern):
+    plain, graphed, engine = make_stack(pattern), make_stack(pattern), FakeEngine()
+    run = graphs_of(graphed, engine)
+    eager = Decoder(plain)
+    eager.attach(Eager(eager, BUCKETS), cp_size=1, shards=1, tail="none")
+    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    found = [train(stack, batches, one_f_one_b(len(batches))) for stack in (plain, graphed)]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    checked = 0
+    for (name, p), q in zip(plain.named_parameters(), graphed.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        if p.grad is not None:
+            assert torch.equal(p.grad, q.grad), name
+            checked += name.endswith("mixer.scale")
+    assert checked == pattern.count("M")
+    assert len(engine.replays) == 6 * len(pattern)  # the mamba layers are captured too
+    assert run.stats().replays == {BUCKETS[0]: 3, BUCKETS[1]: 3}
+    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 2}
+
+
+class Eager(DispatchedModule):
+    """Dispatches nothing."""
+
+    def _decide(self, call):
+        return FallbackReason.disabled_by_user
+
+
+@pytest.mark.parametrize("bounds", [SMALL, LARGE])
+def test_padding_alone_gives_the_numbers_of_an_eager_run(bounds):
+    stacks = [make_stack(), make_stack()]
+    for stack, kind in zip(stacks, (Eager, PaddedEager), strict=True):
+        decoder = Decoder(stack)
+        run = kind(decoder, BUCKETS, sample_every=0)
+        decoder.attach(run, cp_size=1, shards=1, tail="none")
+    x = inputs(1)[0]
+    found = [forward(stack, x.clone().requires_grad_(), bounds) for stack in stacks]
+    assert torch.equal(*found)
+    plain, padded = (seen_by(stack) for stack in stacks)
+    assert [s[0][0] for s in plain] == [s[0][0] for s in padded]  # the same documents of tokens
+    assert plain[0][0][0] == document_of_tokens(np.array(bounds, np.int32), TOKENS).tolist()
+    assert padded[0][0][1] == next(b.max_seqs for b in BUCKETS if b.max_seqs >= len(bounds) - 1)
+
+
+def test_a_document_changes_no_other_ones_output():
+    """In replays of Mamba layers, whose attention between them is left out: its stand-in rounds otherwise."""
+    stack = make_stack("MM")
+    run = graphs_of(stack, num_slots=1)
+    x = inputs(1)[0]
+    compared = 0
+    for bounds in (SMALL, LARGE):
+        base = forward(stack, x.clone().requires_grad_(), bounds).detach()
+        for start, end in pairwise(bounds):
+            other = x.clone()
+            other[start:end] += 1
+            y = forward(stack, other.requires_grad_(), bounds).detach()
+            for begin, stop in pairwise(bounds):
+                same = torch.equal(y[begin:stop], base[begin:stop])
+                assert same == (begin != start), (bounds, start, begin)
+                compared += 1
+    assert compared == 4 + 25
+    assert run.stats().fallbacks.total() == 0
+
+
+@pytest.mark.parametrize(("cp", "tail", "end"), [(1, "none", 8), (2, "none", 32), (2, "append_dummy_seq", 8)])
+def test_boundaries_that_cover_what_they_must_are_taken(cp, tail, end):
+    assert given_to_the_layers(cp, tail, end) == [[0] * end + [1] * (cp * TOKENS - end)]
+
+
+def test_under_context_parallelism_documents_must_cover_all_tokens():
+    with pytest.raises(
+        ValueError, match="cu_seqlens ends at 8 of 32 tokens, the rest of which Megatron's Mamba layers"
+    ):
+        given_to_the_layers(2, "none", 8)
+
+
+def given_to_the_layers(cp, tail, end):
+    """seq_idx of one micro-batch of a single document in a stack that only looks at it."""
+    stack, seen = make_stack("M"), []
+
+    def look(hidden_states, attention_mask=None, packed_seq_params=None):
+        seen.extend(packed_seq_params.seq_idx.tolist())
+        return hidden_states
+
+    decoder = Decoder(stack)
+    decoder._own_forward = look
+    decoder.attach(Eager(decoder, BUCKETS), cp_size=cp, shards=1, tail=tail)
+    bounds = params_of([0, end])
+    stack.forward(hidden_states=inputs(1)[0], attention_mask=None, packed_seq_params=bounds)
+    return seen
+
+
+def test_a_decoder_without_mamba_layers_gets_no_documents_of_tokens():
+    stack = make_stack("**")
+    graphs_of(stack)
+    seen = []
+    own = stack.layers[0].self_attention.core_attention.forward
+
+    def forwarded(*args, packed_seq_params, **kwargs):
+        seen.append(packed_seq_params.seq_idx)
+        return own(*args, packed_seq_params=packed_seq_params, **kwargs)
+
+    stack.layers[0].self_attention.core_attention.forward = forwarded
+    forward(stack, inputs(1)[0].requires_grad_(), OVER)
+    assert seen
+    assert all(idx is None for idx in seen)

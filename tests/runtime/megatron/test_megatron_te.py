@@ -1,0 +1,951 @@
+"""Layer graphs by Transformer Engine, around real megatron-core layers on a CPU.
+
+`FakeEngine` stands for `make_graphed_callables`: its graphs run the layer again over static tensors, give static
+buffers out, and spoil what a real memory pool would reuse.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import sys
+from collections import Counter, defaultdict
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from packaging.version import Version
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import torch
+from support.late_mover import LateMover
+from torch import nn
+
+from thdprof.offload.plan import Choice
+from thdprof.runtime import Bucket, FallbackReason
+from thdprof.runtime.graphs import bank
+from thdprof.runtime.graphs.capture import _homes
+from thdprof.runtime.megatron import packed_seq_params
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
+from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.offload.layers import LayerOffload, SavedTensors
+from thdprof.runtime.megatron.refusals.settings import SettingsError, _of_transformer_engine
+from thdprof.runtime.offload.copies import HostBuffers
+from thdprof.runtime.offload.saved_tensors import PassOffload, _Returning
+
+TOKENS, HIDDEN, LAYERS = 16, 8, 3
+BUCKETS = [Bucket(3, TOKENS, TOKENS), Bucket(6, TOKENS, TOKENS)]
+SMALL, LARGE, OVER = [0, 7, 16], [0, 2, 3, 9, 12, 16], list(range(9)) + [16]
+"""Boundaries that fit the first bucket, the second, none."""
+
+
+class FusedScale(torch.autograd.Function):
+    """As fused accumulation does, adds the weight's gradient to `main_grad`, says so, and gives a dummy."""
+
+    capturing = False
+
+    @staticmethod
+    def forward(ctx, x, weight, origin):
+        ctx.save_for_backward(x, weight)
+        ctx.origin = origin[0]
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        found = (grad * x).sum(0) + 1  # so that no pass leaves `main_grad` alone
+        if hasattr(ctx.origin, "main_grad"):
+            if not FusedScale.capturing:
+                ctx.origin.main_grad.add_(found)
+            ctx.origin.grad_added_to_main_grad = True
+            found = torch.full_like(found, 123.0)
+        return grad * weight, found, None
+
+
+class Attention(nn.Module):
+    """Means over documents, as little as uses packed metadata; a fused weight, an unused one, and a buffer."""
+
+    def __init__(self, *_, **__):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((HIDDEN,), 0.5))
+        self.unused = nn.Parameter(torch.zeros(2))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, query, key, value, *_, packed_seq_params, **__):
+        self.calls += 1
+        found = (query + key + value).reshape(TOKENS, HIDDEN)
+        found = FusedScale.apply(found, self.scale, [self.scale])
+        ends = packed_seq_params.cu_seqlens_q.tolist()
+        parts = [found[a:b].mean(0, keepdim=True).expand(b - a, -1) for a, b in pairwise(ends)]
+        return found + torch.cat(parts)
+
+
+def as_tuple(output):
+    return output if isinstance(output, tuple) else (output,)
+
+
+@contextmanager
+def installed(weights):
+    """Let modules use `weights`, those of a capture, and not what they have by now."""
+    before = [home[name] for home, name, _ in weights]
+    for home, name, weight in weights:
+        home[name] = weight
+    try:
+        yield
+    finally:
+        for (home, name, _), weight in zip(weights, before, strict=True):
+            home[name] = weight
+
+
+class FakeGraph:
+    """One layer's replays: static in, static out; the memory is spoilt where a pool would use it again."""
+
+    def __init__(self, engine, mates, module, surface, pool):
+        self.engine, self.mates, self.module, self.surface, self.pool = engine, mates, module, surface, pool
+        self.weights = list(_homes(engine.block))
+        self.static_outputs = self.static_grads = self.inner = None
+        self.is_reset = False
+        mates.append(self)
+
+    def __call__(self, *given):
+        assert not self.is_reset
+        return _Replayed.apply(self, *given)
+
+    def reset(self):
+        self.is_reset = True
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, graph, *given):
+        ctx.graph = graph
+        graph.engine.replays.append(graph)
+        assert len(given) == len(graph.surface)
+        for static, value in zip(graph.surface, given, strict=True):
+            if static.data_ptr() != value.data_ptr():
+                static.data.copy_(value)
+        graph.engine.owner[graph.pool] = graph.mates
+        with torch.enable_grad(), installed(graph.weights):
+            graph.inner = as_tuple(graph.module(*graph.surface))
+        if graph.static_outputs is None:
+            graph.static_outputs = [torch.empty_like(o).detach() for o in graph.inner]
+        for static, value in zip(graph.static_outputs, graph.inner, strict=True):
+            static.copy_(value.detach())
+        given = tuple(o.detach() for o in graph.static_outputs)
+        return given if len(given) > 1 else given[0]
+
+    @staticmethod
+    def backward(ctx, *grads):
+        graph = ctx.graph
+        assert not graph.is_reset
+        if graph.engine.owner[graph.pool] is not graph.mates:  # another bucket's activations lie there
+            return None, *(torch.full_like(s, torch.nan) for s in graph.surface)
+        heads = [(o, g.clone()) for o, g in zip(graph.inner, grads, strict=True) if o.requires_grad]
+        for later in graph.mates[graph.mates.index(graph) + 1 :]:
+            for spoilt in (*later.static_outputs, *(later.static_grads or ())):
+                spoilt.fill_(torch.nan if spoilt.is_floating_point() else 1)
+        found = torch.autograd.grad([o for o, _ in heads], graph.surface, [g for _, g in heads])
+        if graph.static_grads is None:
+            graph.static_grads = [torch.empty_like(g) for g in found]
+        for static, value in zip(graph.static_grads, found, strict=True):
+            static.copy_(value)
+        return None, *(g.detach() for g in graph.static_grads)
+
+
+class FakeEngine:
+    """make_graphed_callables, and what it was asked for."""
+
+    def __init__(self):
+        self.calls, self.replays, self.owner = [], [], {}
+        self.fails, self.block = False, None
+
+    def __call__(self, modules, sample_args, *, post_warmup_hook, num_warmup_iters, pool, **settings):
+        assert isinstance(modules, tuple)
+        assert not any(list(m.parameters()) or m._forward_pre_hooks for m in modules)
+        self.calls.append(SimpleNamespace(modules=modules, sample_args=sample_args, pool=pool, settings=settings))
+        for _ in range(num_warmup_iters):
+            self._pass(modules, sample_args)
+        post_warmup_hook()
+        LayerPass.__call__ = lambda self, *args: nn.Module.__call__(self, *args)  # as it wraps each module's class
+        gc.disable()
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        FusedScale.capturing = True  # a capture runs no kernel
+        self._pass(modules, sample_args)
+        FusedScale.capturing = False
+        gc.enable()
+        LayerPass.__call__ = nn.Module.__call__
+        mates = []
+        return tuple(FakeGraph(self, mates, m, a, pool) for m, a in zip(modules, sample_args, strict=True))
+
+    def _pass(self, modules, sample_args):
+        outputs = [module(*args) for module, args in zip(modules, sample_args, strict=True)]
+        for output, args in zip(reversed(outputs), reversed(sample_args), strict=True):
+            torch.rand(())  # draws from the random state
+            heads = [o for o in as_tuple(output) if o.requires_grad]
+            grads = torch.autograd.grad(heads, args, [torch.full_like(o, 3.0) for o in heads])
+            assert len(grads) == len(args)
+
+
+class Staging:
+    """A staging buffer that is not pinned."""
+
+    def __init__(self, size):
+        self.pinned = torch.empty(size, dtype=torch.int32)
+        self.array = self.pinned.numpy()
+        self.copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _parallel_state(tmp_path_factory):
+    from megatron.core import parallel_state
+
+    where = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{where}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _as_if_on_a_gpu(monkeypatch):
+    """Lets dispatch go on to the graphs; what CUDA would do is left out."""
+    pools = iter(range(100))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    monkeypatch.setattr(bank, "_Staging", Staging)
+
+
+def make_block(num_layers=LAYERS, **settings):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=[],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        **settings,
+    )
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = Attention
+    return TransformerBlock(config, spec).train()
+
+
+class Reduction:
+    """Megatron's own hooks around parameters with `main_grad`, and how often each was reported ready."""
+
+    def __init__(self, block, overlap=True):
+        from megatron.core.distributed import DistributedDataParallel
+
+        self.block = block
+        self.ready, self.gathered, self._nodes = Counter(), [], []
+        names = {p: name for name, p in block.named_parameters()}
+        groups = {
+            p: SimpleNamespace(
+                register_grad_ready=lambda q, *_: self.ready.update([names[q]]),
+                finish_param_sync=lambda name=name, **_: self.gathered.append(name),
+            )
+            for p, name in names.items()
+        }
+        this = SimpleNamespace(
+            param_to_bucket_group=groups,
+            ddp_config=SimpleNamespace(overlap_grad_reduce=overlap, align_param_gather=False),
+            force_all_reduce=False,
+            use_forward_hook=True,
+            overlap_param_gather_with_optimizer_step=False,
+        )
+        for p in block.parameters():
+            p.main_grad = torch.zeros_like(p)
+            p.grad_added_to_main_grad = False
+            node = p.expand_as(p).grad_fn.next_functions[0][0]
+            node.register_hook(DistributedDataParallel._make_backward_post_hook(this, p))
+            self._nodes.append(node)
+        for part in block.modules():
+            part.register_forward_pre_hook(DistributedDataParallel._make_forward_pre_hook(this))
+
+    def zero(self, resets_flags):
+        for p in self.block.parameters():
+            p.main_grad.zero_()
+            if resets_flags:
+                p.grad_added_to_main_grad = False
+
+
+def graphs_of(block, engine=None, *, num_slots=2, **options):
+    decoder, engine = Decoder(block), engine or FakeEngine()
+    engine.block = block
+    run = LayerGraphs(decoder, BUCKETS, num_slots=num_slots, make=engine, sample_every=0, **options)
+    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    return run
+
+
+def forward(block, x, bounds):
+    return block(
+        hidden_states=x,
+        attention_mask=None,
+        packed_seq_params=packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu"),
+    )
+
+
+def inputs(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(TOKENS, 1, HIDDEN, generator=generator) for _ in range(count)]
+
+
+def one_f_one_b(count):
+    """forward 0, forward 1, backward 0, forward 2, backward 1, ...: two micro-batches in flight."""
+    yield "f", 0
+    for i in range(1, count):
+        yield "f", i
+        yield "b", i - 1
+    yield "b", count - 1
+
+
+def train(block, batches, order, between=lambda step: None):
+    """All outputs and input gradients of one step after the other, as they were when they came."""
+    seen, held = [], {}
+    for kind, i in order:
+        if kind == "f":
+            x = batches[i][0].clone().requires_grad_()
+            held[i] = x, forward(block, x, batches[i][1])
+            seen.append(held[i][1].detach())
+        else:
+            x, y = held.pop(i)
+            y.square().sum().backward()
+            seen.append(x.grad)
+    return seen
+
+
+MIXED = [SMALL, LARGE, OVER, SMALL, SMALL, OVER, LARGE, LARGE]
+
+
+@pytest.mark.parametrize("resets_flags", [True, False])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_numbers_are_those_of_an_eager_run(resets_flags, overlap):
+    plain, graphed = make_block(), make_block()
+    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    run = graphs_of(graphed)
+    compared, found = 0, []
+    for block in (plain, graphed):
+        reduction, seen = Reduction(block, overlap=overlap), []
+        for _ in range(2):
+            reduction.zero(resets_flags)
+            seen += train(block, batches, one_f_one_b(len(batches)))
+            seen += [p.main_grad.clone() for p in block.parameters()]
+            assert all(p.grad is None for p in block.parameters())
+        found.append((seen, reduction.ready))
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(a, b)
+        compared += bool(a.count_nonzero())
+    assert compared > 60
+    assert found[0][1] == found[1][1]  # every parameter is ready as often
+    assert (found[1][1]["layers.0.self_attention.core_attention.scale"] == 16) is overlap
+    assert found[1][1]["layers.0.self_attention.core_attention.unused"] == 0
+    assert run.stats().replays == {BUCKETS[0]: 6, BUCKETS[1]: 6}
+    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 4}
+    for p in graphed.parameters():
+        p.grad_added_to_main_grad = False
+    forward(graphed, batches[0][0], SMALL).sum().backward()
+    marked = {name for name, p in graphed.named_parameters() if p.grad_added_to_main_grad}
+    assert marked == {f"layers.{i}.self_attention.core_attention.scale" for i in range(LAYERS)}
+
+
+def test_gradients_without_main_grad_are_the_callers_to_keep():
+    plain, graphed = make_block(), make_block()
+    graphs_of(graphed)
+    batches = list(zip(inputs(4), [SMALL, LARGE, OVER, SMALL], strict=True))
+    for block in (plain, graphed):
+        train(block, batches, one_f_one_b(4))
+    checked = 0
+    for p, q in zip(plain.parameters(), graphed.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            assert torch.equal(p.grad, q.grad)
+            checked += 1
+    assert checked > 30
+
+
+def test_parts_of_a_layer_are_where_the_plan_looks_for_them():
+    block = make_block()
+    decoder = Decoder(block)
+    found = {}
+    for part in (
+        "attn_norm",
+        "qkv_linear",
+        "core_attn",
+        "attn_proj",
+        "mlp_norm",
+        "mlp_fc1",
+        "mlp_act",
+        "mlp_fc2",
+        "all",
+    ):
+        offload = PassOffload(decoder, Choice(modules=(part,), min_bytes=64), LateMover(), HostBuffers())
+        with offload.forward():
+            y = forward(block, inputs(1)[0].requires_grad_(), SMALL)
+        found[part] = {n for n, place in enumerate(offload.plan.places) if place is not None}
+        with offload.backward():
+            y.sum().backward()
+    assert all(found.values())
+    rest = found.pop("all") - set.union(*found.values())
+    elsewhere = [offload.plan.storages[n].modules for n in sorted(rest)]
+    assert all(set(modules) == {"block.final_layernorm"} for modules in elsewhere), elsewhere
+    assert not found["mlp_act"] & found["mlp_fc1"]
+
+
+def test_eager_micro_batches_of_a_decoder_move_what_its_graphs_do():
+    block, mover, static = make_block(), LateMover(), inputs(1)[0].requires_grad_()
+    offload = PassOffload(Decoder(block), Choice(min_bytes=256), mover, HostBuffers(), [static])
+    with offload.forward():
+        y = forward(block, static, SMALL)
+    with offload.backward():
+        y.sum().backward()
+    embedding = nn.Linear(HIDDEN, HIDDEN)
+    moved, found = sum(place is not None for place in offload.plan.places), []
+    for moves in (False, True):
+        block.zero_grad()
+        x = embedding(inputs(1)[0])
+        with _Returning(offload.plan, HostBuffers(), mover, [x], []).forward() if moves else nullcontext():
+            y = forward(block, x, [0, 3, 16])
+        y.square().sum().backward()
+        found.append([p.grad.clone() for p in block.parameters() if p.grad is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert mover.out_copies == mover.back_copies == moved > 20
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+def test_activations_on_the_host_change_no_number(monkeypatch, fraction):
+    mover = LateMover()
+    monkeypatch.setattr(
+        LayerOffload, "on_cuda", lambda choice, layers, streams: LayerOffload(choice, layers, lambda: mover)
+    )
+    plain, graphed, kept = make_block(), make_block(), make_block()
+    run = graphs_of(graphed, offload=SavedTensors(Choice(fraction=fraction, min_bytes=64)))
+    graphs_of(kept)
+    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    seen = [train(block, batches, one_f_one_b(len(batches))) for block in (plain, graphed, kept)]
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
+    assert all(
+        p.grad is None or torch.equal(p.grad, q.grad)
+        for p, q in zip(kept.parameters(), graphed.parameters(), strict=True)
+    )
+    assert sum(p.grad is not None for p in graphed.parameters()) > 30
+    assert run.stats().replays == {BUCKETS[0]: 3, BUCKETS[1]: 3}
+    assert mover.out_copies == mover.back_copies > 30
+    assert not mover.unwaited
+    moves = [slot.moves for slot in run._slots]
+    for one in moves:
+        moved = [plan.offloaded_bytes for plan in one._plans]
+        assert moved[0] > 0
+        assert (moved[-1] > 0) is (fraction == 1.0)  # the first layers' activations go first
+        hosts = [slab.data_ptr() for buffers in one._buffers for slab in buffers.slabs]
+        assert len(set(hosts)) == len(hosts) > 0
+    assert not {s.data_ptr() for b in moves[0]._buffers for s in b.slabs} & {
+        s.data_ptr() for b in moves[1]._buffers for s in b.slabs
+    }
+    assert run.host_bytes() == sum(b.nbytes() for one in moves for b in one._buffers)
+    run.recapture()
+    assert run.host_bytes() == 0
+
+
+def test_captures_share_a_pool_and_static_tensors_within_a_slot():
+    block, engine = make_block(), FakeEngine()
+    run = graphs_of(block, engine)
+    forward(block, inputs(1)[0].requires_grad_(), OVER)  # captures although it does not fit
+    assert run.stats().captures == 4
+    assert [call.pool for call in engine.calls] == [(0, 0), (0, 0), (0, 1), (0, 1)]
+    metadata = [[m._constants["packed_seq_params"].cu_seqlens_q for m in call.modules] for call in engine.calls]
+    assert [len(m[0]) - 1 for m in metadata] == [6, 3, 6, 3]  # the largest first
+    pointers = [{cu.data_ptr() for cu in m} for m in metadata]
+    assert pointers[0] == pointers[1] != pointers[2] == pointers[3]
+    assert all(len(p) == 1 for p in pointers)  # all layers read the same
+    hidden = [[args[0].data_ptr() for args in call.sample_args] for call in engine.calls]
+    assert hidden[0] == hidden[1]
+    assert hidden[2] == hidden[3]
+    assert len({*hidden[0], *hidden[2]}) == 2 * LAYERS
+    for call in engine.calls:
+        assert call.settings == {
+            "allow_unused_input": True,
+            "enabled": False,
+            "_order": [1, -1],
+            "_num_layers_per_chunk": [LAYERS],
+            "_reuse_graph_input_output_buffers": True,
+        }
+        for layer, args in zip(block.layers, call.sample_args, strict=True):
+            own = {p.data_ptr() for name, p in layer.named_parameters() if not name.endswith("unused")}
+            assert {a.data_ptr() for a in args[1:]} == own
+            assert not {id(a) for a in args} & {id(p) for p in layer.parameters()}  # aliases
+
+
+def test_first_use_captures_what_is_used():
+    block, engine = make_block(), FakeEngine()
+    run = graphs_of(block, engine, capture="first_use")
+    x = inputs(1)[0].requires_grad_()
+    forward(block, x, OVER)
+    assert not engine.calls
+    forward(block, x, SMALL).sum().backward()
+    forward(block, x, SMALL).sum().backward()
+    assert len(engine.calls) == run.stats().captures == 1
+
+
+def test_a_capture_changes_no_number():
+    block = make_block()
+    Reduction(block)
+    for i, p in enumerate(block.parameters()):
+        p.main_grad.fill_(i + 1.0)
+    before = [p.main_grad.clone() for p in block.parameters()]
+    run = graphs_of(block)
+    call = run._describe(*described(block, SMALL))
+    calls = [layer.self_attention.core_attention.calls.clone() for layer in block.layers]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    run._open(call)
+    assert run.stats().captures == 4
+    assert torch.equal(torch.get_rng_state(), state)
+    for p, saved in zip(block.parameters(), before, strict=True):
+        assert torch.equal(p.main_grad, saved)
+        assert p.grad is None
+        assert not p.grad_added_to_main_grad
+    assert [layer.self_attention.core_attention.calls for layer in block.layers] == calls
+    assert not any("forward" in vars(layer) for layer in block.layers)
+
+
+def described(block, bounds):
+    """Arguments of a decoder's call, as its dispatch sees them."""
+    seen = []
+    real = LayerGraphs._describe
+
+    def describe(self, args, kwargs):
+        seen.append((args, kwargs))
+        return real(self, args, kwargs)
+
+    LayerGraphs._describe = describe
+    try:
+        with torch.no_grad():
+            forward(block, inputs(1)[0].requires_grad_(), bounds)
+    finally:
+        LayerGraphs._describe = real
+    return seen[0]
+
+
+def test_a_slot_is_held_until_the_whole_backward_is_over():
+    block = make_block()
+    run = graphs_of(block)
+    x = inputs(1)[0].requires_grad_()
+    first = forward(block, x, SMALL)
+    second = forward(block, x, LARGE)
+    assert [slot.busy for slot in run._slots] == [True, True]
+    third = forward(block, x, SMALL)
+    assert run.stats().fallbacks == {FallbackReason.no_free_slot: 1}
+    third.sum().backward()
+    assert [slot.busy for slot in run._slots] == [True, True]
+    first.sum().backward()
+    assert [slot.busy for slot in run._slots] == [False, True]
+    del second
+    gc.collect()
+    assert [slot.busy for slot in run._slots] == [False, False]
+    fourth = forward(block, x, LARGE)
+    (grad,) = torch.autograd.grad(fourth.sum(), block.layers[-1].mlp.linear_fc2.weight)  # the last layer's alone
+    assert grad.isfinite().all()
+    del fourth
+    gc.collect()
+    assert [slot.busy for slot in run._slots] == [False, False]
+    assert run.stats().replays == {BUCKETS[0]: 1, BUCKETS[1]: 2}
+
+
+def test_a_slot_is_given_back_where_the_input_takes_no_gradient(monkeypatch):
+    from megatron.core.transformer import transformer_block
+
+    monkeypatch.setattr(transformer_block, "make_viewless_tensor", lambda inp, **_: inp)  # as a HybridStack has it
+    block = make_block()
+    run = graphs_of(block)
+    y = forward(block, inputs(1)[0], SMALL)
+    y.sum().backward()
+    assert y.grad_fn is not None  # still held
+    assert [slot.busy for slot in run._slots] == [False, False]
+    assert run.stats().replays == {BUCKETS[0]: 1}
+
+
+def test_a_second_backward_is_refused():
+    block = make_block()
+    graphs_of(block)
+    y = forward(block, inputs(1)[0].requires_grad_(), SMALL)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a replayed micro-batch was backpropagated a second time"):
+        y.sum().backward()
+
+
+def test_a_failed_capture_runs_eagerly(caplog):
+    block, engine = make_block(), FakeEngine()
+    engine.fails = True
+    run = graphs_of(block, engine)
+    with caplog.at_level(logging.WARNING):
+        y = forward(block, inputs(1)[0].requires_grad_(), SMALL)
+    assert torch.equal(y, forward(make_block(), inputs(1)[0], SMALL))
+    assert run.stats().fallbacks == {FallbackReason.capture_failed: 1}
+    assert (run.stats().captures, len(engine.calls)) == (0, 2)  # each bucket is tried once
+    assert "it will run eagerly: RuntimeError: operation not permitted when stream is capturing" in caplog.text
+    assert gc.isenabled()
+    assert LayerPass.__call__ is nn.Module.__call__
+
+
+def test_closing_frees_the_graphs_and_leaves_the_layers_as_they_were():
+    block, engine = make_block(), FakeEngine()
+    attributes = [dict(vars(layer)) for layer in block.layers]
+    run = graphs_of(block, engine)
+    x = inputs(1)[0].requires_grad_()
+    y = forward(block, x, SMALL)
+    graphs = {graph for slot in run._slots for replays in slot.replays.values() for graph in replays.graphs}
+    assert len(graphs) == 4 * LAYERS
+    run.close()
+    assert all(graph.is_reset for graph in graphs)
+    with pytest.raises(RuntimeError, match="the graphs were closed or dropped before the backward"):
+        y.sum().backward()
+    assert [dict(vars(layer)) for layer in block.layers] == attributes
+    forward(block, x, SMALL).sum().backward()
+    assert run.stats().fallbacks == {FallbackReason.disabled_by_user: 1}
+    run.close()
+
+
+def test_a_forward_that_was_replaced_before_is_put_back_and_captured():
+    block, engine = make_block(), FakeEngine()
+    own = block.layers[1].forward
+
+    def doubled(hidden_states, **kwargs):
+        found, context = own(hidden_states=hidden_states, **kwargs)
+        return 2 * found, context
+
+    block.layers[1].forward = doubled
+    x = inputs(1)[0].requires_grad_()
+    eager = forward(block, x, SMALL)
+    graphs_of(block, engine)
+    assert torch.equal(forward(block, x, SMALL), eager)
+    assert len(engine.replays) == LAYERS
+    assert block.layers[1].forward is doubled
+
+
+class Between(nn.Module):
+    """A layer that is not captured; keeps the boundaries that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.seen = []
+
+    def forward(self, hidden_states, packed_seq_params, **_):
+        self.seen.append(packed_seq_params.cu_seqlens_q.tolist())
+        return hidden_states * self.weight, None
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_other_layers_run_eagerly_between(where):
+    plain, graphed, engine = make_block(), make_block(), FakeEngine()
+    for block in (plain, graphed):
+        block.layers[where] = Between()
+    run = graphs_of(graphed, engine)
+    batches = list(zip(inputs(4), [SMALL, LARGE, LARGE, SMALL], strict=True))
+    found = [train(block, batches, one_f_one_b(4)) for block in (plain, graphed)]
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    assert torch.equal(plain.layers[where].weight.grad, graphed.layers[where].weight.grad)
+    assert len(engine.replays) == 4 * (LAYERS - 1)
+    assert run.stats().replays == {BUCKETS[0]: 2, BUCKETS[1]: 2}
+    assert graphed.layers[where].seen[-4:] == [SMALL, LARGE, LARGE, SMALL]  # unpadded, as in an eager run
+
+
+def test_parameters_are_gathered_layer_by_layer():
+    block, engine = make_block(), FakeEngine()
+    graphs_of(block, engine)
+    reduction = Reduction(block)
+    x = inputs(1)[0].requires_grad_()
+    forward(block, x, SMALL)  # opens
+    reduction.gathered.clear()
+    counts = []
+    real = _Replayed.forward
+
+    def watched(ctx, graph, *given):
+        counts.append({int(name.split(".")[1]) for name in reduction.gathered if name.startswith("layers.")})
+        missing = {f"layers.{len(counts) - 1}.{name}" for name, _ in block.layers[0].named_parameters()}
+        assert missing <= set(reduction.gathered)
+        return real(ctx, graph, *given)
+
+    _Replayed.forward = staticmethod(watched)
+    try:
+        forward(block, x, SMALL)
+    finally:
+        _Replayed.forward = staticmethod(real)
+    assert counts == [{0}, {0, 1}, {0, 1, 2}]
+
+
+def test_moved_and_replaced_tensors_are_refused():
+    block = make_block()
+    run = graphs_of(block)
+    Reduction(block)
+    x = inputs(1)[0].requires_grad_()
+    y = forward(block, x, SMALL)
+    scale = block.layers[0].self_attention.core_attention.scale
+    scale.main_grad = scale.main_grad.clone()
+    with pytest.raises(RuntimeError, match=r"main_grad of a parameter of shape \(8,\) was replaced"):
+        y.sum().backward()
+    weight = block.layers[0].mlp.linear_fc1.weight
+    weight.data = weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(32, 8\) moved in memory"):
+        forward(block, x, SMALL)
+    run.recapture()
+    forward(block, x, SMALL).sum().backward()
+    assert run.stats().captures == 8
+
+
+def test_megatrons_own_graphs_of_the_layers_are_refused():
+    block = make_block()
+    graphs_of(block)
+    x = inputs(1)[0].requires_grad_()
+    forward(block, x, SMALL)
+    block.layers[1].cuda_graphs.append(lambda *_: None)
+    with pytest.raises(RuntimeError, match="TECudaGraphHelper has captured these layers too"):
+        forward(block, x, SMALL)
+
+
+def test_what_cannot_be_captured_is_refused_at_once():
+    with pytest.raises(ValueError, match="num_slots 0: at least 1 slot is needed"):
+        graphs_of(make_block(), num_slots=0)
+    block = make_block(num_layers=1)
+    block.layers[0] = Between()
+    with pytest.raises(SettingsError, match="this chunk of 1 layers has none; set it to chunk"):
+        graphs_of(block)
+    block = make_block()
+    block.layers[0].mlp.linear_fc1.weight = block.layers[1].mlp.linear_fc1.weight
+    with pytest.raises(SettingsError, match="two layers share a parameter"):
+        graphs_of(block)
+
+
+def test_settings():
+    from megatron.core.transformer.enums import CudaGraphModule
+
+    plan = SimpleNamespace(graphs=SimpleNamespace(impl="transformer_engine", modules=[]))
+    good = SimpleNamespace(cuda_graph_modules=[], cuda_graph_retain_backward_graph=False)
+    assert list(_of_transformer_engine(good, plan)) == []
+    assert list(_of_transformer_engine(make_block().config, plan)) == []
+    bad = copy.copy(good)
+    bad.cuda_graph_modules, bad.cuda_graph_retain_backward_graph = [CudaGraphModule.attn], True
+    assert list(_of_transformer_engine(bad, plan)) == [
+        "cuda_graph_modules is ['attn']: the plan captures whole layers; set it to []",
+        "cuda_graph_retain_backward_graph is True: a slot's memory is given back after its backward; set it to False",
+    ]
+    plan.graphs.modules = ["attn", "moe_router"]
+    assert list(_of_transformer_engine(good, plan)) == [
+        "cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
+        "'moe_router']"
+    ]
+    good.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.attn]
+    assert list(_of_transformer_engine(good, plan)) == []
+    plan.graphs.impl = "chunk"
+    assert list(_of_transformer_engine(good, plan)) == [
+        "graphs.modules is ['attn', 'moe_router']: a part of a layer is captured by graphs.impl transformer_engine "
+        "alone; set graphs.impl to it, or graphs.modules to []"
+    ]
+    plan.graphs.modules = []
+    assert list(_of_transformer_engine(bad, plan)) == []
+
+
+def test_the_static_metadata_hold_the_micro_batch():
+    block, engine = make_block(), FakeEngine()
+    run = graphs_of(block, engine, num_slots=1)
+    forward(block, inputs(1)[0].requires_grad_(), LARGE)
+    (slot,) = run._slots
+    assert np.array_equal(slot.metadata.packed(BUCKETS[1]).cu_seqlens.numpy(), [*LARGE, TOKENS])
+
+
+# --- dropless experts: graphs end at the router ---------------------------------------------------------------------
+
+MODULES = ["attn", "moe_router"]
+
+
+@pytest.fixture
+def _engine_can_be_imported(monkeypatch):
+    """megatron-core's own replay imports Transformer Engine, and asks nothing of it."""
+    from megatron.core import utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    stream = SimpleNamespace(
+        wait_stream=lambda other: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
+    )
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
+
+
+def make_experts(*, dispatcher="allgather", graphs=True, shared=None, every=2):
+    """A dense layer between two with dropless experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=16,
+        use_cpu_initialization=True,
+        cuda_graph_impl="transformer_engine" if graphs else "none",
+        cuda_graph_modules=MODULES if graphs else [],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        add_bias_linear=False,
+        num_moe_experts=4,
+        moe_layer_freq=[int(n % every == 0) for n in range(LAYERS)],
+        moe_router_topk=2,
+        moe_token_dispatcher_type=dispatcher,
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.1,
+        moe_shared_expert_intermediate_size=shared,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Attention
+    block = TransformerBlock(config, spec).train()
+    for layer in block.layers:
+        if layer.is_moe_layer:
+            torch.nn.init.normal_(layer.mlp.router.weight)  # tokens go to all experts
+    return block
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "overlap", "shared"), [("allgather", True, None), ("alltoall", True, 4), ("alltoall", False, None)]
+)
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_dropless_experts_run_eagerly_behind_their_routers_graph(dispatcher, overlap, shared):
+    plain = make_experts(graphs=False, dispatcher=dispatcher, shared=shared)
+    graphed, engine = make_experts(dispatcher=dispatcher, shared=shared), FakeEngine()
+    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    run = graphs_of(graphed, engine, modules=MODULES)
+    assert [layer.is_moe_layer for layer in graphed.layers] == [True, False, True]
+    found, routed = [], Counter()
+    for block in (plain, graphed):
+        reduction, seen = Reduction(block, overlap=overlap), []
+        for _ in range(2):
+            reduction.zero(resets_flags=True)
+            seen += train(block, batches, one_f_one_b(len(batches)))
+            seen += [p.main_grad.clone() for p in block.parameters()]
+            routed.update(name for name, p in block.named_parameters() if "experts" in name and p.main_grad.any())
+            assert all(p.grad is None for p in block.parameters())
+        found.append((seen, reduction.ready))
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(a, b)
+    assert found[0][1] == found[1][1]  # every parameter is ready as often, experts' and routers' too
+    assert min(routed.values()) == 4  # every expert has had tokens
+    assert len(routed) >= 2 * 4 * 2
+    assert run.stats().replays == {BUCKETS[0]: 6, BUCKETS[1]: 6}
+    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 4}
+    call = engine.calls[0]
+    for layer, args in zip(graphed.layers, call.sample_args, strict=True):
+        captured = {p.data_ptr() for name, p in layer.named_parameters() if not name.endswith("unused")}
+        if layer.is_moe_layer:
+            captured -= {p.data_ptr() for p in layer.mlp.experts.parameters()}
+            assert layer.mlp.router.weight.data_ptr() in captured
+            assert layer.mlp.cudagraph_tensor_store.is_empty()
+            assert layer.mlp_norm_manager is None
+        assert {a.data_ptr() for a in args[1:]} == captured
+        assert layer.cuda_graphs == []
+    outputs = [len(graph.static_outputs) for graph in engine.replays[:LAYERS]]
+    assert outputs == [4 + (shared is not None), 1, 4 + (shared is not None)]
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_a_rehearsal_leaves_the_experts_alone():
+    block = make_experts()
+    run = graphs_of(block, modules=MODULES)
+    call = run._describe(*described(block, OVER))
+    for layer in block.layers:
+        if layer.is_moe_layer:
+            layer.mlp.experts.forward = None  # cannot be called
+    run._open(call)
+    assert run.stats().captures == 4
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_experts_that_fail_leave_no_trace_in_their_layer():
+    block = make_experts()
+    graphs_of(block, modules=MODULES)
+    x = inputs(1)[0].requires_grad_()
+    good = forward(block, x, SMALL).detach()
+    moe = block.layers[2].mlp
+    own = moe.experts.forward
+
+    def fails(*_):
+        raise RuntimeError("CUDA out of memory")
+
+    moe.experts.forward = fails
+    with pytest.raises(RuntimeError, match="out of memory"):
+        forward(block, x, SMALL)
+    moe.experts.forward = own
+    assert moe.cudagraph_tensor_store.is_empty()
+    assert block.layers[2].cuda_graphs == []
+    gc.collect()
+    assert torch.equal(forward(block, x, SMALL), good)
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_what_megatrons_split_does_not_pass_on_runs_eagerly(caplog):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    block = make_experts()
+    run = graphs_of(block, modules=MODULES)
+    bounds = torch.tensor(SMALL, dtype=torch.int32)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=TOKENS,
+        max_seqlen_kv=TOKENS,
+        tokens_per_sample=TOKENS // 2,
+    )
+    with caplog.at_level(logging.WARNING):
+        block(hidden_states=inputs(1)[0].requires_grad_(), attention_mask=None, packed_seq_params=params)
+    assert run.stats().fallbacks == {FallbackReason.capture_failed: 1}
+    assert "tokens_per_sample is 8, of 16 tokens" in caplog.text
+
+
+def test_a_replaced_forward_is_not_gone_past():
+    block = make_experts()
+    block.layers[0].forward = block.layers[0].forward
+    with pytest.raises(SettingsError, match="the forward of TransformerLayer 1 is replaced"):
+        graphs_of(block, modules=MODULES)
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_parameters_before_the_experts_are_gathered_for_the_graph_and_experts_by_their_own_hooks():
+    block = make_experts()
+    graphs_of(block, modules=MODULES)
+    reduction = Reduction(block)
+    x = inputs(1)[0].requires_grad_()
+    forward(block, x, SMALL)
+    reduction.gathered.clear()
+    forward(block, x, SMALL)
+    asked = Counter(name for name in reduction.gathered if name.startswith("layers.0."))
+    assert set(asked) == {f"layers.0.{name}" for name, _ in block.layers[0].named_parameters()}
+    assert {n for name, n in asked.items() if "experts" in name} == {1}

@@ -1,0 +1,259 @@
+"""Packed-sequence metadata and its padding to a bucket's shape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+
+import torch
+from support.strategies import documents
+
+from thdprof.dispatch import Shape
+from thdprof.runtime.padding import (
+    PackedSequence,
+    boundaries_of,
+    document_of_tokens,
+    fill_padded,
+    pack,
+    pad_cu_seqlens,
+    shape_of,
+    to_device,
+    with_tail,
+)
+
+POLICIES = ("none", "append_dummy_seq", "extend_last")
+
+
+def int32(values) -> np.ndarray:
+    return np.asarray(values, dtype=np.int32)
+
+
+@pytest.mark.parametrize(
+    "given_as",
+    [
+        list,
+        tuple,
+        np.array,
+        int32,
+        torch.tensor,
+        lambda v: torch.tensor(v, dtype=torch.int32),
+        lambda v: torch.tensor(v)[None],
+    ],
+)
+def test_pack_takes_what_loaders_have(given_as):
+    packed = pack(given_as([0, 3, 3, 10]))
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens.tolist() == [0, 3, 3, 10]
+    assert packed.host.dtype == np.int32
+    assert packed.host.tolist() == [0, 3, 3, 10]
+    assert (packed.max_seqlen, packed.cp_size, packed.seq_idx) == (7, 1, None)
+
+
+def test_pack_keeps_a_larger_max_seqlen():
+    packed = pack([0, 3, 10], max_seqlen=np.int64(12), cp_size=2)
+    assert (packed.max_seqlen, packed.cp_size) == (12, 2)
+    assert type(packed.max_seqlen) is int
+
+
+def test_pack_of_no_documents():
+    packed = pack([0])
+    assert (packed.cu_seqlens.tolist(), packed.max_seqlen) == ([0], 0)
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        ([], "cu_seqlens must begin with 0 and never fall, got []..."),
+        ([1, 2], "cu_seqlens must begin with 0 and never fall, got [1, 2]..."),
+        ([0, 5, 4, 9], "cu_seqlens must begin with 0 and never fall, got [0, 5, 4, 9]..."),
+        ([[0, 5], [0, 5]], "cu_seqlens must begin with 0 and never fall, got [0, 5, 0, 5]..."),
+    ],
+)
+@pytest.mark.parametrize("given_as", [list, np.array, torch.tensor])
+def test_pack_refuses_what_are_not_boundaries(boundaries, message, given_as):
+    with pytest.raises(ValueError) as raised:
+        pack(given_as(boundaries))
+    assert str(raised.value) == message
+
+
+def test_pack_refuses_a_max_seqlen_that_would_bake_in_too_little():
+    with pytest.raises(ValueError, match="max_seqlen 6 is less than the longest document, 7"):
+        pack([0, 3, 10], max_seqlen=6)
+
+
+def test_pack_refuses_boundaries_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    with pytest.raises(ValueError, match="cu_seqlens is on the GPU: give the data loader's own copy, on the host"):
+        pack(torch.tensor([0, 3]))
+
+
+TAILS = [
+    ("none", [0, 3, 7], [0, 3, 7]),
+    ("append_dummy_seq", [0, 3, 7], [0, 3, 7, 10]),
+    ("extend_last", [0, 3, 7], [0, 3, 10]),
+    ("none", [0], [0]),
+    ("append_dummy_seq", [0], [0, 10]),
+    ("extend_last", [0], [0, 10]),
+    *((policy, [0, 4, 10], [0, 4, 10]) for policy in POLICIES),
+    *((policy, [0, 10], [0, 10]) for policy in POLICIES),
+    ("extend_last", [0, 3, 3], [0, 3, 10]),
+]
+
+
+@pytest.mark.parametrize(("policy", "host", "expected"), TAILS)
+def test_tails(policy, host, expected):
+    given_host = int32(host)
+    tailed = with_tail(given_host, 10, policy)
+    assert tailed.dtype == np.int32
+    assert tailed.tolist() == expected
+    assert given_host.tolist() == host
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_boundaries_past_the_tokens_are_refused(policy):
+    with pytest.raises(ValueError, match="cu_seqlens ends at 11, but the micro-batch has 10 tokens"):
+        with_tail(int32([0, 11]), 10, policy)
+
+
+@pytest.mark.parametrize(("policy", "longest"), [("none", 4), ("append_dummy_seq", 7), ("extend_last", 11)])
+def test_the_shape_counts_the_tail(policy, longest):
+    packed = pack([0, 1, 5], cp_size=2)
+    tailed = boundaries_of(packed, 12, policy)
+    expected = Shape(n_seqs=3 if policy == "append_dummy_seq" else 2, max_seqlen=longest, n_tokens=12, cp_size=2)
+    assert shape_of(packed, tailed, 12) == expected
+
+
+def test_the_shape_keeps_the_loaders_larger_max_seqlen():
+    packed = pack([0, 1, 5], max_seqlen=9)
+    assert shape_of(packed, boundaries_of(packed, 5, "none"), 5).max_seqlen == 9
+
+
+def test_padding_of_any_documents():
+    """Padded boundaries say the same as unpadded ones, but for documents without tokens at the end."""
+    checked = dict.fromkeys(POLICIES, 0)
+    refused = 0
+
+    @given(documents, st.integers(0, 30), st.integers(-1, 6), st.sampled_from(POLICIES))
+    def check(lengths, tail, room, policy):
+        nonlocal refused
+        host = int32(np.concatenate(([0], np.cumsum(lengths))))
+        n_tokens = int(host[-1]) + tail
+        tailed = with_tail(host, n_tokens, policy)
+        count = len(tailed) - 1
+        assert boundaries_of(pack(host), n_tokens, policy).valid.tolist() == tailed.tolist()
+        max_seqs = max(1, count + room)
+        if count > max_seqs:
+            with pytest.raises(ValueError, match=f"{count} documents do not fit a bucket of {max_seqs}"):
+                pad_cu_seqlens(host, max_seqs=max_seqs, n_tokens=n_tokens, policy=policy)
+            refused += 1
+            return
+        padded = pad_cu_seqlens(host, max_seqs=max_seqs, n_tokens=n_tokens, policy=policy)
+        assert padded.dtype == np.int32
+        assert padded.shape == (max_seqs + 1,)
+        assert padded[: count + 1].tolist() == tailed.tolist()
+        assert (padded[count:] == tailed[-1]).all()
+        found = np.diff(padded)
+        assert found.min() >= 0
+        expected = list(lengths)
+        if tail and policy == "append_dummy_seq":
+            expected.append(tail)
+        if tail and policy == "extend_last":
+            expected[-1] += tail
+        assert found[found > 0].tolist() == [n for n in expected if n]
+        assert padded[-1] == (int(host[-1]) if policy == "none" else n_tokens)
+        checked[policy] += 1
+
+    check()
+    assert min(checked.values()) > 5
+    assert refused > 0
+
+
+def test_fill_padded_writes_over_what_was_there():
+    target = np.full(6, 99, dtype=np.int32)
+    fill_padded(target, int32([0, 2, 5]))
+    assert target.tolist() == [0, 2, 5, 5, 5, 5]
+
+
+def brute_force(host, n_tokens) -> list[int]:
+    found = []
+    for token in range(n_tokens):
+        document = len(host) - 1
+        for i in range(len(host) - 1):
+            if host[i] <= token < host[i + 1]:
+                document = i
+        found.append(document)
+    return found
+
+
+def test_seq_idx_of_any_documents():
+    checked = 0
+
+    @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(0, 5))
+    def check(lengths, tail):
+        nonlocal checked
+        host = int32(np.concatenate(([0], np.cumsum(lengths))))
+        n_tokens = int(host[-1]) + tail
+        found = document_of_tokens(host, n_tokens)
+        assert found.dtype == np.int32
+        assert found.tolist() == brute_force(host.tolist(), n_tokens)
+        packed = pack(host, with_seq_idx=True)
+        assert packed.seq_idx.dtype == torch.int32
+        assert packed.seq_idx.tolist() == brute_force(host.tolist(), int(host[-1]))
+        checked += n_tokens
+
+    check()
+    assert checked > 500
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_eager_metadata(policy):
+    packed = pack([0, 3, 7], with_seq_idx=True, cp_size=2)
+    boundaries = boundaries_of(packed, 10, policy)
+    host = boundaries.valid
+    moved = to_device(packed, boundaries, 10, torch.device("cpu"))
+    assert moved.cu_seqlens.dtype == moved.seq_idx.dtype == torch.int32
+    assert moved.cu_seqlens.tolist() == host.tolist()
+    assert moved.seq_idx.tolist() == brute_force(host.tolist(), 10)
+    assert (moved.max_seqlen, moved.cp_size) == ({"none": 4, "append_dummy_seq": 4, "extend_last": 7}[policy], 2)
+
+
+TAILS_OF_PADDED = [
+    # policy, cu_seqlens, cu_seqlens_padded, the same after the policy, longest document in memory
+    ("none", [0, 3, 7], [0, 4, 8], [0, 3, 7], [0, 4, 8], 4),
+    ("append_dummy_seq", [0, 3, 7], [0, 4, 8], [0, 3, 7, 7], [0, 4, 8, 16], 8),
+    ("extend_last", [0, 3, 7], [0, 4, 8], [0, 3, 7], [0, 4, 16], 12),
+    ("append_dummy_seq", [0, 3, 7], [0, 4, 16], [0, 3, 7], [0, 4, 16], 12),
+]
+
+
+@pytest.mark.parametrize(("policy", "valid", "padded", "new_valid", "new_padded", "longest"), TAILS_OF_PADDED)
+def test_the_tail_of_padded_documents_has_no_valid_tokens(policy, valid, padded, new_valid, new_padded, longest):
+    packed = PackedSequence(
+        cu_seqlens=torch.tensor(valid, dtype=torch.int32),
+        cu_seqlens_padded=torch.tensor(padded, dtype=torch.int32),
+        max_seqlen=max(np.diff(padded)),
+        host=int32(valid),
+        host_padded=int32(padded),
+    )
+    found = boundaries_of(packed, 16, policy)
+    assert [list(found.valid), list(found.padded)] == [new_valid, new_padded]
+    shape = shape_of(packed, found, 16)
+    assert (shape.n_seqs, shape.max_seqlen) == (len(new_padded) - 1, longest)
+    moved = to_device(packed, found, 16, torch.device("cpu"))
+    assert moved.cu_seqlens.tolist() == new_valid
+    assert moved.cu_seqlens_padded.tolist() == new_padded
+
+
+def test_boundaries_on_the_device_alone_take_no_tail():
+    """How long it is cannot be known: a graph for shorter documents would be replayed."""
+    there = PackedSequence(cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32), max_seqlen=4)
+    found = boundaries_of(there, 10, "none")
+    assert found.valid is there.cu_seqlens
+    assert (found.n_seqs, found.padded) == (2, None)
+    for policy in ("append_dummy_seq", "extend_last"):
+        with pytest.raises(ValueError, match=f"the tail policy {policy} needs the boundaries on the host: make the"):
+            boundaries_of(there, 10, policy)

@@ -1,0 +1,65 @@
+"""YAML that cannot be, in every file that is YAML: one line, with the file and the place."""
+
+from __future__ import annotations
+
+import pytest
+from support.sample_files import write_lines
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.errors import DataError
+from thdprof.files import parse_yaml, read_yaml
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\nb: 2020-13-45\n", "line 2: month must be in 1..12"),
+        ("a: [\n", "line 2: while parsing a flow node, expected the node content, but found '<stream end>'"),
+        ("a:\n  b: !!int x\n", "line 2: invalid literal for int() with base 10: 'x'"),
+        ("a: !!timestamp x\n", "line 1: 'NoneType' object has no attribute"),
+        ("a: " + 5000 * "1" + "\n", "line 1: Exceeds the limit"),
+        ("\n? [1]\n: 2\n", "line 2: while constructing a mapping, found unhashable key"),
+        ("a: !!python/object:x.y {}\n", "line 1: could not determine a constructor for the tag"),
+        ("a: \0\n", "unacceptable character #x0000"),
+        ("[" * 5000, "is nested too deeply"),
+    ],
+)
+def test_what_cannot_be_is_told_with_its_line(text, said):
+    with pytest.raises(DataError) as caught:
+        parse_yaml(text, where="file.yaml")
+    assert str(caught.value).startswith(f"file.yaml: not YAML: {said}")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_can_be_is_read(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: [1, 2.5, text]\n")
+    assert read_yaml(tmp_path / "a.yaml", where="a") == {"a": [1, 2.5, "text"]}
+    with pytest.raises(DataError, match="b: cannot be read: No such file"):
+        read_yaml(tmp_path / "b.yaml", where="b")
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="c: not YAML: 'utf-8' codec"):
+        read_yaml(tmp_path / "c.yaml", where="c")
+
+
+@pytest.mark.parametrize("field", ["schema", "    p50"])
+def test_a_plan_with_an_impossible_date(thdprof, tmp_path, field):
+    data = write_lines(tmp_path / "packs.jsonl", [[3, 5], [8], [1, 6, 1]])
+    plan = tmp_path / "plan.yaml"
+    made = make_plan(analyze_dataset(data, loader="single", seq_length=8))
+    lines = made.to_yaml().splitlines()
+    number = next(n for n, line in enumerate(lines) if line.startswith(f"{field}:"))
+    lines[number] = f"{field}: 2020-13-45"
+    plan.write_text("\n".join(lines) + "\n")
+    made.save(tmp_path / "good.yaml")
+    for command in (
+        ("check", plan),
+        ("compare", plan, plan),
+        ("report", plan),
+        ("compare", tmp_path / "good.yaml", plan),
+    ):
+        done = thdprof(*command)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == f"thdprof: {plan}: not YAML: line {number + 1}: month must be in 1..12\n"
+    done = thdprof("analyze", data, "--cost-table", plan)
+    assert done.returncode == 1
+    assert f"--cost-table {plan}: not YAML: line {number + 1}: month must be" in done.stderr

@@ -1,0 +1,1 @@
+"""What to capture: statistics of the micro-batches, costs, and the choice of buckets."""

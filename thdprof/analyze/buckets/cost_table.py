@@ -1,0 +1,204 @@
+"""What a micro-batch costs: measured eager and replay times, interpolated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from thdprof.analyze.settings.resolve import Attention
+from thdprof.errors import DataError, UsageError
+from thdprof.files import read_yaml
+
+SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EagerPoint(_Part):
+    """One measured eager forward and backward pass."""
+
+    n_seqs: Count
+    """Documents of the micro-batch."""
+    ms: Milliseconds
+    """Milliseconds of forward and backward."""
+
+
+class ReplayPoint(_Part):
+    """One measured replay of a captured forward and backward pass."""
+
+    max_seqs: Count
+    """Documents that the graph was captured for."""
+    max_seqlen: Count | None = None
+    """Longest document that it was captured for, in tokens; null where that makes no difference."""
+    ms: Milliseconds
+    """Milliseconds of forward and backward."""
+
+
+class MeasuredModel(_Part):
+    """The model that a table was measured on, as far as its activations depend on it."""
+
+    layers: Count
+    """Transformer layers."""
+    hidden: Count
+    """Width of hidden states."""
+    ffn_hidden: Count
+    """Width inside the feed-forward network."""
+    heads: Count
+    """Attention heads."""
+    query_groups: Count
+    """Heads of keys and values."""
+    head_size: Count
+    """Width of a head."""
+
+
+class CostTable(_Part):
+    """Measured times of one model on one kind of GPU."""
+
+    schema_: Literal["thdprof.costs/1"] = Field(default=SCHEMA, alias="schema")
+    name: str
+    """What was measured, in a line."""
+    calibrated: bool
+    """Whether this is the user's own model and GPU."""
+    hardware: str
+    attention: str
+    """Attention backend."""
+    n_tokens: Count
+    """Tokens of the measured micro-batches on one rank."""
+    eager: list[EagerPoint] = Field(min_length=1)
+    replay: list[ReplayPoint] = Field(min_length=1)
+    max_seqs_granularity: Count = 1
+    """Documents to whose multiple caps are rounded up: cost is flat between them."""
+    max_seqlen_granularity: Count = 1
+    """The same for max_seqlen, in tokens."""
+    slot_bytes: int | None = Field(default=None, ge=0)
+    """Graph memory of one slot with one bucket; null where it was not measured."""
+    bucket_overhead: float = Field(default=0.0, ge=0)
+    """Share of slot_bytes that every further bucket of a slot adds."""
+    model: MeasuredModel | None = None
+    """What --offload predicts from: Transformer Engine's layers, dense; null where it is another model."""
+
+    @property
+    def needs_max_seqlen(self) -> bool:
+        """Whether replay times depend on the baked-in max_seqlen."""
+        return any(p.max_seqlen is not None for p in self.replay)
+
+    def eager_ms(self, n_seqs: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Eager milliseconds at every `n_seqs`; linear between measured points, constant outside them."""
+        points = sorted((p.n_seqs, p.ms) for p in self.eager)
+        return np.asarray(np.interp(n_seqs, [p[0] for p in points], [p[1] for p in points]))
+
+    def replay_ms(self, max_seqs: int, max_seqlen: int) -> float:
+        """Replay milliseconds of a bucket; linear between measured points and above them, constant below."""
+        lengths = sorted({p.max_seqlen for p in self.replay if p.max_seqlen is not None})
+        if not lengths:
+            return self._along_seqs(max_seqs, None)
+        return _linear(max_seqlen, lengths, [self._along_seqs(max_seqs, s) for s in lengths])
+
+    def _along_seqs(self, max_seqs: int, max_seqlen: int | None) -> float:
+        points = sorted((p.max_seqs, p.ms) for p in self.replay if p.max_seqlen in (max_seqlen, None))
+        return _linear(max_seqs, [p[0] for p in points], [p[1] for p in points])
+
+    def measured_max_seqs(self) -> list[int]:
+        """The caps that were measured, ascending."""
+        return sorted({p.max_seqs for p in self.replay})
+
+    def graph_memory_bytes(self, *, num_slots: float, num_buckets: int, n_tokens: int) -> int | None:
+        """Graph memory of a pipeline rank with `num_slots` slots of the whole model, in proportion to `n_tokens`."""
+        if self.slot_bytes is None or num_buckets == 0:
+            return None if self.slot_bytes is None else 0
+        one_slot = self.slot_bytes * n_tokens / self.n_tokens * (1 + self.bucket_overhead * (num_buckets - 1))
+        return round(num_slots * one_slot)
+
+
+def _linear(at: float, xs: Sequence[int], ys: Sequence[float]) -> float:
+    """Piecewise linear through (xs, ys), ascending; constant below, the last slope (never falling) above."""
+    if at > xs[-1]:
+        slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])) if len(xs) > 1 else 0.0
+        return ys[-1] + slope * (at - xs[-1])
+    return float(np.interp(at, xs, ys))
+
+
+def load_costs(path: Path) -> CostTable:
+    """Read a cost table (YAML or JSON).
+
+    Raises:
+        DataError: it cannot be read or is not a cost table.
+    """
+    loaded = read_yaml(path, where=f"--cost-table {path}")
+    if not isinstance(loaded, dict) or loaded.get("schema") != SCHEMA:
+        found = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
+        raise DataError(f"--cost-table {path}: not a cost table: schema is {found!r}, not {SCHEMA!r}")
+    try:
+        table = CostTable.model_validate(loaded)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"]))
+        raise DataError(f"--cost-table {path}: {field}: {first['msg']} (got {first['input']!r})") from error
+    keys = [(p.max_seqs, p.max_seqlen) for p in table.replay]
+    if len(set(keys)) != len(keys) or len({p.n_seqs for p in table.eager}) != len(table.eager):
+        raise DataError(f"--cost-table {path}: has a point twice; keep one")
+    by_length = {s: sum(1 for _, length in keys if length == s) for _, s in keys}
+    if len(set(by_length.values())) > 1 or (None in by_length and len(by_length) > 1):
+        raise DataError(f"--cost-table {path}: every max_seqlen must be measured at the same max_seqs")
+    return table
+
+
+def _transformer_engine(n_tokens: int, eager_ms: float, replay_ms: dict[int, float]) -> CostTable:
+    return CostTable(
+        name=f"24 layers, hidden 1024, {n_tokens} tokens, bf16 TransformerBlock",
+        calibrated=False,
+        hardware="NVIDIA H200",
+        attention="Transformer Engine 2.20 (cuDNN 9.19)",
+        n_tokens=n_tokens,
+        eager=[EagerPoint(n_seqs=12, ms=eager_ms)],
+        replay=[ReplayPoint(max_seqs=n, ms=ms) for n, ms in replay_ms.items()],
+        slot_bytes=round(3392 * 2**20 * n_tokens / 4096),
+        bucket_overhead=0.0106,
+        model=MeasuredModel(layers=24, hidden=1024, ffn_hidden=4096, heads=16, query_groups=16, head_size=64),
+    )
+
+
+def _built_in(attention: Attention) -> list[CostTable]:
+    """H200 figures: torch 2.11, CUDA 13; medians of 20 forward and backward passes."""
+    if attention == "transformer_engine":
+        return [
+            _transformer_engine(2048, 50.5, {16: 13.3, 64: 12.3, 384: 18.4, 1024: 25.5}),
+            _transformer_engine(4096, 48.4, {16: 23.7, 64: 21.3, 384: 27.5, 1024: 34.5}),
+        ]
+    measured = {
+        798: {16: 12.5, 64: 13.1, 128: 13.9, 384: 17.1, 1024: 25.5},
+        4096: {16: 13.1, 64: 15.8, 128: 19.5, 384: 34.4, 1024: 71.9},
+    }
+    return [
+        CostTable(
+            name="16 layers, hidden 1024, 4096 tokens, bf16",
+            calibrated=False,
+            hardware="NVIDIA H200",
+            attention="torch 2.11 varlen attention (FlashAttention 2)",
+            n_tokens=4096,
+            eager=[EagerPoint(n_seqs=12, ms=13.6)],
+            replay=[
+                ReplayPoint(max_seqs=n, max_seqlen=length, ms=ms)
+                for length, row in measured.items()
+                for n, ms in row.items()
+            ],
+            max_seqlen_granularity=128,
+        )
+    ]
+
+
+def built_in_costs(attention: Attention, n_tokens: int) -> CostTable:
+    """The built-in table for an attention backend whose measured token count is nearest to `n_tokens`."""
+    if attention not in get_args(Attention):
+        raise UsageError(f"--attention {attention}: choose one of {', '.join(get_args(Attention))}")
+    return min(_built_in(attention), key=lambda table: abs(math.log(table.n_tokens / n_tokens)))

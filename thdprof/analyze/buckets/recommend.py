@@ -1,0 +1,320 @@
+"""Buckets that minimise the expected synchronous step time, over every subset of the candidates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.statistics import PERCENTILES, FallbackRate, Profile, upper_bound
+from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.errors import UsageError
+
+LEAST_GAIN = 0.02
+"""Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
+_MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
+_MAX_CANDIDATES = 16
+_SEARCH_WORK = 4_000_000_000
+"""Multiplications that the search over subsets may take; beyond it, it looks at evenly spaced steps."""
+_SLOWNESS_BY_ROUND = 8
+"""How many multiplications a micro-batch and choice take the time of, under dynamic context parallelism."""
+_ANY = 2**31
+_MOST_CHOICES = 50_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A single cap, the same for every context-parallel size, and what it would do."""
+
+    max_seqs: int
+    coverage: float
+    """Share of micro-batches that replay."""
+    fallback_rate: FallbackRate
+    relative_step_time: float
+    """Mean step time divided by that of running all eagerly."""
+    padding_ms: float
+    """Mean milliseconds a replayed micro-batch pays over a graph of its own number of documents."""
+    names: tuple[str, ...]
+    """Percentiles of n_seqs that the cap equals, as in "p90"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the recommendation must keep to."""
+
+    num_buckets: int = 3
+    """Most buckets to choose, of each context-parallel size."""
+    max_fallback_rate: float | None = None
+    """Largest share of steps with a fallback."""
+    graph_memory_bytes: int | None = None
+    """Most graph memory of a pipeline rank."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that cannot be."""
+        if self.num_buckets < 1:
+            raise UsageError(f"--buckets {self.num_buckets}: must be at least 1")
+        if self.max_fallback_rate is not None and not 0 <= self.max_fallback_rate <= 1:
+            raise UsageError(f"--max-fallback-rate {self.max_fallback_rate}: must be between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """What to capture, and what that is expected to do."""
+
+    buckets: tuple[Bucket, ...]
+    """Ascending, one context-parallel size after the other; empty where none save LEAST_GAIN of the eager step time."""
+    shares: tuple[float, ...]
+    """Share of micro-batches that replay each bucket."""
+    fallback_rate: FallbackRate
+    fallback_rate_upper_bound: float
+    """95% one-sided Clopper-Pearson bound of the micro-batch rate on unseen data."""
+    relative_step_time: float
+    step_ms: float
+    eager_step_ms: float
+    graph_memory_bytes: int | None
+    one_cap: Candidate | None
+    """The best single cap within the limits; None where none saves LEAST_GAIN of the eager step time."""
+    unlimited_relative_step_time: float
+    """relative_step_time of the best choice without limits on memory and fallbacks."""
+    candidates: tuple[Candidate, ...]
+    """The cap curve, ascending."""
+    steps_searched: int
+    """Steps of the table that the choice was made on; the figures are always of all of them."""
+
+
+def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
+    """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's granularity."""
+    histogram = profile.n_seqs
+    quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
+    top = max(quantiles)
+    measured = [n for n in costs.measured_max_seqs() if min(quantiles) <= n]
+    longest = profile.max_seqlen.percentile(100.0)
+    at_top = costs.replay_ms(top, longest)
+    beyond = {n for n in measured if n > top and costs.replay_ms(n, longest) < at_top}  # a larger shape can be cheaper
+    optional = sorted({n for n in measured if n < top and n not in quantiles} | beyond)
+    room = max(1, _MAX_CANDIDATES - len(quantiles))
+    spread = optional[:: -(-len(optional) // room)] if optional else []
+    cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
+    step = costs.max_seqs_granularity
+    return sorted({max(1, math.ceil(n / step) * step) for n in (*quantiles, *spread, cheapest)})
+
+
+def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
+    """Values of max_seqlen worth considering; only the longest possible document where costs do not depend on it."""
+    top = max(longest_possible, profile.max_seqlen.percentile(100.0))
+    if not costs.needs_max_seqlen:
+        return [top]
+    step = costs.max_seqlen_granularity
+    quantiles = {profile.max_seqlen.percentile(p) for p in _MAX_SEQLEN_PERCENTILES}
+    return sorted({min(top, max(1, math.ceil(n / step) * step)) for n in quantiles} | {top})
+
+
+def longest_captured(
+    profiles: Mapping[int | None, Profile], longest_possible: int, n_tokens_per_rank: int
+) -> dict[int | None, int]:
+    """The longest document that one cap's graph of each context-parallel size is captured for, in tokens."""
+    return {
+        cp_size: max(min(longest_possible, (cp_size or _ANY) * n_tokens_per_rank), part.max_seqlen.percentile(100.0))
+        for cp_size, part in profiles.items()
+    }
+
+
+def recommend(
+    table: MicrobatchTable,
+    profile: Profile,
+    costs: CostTable,
+    *,
+    longest_possible: int,
+    pipeline_size: int,
+    num_slots: float,
+    n_tokens_per_rank: int,
+    independent: int,
+    limits: Limits,
+) -> Recommendation:
+    """Choose buckets for `table`.
+
+    Args:
+        longest_possible: tokens of the longest document that a row can hold.
+        pipeline_size: pipeline-parallel size, for the bubble.
+        num_slots: slots of the pipeline rank that needs most, in whole models, for the memory.
+        n_tokens_per_rank: tokens of a micro-batch on one context-parallel rank, for the memory.
+        independent: micro-batches of `table` that are independent draws, for the confidence bound.
+
+    Raises:
+        UsageError: no choice keeps to `limits`.
+    """
+    caps = candidate_caps(profile, costs)
+    profiles = Profile.by_cp_size(table)
+    shapes = {
+        cp_size: [
+            Bucket(n, s, cp_size)
+            for n in candidate_caps(part, costs)
+            for s in candidate_lengths(part, costs, min(longest_possible, (cp_size or _ANY) * n_tokens_per_rank))
+        ]
+        for cp_size, part in profiles.items()
+    }
+    every = [bucket for part in shapes.values() for bucket in part]
+    lengths = sorted({b.max_seqlen for b in every})
+    step_costs = StepCosts(table, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths, pipeline_size)
+    eager_ms = float(step_costs.step_ms([()])[0])
+    least = 1 - LEAST_GAIN
+
+    def memory(buckets: Sequence[Bucket]) -> int | None:
+        return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
+
+    for part in shapes.values():
+        _refuse_long_search(len(part), limits.num_buckets)
+    choices = _choices(list(shapes.values()), limits.num_buckets, step_costs)
+    stride = _search_stride(table, step_costs, len(choices))
+    times = step_costs.step_ms(choices, stride)
+    within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
+    chosen = _best(choices, np.where(within, times, np.inf), step_costs, limits.max_fallback_rate)
+    longest = longest_captured(profiles, longest_possible, n_tokens_per_rank)
+    options = [tuple(Bucket(n, longest[cp_size], cp_size) for cp_size in shapes) for n in caps]
+    curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
+    one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
+    most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
+    singles = [
+        c
+        for c in curve
+        if one_graph_fits
+        and c.fallback_rate.step <= most_fallbacks
+        and (c.relative_step_time <= least or limits.max_fallback_rate is not None)
+    ]
+    if limits.max_fallback_rate is None and float(step_costs.step_ms([chosen])[0]) > least * eager_ms:
+        chosen = ()
+    step_ms = float(step_costs.step_ms([chosen])[0])
+    rate = step_costs.fallback_rate(chosen)
+    return Recommendation(
+        buckets=tuple(chosen),
+        shares=step_costs.shares(chosen),
+        fallback_rate=rate,
+        fallback_rate_upper_bound=upper_bound(math.ceil(rate.microbatch * independent), independent),
+        relative_step_time=step_ms / eager_ms,
+        step_ms=step_ms,
+        eager_step_ms=eager_ms,
+        graph_memory_bytes=memory(chosen),
+        one_cap=min(singles, key=lambda c: (c.relative_step_time, c.max_seqs)) if singles else None,
+        candidates=curve,
+        unlimited_relative_step_time=float(times.min()) / eager_ms if stride == 1 else step_ms / eager_ms,
+        steps_searched=-(-table.num_steps // stride),
+    )
+
+
+def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:
+    """Every choice of at most `most` of `buckets`, fewest first; the empty one is to run eagerly."""
+    ordered = sorted(buckets)
+    return [choice for size in range(min(most, len(ordered)) + 1) for choice in combinations(ordered, size)]
+
+
+def _choices(shapes: Sequence[Sequence[Bucket]], most: int, costs: StepCosts) -> Sequence[tuple[Bucket, ...]]:
+    """Choices of at most `most` of `shapes` of each context-parallel size, fewest first.
+
+    With one size these are all. With several the sizes are joined, and of each come only the quickest choice of every
+    number of buckets, where it saves time over that of fewer, and the one bucket that fits all.
+    """
+    by_size = [subsets(part, most) for part in shapes]
+    if len(by_size) == 1:
+        return by_size[0]
+    short: list[list[tuple[Bucket, ...]]] = []
+    for part, of_part in zip(shapes, by_size, strict=True):
+        times = costs.total_ms(of_part).round(9)
+        quickest: dict[int, int] = {}
+        for index in np.argsort(times, kind="stable"):
+            quickest.setdefault(len(of_part[index]), int(index))
+        saves = [i for n, i in quickest.items() if all(times[i] < times[quickest[fewer]] for fewer in range(n))]
+        fits_all = Bucket(max(b.max_seqs for b in part), max(b.max_seqlen for b in part), part[0].cp_size)
+        short.append([*dict.fromkeys([*(of_part[i] for i in saves), (fits_all,)])])
+    count = math.prod(len(part) for part in short)
+    if count > _MOST_CHOICES:
+        raise UsageError(
+            f"--buckets {most}: {count:,} choices for {len(short)} context-parallel sizes are more than the "
+            f"{_MOST_CHOICES:,} that are compared; give a smaller number"
+        )
+    return sorted((tuple(b for part in parts for b in part) for parts in product(*short)), key=len)
+
+
+def _refuse_long_search(num_shapes: int, num_buckets: int) -> None:
+    choices = sum(math.comb(num_shapes, k) for k in range(min(num_shapes, num_buckets) + 1))
+    if choices > _MOST_CHOICES:
+        raise UsageError(
+            f"--buckets {num_buckets}: {choices:,} choices of {num_shapes} shapes are more than the {_MOST_CHOICES:,} "
+            "that are compared; give a smaller number"
+        )
+
+
+def _search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> int:
+    """Every how many-th step to compare `choices` on: 1, unless all would take too long."""
+    if table.data_parallel_size == 1 and table.uniform:
+        return 1
+    if table.groups is not None:
+        return min(table.num_steps, -(-len(table) * choices * _SLOWNESS_BY_ROUND // _SEARCH_WORK))
+    work = table.num_steps * table.data_parallel_size * 2 * len(costs.class_counts) * choices
+    return -(-work // _SEARCH_WORK)
+
+
+def _best(
+    choices: Sequence[tuple[Bucket, ...]],
+    times: NDArray[np.float64],
+    costs: StepCosts,
+    max_fallback_rate: float | None,
+) -> tuple[Bucket, ...]:
+    """The quickest choice within the rate; among equals the one with fewest, then smallest, buckets."""
+    for index in np.argsort(times.round(9), kind="stable"):  # choices come fewest first
+        choice = choices[int(index)]
+        if not np.isfinite(times[index]):
+            break
+        if max_fallback_rate is None:
+            return choice
+        if not choice and max_fallback_rate < 1:
+            continue  # all eager: every step falls back
+        if costs.fallback_rate(choice).step <= max_fallback_rate:
+            return choice
+    raise UsageError(
+        f"--max-fallback-rate {max_fallback_rate:g}: no choice of buckets within the graph-memory budget keeps to "
+        "it; raise --graph-memory-gib, or the rate"
+    )
+
+
+def _cap_curve(
+    options: Sequence[tuple[Bucket, ...]], profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float
+) -> tuple[Candidate, ...]:
+    """What each single cap would do, captured for the longest document: systems with one cap know no other limit.
+
+    An option is one bucket for each context-parallel size.
+    """
+    times = step_costs.step_ms(options)
+    named: dict[int, list[str]] = {}
+    for name, percent in PERCENTILES.items():
+        named.setdefault(profile.n_seqs.percentile(percent), []).append(name)
+    curve = []
+    for buckets, ms in zip(options, times, strict=True):
+        rate, bucket = step_costs.fallback_rate(buckets), buckets[-1]
+        curve.append(
+            Candidate(
+                max_seqs=bucket.max_seqs,
+                coverage=1 - rate.microbatch,
+                fallback_rate=rate,
+                relative_step_time=float(ms) / eager_ms,
+                padding_ms=_padding_ms(profile, costs, bucket),
+                names=tuple(named.get(bucket.max_seqs, ())),
+            )
+        )
+    return tuple(curve)
+
+
+def _padding_ms(profile: Profile, costs: CostTable, bucket: Bucket) -> float:
+    """Mean milliseconds that a micro-batch within the cap pays over a graph of its own number of documents."""
+    counts = profile.n_seqs.counts[: bucket.max_seqs + 1]
+    present = np.flatnonzero(counts)
+    if not present.size:
+        return 0.0
+    own = np.array([costs.replay_ms(max(1, int(n)), bucket.max_seqlen) for n in present])
+    paid = costs.replay_ms(bucket.max_seqs, bucket.max_seqlen) - own
+    return float(paid @ counts[present] / counts[present].sum())

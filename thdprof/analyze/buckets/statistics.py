@@ -1,0 +1,119 @@
+"""Mergeable statistics of a micro-batch table: histograms, percentiles, fallback rates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+
+PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9, "max": 100.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How often each non-negative integer occurs."""
+
+    counts: NDArray[np.int64]
+    """counts[v] is the number of times v was seen; shape [largest value + 1]."""
+
+    @classmethod
+    def of(cls, values: NDArray[np.integer]) -> Histogram:
+        """The histogram of `values`, shape [n]."""
+        return cls(np.bincount(values))
+
+    def merge(self, other: Histogram) -> Histogram:
+        """The histogram of both samples together."""
+        merged = np.zeros(max(len(self.counts), len(other.counts)), dtype=np.int64)
+        merged[: len(self.counts)] += self.counts
+        merged[: len(other.counts)] += other.counts
+        return Histogram(merged)
+
+    @property
+    def total(self) -> int:
+        """Values counted."""
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        """Arithmetic mean."""
+        return float(self.counts @ np.arange(len(self.counts))) / self.total
+
+    def percentile(self, percent: float) -> int:
+        """Nearest-rank percentile, equal to `numpy.percentile(..., method="inverted_cdf")`."""
+        index = self.total * (percent / 100) - 1
+        rank = max(0, math.ceil(index))
+        return int(np.searchsorted(np.cumsum(self.counts), rank, side="right"))
+
+    def share_up_to(self, value: int) -> float:
+        """Share of values that are at most `value`."""
+        return float(self.counts[: value + 1].sum()) / self.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What the micro-batches look like."""
+
+    n_seqs: Histogram
+    """Documents of a micro-batch."""
+    max_seqlen: Histogram
+    """Tokens of a micro-batch's longest document."""
+
+    @classmethod
+    def of(cls, table: MicrobatchTable) -> Profile:
+        """The profile of all micro-batches of `table`."""
+        return cls(n_seqs=Histogram.of(table.n_seqs), max_seqlen=Histogram.of(table.max_seqlen))
+
+    @classmethod
+    def by_cp_size(cls, table: MicrobatchTable) -> dict[int | None, Profile]:
+        """The profile of the micro-batches of each context-parallel size, ascending; None: all have the run's."""
+        if table.groups is None:
+            return {None: cls.of(table)}
+        sizes = table.groups.cp_size
+        return {
+            int(size): cls(
+                n_seqs=Histogram.of(table.n_seqs[sizes == size]),
+                max_seqlen=Histogram.of(table.max_seqlen[sizes == size]),
+            )
+            for size in np.unique(sizes)
+        }
+
+    def merge(self, other: Profile) -> Profile:
+        """The profile of both tables together."""
+        return Profile(n_seqs=self.n_seqs.merge(other.n_seqs), max_seqlen=self.max_seqlen.merge(other.max_seqlen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FallbackRate:
+    """Shares that run eagerly."""
+
+    microbatch: float
+    """Of micro-batches."""
+    rank_step: float
+    """Of (rank, step) pairs with at least one."""
+    step: float
+    """Of steps with at least one on any rank: a synchronous step waits for it."""
+
+
+def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> FallbackRate:
+    """The three rates where `falls_back`, shape [micro-batches], marks those that run eagerly."""
+    per_rank_step = table.any_per_rank_step(falls_back)
+    return FallbackRate(
+        microbatch=float(falls_back.mean()),
+        rank_step=float(per_rank_step.mean()),
+        step=float((per_rank_step.any(axis=1) if table.data_parallel_size > 1 else per_rank_step).mean()),
+    )
+
+
+def upper_bound(num_failures: int, num_trials: int, *, confidence: float = 0.95) -> float:
+    """One-sided Clopper-Pearson bound of a rate of which `num_failures` in `num_trials` were seen."""
+    if num_failures >= num_trials:
+        return 1.0
+    if num_failures == 0:
+        return -math.expm1(math.log1p(-confidence) / num_trials)
+    from scipy.special import betaincinv
+
+    return float(betaincinv(num_failures + 1, num_trials - num_failures, confidence))

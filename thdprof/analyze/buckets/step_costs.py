@@ -1,0 +1,202 @@
+"""The expected synchronous step time, and what falls back, under any choice of buckets.
+
+A step costs the slowest rank's sum over its micro-batches, times 1 + (pp - 1) / num_microbatches for a pipeline. A
+micro-batch costs the replay of the smallest bucket that fits it, or its eager time. Under dynamic context parallelism
+a step costs the sum over its rounds of the slowest group's sum, and a bucket fits micro-batches of its size alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.statistics import FallbackRate, fallback_rate
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """One static shape; buckets order as they are tried."""
+
+    max_seqs: int
+    max_seqlen: int
+    cp_size: int | None = None
+    """Context-parallel size under dynamic context parallelism; None: the run's."""
+
+
+class StepCosts:
+    """Expected step times of any buckets made of given caps, from counts of micro-batches in classes.
+
+    A class holds the micro-batches of one context-parallel size whose smallest fitting caps are the same pair; all of
+    a class share their bucket.
+    """
+
+    def __init__(
+        self, table: MicrobatchTable, costs: CostTable, caps: Sequence[int], lengths: Sequence[int], pipeline: int
+    ) -> None:
+        self._table, self._costs, self._pipeline = table, costs, pipeline
+        self.caps, self.lengths = list(caps), list(lengths)
+        width = len(self.lengths) + 1
+        numbers = np.arange(int(table.n_seqs.max()) + 1)
+        kind: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
+        pair = (np.searchsorted(self.caps, numbers) * width).astype(kind)[table.n_seqs]
+        if int(table.max_seqlen.max()) > self.lengths[0]:
+            sizes = np.arange(int(table.max_seqlen.max()) + 1)
+            pair += np.searchsorted(self.lengths, sizes).astype(kind)[table.max_seqlen]
+        cp_sizes: list[int | None] = [None]
+        if table.groups is not None:
+            found, index = np.unique(table.groups.cp_size, return_inverse=True)
+            cp_sizes = [int(size) for size in found]
+            pair += (index * ((len(self.caps) + 1) * width)).astype(kind)
+        used = np.flatnonzero(np.bincount(pair))
+        self._pairs = [divmod(int(p) % ((len(self.caps) + 1) * width), width) for p in used]
+        self._cp_sizes = [cp_sizes[int(p) // ((len(self.caps) + 1) * width)] for p in used]
+        renumber = np.zeros(int(used[-1]) + 1, dtype=np.int16)
+        renumber[used] = np.arange(len(used))
+        self._class = renumber[pair]
+        self.class_counts = np.bincount(self._class, minlength=len(used))
+        self._eager_ms = costs.eager_ms(numbers)
+
+    def bucket_of_class(self, buckets: Sequence[Bucket]) -> list[int | None]:
+        """Index of the first bucket that fits each class, or None: it falls back."""
+        found: list[int | None] = []
+        for (seqs, length), cp_size in zip(self._pairs, self._cp_sizes, strict=True):
+            fits = (
+                i
+                for i, b in enumerate(buckets)
+                if seqs < len(self.caps)
+                and length < len(self.lengths)
+                and self.caps[seqs] <= b.max_seqs
+                and self.lengths[length] <= b.max_seqlen
+                and b.cp_size == cp_size
+            )
+            found.append(next(fits, None))
+        return found
+
+    def falls_back(self, buckets: Sequence[Bucket]) -> NDArray[np.bool_]:
+        """Which micro-batches fit no bucket, shape [micro-batches]."""
+        uncovered = np.array([b is None for b in self.bucket_of_class(buckets)])
+        return np.asarray(uncovered[self._class])
+
+    def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
+        """The three rates under `buckets`."""
+        table = self._table
+        if table.num_steps == len(table):  # one micro-batch a step: the rates are the same, and classes tell them
+            chosen = self.bucket_of_class(buckets)
+            eager = sum(int(n) for n, b in zip(self.class_counts, chosen, strict=True) if b is None) / len(table)
+            return FallbackRate(microbatch=eager, rank_step=eager, step=eager)
+        return fallback_rate(table, self.falls_back(buckets))
+
+    def shares(self, buckets: Sequence[Bucket]) -> tuple[float, ...]:
+        """Share of micro-batches that replay each bucket."""
+        chosen = self.bucket_of_class(buckets)
+        counts = [0] * len(buckets)
+        for bucket, count in zip(chosen, self.class_counts, strict=True):
+            if bucket is not None:
+                counts[bucket] += int(count)
+        return tuple(c / len(self._table) for c in counts)
+
+    def step_ms(self, choices: Sequence[Sequence[Bucket]], stride: int = 1) -> NDArray[np.float64]:
+        """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, [choices]."""
+        weights = self._weights(choices)
+        table = self._table
+        if table.groups is not None:
+            return self._step_ms_by_round(weights, table.groups, stride)
+        if table.data_parallel_size == 1 and table.uniform:
+            # one rank: the mean of sums is the sum of means, so the classes' totals suffice
+            factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
+            totals: NDArray[np.float64] = self._total_ms(weights) * (factor / table.num_steps)
+            return totals
+        sums = np.zeros(len(choices))
+        at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
+        steps = np.arange(0, table.num_steps, stride)
+        for first in range(0, len(steps), at_once):
+            part = steps[first : first + at_once]
+            by_rank = self._rank_step_counts(part) @ weights  # [steps, ranks, choices]
+            factor_by_step = 1 + (self._pipeline - 1) / table.num_microbatches[part]
+            sums += factor_by_step @ by_rank.max(axis=1)
+        return sums / len(steps)
+
+    def total_ms(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
+        """Time of all micro-batches together under each choice, whoever waits for whom, in milliseconds, [choices]."""
+        return self._total_ms(self._weights(choices))
+
+    def _total_ms(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.asarray((self._counts(self._class, 1, self._table.n_seqs) @ weights)[0])
+
+    def _step_ms_by_round(self, weights: NDArray[np.float64], groups: RankGroups, stride: int) -> NDArray[np.float64]:
+        """Mean step time where all ranks wait for the slowest group at the end of every round."""
+        order = np.lexsort((groups.first_rank, groups.round))
+        order = order[groups.step[order] % stride == 0]
+        lane = groups.round[order] * self._table.data_parallel_size + groups.first_rank[order]
+        lanes = np.flatnonzero(np.diff(lane, prepend=-1))
+        rounds = np.flatnonzero(np.diff(groups.round[order][lanes], prepend=-1))
+        kind, classes = self._class[order], len(self._pairs)
+        eager = self._eager_ms[self._table.n_seqs[order]][:, None]
+        sums = np.empty(weights.shape[1])
+        at_once = max(1, _CHUNK // len(order))
+        for first in range(0, len(sums), at_once):
+            part = weights[:, first : first + at_once]
+            ms = part[:classes][kind] + part[classes:][kind] * eager
+            by_lane = np.add.reduceat(ms, lanes, axis=0)
+            sums[first : first + at_once] = np.maximum.reduceat(by_lane, rounds, axis=0).sum(axis=0)
+        return sums / -(-self._table.num_steps // stride)
+
+    def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
+        """What to multiply counts (first half) and eager milliseconds (second) of the classes with, [2c, choices]."""
+        classes = len(self._pairs)
+        weights = np.zeros((2 * classes, len(choices)))
+        replay = {b: self._costs.replay_ms(b.max_seqs, b.max_seqlen) for choice in choices for b in choice}
+        for column, choice in enumerate(choices):
+            for row, bucket in enumerate(self.bucket_of_class(choice)):
+                if bucket is None:
+                    weights[classes + row, column] = 1.0
+                else:
+                    weights[row, column] = replay[choice[bucket]]
+        return weights
+
+    def _counts(self, cells: NDArray[np.integer], groups: int, n_seqs: NDArray[np.int32]) -> NDArray[np.float64]:
+        """Counts and eager milliseconds of every class: [groups, 2 * classes].
+
+        A micro-batch with n_seqs[i] documents is counted in cells[i] = group * classes + class.
+        """
+        shape = (groups, len(self._pairs))
+        counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
+        if np.ptp(self._eager_ms) == 0:
+            eager = counts * self._eager_ms[0]
+        else:
+            eager = np.bincount(cells, self._eager_ms[n_seqs], minlength=counts.size).reshape(shape)
+        return np.concatenate((counts, eager), axis=1)
+
+    def _rank_step_counts(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Counts and eager milliseconds of every class on each rank of `steps`: [steps, ranks, 2 * classes]."""
+        table, classes = self._table, len(self._pairs)
+        ranks = table.data_parallel_size
+        per_step = table.num_microbatches.astype(np.int64) * ranks
+        starts = (np.cumsum(per_step) - per_step)[steps]
+        sizes = per_step[steps]
+        group = np.repeat(np.arange(len(steps)), sizes)
+        position = np.arange(len(group)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        kept = np.repeat(starts, sizes) + position
+        rank = position // np.repeat(table.num_microbatches[steps], sizes)
+        cells = (group * ranks + rank) * classes + self._class[kept]
+        return self._counts(cells, len(steps) * ranks, table.n_seqs[kept]).reshape(len(steps), ranks, -1)
+
+
+def one_cap_step_ms(
+    table: MicrobatchTable,
+    costs: CostTable,
+    caps: Sequence[int],
+    *,
+    longest: Mapping[int | None, int],
+    pipeline_size: int,
+) -> NDArray[np.float64]:
+    """Mean step time under each of `caps` alone, captured for the `longest` documents, in milliseconds, [caps]."""
+    step_costs = StepCosts(table, costs, sorted(caps), sorted(set(longest.values())), pipeline_size)
+    return step_costs.step_ms([tuple(Bucket(n, length, size) for size, length in longest.items()) for n in caps])

@@ -1,0 +1,183 @@
+"""Counts an analysis into the profile that its report is made of."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.buckets.statistics import PERCENTILES
+from thdprof.analyze.buckets.step_costs import one_cap_step_ms
+from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun
+from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
+from thdprof.errors import UsageError
+from thdprof.plan import TrainingPart
+from thdprof.words import shortened
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_LADDER = tuple(sorted({b << k for b in (2, 3) for k in range(24)} | {1}))
+"""Caps of which every profile's grid has its share, so that merged ones have some in common: 1, 2, 3, 4, 6, 8, ..."""
+LONGEST_PART = 100
+"""Characters of the name of a part."""
+_MOST_CELLS = 1 << 26
+"""Cells of a joint histogram that is counted by index; a larger one is sorted."""
+
+
+def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
+    """The profile of an analysis.
+
+    Args:
+        part: name of the data in it; None: the dataset's file, or the directory that its files have in common.
+
+    Raises:
+        UsageError: `part` is no name, as `check_part` says.
+    """
+    import pandas as pd
+
+    table, settings = analysis.microbatches, analysis.settings
+    check_part(part)
+    name = shortened(_name(analysis.dataset.uris), LONGEST_PART) if part is None else part
+    cells = [*_whole_run(table), *_segments(table)]
+    frame = pd.concat(cells, ignore_index=True)
+    frame.insert(0, "part", name)
+    caps = _grid(analysis)
+    times = one_cap_step_ms(
+        table, analysis.costs, [*caps], longest=analysis.longest, pipeline_size=settings.pipeline_parallel_size
+    )
+    return RunProfile(
+        frame.astype(COLUMNS),
+        training=TrainingPart.model_validate(
+            {**asdict(settings), "weights": list(settings.weights) if settings.weights is not None else None}
+        ),
+        costs=analysis.costs,
+        parts=[
+            PartOfRun(
+                name=name,
+                format=analysis.dataset.format,
+                uris=list(analysis.dataset.uris),
+                fingerprints=[analysis.dataset.fingerprint],
+                exact=table.exact,
+                microbatches=len(table),
+                steps=table.num_steps,
+                eager_step_ms=analysis.recommendation.eager_step_ms,
+                caps=[CapTime(max_seqs=n, step_ms=float(ms)) for n, ms in zip(caps, times, strict=True)],
+                warnings=list(analysis.warnings),
+            )
+        ],
+    )
+
+
+def check_part(part: str | None) -> None:
+    """Refuse what cannot name data in tables and figures; None names nothing.
+
+    Raises:
+        UsageError: it is no text, empty, too long, or holds characters that cannot be shown.
+    """
+    if part is None:
+        return
+    if not isinstance(part, str):
+        raise UsageError(f"--part: a name is text, not {type(part).__name__} ({part!r:.40})")
+    if not part.strip():
+        raise UsageError("--part: the name is empty; leave it out for that of the file or directory")
+    if len(part) > LONGEST_PART:
+        raise UsageError(f"--part {part[:20]}…: {len(part)} characters; a name has at most {LONGEST_PART}")
+    if not part.isprintable():
+        raise UsageError(f"--part {part!a}: holds line breaks or characters that cannot be shown; leave them out")
+
+
+def _name(uris: tuple[str, ...]) -> str:
+    if len(uris) == 1:
+        return Path(uris[0]).name
+    try:
+        return Path(os.path.commonpath(uris)).name or "data"
+    except ValueError:  # relative and absolute ones
+        return "data"
+
+
+def _grid(analysis: Analysis) -> list[int]:
+    """Caps at which the expected step time is stored: candidates, percentiles, the least and the most, a ladder."""
+    histogram = analysis.profile.n_seqs
+    least, most = max(1, int(np.flatnonzero(histogram.counts)[0])), histogram.percentile(100.0)
+    named = {c.max_seqs for c in analysis.recommendation.candidates}
+    named |= {histogram.percentile(p) for p in PERCENTILES.values()}
+    return sorted(n for n in {least, most, *named, *_LADDER} if n == most or least <= n <= max(most, *named))
+
+
+def _whole_run(table: MicrobatchTable) -> list[pd.DataFrame]:
+    """Micro-batches, (rank, step) pairs and steps by both measures."""
+    ranks = [_largest_by_rank(table, values) for values in (table.n_seqs, table.max_seqlen)]
+    n_seqs, max_seqlen = ranks
+    sizes = [None] if table.groups is None else [int(n) for n in np.unique(table.groups.cp_size)]
+    counted = []
+    for size in sizes:
+        chosen = slice(None) if table.groups is None else table.groups.cp_size == size
+        counted.append(_joint("microbatch", table.n_seqs[chosen], table.max_seqlen[chosen], size or 0))
+    counted.append(_joint("rank_step_max", n_seqs.reshape(-1), max_seqlen.reshape(-1)))
+    counted.append(_joint("step_max", n_seqs.max(axis=1), max_seqlen.max(axis=1)))
+    return counted
+
+
+def _joint(kind: str, n_seqs: NDArray[np.integer], max_seqlen: NDArray[np.integer], cp_size: int = 0) -> pd.DataFrame:
+    import pandas as pd
+
+    width = int(max_seqlen.max()) + 1
+    keys = n_seqs.astype(np.int64) * width + max_seqlen
+    if (int(n_seqs.max()) + 1) * width <= _MOST_CELLS:
+        every = np.bincount(keys)
+        found = np.flatnonzero(every)
+        counts = every[found]
+    else:
+        found, counts = np.unique(keys, return_counts=True)
+    return pd.DataFrame(
+        {
+            "kind": kind,
+            "segment": -1,
+            "n_seqs": found // width,
+            "max_seqlen": found % width,
+            "cp_size": cp_size,
+            "count": counts,
+        }
+    )
+
+
+def _segments(table: MicrobatchTable) -> list[pd.DataFrame]:
+    """Micro-batches and steps of every segment of the run, by documents."""
+    of_step = np.arange(table.num_steps, dtype=np.int64) * SEGMENTS // table.num_steps
+    if table.groups is not None:
+        of_microbatch = of_step[table.groups.step]
+    else:
+        of_microbatch = np.repeat(of_step, table.num_microbatches.astype(np.int64) * table.data_parallel_size)
+    largest = _largest_by_rank(table, table.n_seqs).max(axis=1)
+    return [
+        _by_segment("segment_microbatch", of_microbatch, table.n_seqs),
+        _by_segment("segment_step_max", of_step, largest),
+    ]
+
+
+def _by_segment(kind: str, segment: NDArray[np.int64], n_seqs: NDArray[np.integer]) -> pd.DataFrame:
+    frame = _joint(kind, segment, n_seqs)
+    frame["segment"], frame["n_seqs"], frame["max_seqlen"] = frame["n_seqs"], frame["max_seqlen"], -1
+    return frame
+
+
+def _largest_by_rank(table: MicrobatchTable, values: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The largest of `values` [micro-batches] that each rank sees in a step: [steps, ranks]; 0 where it runs none."""
+    if table.groups is not None:
+        return _largest_of_groups(table, table.groups, values)
+    return table.per_rank_step(values, np.maximum).astype(np.int32, copy=False)
+
+
+def _largest_of_groups(table: MicrobatchTable, groups: RankGroups, values: NDArray[np.int32]) -> NDArray[np.int32]:
+    largest = np.zeros((table.num_steps, table.data_parallel_size), dtype=np.int32)
+    for offset in range(int(groups.cp_size.max())):
+        shared = groups.cp_size > offset
+        np.maximum.at(largest, (groups.step[shared], groups.first_rank[shared] + offset), values[shared])
+    return largest

@@ -1,0 +1,123 @@
+"""Joins profiles of several datasets or shards into one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.profile.file import COLUMNS, SCHEMA, PartOfRun
+from thdprof.analyze.profile.run_profile import RunProfile, combine_caps
+from thdprof.errors import DataError, UsageError
+from thdprof.plan import TrainingPart
+from thdprof.words import counted, printable
+
+_OF_THE_DATA = ("train_samples", "weights")
+"""Training settings that say how much data a run takes, not how a step is formed: they may differ."""
+
+
+def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> RunProfile:
+    """One profile of all parts; parts of one name are added up.
+
+    Args:
+        names: what to call each profile in errors.
+
+    Raises:
+        UsageError: fewer than two are given.
+        DataError: they were made with other settings or another cost table, or count the same data twice.
+    """
+    import pandas as pd
+
+    if len(profiles) < 2:
+        raise UsageError("merge: give at least two profiles")
+    first = profiles[0]
+    for profile, name in zip(profiles[1:], names[1:], strict=True):
+        _check_alike(first, profile, names[0], name)
+    by_name: dict[str, list[PartOfRun]] = {}
+    seen: dict[str, str] = {}
+    for profile, name in zip(profiles, names, strict=True):
+        for part in profile.parts:
+            for fingerprint in part.fingerprints:
+                if fingerprint in seen:
+                    where = "given twice" if seen[fingerprint] == name else f"in {seen[fingerprint]}"
+                    raise DataError(f"{name}: part {part.name}: the same data is {where}; leave one out")
+                seen[fingerprint] = name
+            by_name.setdefault(part.name, []).append(part)
+    keys = [name for name in COLUMNS if name != "count"]
+    together = pd.concat([p.cells for p in profiles], ignore_index=True)
+    cells = together.groupby(keys, sort=False, as_index=False, observed=True).agg({"count": "sum"})
+    training = first.training
+    for name in _OF_THE_DATA:
+        if any(getattr(p.training, name) != getattr(training, name) for p in profiles):
+            training = training.model_copy(update={name: None})
+    parts = [same[0] if len(same) == 1 else _added(same, first.costs) for same in by_name.values()]
+    return RunProfile(cells.astype(COLUMNS), training=training, costs=first.costs, parts=parts)
+
+
+def same_settings(one: TrainingPart, other: TrainingPart) -> tuple[str, Any, Any] | None:
+    """The first setting that forms steps in another way, with both values; None: there is none."""
+    for name in TrainingPart.model_fields:
+        if name not in _OF_THE_DATA and getattr(one, name) != getattr(other, name):
+            return name, getattr(one, name), getattr(other, name)
+    return None
+
+
+def _check_alike(one: RunProfile, other: RunProfile, name: str, other_name: str) -> None:
+    differs = same_settings(one.training, other.training)
+    if differs is not None:
+        setting, here, there = differs
+        raise DataError(f"{other_name}: {setting} is {there}, but {here} in {name}: profile both with the same")
+    for field in CostTable.model_fields:
+        if getattr(one.costs, field) != getattr(other.costs, field):
+            raise DataError(
+                f"{other_name}: another cost table than that of {name} ({field} differs: {other.costs.name} on "
+                f"{other.costs.hardware}, {one.costs.name} on {one.costs.hardware}): profile both with the same"
+            )
+
+
+def _added(parts: Sequence[PartOfRun], costs: CostTable) -> PartOfRun:
+    """Parts of one name as one."""
+    caps = combine_caps(list(parts), costs)
+    if not caps:
+        raise DataError(f"part {parts[0].name}: its profiles have no cap in common; give each a --part name of its own")
+    steps = sum(p.steps for p in parts)
+    return PartOfRun(
+        name=parts[0].name,
+        format=parts[0].format,
+        uris=[uri for p in parts for uri in p.uris],
+        fingerprints=[f for p in parts for f in p.fingerprints],
+        exact=all(p.exact for p in parts),
+        microbatches=sum(p.microbatches for p in parts),
+        steps=steps,
+        eager_step_ms=sum(p.eager_step_ms * p.steps for p in parts) / steps,
+        caps=caps,
+        warnings=list(dict.fromkeys(w for p in parts for w in p.warnings)),
+    )
+
+
+def describe(profile: RunProfile) -> str:
+    """A line a part."""
+    lines = []
+    for part in profile.parts:
+        documents = profile.histogram(part=part.name)
+        many = counted(part.microbatches, "micro-batch", "micro-batches")
+        data = f"{len(part.fingerprints)} datasets added up, " if len(part.fingerprints) > 1 else ""
+        lines.append(
+            f"{printable(part.name)}: {data}{many} in {counted(part.steps, 'step')}, documents P50 "
+            f"{documents.percentile(50.0):,}, P99 {documents.percentile(99.0):,}, max {documents.percentile(100.0):,}\n"
+        )
+    return "".join(lines)
+
+
+def to_json(profile: RunProfile) -> str:
+    """The profile without its counts as JSON text, schema `thdprof.profile/1`."""
+    value = {
+        "schema": SCHEMA,
+        "microbatches": profile.microbatches,
+        "steps": profile.steps,
+        "exact": profile.exact,
+        "parts": [part.model_dump(mode="json", exclude={"caps", "warnings"}) for part in profile.parts],
+        "candidates": profile.curve().to_dict("records"),
+    }
+    return json.dumps(value, indent=2, allow_nan=False)

@@ -1,0 +1,217 @@
+"""What a profile tells of a run: counts of its micro-batches, and the expected step time under single caps.
+
+The fallback rates of any one cap follow exactly from the counts: a step falls back where its largest micro-batch does.
+The expected step time does not, and is known at a grid of caps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from thdprof import __version__
+from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.statistics import FallbackRate, Histogram
+from thdprof.analyze.profile.file import CapTime, Metadata, PartOfRun, read_profile_file, write_profile_file
+from thdprof.plan import TrainingPart
+from thdprof.words import counted
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class RunProfile:
+    """Counts of a run's micro-batches, (rank, step) pairs and steps, and the expected step time under single caps."""
+
+    def __init__(
+        self, cells: pd.DataFrame, *, training: TrainingPart, costs: CostTable, parts: list[PartOfRun]
+    ) -> None:
+        self.cells = cells
+        """The rows of the file, in the columns of `thdprof.analyze.profile.file.COLUMNS`."""
+        self.training = training
+        """Training settings, the same for all parts."""
+        self.costs = costs
+        """What the step times come from."""
+        self.parts = parts
+        self._histograms: dict[tuple[str, str, str | None], Histogram] = {}
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches counted."""
+        return sum(part.microbatches for part in self.parts)
+
+    @property
+    def steps(self) -> int:
+        """Steps counted."""
+        return sum(part.steps for part in self.parts)
+
+    @property
+    def num_runs(self) -> int:
+        """Runs counted, each from its own begin to its end."""
+        return sum(len(part.fingerprints) for part in self.parts)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all micro-batches equal training's."""
+        return all(part.exact for part in self.parts)
+
+    def rows(self, kind: str, *, part: str | None = None) -> pd.DataFrame:
+        """The cells of `kind`, of one part or of all."""
+        chosen = self.cells["kind"] == kind
+        if part is not None:
+            chosen &= self.cells["part"] == part
+        return self.cells[chosen]
+
+    def histogram(
+        self, kind: str = "microbatch", measure: Literal["n_seqs", "max_seqlen"] = "n_seqs", *, part: str | None = None
+    ) -> Histogram:
+        """How often each value of `measure` occurs, whatever the other."""
+        key = (kind, measure, part)
+        if key not in self._histograms:
+            self._histograms[key] = histogram_of(self.rows(kind, part=part), measure)
+        return self._histograms[key]
+
+    def fallback_rate(self, cap: int, *, part: str | None = None) -> FallbackRate:
+        """The three rates where micro-batches of more than `cap` documents run eagerly; exact."""
+        micro, pair, step = (
+            share_over(self.histogram(kind, part=part), cap) for kind in ("microbatch", "rank_step_max", "step_max")
+        )
+        return FallbackRate(microbatch=micro, rank_step=pair, step=step)
+
+    @property
+    def eager_step_ms(self) -> float:
+        """Mean step of all parts, all eagerly."""
+        return sum(part.eager_step_ms * part.steps for part in self.parts) / self.steps
+
+    def caps(self) -> list[CapTime]:
+        """The mean step of all parts under the caps that every part tells, ascending."""
+        return combine_caps(self.parts, self.costs)
+
+    def relative_step_time(self, cap: int) -> float:
+        """Mean step under `cap`, divided by that of running all eagerly; linear between the caps of `caps`."""
+        known = self.caps()
+        if cap < known[0].max_seqs:
+            return 1.0
+        top = known[-1]
+        if cap > top.max_seqs:
+            longest = self.training.seq_length
+            larger = self.costs.replay_ms(cap, longest) / self.costs.replay_ms(top.max_seqs, longest)
+            return top.step_ms * larger / self.eager_step_ms
+        step_ms = np.interp(cap, [c.max_seqs for c in known], [c.step_ms for c in known])
+        return float(step_ms) / self.eager_step_ms
+
+    def curve(self) -> pd.DataFrame:
+        """What each cap would do: `max_seqs`, `coverage`, the three rates, `step_ms`, `relative_step_time`."""
+        import pandas as pd
+
+        rows = []
+        for cap in self.caps():
+            rate = self.fallback_rate(cap.max_seqs)
+            rows.append(
+                {
+                    "max_seqs": cap.max_seqs,
+                    "coverage": 1 - rate.microbatch,
+                    "fallback_rate_microbatch": rate.microbatch,
+                    "fallback_rate_rank_step": rate.rank_step,
+                    "fallback_rate_step": rate.step,
+                    "step_ms": cap.step_ms,
+                    "relative_step_time": cap.step_ms / self.eager_step_ms,
+                }
+            )
+        return pd.DataFrame(rows)
+
+    def percentiles(self) -> pd.DataFrame:
+        """Mean and nearest-rank percentiles of both measures, a row a part and measure."""
+        import pandas as pd
+
+        from thdprof.analyze.buckets.statistics import PERCENTILES
+
+        rows = []
+        for part in self.parts:
+            for measure in ("n_seqs", "max_seqlen"):
+                counted = self.histogram("microbatch", measure, part=part.name)
+                row: dict[str, Any] = {"part": part.name, "measure": measure, "mean": counted.mean}
+                row.update({name: counted.percentile(percent) for name, percent in PERCENTILES.items()})
+                rows.append(row)
+        return pd.DataFrame(rows)
+
+    def __repr__(self) -> str:
+        """How much was counted."""
+        how = "replayed exactly" if self.exact else "not all replayed exactly"
+        many = counted(self.microbatches, "micro-batch", "micro-batches")
+        return f"Profile of {many} in {counted(self.steps, 'step')}, {how}"
+
+    def _repr_html_(self) -> str:
+        from thdprof.words import html_table
+
+        frame = self.percentiles()
+        return html_table(repr(self), list(frame.columns), frame.itertuples(index=False))
+
+    def save(self, path: Path | str, *, force: bool = False) -> None:
+        """Write the profile whole or not at all.
+
+        Raises:
+            DataError: the file exists and `force` is false, or it cannot be written.
+        """
+        told = Metadata(written_by=__version__, training=self.training, costs=self.costs, parts=self.parts)
+        write_profile_file(Path(path), self.cells, told, force=force)
+
+
+def load_profile(path: Path | str) -> RunProfile:
+    """Read a profile file.
+
+    Raises:
+        DataError: it cannot be read, is no profile, or of another version.
+    """
+    cells, told = read_profile_file(Path(path))
+    return RunProfile(cells, training=told.training, costs=told.costs, parts=told.parts)
+
+
+def histogram_of(rows: pd.DataFrame, measure: str) -> Histogram:
+    """The histogram of `measure` over cells, each with its count."""
+    counts = np.bincount(rows[measure].to_numpy(), weights=rows["count"].to_numpy())
+    return Histogram(counts.astype(np.int64))
+
+
+def share_over(histogram: Histogram, value: int) -> float:
+    """Share of values that are over `value`."""
+    return float(histogram.counts[max(0, value + 1) :].sum() / histogram.total)
+
+
+def combine_caps(parts: list[PartOfRun], costs: CostTable) -> list[CapTime]:
+    """The caps whose mean step every part tells, weighted by steps.
+
+    A part tells the caps on its grid, those below them (all run eagerly), and, where costs do not depend on
+    max_seqlen, those above (all replay a larger graph).
+    """
+    known = [_Known(part, costs) for part in parts]
+    total = sum(part.steps for part in parts)
+    combined = []
+    for cap in sorted({c.max_seqs for part in parts for c in part.caps}):
+        times = [k.at(cap) for k in known]
+        told = [t for t in times if t is not None]
+        if len(told) == len(times):
+            mean = sum(t * part.steps for t, part in zip(told, parts, strict=True)) / total
+            combined.append(CapTime(max_seqs=cap, step_ms=mean))
+    return combined
+
+
+class _Known:
+    """The step times of one part."""
+
+    def __init__(self, part: PartOfRun, costs: CostTable) -> None:
+        self._part, self._costs = part, costs
+        self._by_cap = {c.max_seqs: c.step_ms for c in part.caps}
+
+    def at(self, cap: int) -> float | None:
+        """Milliseconds under `cap`; None where the part does not tell."""
+        first, last = self._part.caps[0].max_seqs, self._part.caps[-1].max_seqs
+        if cap in self._by_cap:
+            return self._by_cap[cap]
+        if cap < first:
+            return self._part.eager_step_ms
+        if cap > last and not self._costs.needs_max_seqlen:
+            return self._by_cap[last] * self._costs.replay_ms(cap, 1) / self._costs.replay_ms(last, 1)
+        return None

@@ -1,0 +1,1 @@
+"""Rows to micro-batches, in the order in which training forms them."""

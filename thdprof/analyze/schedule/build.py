@@ -1,0 +1,330 @@
+"""Replays how training forms micro-batches: rows of the dataset -> micro-batch table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.schedule import blend, samplers
+from thdprof.analyze.schedule.gpt_dataset import Samples, gpt_samples, train_share
+from thdprof.analyze.schedule.memo import FORGETFUL, Memo
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.settings.resolve import DYNAMIC_CP, TrainingSettings
+from thdprof.analyze.sources.base import Dataset, PackedRows, TokenStream, UnpackedDocuments
+from thdprof.errors import DataError, UsageError
+
+_BRIDGE_ROUNDING = 16
+"""Tokens to whose multiple Megatron-Bridge rounds the longest row up (GPTSFTDataset.pad_seq_length_to_mult)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """The predicted micro-batches and what there is to say about them."""
+
+    table: MicrobatchTable
+    notes: tuple[str, ...]
+    """What the user should know about the prediction."""
+    independent: int
+    """Micro-batches that are independent draws of the data: not repeated over epochs, nor collated together."""
+    packing_efficiency: float | None = None
+    """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
+    packing_efficiency_without_cap: float | None = None
+    """The same packer's without --max-docs-per-pack; None without the cap."""
+
+
+Tick = Callable[[float], None]
+"""Called with the share of the work that is done."""
+
+
+def build_schedule(
+    dataset: Dataset, settings: TrainingSettings, tick: Tick = lambda done: None, memo: Memo = FORGETFUL
+) -> Schedule:
+    """The micro-batches of the run that `settings` describe on `dataset`; `memo` is of this dataset alone.
+
+    Raises:
+        DataError: the data cannot make one step, or has a row that training would refuse.
+        UsageError: settings that do not fit the dataset.
+    """
+    match dataset.content:
+        case PackedRows():
+            return _schedule_rows(dataset.content, settings)
+        case UnpackedDocuments():
+            return _schedule_documents(dataset.content, settings, memo)
+        case streams:
+            return _schedule_streams(streams, settings, tick, memo)
+
+
+def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Schedule:
+    samples = (
+        _blended(streams, settings, tick, memo)
+        if len(streams) > 1 or settings.weights
+        else _samples_of(streams[0], settings.train_samples, settings, tick, memo)
+    )
+    if int(samples.n_seqs.max()) > settings.seq_length:
+        raise DataError(
+            f"a sample of {settings.seq_length} tokens holds {samples.n_seqs.max()} documents, empty ones among them; "
+            "GPTDataset has room for no more than tokens: drop empty sequences from the data"
+        )
+    steps, notes = _num_steps(len(samples), settings)
+    if settings.loader == "cyclic":
+        rows = samplers.cyclic_rows(len(samples), steps, settings)
+        n_seqs, max_seqlen = samples.n_seqs[rows], samples.max_seqlen[rows]
+    else:
+        n_seqs, max_seqlen = (_in_file_order(a, steps, settings) for a in (samples.n_seqs, samples.max_seqlen))
+    tokens = settings.micro_batch_size * settings.seq_length
+    table = _merge(n_seqs, max_seqlen, tokens, settings)
+    return Schedule(table=table, notes=notes, independent=len(table))
+
+
+def _samples_of(
+    stream: TokenStream, num_samples: int | None, settings: TrainingSettings, tick: Tick, memo: Memo
+) -> Samples:
+    lengths = stream.sequence_tokens[train_share(settings.split, len(stream.sequence_tokens))]
+    seq_length, seed, add_extra_token = settings.seq_length, settings.seed, settings.add_extra_token
+    return memo.get(
+        ("samples", stream.path),
+        (len(lengths), seq_length, num_samples, seed, add_extra_token),
+        lambda: gpt_samples(
+            lengths,
+            seq_length=seq_length,
+            num_samples=num_samples,
+            seed=seed,
+            add_extra_token=add_extra_token,
+            where=stream.path,
+            tick=tick,
+            memo=memo,
+        ),
+    )
+
+
+def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Samples:
+    """The samples of a blend, in the order of its top-level dataset."""
+    ends = np.cumsum([len(s.sequence_tokens) for s in streams]) / sum(len(s.sequence_tokens) for s in streams)
+    ticks = [partial(_tick_between, tick, low, high) for low, high in zip([0.0, *ends], ends, strict=False)]
+    if settings.weights is not None:
+        assert settings.train_samples is not None  # settings refuse weights without it
+        weights: Sequence[float] = blend.normalize(settings.weights)
+        sizes = blend.drawn_and_built(weights, settings.train_samples)
+        parts = [_samples_of(s, n, settings, t, memo) for s, (_, n), t in zip(streams, sizes, ticks, strict=True)]
+        order = blend.blend_order(weights, sum(drawn for drawn, _ in sizes))
+    else:
+        parts = [_samples_of(s, None, settings, t, memo) for s, t in zip(streams, ticks, strict=True)]
+        weights = [len(p) for p in parts]
+        if settings.train_samples is None:
+            order = blend.exhaustive_order([len(p) for p in parts])
+        else:
+            order = blend.blend_order(weights, min(settings.train_samples, sum(len(p) for p in parts)))
+    blend.check_draws(order, [len(p) for p in parts], [s.path for s in streams])
+    n_seqs, max_seqlen = (np.empty(len(order), dtype=np.int32) for _ in range(2))
+    for index, part in enumerate(parts):
+        here = order == index  # each dataset gives its samples in its own order
+        count = int(here.sum())
+        n_seqs[here], max_seqlen[here] = part.n_seqs[:count], part.max_seqlen[:count]
+    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen)
+
+
+def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
+    """Tell `tick` of a part that reaches from share `low` to `high` of the whole."""
+    tick(low + (high - low) * done)
+
+
+def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings, memo: Memo) -> Schedule:
+    from thdprof.analyze.schedule import packers
+
+    if settings.packer in DYNAMIC_CP:
+        return _schedule_dynamic_cp(documents, settings)
+    if settings.packer == "dp_balanced":
+        rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
+        n_seqs, max_seqlen, tokens = _plain_rows(rows, settings)
+        table = MicrobatchTable(
+            n_seqs=n_seqs,
+            max_seqlen=max_seqlen,
+            n_tokens=tokens,
+            data_parallel_size=settings.data_parallel_size,
+            num_microbatches=num_microbatches,
+            exact=settings.loader == "single",
+        )
+        used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
+        one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
+        independent = max(1, min(len(table), one_epoch))
+        return Schedule(table=table, notes=(), independent=independent, packing_efficiency=used)
+    adds_tail = settings.packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
+    options: dict[str, Any] = {
+        "packer": settings.packer,
+        "pack_tokens": settings.seq_length,
+        "seed": settings.seed,
+        "max_documents": settings.max_docs_per_pack,
+        "pad_to_multiple": settings.pad_seq_to_mult,
+        "tail_documents": int(adds_tail),
+    }
+    packing = memo.get(
+        "packed", tuple(options.items()), lambda: packers.pack_rows(documents.document_tokens, **options)
+    )
+    schedule = _schedule_rows(packing.rows, settings)
+    return Schedule(
+        table=schedule.table,
+        notes=packing.notes + schedule.notes,
+        independent=schedule.independent,
+        packing_efficiency=packing.efficiency,
+        packing_efficiency_without_cap=packing.efficiency_without_cap,
+    )
+
+
+def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
+    from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
+
+    table, used, notes = dynamic_cp(documents.document_tokens, settings=settings)
+    one_epoch = len(table) * len(documents.document_tokens) // (table.num_steps * settings.global_batch_size)
+    independent = max(1, min(len(table), one_epoch))
+    return Schedule(table=table, notes=tuple(notes), independent=independent, packing_efficiency=used)
+
+
+def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
+    totals = rows.num_tokens()
+    if int(totals.max()) > settings.seq_length:
+        row = int((totals > settings.seq_length).argmax())
+        raise DataError(
+            f"row {row}: {totals[row]} tokens are more than --seq-length {settings.seq_length}"
+            f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
+        )
+    mapping = _sample_mapping(rows.num_rows(), settings)
+    num_rows = rows.num_rows() if mapping is None else len(mapping)
+    steps, notes = _num_steps(num_rows, settings)
+    read = {
+        "single": samplers.sequential_rows,
+        "cyclic": samplers.cyclic_rows,
+        "batch": samplers.batch_rows,
+        None: samplers.drawn_rows,
+    }[settings.loader](num_rows, steps, settings)
+    if mapping is not None:
+        read = mapping[read]
+    if rows.rule == "bridge":
+        table = _bridge_table(rows, read, settings)
+        together = settings.num_microbatches if settings.loader == "batch" else 1
+        return Schedule(table=table, notes=notes, independent=max(1, min(len(table), rows.num_rows()) // together))
+    documents, longest, tokens_by_row = _plain_rows(rows, settings)
+    shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
+    n_seqs = documents[read].reshape(shape).sum(axis=3, dtype=np.int64)
+    max_seqlen = longest[read].reshape(shape).max(axis=3)
+    tokens = tokens_by_row[read].reshape(shape).sum(axis=3)
+    if rows.rule == "trl":
+        padding = -tokens % settings.pad_seq_to_mult  # tokens at position 0, each of which begins a document
+        n_seqs, tokens = n_seqs + padding, tokens + padding
+    table = _table(n_seqs, max_seqlen, tokens, settings)
+    distinct = max(1, rows.num_rows() // settings.micro_batch_size)
+    return Schedule(table=table, notes=notes, independent=min(len(table), distinct))
+
+
+def _sample_mapping(num_rows: int, settings: TrainingSettings) -> NDArray[np.int64] | None:
+    """Megatron-Bridge's mapping of samples to rows under max_train_samples, int64, shape [samples]."""
+    wanted = settings.max_num_samples
+    if wanted is None:
+        return None
+    random = np.random.RandomState(settings.seed)
+    epochs = np.tile(np.arange(num_rows, dtype=np.int64), (-(-wanted // num_rows), 1))
+    for epoch in epochs:
+        random.shuffle(epoch)
+    return epochs.reshape(-1)[:wanted]
+
+
+def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingSettings) -> MicrobatchTable:
+    """Megatron-Bridge's collate_fn over `read` [steps, ranks, rows]; one row a micro-batch.
+
+    Rows that are collated together (the whole share of a rank under `batch`, else one row) get one length, and
+    `cu_seqlens` as long as that of the row with the most documents.
+    """
+    documents, longest = rows.num_documents()[read], rows.longest()[read]
+    totals = rows.num_tokens()[read]
+    together = settings.loader == "batch"
+    if settings.pad_to_max_length:
+        length = np.full_like(totals, settings.seq_length)
+    else:
+        collated = totals.max(axis=2, keepdims=True) if together else totals
+        rounded = -(-collated // _BRIDGE_ROUNDING) * _BRIDGE_ROUNDING
+        length = np.broadcast_to(np.minimum(rounded, settings.seq_length), totals.shape)
+    tail = length - totals
+    n_seqs = documents + (tail > 0)
+    if together:
+        n_seqs = np.broadcast_to(n_seqs.max(axis=2, keepdims=True), n_seqs.shape)
+    return _table(n_seqs, np.maximum(longest, tail), length, settings)
+
+
+def _plain_rows(
+    rows: PackedRows, settings: TrainingSettings
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
+    """Documents, longest document and tokens of every row after its tail policy; each of shape [rows]."""
+    documents, longest, totals = rows.num_documents(), rows.longest(), rows.num_tokens()
+    if settings.tail_policy == "none":
+        return documents, longest, totals
+    tail = settings.seq_length - totals
+    if settings.tail_policy == "append_dummy_seq":
+        documents = documents + (tail > 0).astype(np.int32)
+        return documents, np.maximum(longest, tail).astype(np.int32), totals + tail
+    return documents, np.maximum(longest, rows.last() + tail).astype(np.int32), totals + tail
+
+
+def _num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str, ...]]:
+    """Steps to predict, and a note where the data ends before the run."""
+    one_epoch = samplers.steps_of_one_epoch(num_rows, settings)
+    if one_epoch == 0:
+        raise DataError(
+            f"{num_rows} rows do not make one step of --global-batch-size {settings.global_batch_size}; "
+            "give more data or a smaller batch"
+        )
+    if settings.train_samples is None:
+        return one_epoch, ()
+    steps = settings.train_samples // settings.global_batch_size
+    if settings.loader == "single" and steps > one_epoch:
+        note = (
+            f"the run asks for {steps} steps, but the data ends after {one_epoch}: the single loader does not start "
+            "again, and training stops there"
+        )
+        return one_epoch, (note,)
+    return steps, ()
+
+
+def _in_file_order(values: NDArray[np.int32], steps: int, settings: TrainingSettings) -> NDArray[np.int32]:
+    """`values` [rows] as the `single` sampler deals them, [steps, ranks, rows of one rank and step]."""
+    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
+    dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
+    return dealt.reshape(steps, settings.data_parallel_size, -1)
+
+
+def _merge(
+    n_seqs: NDArray[np.int32], max_seqlen: NDArray[np.int32], tokens: int, settings: TrainingSettings
+) -> MicrobatchTable:
+    """Rows [steps, ranks, rows] merged `micro_batch_size` at a time, as flatten_batch_for_packed_sequences does."""
+    if settings.micro_batch_size > 1:
+        shape = (*n_seqs.shape[:2], settings.num_microbatches, settings.micro_batch_size)
+        n_seqs = n_seqs.reshape(shape).sum(axis=3, dtype=np.int32)
+        max_seqlen = max_seqlen.reshape(shape).max(axis=3)
+    return _table(n_seqs, max_seqlen, np.broadcast_to(np.int64(tokens), n_seqs.shape), settings)
+
+
+def _table(
+    n_seqs: NDArray[np.integer],
+    max_seqlen: NDArray[np.integer],
+    n_tokens: NDArray[np.integer],
+    settings: TrainingSettings,
+) -> MicrobatchTable:
+    """Arrays of shape [steps, ranks, micro-batches] as a table."""
+    steps = n_seqs.shape[0]
+    if int(n_seqs.max()) > np.iinfo(np.int32).max:
+        raise UsageError("a micro-batch has more than 2**31 - 1 documents; give a smaller --micro-batch-size")
+    constant = n_tokens.strides == (0, 0, 0)
+    flat_tokens = (
+        np.broadcast_to(np.int64(n_tokens[0, 0, 0]), n_seqs.size) if constant else n_tokens.reshape(-1).astype(np.int64)
+    )
+    return MicrobatchTable(
+        n_seqs=np.ascontiguousarray(n_seqs, dtype=np.int32).reshape(-1),
+        max_seqlen=np.ascontiguousarray(max_seqlen, dtype=np.int32).reshape(-1),
+        n_tokens=flat_tokens,
+        data_parallel_size=settings.data_parallel_size,
+        num_microbatches=np.broadcast_to(np.int32(settings.num_microbatches), steps),
+        exact=settings.loader is not None,
+    )

@@ -1,0 +1,193 @@
+"""Megatron's GPTDataset with inter-document masking, replayed from sequence lengths alone.
+
+Rules: megatron-core 0.19, `datasets/gpt_dataset.py` (order of the shuffles, `cu_seqlens` of a sample) and
+`datasets/helpers.cpp` (`build_sample_idx`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.schedule.memo import FORGETFUL, Memo
+from thdprof.errors import DataError, UsageError
+
+_LAST_EPOCH_THRESHOLD = 0.80
+_SEQUENCES_A_CHUNK = 1 << 18
+_SHUFFLE_SHARE = 0.7
+"""Of the time, what shuffling takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Samples in the order in which the dataset serves them."""
+
+    n_seqs: NDArray[np.int32]
+    """Documents of every sample, shape [samples]."""
+    max_seqlen: NDArray[np.int32]
+    """Tokens of its longest document, shape [samples]."""
+
+    def __len__(self) -> int:
+        return len(self.n_seqs)
+
+
+def train_share(split: str, num_sequences: int) -> slice:
+    """The sequences of the training split of Megatron's `--split`.
+
+    Raises:
+        UsageError: the split is not up to three numbers, or gives training nothing.
+    """
+    parts = re.findall(r"[.0-9]+", split)
+    try:
+        weights = np.array([float(p) for p in parts] + [0.0] * (3 - len(parts)))
+    except ValueError:
+        weights = np.array([])
+    if not 1 <= len(parts) <= 3 or weights.sum() <= 0:
+        raise UsageError(f"--split {split}: must be up to three numbers, train,validation,test, as in 969,30,1")
+    fraction = (weights / np.sum(weights)).tolist()[0]
+    if fraction <= 0:
+        raise UsageError(f"--split {split}: gives the training split nothing")
+    return slice(0, round(fraction * float(num_sequences)))
+
+
+def gpt_samples(
+    sequence_tokens: NDArray[np.int32],
+    *,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    add_extra_token: bool = True,
+    where: str = "dataset",
+    tick: Callable[[float], None] = lambda done: None,
+    memo: Memo = FORGETFUL,
+) -> Samples:
+    """What GPTDataset serves for the sequences of one split.
+
+    Args:
+        sequence_tokens: tokens of the split's sequences, int32, shape [sequences].
+        seq_length: tokens of a sample.
+        num_samples: least number of samples to build, repeating the data; None for one epoch.
+        seed: of the one RandomState that shuffles sequences first, then samples.
+        add_extra_token: whether a sample is drawn with one token more.
+        where: names the dataset in errors.
+        tick: called with the share of the work that is done.
+        memo: keeps the shuffled sequences of `where`.
+
+    Raises:
+        DataError: the split has too few tokens for one sample.
+    """
+    extra = int(add_extra_token)
+    epoch_tokens = int(sequence_tokens.sum(dtype=np.int64))
+    if epoch_tokens == 0 or (num_samples is None and (epoch_tokens - extra) // seq_length == 0):
+        raise DataError(
+            f"{where}: the training split has {epoch_tokens} tokens, not one sample of {seq_length}; "
+            "give a shorter --seq-length, more data, or another --split"
+        )
+    epochs = 1
+    if num_samples is not None:
+        epochs = max(1, -(-(num_samples * seq_length + extra) // epoch_tokens))
+    total = (epochs * epoch_tokens - extra) // seq_length
+    last_apart, before = False, total  # samples before the epoch that is shuffled apart
+    if epochs > 1 and num_samples is not None:
+        before = ((epochs - 1) * epoch_tokens - extra) // seq_length
+        an_epoch = (epoch_tokens - extra) // seq_length
+        last_apart = num_samples - before < int(_LAST_EPOCH_THRESHOLD * an_epoch)
+        if not 0 <= num_samples - before <= an_epoch + 1:
+            raise DataError(
+                f"{where}: {epoch_tokens} tokens are too few for --seq-length {seq_length}: "
+                "Megatron's own index build stops on them"
+            )
+    random = np.random.RandomState(seed)
+    ends, state = memo.get(
+        ("shuffled", where),
+        (len(sequence_tokens), epochs, last_apart, seed),
+        lambda: (
+            _shuffled_ends(sequence_tokens, epochs, last_apart=last_apart, random=random),
+            random.get_state(),
+        ),
+    )
+    random.set_state(state)
+    tick(_SHUFFLE_SHARE)
+    packed = _count(ends, seq_length, total, extra, lambda done: tick(_SHUFFLE_SHARE + (1 - _SHUFFLE_SHARE) * done))
+    del ends
+    # one 64-bit value a sample: shuffling the values is shuffling the samples, and NumPy is quickest on 8 bytes
+    random.shuffle(packed[:before] if last_apart else packed)
+    if last_apart:
+        random.shuffle(packed[before:])
+    halves = packed.view(np.int32).reshape(-1, 2)
+    return Samples(n_seqs=np.ascontiguousarray(halves[:, 0]), max_seqlen=np.ascontiguousarray(halves[:, 1]))
+
+
+def _shuffled_ends(
+    tokens: NDArray[np.int32], epochs: int, *, last_apart: bool, random: np.random.RandomState
+) -> NDArray[np.int64]:
+    """Where each sequence of the shuffled token stream ends, int64, shape [epochs * sequences].
+
+    Megatron shuffles sequence ids; shuffling their lengths by the same draws saves the look-up.
+    """
+    stream = np.empty(epochs * len(tokens), dtype=np.int64)
+    stream.reshape(epochs, -1)[:] = tokens
+    first = len(stream) - len(tokens) if last_apart else len(stream)
+    random.shuffle(stream[:first])
+    if last_apart:
+        random.shuffle(stream[first:])
+    return np.cumsum(stream, out=stream)
+
+
+def _count(
+    ends: NDArray[np.int64], seq_length: int, total: int, extra: int, tick: Callable[[float], None]
+) -> NDArray[np.int64]:
+    """Documents (low 32 bits) and longest document (high 32 bits) of every sample, unshuffled, shape [total].
+
+    Sample k holds stream tokens k*S up to (k+1)*S. It begins in the sequence that holds the last token drawn for the
+    sample before it: token k*S with an extra token, else token k*S - 1, whose sequence then opens the sample with an
+    empty document when it ends there. Sequences that are empty count, unless they lie at the sample's end.
+    """
+    packed = np.empty((total, 2), dtype=np.int32)
+    chunk = max(1, _SEQUENCES_A_CHUNK * total // len(ends))
+
+    def count_chunk(low: int) -> None:
+        high = min(low + chunk, total)
+        cuts = np.arange(low, high + 1, dtype=np.int64) * seq_length
+        begin = np.searchsorted(ends, cuts[:-1] + extra, side="left")
+        if low == 0:
+            begin[0] = 0  # the first sample begins with the first sequence, empty or not
+        end = np.searchsorted(ends, cuts[1:], side="left")
+        packed[low:high, 0] = end - begin + 1
+        packed[low:high, 1] = _longest(ends, cuts, begin, end)
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # NumPy lets go of the lock in these loops
+        counted = [threads.submit(count_chunk, low) for low in range(0, total, chunk)]
+        for done, chunk_counted in enumerate(counted, start=1):
+            chunk_counted.result()
+            tick(done / len(counted))
+    return packed.reshape(-1).view(np.int64)
+
+
+def _longest(
+    ends: NDArray[np.int64], cuts: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Longest document of samples that reach from sequence `begin` to `end`, cut at `cuts`; shape [samples]."""
+    start, stop = cuts[:-1], cuts[1:]
+    longest = np.minimum(ends[begin], stop) - start
+    several = np.flatnonzero(end > begin)
+    if several.size:
+        last_start = np.maximum(ends[end[several] - 1], start[several])
+        longest[several] = np.maximum(longest[several], stop[several] - last_start)
+    inner = np.flatnonzero(end > begin + 1)
+    if inner.size:
+        first = int(begin[inner[0]])
+        reach = ends[first : int(end[inner[-1]])]
+        lengths = np.zeros(len(reach), dtype=np.int64)  # of sequences first + 1 and on, and a 0 where a range may end
+        np.subtract(reach[1:], reach[:-1], out=lengths[:-1])
+        ranges = np.empty(2 * inner.size, dtype=np.int64)
+        ranges[0::2] = begin[inner] - first
+        ranges[1::2] = end[inner] - 1 - first
+        longest[inner] = np.maximum(longest[inner], np.maximum.reduceat(lengths, ranges)[0::2])
+    return longest

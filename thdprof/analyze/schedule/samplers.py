@@ -1,0 +1,101 @@
+"""Which rows each rank reads in which step: Megatron's and Megatron-Bridge's batch samplers.
+
+Rules: megatron-core 0.19, `megatron/training/datasets/data_samplers.py`; Megatron-Bridge 0.6, `data/samplers.py`.
+Every function gives row indices, int64, shape [steps, ranks, rows of one rank and step], in reading order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.schedule.shuffles import torch_randperm
+from thdprof.analyze.settings.resolve import TrainingSettings
+from thdprof.errors import DataError
+
+PADDING_ROW = -1
+"""Stands for a row that pads the last global batch of an epoch: the dataset's last one, its loss masked."""
+
+
+def steps_of_one_epoch(num_rows: int, settings: TrainingSettings) -> int:
+    """Whole steps that `num_rows` rows give; a trailing partial step is dropped unless the sampler pads it."""
+    size = settings.global_batch_size
+    if settings.loader == "batch" and not settings.drop_last:
+        return -(-num_rows // size)
+    return num_rows // size
+
+
+def sequential_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
+    """Sampler `single`: chunks of one micro-batch for every rank, in file order, once through the data."""
+    ranks, size = settings.data_parallel_size, settings.micro_batch_size
+    rows = np.arange(steps * settings.global_batch_size, dtype=np.int64)
+    by_chunk = rows.reshape(steps, settings.num_microbatches, ranks, size)
+    return by_chunk.transpose(0, 2, 1, 3).reshape(steps, ranks, -1)
+
+
+def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
+    """Sampler `cyclic`: a new torch permutation every epoch, seeded with the epoch's number alone.
+
+    Raises:
+        DataError: too few rows for the sampler to ever fill a micro-batch of every rank.
+    """
+    ranks, size = settings.data_parallel_size, settings.micro_batch_size
+    chunk = ranks * size
+    active = num_rows - num_rows % chunk
+    if active == 0:
+        raise DataError(f"{num_rows} rows are fewer than one micro-batch of every rank ({chunk})")
+    bucket = num_rows // chunk * size
+    permute = lru_cache(maxsize=2)(torch_randperm)
+    needed = steps * settings.num_microbatches * size
+    rows = np.empty((ranks, needed), dtype=np.int64)
+    filled, consumed = [0] * ranks, [0] * ranks
+    while min(filled) < needed:  # ranks read an epoch in turn, so that they share its permutation
+        for rank in range(ranks):
+            epoch, offset = divmod(consumed[rank], active)
+            if settings.data_sharding:
+                epoch_rows = permute(bucket, epoch)[offset // ranks :] + rank * bucket
+            else:
+                epoch_rows = permute(num_rows // size * size, epoch)[offset:][rank::ranks]
+            batches = len(epoch_rows) // size
+            if batches == 0:
+                raise DataError(
+                    f"{num_rows} rows: Megatron's cyclic sampler gives rank {rank} nothing in epoch {epoch}; "
+                    "use --data-sharding or more data"
+                )
+            taken = min(batches * size, needed - filled[rank])
+            rows[rank, filled[rank] : filled[rank] + taken] = epoch_rows[:taken]
+            filled[rank] += taken
+            consumed[rank] += batches * chunk
+    return rows.reshape(ranks, steps, -1).transpose(1, 0, 2)
+
+
+def batch_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
+    """Megatron-Bridge's `batch`: global batches of a torch permutation seeded with seed + epoch, dealt to ranks.
+
+    Without `drop_last` an epoch's last global batch is filled with PADDING_ROW, rank by rank.
+
+    Raises:
+        DataError: fewer rows than one global batch, with `drop_last`.
+    """
+    ranks, size = settings.data_parallel_size, settings.global_batch_size
+    steps_an_epoch = steps_of_one_epoch(num_rows, settings)
+    if steps_an_epoch == 0:
+        raise DataError(f"{num_rows} rows are fewer than one --global-batch-size {size}")
+    epochs = []
+    for epoch in range(-(-steps // steps_an_epoch)):
+        order = np.full(steps_an_epoch * size, PADDING_ROW, dtype=np.int64)
+        permutation = torch_randperm(num_rows, settings.seed + epoch)[: order.size]
+        order[: permutation.size] = permutation
+        epochs.append(order.reshape(steps_an_epoch, size // ranks, ranks).transpose(0, 2, 1))
+    return np.concatenate(epochs)[:steps]
+
+
+def drawn_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
+    """Epochs of seeded permutations, for data whose order in training is not known."""
+    needed = steps * settings.global_batch_size
+    random = np.random.default_rng(settings.seed)
+    epochs = [random.permutation(num_rows) for _ in range(-(-needed // num_rows))]
+    rows = np.concatenate(epochs)[:needed]
+    return rows.reshape(steps, settings.data_parallel_size, -1)

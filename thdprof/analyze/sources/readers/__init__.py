@@ -1,0 +1,1 @@
+"""Readers of bytes that formats share: parquet, Arrow, pickle, NPY headers."""

@@ -1,0 +1,1 @@
+"""Holding a plan against what happened, or against another plan."""

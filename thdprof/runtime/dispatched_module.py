@@ -1,0 +1,326 @@
+"""DispatchedModule: decides once a micro-batch whether it runs by a graph or eagerly, counts and times it.
+
+How a graph is captured and replayed is left to the classes below it: `module.GraphedModule` replays a whole module
+from a bank, `megatron` has others that lead Megatron's own layer graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.runtime.padding import Boundaries, PackedSequence, TailPolicy, boundaries_of, shape_of, to_device
+from thdprof.runtime.stats import Stats
+from thdprof.runtime.timing import PassTimer, when_gradient_arrives
+
+logger = logging.getLogger(__name__)
+
+_TIMERS_KEPT = 1000
+
+
+class FallbackError(RuntimeError):
+    """A micro-batch that must not run eagerly (`overflow: error`) would."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a dispatched module."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    packed: PackedSequence
+    """The one among the arguments."""
+    boundaries: Boundaries
+    """Its boundaries after the tail policy."""
+    shape: Shape
+    tensors: tuple[torch.Tensor, ...]
+    """The tensors among the arguments, in order."""
+
+    def substitute(self, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments with their tensors and metadata replaced, in order."""
+        given = iter(tensors)
+
+        def replaced(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return next(given)
+            return packed if isinstance(value, PackedSequence) else value
+
+        return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
+
+    def without_values(self) -> Call:
+        """The same with tensors that hold no memory, to be kept as a sample."""
+        tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors)
+        args, kwargs = self.substitute(tensors, self.packed)
+        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tensors)
+
+
+class DispatchedModule(nn.Module):
+    """Runs `module` by what its buckets decide: subclasses open graphs and replay them."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        buckets: Sequence[Bucket],
+        *,
+        tail_policy: TailPolicy = "none",
+        overflow: Literal["eager", "error"] = "eager",
+        capture: Literal["startup", "first_use"] = "startup",
+        no_grad: Literal["eager", "replay"] = "eager",
+        token_dim: int = 0,
+        token_shards: int = 1,
+        sample_every: int = 16,
+        on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.enabled = True
+        """Set to False to run eagerly, with reason `disabled_by_user`."""
+        self._dispatcher = Dispatcher(buckets)
+        self._buckets = self._dispatcher.buckets
+        self._policy, self._overflow, self._capture, self._no_grad = tail_policy, overflow, capture, no_grad
+        self._token_dim, self._token_shards, self._sample_every = token_dim, token_shards, sample_every
+        self._on_decision = on_decision
+        self._signature: tuple[Any, ...] | None = None
+        self._takes_grad: tuple[bool, ...] = ()
+        self._submodules = tuple(module.modules())
+        self._stats = Stats()
+        self._explained: set[FallbackReason] = set()
+        self._timers: list[PassTimer] = []
+
+    @abstractmethod
+    def _open(self, call: Call) -> None:
+        """Make the graphs, or what will make them; `call` shows the arguments. Every rank comes here together."""
+
+    def pool_bytes(self) -> int:
+        """Bytes of the graphs' memory pools."""
+        return 0
+
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory that hold activations between forward and backward."""
+        return 0
+
+    def offload_freed_bytes(self) -> int:
+        """By how much the graphs' memory should be less than without offloading, all slots together."""
+        return 0
+
+    @abstractmethod
+    def _replay(self, bucket: Bucket, call: Call) -> Any:
+        """Run `call` through the graphs of `bucket` and give the module's output, or a FallbackReason."""
+
+    def stats(self) -> Stats:
+        """Counters so far; times are those of passes that have ended."""
+        self._collect_times()
+        return self._stats
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module eagerly, whatever the plan says; not counted."""
+        return self._run_eagerly(self._describe(args, kwargs), timed=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own output.
+
+        Raises:
+            TypeError: not exactly one PackedSequence, or no tensor, among the arguments.
+            ValueError: boundaries that reach past the tokens.
+            FallbackError: under `overflow: error`, a micro-batch that fits no bucket.
+        """
+        call = self._describe(args, kwargs)
+        choice = self._decide(call)
+        self._on_decision(choice)
+        if isinstance(choice, Bucket):
+            result = self._replay(choice, call)
+            if not isinstance(result, FallbackReason):
+                self._stats.replays[choice] += 1
+                return result
+            choice = result
+        self._note_fallback(choice, call.shape)
+        return self._run_eagerly(call)
+
+    def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch that has no packed-sequence metadata, which is not this module's: call `function`."""
+        return function(*args, **kwargs)
+
+    def lengths(self) -> frozenset[int]:
+        """Tokens of the buckets' micro-batches, over all context-parallel ranks."""
+        return frozenset(b.n_tokens * b.cp_size for b in self._buckets)
+
+    def longest(self) -> int:
+        """Tokens of the longest document that a bucket names or could hold; 0 without buckets."""
+        return max((max(b.max_seqlen, b.n_tokens * b.cp_size) for b in self._buckets), default=0)
+
+    def _describe(self, args: Any, kwargs: Any) -> Call:
+        values = (*args, *kwargs.values())
+        found = [v for v in values if isinstance(v, PackedSequence)]
+        tensors = tuple(v for v in values if isinstance(v, torch.Tensor))
+        if len(found) != 1 or not tensors:
+            raise TypeError("call with tensors and one thdprof.runtime.pack(...), all at the top level")
+        packed = found[0]
+        if packed.host is None and not packed.cu_seqlens.is_cuda:
+            raise TypeError("the PackedSequence was not made by thdprof.runtime.pack")
+        # tokens of this rank; the boundaries are of all ranks that share the rows
+        n_tokens = tensors[0].shape[self._token_dim] * self._token_shards
+        boundaries = boundaries_of(packed, n_tokens * packed.cp_size, self._policy)
+        return Call(
+            args=tuple(args),
+            kwargs=dict(kwargs),
+            packed=packed,
+            boundaries=boundaries,
+            shape=shape_of(packed, boundaries, n_tokens),
+            tensors=tensors,
+        )
+
+    def _decide(self, call: Call) -> Bucket | FallbackReason:
+        tensors = call.tensors
+        if not self.enabled:
+            return FallbackReason.disabled_by_user
+        if not tensors[0].is_cuda:
+            return FallbackReason.no_cuda
+        if any(t.device != tensors[0].device for t in tensors):
+            return FallbackReason.input_differs  # a graph would read the value that a host tensor had at capture
+        if not self.module.training or (self._no_grad == "eager" and not torch.is_grad_enabled()):
+            return FallbackReason.not_training
+        choice = self._dispatcher.decide(call.shape)
+        if self._signature is None:
+            opens = isinstance(choice, Bucket) or self._opens_at(call.shape)
+            if opens and not torch.is_grad_enabled():
+                return FallbackReason.not_training  # a capture needs gradients
+            if opens:
+                opening = self._opening(call)
+                self._signature = self._sign(opening)
+                self._takes_grad = tuple(t.requires_grad for t in opening.tensors)
+                self._open(opening)
+        elif isinstance(choice, Bucket) and (
+            self._sign(call) != self._signature
+            or (torch.is_grad_enabled() and tuple(t.requires_grad for t in tensors) != self._takes_grad)
+        ):
+            return FallbackReason.input_differs
+        return choice
+
+    def _opens_at(self, shape: Shape) -> bool:
+        """Whether `startup` captures at a micro-batch that fits no bucket.
+
+        It does at the first of the right number of tokens, so that ranks that communicate inside the module capture
+        together although their micro-batches hold other documents.
+        """
+        return self._capture == "startup" and any(
+            shape.n_tokens == b.n_tokens and shape.cp_size == b.cp_size for b in self._buckets
+        )
+
+    def _opening(self, call: Call) -> Call:
+        """The call that `_open` is shown when `call` is the first."""
+        return call
+
+    def _sign(self, call: Call) -> tuple[Any, ...]:
+        """What must not change between captures and replays, but for the values of tensors and boundaries."""
+        described = tuple(_describe_argument(v) for v in (*call.args, *call.kwargs.values()))
+        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        modes = tuple(m.training for m in self._submodules)
+        return described, tuple(call.kwargs), autocast, modes
+
+    def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
+        n_tokens = call.shape.n_tokens * call.packed.cp_size
+        moved = to_device(call.packed, call.boundaries, n_tokens, call.tensors[0].device)
+        args, kwargs = call.substitute(call.tensors, moved)
+        with self._timed(call.tensors if timed else (), replayed=False) as outputs:
+            result = self.module(*args, **kwargs)
+            outputs.extend(tree_flatten(result)[0])
+        return result
+
+    @contextmanager
+    def _timed(self, tensors: Sequence[torch.Tensor], *, replayed: bool) -> Iterator[list[Any]]:
+        """Time every `sample_every`-th pass that takes `tensors` and puts its outputs into the list."""
+        outputs: list[Any] = []
+        timer = None
+        if tensors and tensors[0].is_cuda and torch.is_grad_enabled():
+            timer = self._timer(replayed=replayed)
+        if timer is None or not when_gradient_arrives(tensors, timer.backward_ends):
+            yield outputs
+            return
+        timer.forward_begins()
+        yield outputs
+        timer.forward_ends()
+        when_gradient_arrives(outputs, timer.backward_begins)
+
+    def _timer(self, *, replayed: bool) -> PassTimer | None:
+        """A timer for every `sample_every`-th micro-batch."""
+        if self._sample_every == 0 or (self._stats.microbatches + replayed) % self._sample_every:
+            return None
+        timer = PassTimer(replayed=replayed)
+        self._timers = [*self._timers[-_TIMERS_KEPT:], timer]
+        return timer
+
+    def _collect_times(self) -> None:
+        waiting = []
+        for timer in self._timers:
+            ms = timer.ms()
+            if ms is None:
+                waiting.append(timer)
+            else:
+                (self._stats.replay_ms if timer.replayed else self._stats.eager_ms).append(ms)
+        self._timers = waiting
+
+    def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:
+        self._stats.fallbacks[reason] += 1
+        self._stats.fallback_sizes[reason, shape.cp_size] += 1
+        if reason not in self._explained:
+            self._explained.add(reason)
+            logger.warning("%s", advice(reason, shape, self._dispatcher.buckets))
+        if self._overflow == "error" and (reason in BY_SHAPE or reason is FallbackReason.capture_failed):
+            raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
+
+    @contextmanager
+    def only(self, bucket: Bucket | None) -> Iterator[None]:
+        """Replay `bucket` alone in the block, or nothing with None: to measure what each costs."""
+        dispatcher, enabled = self._dispatcher, self.enabled
+        self._dispatcher, self.enabled = Dispatcher([bucket] if bucket else []), bucket is not None
+        try:
+            yield
+        finally:
+            self._dispatcher, self.enabled = dispatcher, enabled
+
+    def recapture(self) -> None:
+        """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
+        self._signature = None
+
+    def close(self) -> None:
+        """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
+        self.recapture()
+        self.enabled = False
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self.recapture()
+        super()._apply(*args, **kwargs)
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _describe_argument(value: Any) -> Any:
+    """What of an argument is captured.
+
+    Raises:
+        TypeError: it is neither a tensor nor a constant; changes inside it would go unnoticed.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.device
+    if isinstance(value, PackedSequence):
+        return value.seq_idx is not None, value.cu_seqlens_padded is not None
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
+        return type(value), value
+    raise TypeError(
+        f"an argument of a graphed module is a {type(value).__name__}: give tensors, one PackedSequence and constants "
+        "at the top level"
+    )

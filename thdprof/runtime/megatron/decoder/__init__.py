@@ -1,0 +1,1 @@
+"""What a Megatron decoder is given: packed metadata, positions, groups, layouts."""

@@ -1,0 +1,185 @@
+"""A Megatron decoder (TransformerBlock or HybridStack) as a module that takes tensors and one PackedSequence.
+
+The decoder stays where it is in the model, with its parameters and the keys of its checkpoints: only its `forward` is
+replaced on the instance, and put back at the end.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
+from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.padding import PackedSequence, TailPolicy
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from thdprof.runtime.megatron.decoder.context_groups import ContextGroups
+
+Rope = Callable[[int], torch.Tensor]
+"""Rotary embeddings of so many positions, from the model's own module."""
+
+
+class Decoder(nn.Module):
+    """Calls a decoder's own forward with static metadata; not part of the model."""
+
+    def __init__(self, block: nn.Module, rope: Rope | None = None) -> None:
+        """The decoder `block`, and where its rotary embeddings come from.
+
+        Raises:
+            SettingsError: its forward has been replaced, by another installation say.
+        """
+        super().__init__()
+        if "forward" in vars(block):
+            raise SettingsError(
+                f"the forward of {type(block).__name__} is replaced already: close the installation that is there, or "
+                "undo what replaced it"
+            )
+        self.block = block
+        self._own_forward: Callable[..., Any] = block.forward
+        self._rope = rope
+        self._kept: dict[int, torch.Tensor] = {}
+        self._layers_tables: tuple[KeptTables, ...] = ()
+        self._like: PackedSeqParams | None = None
+        self._shards, self._lengths = 1, frozenset[int]()
+        self._with_seq_idx = mamba.has_mamba(block)
+        self._groups: ContextGroups | None = None
+
+    @property
+    def training(self) -> bool:
+        """That of the decoder."""
+        return bool(self.block.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """The decoder's own is what counts."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, packed: PackedSequence, *, constants: str, with_rope: bool, **kwargs: Any
+    ) -> torch.Tensor:
+        """Hidden states of one packed micro-batch after the decoder's layers.
+
+        Args:
+            hidden_states: shape [tokens of this rank, 1, hidden size].
+            packed: its documents, on the device.
+            constants: for comparison alone, what of the PackedSeqParams a graph bakes in.
+            with_rope: whether the layers take rotary embeddings; they then cover the whole buffer.
+            kwargs: what else the model gives its decoder.
+        """
+        assert self._like is not None  # set by what `attach` puts in
+        params = packed_seq_params.write(packed, self._like)
+        if self._groups is not None:
+            params = self._groups.of_size(params, packed.cp_size)
+        if with_rope:
+            kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards * packed.cp_size)
+        around = self._groups.around(packed.cp_size) if self._groups is not None else nullcontext()
+        with self._given(hidden_states), around:
+            found: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
+        return found
+
+    def attach(
+        self,
+        run: DispatchedModule,
+        *,
+        cp_size: int,
+        shards: int,
+        tail: TailPolicy,
+        groups: ContextGroups | None = None,
+    ) -> None:
+        """Send the decoder's packed micro-batches through `run`, which calls this module.
+
+        Args:
+            run: dispatches.
+            cp_size: ranks that share the rows.
+            shards: ranks that share a micro-batch's tokens out among them, besides context parallelism.
+            tail: the plan's tail policy.
+            groups: process groups of every context-parallel size, where micro-batches have their own.
+        """
+        self._shards, self._groups = shards, groups
+        self._lengths = run.lengths()
+        self._layers_tables = keep_tables(self.block, run.longest())
+        signature = inspect.signature(self._own_forward)
+        required = {name for name, p in signature.parameters.items() if p.default is p.empty}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            params = given.pop("packed_seq_params", None)
+            if given.get("inference_context") is not None:
+                return self._own_forward(*args, **kwargs)
+            if params is None:
+                return run.unpacked(self._own_forward, *args, **kwargs)
+            if groups is not None:
+                groups.check(params)
+            hidden = given.pop("hidden_states")
+            if not self.block.pre_process:
+                hidden = self.block.input_tensor
+            with_rope = self._rope is not None and given.pop("rotary_pos_emb", None) is not None
+            self._like = params
+            packed = packed_seq_params.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx)
+            if self._with_seq_idx and cp_size > 1 and tail == "none":
+                mamba.check_covered(packed, int(hidden.shape[0]) * shards * cp_size)
+            return run(
+                hidden,
+                packed,
+                constants=packed_seq_params.constants(params, of_size=groups is None),
+                with_rope=with_rope,
+                **{name: value for name, value in given.items() if value is not None or name in required},
+            )
+
+        self.block.forward = forward
+
+    def detach(self) -> None:
+        """Give the decoder its own forward back, and its layers' rotary modules their tables."""
+        self.block.__dict__.pop("forward", None)
+        for tables in self._layers_tables:
+            tables.detach()
+        self._layers_tables = ()
+
+    def _table(self, length: int) -> torch.Tensor:
+        """Rotary embeddings of `length` positions; those of buckets are kept, since graphs read them where they lie."""
+        assert self._rope is not None
+        if length not in self._lengths:
+            return self._rope(length)
+        if length not in self._kept:
+            self._kept[length] = self._rope(length)
+        return self._kept[length]
+
+    def renew_tables(self) -> None:
+        """Copy the kept rotary embeddings, for callers that tell micro-batches apart by their tensors."""
+        self._kept = {length: table.clone() for length, table in self._kept.items()}
+
+    @contextmanager
+    def _given(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Let the decoder of a later pipeline stage read `hidden`, which it takes from an attribute."""
+        if self.block.pre_process:
+            yield
+            return
+        before = self.block.input_tensor
+        self.block.input_tensor = hidden
+        try:
+            yield
+        finally:
+            self.block.input_tensor = before
+
+
+def rope_of(model: Any) -> Rope | None:
+    """The rotary embeddings of a GPTModel or HybridModel; None where its layers make their own, or there are none."""
+    module, kind = getattr(model, "rotary_pos_emb", None), getattr(model, "position_embedding_type", None)
+    if module is None or kind not in ("rope", "yarn") or model.config.multi_latent_attention:
+        return None
+
+    def table(length: int) -> torch.Tensor:
+        made = module(length, packed_seq=True)
+        found: torch.Tensor = made[0] if isinstance(made, tuple) else made
+        return found
+
+    return table

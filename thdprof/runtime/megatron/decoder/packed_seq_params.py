@@ -1,0 +1,227 @@
+"""Between megatron-core's PackedSeqParams and the runtime's PackedSequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from thdprof.runtime.megatron.decoder.context_groups import context_group
+from thdprof.runtime.padding import PackedSequence, TailPolicy, document_of_tokens, fill_padded, moved, pack
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from thdprof.dispatch import Bucket
+    from thdprof.runtime.dispatched_module import Call
+
+_HOST = "_thdprof_host"
+"""Attribute of PackedSeqParams that holds its boundaries on the host."""
+
+_CONSTANT = ("qkv_format", "local_cp_size", "cp_group", "tokens_per_sample")
+"""Fields that are passed on as they are; graphs bake them in."""
+_OF_SIZE = ("local_cp_size", "cp_group")
+"""Those of them that belong to a bucket under dynamic context parallelism."""
+
+
+def packed_seq_params(
+    cu_seqlens: torch.Tensor | Sequence[int] | NDArray[np.integer],
+    *,
+    cu_seqlens_padded: torch.Tensor | Sequence[int] | NDArray[np.integer] | None = None,
+    max_seqlen: int | None = None,
+    pad_between_seqs: bool | None = None,
+    local_cp_size: int | None = None,
+    device: torch.device | str = "cuda",
+) -> PackedSeqParams:
+    """megatron-core's metadata of one packed micro-batch, from the boundaries that its data loader has on the host.
+
+    The boundaries stay on the host too, so that padding them costs one small copy and the dispatch reads nothing back.
+    From them an installation makes `seq_idx` for decoders with Mamba layers, over the whole buffer.
+
+    Args:
+        cu_seqlens: document boundaries, host, shape [documents + 1].
+        cu_seqlens_padded: where the documents begin in memory, host, shape [documents + 1], where they are padded.
+        max_seqlen: tokens of the longest document, padding included; worked out if it is not given.
+        pad_between_seqs: whether documents are padded; None: where `cu_seqlens_padded` is given.
+        local_cp_size: under dynamic context parallelism, how many ranks share this micro-batch; its process group
+            comes along.
+        device: where the boundaries go.
+
+    Raises:
+        ValueError: they are not boundaries, or not on the host.
+        SettingsError: there is no process group of `local_cp_size` ranks.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if max_seqlen is not None and int(max_seqlen) != max_seqlen:
+        raise ValueError(f"max_seqlen {max_seqlen}: must be a whole number")
+    memory = None if cu_seqlens_padded is None else pack(cu_seqlens_padded, max_seqlen=max_seqlen)
+    packed = pack(cu_seqlens) if memory is not None else pack(cu_seqlens, max_seqlen=max_seqlen)
+    if memory is not None:
+        _check_padding(packed, memory, pad_between_seqs=pad_between_seqs)
+        packed = replace(packed, max_seqlen=memory.max_seqlen)
+    valid = packed.cu_seqlens.to(device, non_blocking=True)
+    padded = None if memory is None else memory.cu_seqlens.to(device, non_blocking=True)
+    made = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=valid,
+        cu_seqlens_kv=valid,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+        local_cp_size=local_cp_size,
+        cp_group=None if local_cp_size is None else context_group(local_cp_size),
+        pad_between_seqs=pad_between_seqs,
+    )
+    setattr(made, _HOST, (packed.host, None if memory is None else memory.host))
+    return made
+
+
+def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_idx: bool = False) -> PackedSequence:
+    """What the runtime needs to know of a micro-batch; nothing is read from the GPU.
+
+    The documents are counted by the entries of cu_seqlens_q: give them without repeated end entries.
+
+    Args:
+        params: of self-attention, in `thd` format.
+        cp_size: ranks that share the rows, where `params.local_cp_size` does not say.
+        tail: the tail policy.
+        with_seq_idx: whether layers want the document of every token. It is made anew from boundaries on the host;
+            `params.seq_idx` counts where only the GPU has them.
+
+    Raises:
+        TypeError: max_seqlen is missing or on the GPU, queries and keys have other boundaries, or the documents of the
+            tokens are wanted and cannot be known.
+        ValueError: `tail` would add padding that `pad_between_seqs` rules out.
+    """
+    longest = params.max_seqlen_q
+    if longest is None:
+        raise TypeError("PackedSeqParams.max_seqlen_q is None: give the tokens of the longest document")
+    if isinstance(longest, torch.Tensor):
+        if longest.is_cuda:
+            raise TypeError("PackedSeqParams.max_seqlen_q is on the GPU: give the data loader's own integer")
+        longest = int(longest)
+    if params.cu_seqlens_kv is not params.cu_seqlens_q and params.cu_seqlens_kv.shape != params.cu_seqlens_q.shape:
+        raise TypeError("cu_seqlens_q and cu_seqlens_kv differ: cross-attention is not run through graphs")
+    if tail != "none" and params.cu_seqlens_q_padded is not None and params.pad_between_seqs is False:
+        raise ValueError(f"pad_between_seqs is False, but the tail policy {tail} adds padding: set it to True")
+    host, host_padded = getattr(params, _HOST, (None, None))
+    idx = _seq_idx(params, host if host_padded is None else host_padded) if with_seq_idx else None
+    return PackedSequence(
+        cu_seqlens=params.cu_seqlens_q.reshape(-1),
+        max_seqlen=longest,
+        seq_idx=idx,
+        cp_size=params.local_cp_size or cp_size,
+        host=host,
+        cu_seqlens_padded=None if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded.reshape(-1),
+        host_padded=host_padded,
+    )
+
+
+def constants(params: PackedSeqParams, *, of_size: bool = True) -> str:
+    """The fields that a graph bakes in besides the boundaries' number, as one value to compare.
+
+    Without `of_size` those are left out that differ between context-parallel sizes.
+    """
+    fields = {name: _name(getattr(params, name)) for name in _CONSTANT if of_size or name not in _OF_SIZE}
+    return " ".join(f"{name}={value}" for name, value in {**fields, "pad_between_seqs": _pads(params)}.items())
+
+
+def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
+    """PackedSeqParams of `packed`, the other fields as in `like`; `like` itself where its boundaries are unchanged.
+
+    Transformer Engine would compare padded and unpadded boundaries on the GPU and wait, were it not told that they
+    differ. With `total_tokens` PackedSeqParams would derive seq_idx from the boundaries, padded ones too, and wait.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    if packed.max_seqlen == like.max_seqlen_q and (
+        _same(packed.cu_seqlens, like.cu_seqlens_q)
+        and _same(packed.cu_seqlens_padded, like.cu_seqlens_q_padded)
+        and (packed.seq_idx is None or _same(packed.seq_idx, like.seq_idx))
+    ):
+        return like
+    return PackedSeqParams(
+        cu_seqlens_q=packed.cu_seqlens,
+        cu_seqlens_kv=packed.cu_seqlens,
+        cu_seqlens_q_padded=packed.cu_seqlens_padded,
+        cu_seqlens_kv_padded=packed.cu_seqlens_padded,
+        max_seqlen_q=packed.max_seqlen,
+        max_seqlen_kv=packed.max_seqlen,
+        seq_idx=None if packed.seq_idx is None else packed.seq_idx[None],
+        pad_between_seqs=_pads(like),
+        **{name: getattr(like, name) for name in _CONSTANT},
+    )
+
+
+def padded(call: Call, bucket: Bucket) -> PackedSequence:
+    """The metadata of `call` as the graphs of `bucket` see it, on the device of its tensors."""
+    device = call.tensors[0].device
+
+    def pad(values: Any) -> torch.Tensor:
+        if isinstance(values, torch.Tensor):
+            rest = values[-1:].expand(bucket.max_seqs + 1 - len(values))
+            return torch.cat((values, rest))
+        filled = torch.empty(bucket.max_seqs + 1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        fill_padded(filled.numpy(), values)
+        return filled.to(device, non_blocking=True)
+
+    in_memory, idx = call.boundaries.padded, call.boundaries.seq_idx
+    if call.packed.seq_idx is not None and idx is None:
+        memory = call.boundaries.in_memory
+        assert isinstance(memory, np.ndarray)  # else the boundaries came with it
+        idx = moved(document_of_tokens(memory, bucket.n_tokens * bucket.cp_size), device)
+    return PackedSequence(
+        cu_seqlens=pad(call.boundaries.valid),
+        max_seqlen=bucket.max_seqlen,
+        seq_idx=idx,
+        cp_size=bucket.cp_size,
+        cu_seqlens_padded=None if in_memory is None else pad(in_memory),
+    )
+
+
+def _seq_idx(params: PackedSeqParams, memory: NDArray[np.int32] | None) -> torch.Tensor:
+    """Document of every token, int32, shape [tokens]: up to the last boundary on the host, of all where none is."""
+    if memory is not None:
+        return torch.from_numpy(document_of_tokens(memory, int(memory[-1])))
+    given: torch.Tensor | None = params.seq_idx
+    if given is None or given.dtype != torch.int32:
+        raise TypeError(
+            f"PackedSeqParams.seq_idx is {given if given is None else given.dtype}, and its boundaries are not on the "
+            "host, but the model has Mamba layers: make it with thdprof.runtime.megatron.packed_seq_params, or give "
+            "seq_idx, int32, [1, tokens], on the device"
+        )
+    return given.reshape(-1)
+
+
+def _check_padding(packed: PackedSequence, memory: PackedSequence, *, pad_between_seqs: bool | None) -> None:
+    assert packed.host is not None
+    assert memory.host is not None
+    if len(memory.host) != len(packed.host):
+        raise ValueError(f"{len(packed.host)} entries in cu_seqlens, {len(memory.host)} in the padded ones")
+    short = np.flatnonzero(np.diff(memory.host) < np.diff(packed.host))
+    if len(short):
+        raise ValueError(f"document {short[0]} has more tokens in cu_seqlens than in the padded ones")
+    if pad_between_seqs is False and not np.array_equal(memory.host, packed.host):
+        raise ValueError("pad_between_seqs is False, but cu_seqlens and the padded ones differ: leave it out")
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether both are views of the same values."""
+    if one is None or other is None:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
+
+
+def _pads(params: PackedSeqParams) -> bool | None:
+    said: bool | None = params.pad_between_seqs
+    return True if said is None and params.cu_seqlens_q_padded is not None else said
+
+
+def _name(value: Any) -> str:
+    return str(value) if value is None or isinstance(value, int | str) else f"{type(value).__name__}@{id(value)}"

@@ -1,0 +1,215 @@
+"""`graphs.impl: local`: Megatron's own graphs of whole layers, led by a plan's buckets.
+
+Megatron records its layers' calls during the first training step, which runs eagerly, and makes all graphs at the end
+of it (`create_cudagraphs`, which its schedules call). A call that was not recorded by then stops training. So as many
+buckets as the step has micro-batches are recorded, and what has no graph goes past Megatron's managers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
+from thdprof.runtime.graphs.capture import _pool_bytes
+from thdprof.runtime.megatron.decoder import packed_seq_params
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.stats import Stats
+
+logger = logging.getLogger(__name__)
+
+_ASKED = "_should_call_local_cudagraph"
+"""What every layer's `__call__` asks before it goes to its graph manager."""
+
+
+class LocalGraphs(DispatchedModule):
+    """A decoder whose layers replay Megatron's graphs, or run eagerly, all of them alike.
+
+    Micro-batches of the recording step are padded as a replay would be, and count as replays. A replay counts for the
+    bucket that the plan has for the micro-batch, also where it takes a larger one whose graphs exist.
+
+    Only one micro-batch at a time may be between its forward and its backward: all graphs share one memory pool. While
+    one is, others run eagerly (`no_free_slot`). Megatron does not restore its RNG states after its warm-up: with
+    dropout, a run draws other numbers than an eager one from the second step on.
+
+    Megatron keeps graphs for the whole process: closing this frees all that it holds, those of other models too.
+    """
+
+    def __init__(self, decoder: Decoder, buckets: Sequence[Bucket], **options: Any) -> None:
+        """A decoder over `buckets`.
+
+        Args:
+            decoder: its layers were built with cuda_graph_impl "local".
+            buckets: shapes to record.
+            options: of DispatchedModule.
+
+        Raises:
+            SettingsError: the layers have no graph managers, or Megatron has made its graphs.
+        """
+        from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
+
+        super().__init__(decoder, buckets, **options)
+        self._renew_tables = decoder.renew_tables
+        inside = (m for m in decoder.block.modules() if m is not decoder.block)  # whose own manager is for inference
+        self._layers = tuple(m for m in inside if hasattr(m, "cudagraph_manager"))
+        self._managers: tuple[Any, ...] = tuple(layer.cudagraph_manager for layer in self._layers)
+        self._recorded: list[Bucket] = []
+        self._announced = self._closed = False
+        for layer in self._layers:
+            layer.__dict__.pop(_ASKED, None)  # of an installation that was closed
+        if not self._layers:
+            raise SettingsError("no layer has a graph manager: build the model with cuda_graph_impl 'local'")
+        if _CudagraphGlobalRecord.cudagraph_created or any(m.cudagraph_runners for m in self._managers):
+            raise SettingsError("Megatron has recorded graphs already: install before the first training step")
+
+    def _open(self, call: Call) -> None:
+        """Megatron makes the graphs."""
+
+    def _replay(self, bucket: Bucket, call: Call) -> Any:
+        if self._in_flight():
+            return FallbackReason.no_free_slot
+        tensors = call.tensors
+        if self._created():
+            self._announce()
+            taken = recorded_bucket(bucket, call.shape, self._recorded)
+            if taken is None:
+                return FallbackReason.capture_failed
+        else:
+            taken = bucket_to_record(call.shape, self._dispatcher.buckets, self._recorded)
+            if taken not in self._recorded:
+                # buckets must not record the same tensor: Megatron counts its uses up to the next backward
+                self._renew_tables()
+                tensors = tuple(t if t.requires_grad else t.clone() for t in tensors)
+                self._recorded.append(taken)
+        args, kwargs = call.substitute(tensors, packed_seq_params.padded(call, taken))
+        with self._timed(tensors if self._announced else (), replayed=True) as outputs:
+            result = self.module(*args, **kwargs)
+            outputs.append(result)
+        return result
+
+    def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
+        with self._past_managers():
+            return super()._run_eagerly(call, timed=timed)
+
+    def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch without packed-sequence metadata past Megatron's managers, which recorded no such one."""
+        with self._past_managers():
+            return function(*args, **kwargs)
+
+    @contextmanager
+    def _past_managers(self) -> Iterator[None]:
+        """Let the layers run as if they had no graph manager."""
+        for layer in self._layers:
+            layer.__dict__[_ASKED] = _no
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                if not self._closed:
+                    layer.__dict__.pop(_ASKED, None)
+
+    def _created(self) -> bool:
+        from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
+
+        return bool(_CudagraphGlobalRecord.cudagraph_created)
+
+    def _in_flight(self) -> bool:
+        """Whether any layer waits for its backward."""
+        from megatron.core.transformer.cuda_graphs import _GraphStatus
+
+        return any(r.status is not _GraphStatus.FWD_READY for m in self._managers for r in m.cudagraph_runners)
+
+    def _announce(self) -> None:
+        """Count the graphs once they are made, and say which buckets have none."""
+        if self._announced or not self._recorded or not self._created():
+            return
+        self._announced = True
+        self._stats.captures += sum(len(m.cudagraph_runners) for m in self._managers)
+        if missing := [b for b in self._buckets if b not in self._recorded]:
+            logger.warning(
+                "local graphs: the recording step met %d of %d buckets; micro-batches of the others (%s documents) "
+                "replay a larger one or run eagerly: give a step more micro-batches, or the plan fewer buckets",
+                len(self._recorded),
+                len(self._buckets),
+                ", ".join(str(b.max_seqs) for b in missing),
+            )
+
+    def stats(self) -> Stats:
+        """Counters so far; times are those of passes that have ended."""
+        self._announce()
+        return super().stats()
+
+    def pool_bytes(self) -> int:
+        """Bytes of Megatron's graph memory pool."""
+        from megatron.core.transformer.cuda_graphs import CudaGraphManager
+
+        pool = CudaGraphManager.global_mempool
+        if pool is None:
+            return 0
+        return _pool_bytes(torch.device("cuda", torch.cuda.current_device()), pool)
+
+    def recapture(self) -> None:
+        """Drop all graphs; Megatron records anew in the next step. Needed after parameters moved in memory."""
+        from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
+
+        self._free()
+        # as a manager's constructor does it
+        CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        torch.cuda.set_stream(stream)
+        _CudagraphGlobalRecord._enable_saved_tensors_observer()
+
+    def close(self) -> None:
+        """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
+        self._free()
+        self.enabled, self._closed = False, True
+        for layer in self._layers:  # Megatron's managers would record anew
+            layer.__dict__[_ASKED] = _no
+
+    def _free(self) -> None:
+        from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+        super().recapture()
+        for manager in self._managers:
+            manager.cudagraph_runners.clear()  # Megatron resets only those whose graphs are not made yet
+        delete_cuda_graphs()
+        self._recorded, self._announced = [], False
+
+
+def bucket_to_record(shape: Shape, buckets: Sequence[Bucket], recorded: Collection[Bucket]) -> Bucket:
+    """The bucket of `buckets` that a micro-batch of the recording step takes; one holds it.
+
+    First those that no recorded one could stand in for, the largest first; then the smallest that is not recorded; then
+    the smallest. This follows from the shapes alone, so that ranks that communicate inside a layer record alike.
+    """
+    holding = [b for b in buckets if _holds(b, shape)]
+    new = [b for b in holding if b not in recorded]
+    needed = [b for b in new if not any(_holds(r, _largest(b)) for r in recorded)]
+    return needed[-1] if needed else (new or holding)[0]
+
+
+def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) -> Bucket | None:
+    """`bucket` if it was recorded, else the smallest recorded one that holds `shape`; None: there is none."""
+    if bucket in recorded:
+        return bucket
+    found = Dispatcher(recorded).decide(shape)
+    return found if isinstance(found, Bucket) else None
+
+
+def _holds(bucket: Bucket, shape: Shape) -> bool:
+    return Dispatcher([bucket]).decide(shape) == bucket
+
+
+def _largest(bucket: Bucket) -> Shape:
+    return Shape(bucket.max_seqs, bucket.max_seqlen, bucket.n_tokens, bucket.cp_size)
+
+
+def _no(*args: Any, **kwargs: Any) -> bool:
+    return False

@@ -1,0 +1,34 @@
+"""Graphs of dynamic context parallelism, one or more for every size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from thdprof.dispatch import Shape
+from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
+
+
+class SizedChunkGraphs(ChunkGraphs):
+    """Chunk graphs of several context-parallel sizes.
+
+    All ranks capture all sizes at their first micro-batch in training, in one order, whatever it is like: ranks of a
+    group communicate in a capture, and first micro-batches are of different sizes.
+    """
+
+    def _opens_at(self, shape: Shape) -> bool:
+        return bool(self._buckets) and self._capture == "startup"
+
+    def _opening(self, call: Call) -> Call:
+        """`call` with hidden states of the buckets' size, where its own are of another."""
+        hidden, rest = call.tensors[0], call.tensors[1:]
+        tokens = self._buckets[0].n_tokens // self._token_shards
+        if hidden.shape[self._token_dim] == tokens:
+            return call
+        shape = [*hidden.shape]
+        shape[self._token_dim] = tokens
+        given = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device, requires_grad=hidden.requires_grad)
+        args, kwargs = call.substitute((given, *rest), call.packed)
+        return replace(call, args=tuple(args), kwargs=kwargs, tensors=(given, *rest))

@@ -1,0 +1,1 @@
+"""Activations of Megatron's layers in host memory."""

@@ -1,0 +1,1 @@
+"""What of a Megatron configuration graphs cannot serve."""

@@ -1,0 +1,1 @@
+"""Saved tensors in host memory between a forward and its backward."""
