@@ -46,11 +46,11 @@ import pretrain_packed_gpt as base
 from pretrain_packed_gpt import RunResult, free_memory, prepare, seed, sizes_of, stop  # noqa: F401 - for the benchmark
 
 from thdprof.analyze.schedule import packers
-from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.plan import Plan, load_plan
 from thdprof.runtime import Stats
+from thdprof.training import TrainingSettings
 
 FILL = 0.8
 """Share of the ranks' room that the documents of a step take under --sizes."""

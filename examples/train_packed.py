@@ -30,7 +30,6 @@ from torch.nn import functional
 
 from thdprof.analyze.schedule import samplers
 from thdprof.analyze.schedule.gpt_dataset import train_share
-from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.compare.statistics import compare, print_comparison, read_stats
@@ -41,6 +40,7 @@ from thdprof.runtime import Bucket, GraphedModule, PackedSequence, Stats, graphe
 from thdprof.runtime.padding import boundaries_of, shape_of
 from thdprof.runtime.stack import PackedStack
 from thdprof.runtime.stats import Prediction
+from thdprof.training import TrainingSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

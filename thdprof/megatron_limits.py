@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from thdprof.analyze.settings.resolve import DYNAMIC_CP
 from thdprof.errors import UsageError
+from thdprof.training import DYNAMIC_CP
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Plan

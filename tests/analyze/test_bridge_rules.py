@@ -9,8 +9,8 @@ import pytest
 from support import bridge_referee as referee  # skips without megatron-bridge, fails where that does not import
 
 from thdprof.analyze.schedule.build import build_schedule
-from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.analyze.sources import read_dataset
+from thdprof.training import TrainingSettings
 
 pytestmark = pytest.mark.referee
 

@@ -18,10 +18,10 @@ from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
 from thdprof.analyze.schedule import dynamic_cp
 from thdprof.analyze.schedule.dynamic_cp import deal
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
-from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.analyze.sources.base import UnpackedDocuments
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import parse_plan
+from thdprof.training import TrainingSettings
 
 RANKS = (1, 2, 4, 8)
 ROOMS = (32, 100, 512, 4096)

@@ -10,8 +10,8 @@ from support import strategies
 
 from thdprof.analyze.schedule import compiled
 from thdprof.analyze.schedule.packers import dp_balanced, pack_rows
-from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.errors import DataError, UsageError
+from thdprof.training import TrainingSettings
 
 PACKERS = ("first_fit_decreasing", "first_fit_shuffle", "next_fit", "best_fit_decreasing")
 

@@ -16,17 +16,10 @@ from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
-from thdprof.analyze.settings.resolve import (
-    STEP_PACKERS,
-    Assumption,
-    Attention,
-    Kind,
-    Loader,
-    TrainingSettings,
-    resolve_settings,
-)
+from thdprof.analyze.settings.resolve import Assumption, Kind, resolve_settings
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
+from thdprof.training import STEP_PACKERS, Attention, Loader, TrainingSettings
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice

@@ -10,8 +10,8 @@ from thdprof.analyze.analysis import Analysis, analyze
 from thdprof.analyze.buckets.recommend import Limits
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
-from thdprof.analyze.settings.resolve import Attention
 from thdprof.offload.plan import Choice
+from thdprof.training import Attention
 
 
 def analyze_dataset(

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from thdprof.analyze.settings.resolve import Attention
 from thdprof.errors import DataError, UsageError
 from thdprof.files import read_yaml
+from thdprof.training import Attention
 
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

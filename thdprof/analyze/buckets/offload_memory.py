@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from thdprof.analyze.buckets.cost_table import CostTable, MeasuredModel
-from thdprof.analyze.settings.resolve import Experts
 from thdprof.errors import UsageError
 from thdprof.offload.plan import CORE_MODULES_WITH_EXPERTS, MODULES, Choice, OffloadPlan, SavedStorage, plan_offload
+from thdprof.training import Experts
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis

@@ -11,10 +11,11 @@ from typing import get_args
 from thdprof.analyze.buckets.cost_table import built_in_costs
 from thdprof.analyze.profile.merge import same_settings
 from thdprof.analyze.profile.run_profile import RunProfile, load_profile
-from thdprof.analyze.settings.resolve import FLAGS, Attention, TrainingSettings
+from thdprof.analyze.settings.resolve import FLAGS
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
 from thdprof.plan import Plan, TrainingPart, load_plan
+from thdprof.training import Attention, TrainingSettings
 from thdprof.words import counted as told
 
 TOLERANCE = 0.01

@@ -14,9 +14,9 @@ from thdprof.analyze.schedule import blend, samplers
 from thdprof.analyze.schedule.gpt_dataset import Samples, gpt_samples, train_share
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.settings.resolve import DYNAMIC_CP, TrainingSettings
 from thdprof.analyze.sources.base import Dataset, PackedRows, TokenStream, UnpackedDocuments
 from thdprof.errors import DataError, UsageError
+from thdprof.training import DYNAMIC_CP, TrainingSettings
 
 _BRIDGE_ROUNDING = 16
 """Tokens to whose multiple Megatron-Bridge rounds the longest row up (GPTSFTDataset.pad_seq_length_to_mult)."""

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import compiled, packers
 from thdprof.analyze.schedule.dynamic_cp_loops import deal_balanced, deal_described, number
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
-from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.errors import DataError
+from thdprof.training import TrainingSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

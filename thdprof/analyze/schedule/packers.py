@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled
-from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.analyze.sources.base import PackedRows, RowRule
 from thdprof.errors import DataError, UsageError
+from thdprof.training import TrainingSettings
 
 _NO_CAP = 2**62
 _TRL_BATCH = 1000

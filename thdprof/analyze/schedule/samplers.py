@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule.shuffles import torch_randperm
-from thdprof.analyze.settings.resolve import TrainingSettings
 from thdprof.errors import DataError
+from thdprof.training import TrainingSettings
 
 PADDING_ROW = -1
 """Stands for a row that pads the last global batch of an epoch: the dataset's last one, its loss masked."""

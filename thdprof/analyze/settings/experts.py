@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from thdprof.analyze.settings.resolve import Experts
 from thdprof.errors import UsageError
+from thdprof.training import Experts
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Module

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from thdprof.analyze.settings.resolve import NAMES, Attention, check_values, load_settings_file
+from thdprof.analyze.settings.resolve import NAMES, check_values, load_settings_file
 from thdprof.errors import DataError, UsageError
+from thdprof.training import Attention
 
 if TYPE_CHECKING:
     from thdprof.analyze.buckets.recommend import Limits
