@@ -12,14 +12,14 @@ from types import ModuleType
 import thdprof
 
 _RUNTIME = "thdprof.runtime"
-_PACKAGES = (_RUNTIME, f"{_RUNTIME}.megatron")
+_PACKAGES = (_RUNTIME, f"{_RUNTIME}.megatron", f"{_RUNTIME}.megatron.offload", f"{_RUNTIME}.megatron.refusals")
 
 
 def reference() -> str:
     """Markdown: a row for each setting of TransformerConfig that must be off, wherever and in some cases alone."""
     with _without_packages():
-        settings = importlib.import_module(f"{_RUNTIME}.megatron.settings")
-        dynamic_cp = importlib.import_module(f"{_RUNTIME}.megatron.dynamic_cp_settings")
+        settings = importlib.import_module(f"{_RUNTIME}.megatron.refusals.settings")
+        dynamic_cp = importlib.import_module(f"{_RUNTIME}.megatron.refusals.dynamic_cp")
     tables = {
         "all": settings._UNSUPPORTED,
         "`local`": settings._UNSUPPORTED_LOCAL,
