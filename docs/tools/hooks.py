@@ -1,4 +1,4 @@
-"""What mkdocs is told to do besides: references and figures are made, measured results become pages."""
+"""Hooks of mkdocs: references and figures are generated, and measured results become pages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import cli_reference
 import figures
 import plan_reference
+import readme_parts
 import settings_reference
 from mkdocs.structure.files import File, Files
 
@@ -18,6 +19,8 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "<!-- generated: plan -->": plan_reference.reference,
     "<!-- generated: commands -->": cli_reference.reference,
     "<!-- generated: refused settings -->": settings_reference.reference,
+    "<!-- generated: versions -->": readme_parts.versions,
+    "<!-- generated: words -->": readme_parts.words,
 }
 """Lines of pages, and what stands for each in the site."""
 

@@ -466,7 +466,13 @@ def test_the_site_needs_neither_torch_nor_megatron():
 
 def test_pages_name_the_lines_that_are_generated():
     text = "".join(page.read_text() for page in PAGES)
-    assert sorted(re.findall(r"<!-- generated: ([a-z ]+) -->", text)) == ["commands", "plan", "refused settings"]
+    assert sorted(re.findall(r"<!-- generated: ([a-z ]+) -->", text)) == [
+        "commands",
+        "plan",
+        "refused settings",
+        "versions",
+        "words",
+    ]
 
 
 def test_formats_targets_and_packers_are_those_there_are():
