@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support.command import ENVIRONMENT, run_in_process
 from support.paths import ROOT
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -23,15 +24,23 @@ def rng(request) -> np.random.Generator:
 
 @pytest.fixture
 def thdprof() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs the command line in a process of its own."""
+    """Runs the command line in the test's own process, which takes milliseconds."""
+    return run_in_process
+
+
+@pytest.fixture
+def thdprof_process() -> Callable[..., subprocess.CompletedProcess]:
+    """Runs the command line in a process of its own, which takes a second.
+
+    It is for tests of the process itself: signals, closed streams, permissions, memory, and what is imported.
+    """
 
     def run(*args: object, **options) -> subprocess.CompletedProcess:
-        environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
         return subprocess.run(
             [sys.executable, "-m", "thdprof", *map(str, args)],
             capture_output=True,
             text=True,
-            env=environment,
+            env={**os.environ, **ENVIRONMENT},
             cwd=options.pop("cwd", ROOT),
             timeout=120,
             **options,

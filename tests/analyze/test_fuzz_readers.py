@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support import sample_files as files
+from support.paths import ROOT
 
 from thdprof.analyze.sources import FORMATS, read_dataset
 from thdprof.analyze.sources.base import PackedRows
@@ -139,6 +140,7 @@ def test_mutated_files_read_or_raise_data_error(tmp_path, seed):
         text=True,
         timeout=300,
         check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
     )
     case = (tmp_path / "case.json").read_text() if (tmp_path / "case.json").exists() else "none"
     assert done.returncode == 0, f"case {case}, mutant in {tmp_path}\n{done.stderr[-3000:]}"

@@ -158,7 +158,7 @@ def test_compiled_loops_equal_plain_ones(packer, rng, monkeypatch):
 @pytest.mark.referee
 @pytest.mark.parametrize("packer", ["first_fit_decreasing", "first_fit_shuffle"])
 def test_first_fit_equals_megatron_bridge(packer, rng):
-    import bridge_referee as referee  # skips without megatron-bridge, fails where that does not import
+    from support import bridge_referee as referee  # skips without megatron-bridge, fails where that does not import
 
     compared = 0
     for seed in range(60):

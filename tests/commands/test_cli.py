@@ -199,7 +199,7 @@ def test_settings_come_from_flags_then_file_then_launch_script(thdprof, packs, t
 
 
 def test_a_blend_from_the_command_line(thdprof, tmp_path):
-    from megatron_referee import write_indexed_dataset
+    from support.megatron_referee import write_indexed_dataset
 
     for name in "ab":
         write_indexed_dataset(tmp_path / name, np.full(50, 9))

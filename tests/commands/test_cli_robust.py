@@ -205,32 +205,34 @@ def test_a_signal_leaves_no_temporary_file(tmp_path, number):
 # Files that cannot be read
 
 
-def test_unreadable_files_say_so(thdprof, packs, tmp_path):
+def test_unreadable_files_say_so(thdprof_process, packs, tmp_path):
     packs.chmod(0)
     for where in (packs, tmp_path):
-        done = analyze(thdprof, where, preexec_fn=obey_permissions)
+        done = analyze(thdprof_process, where, preexec_fn=obey_permissions)
         refused(done, 1, f"{packs}: cannot be read: Permission denied")
-    done = thdprof("export", packs, "--to", "json", preexec_fn=obey_permissions)
+    done = thdprof_process("export", packs, "--to", "json", preexec_fn=obey_permissions)
     refused(done, 1, packs, "Permission denied")
     for flag in ("--settings", "--megatron-args", "--cost-table"):
-        done = thdprof("analyze", "x", flag, packs, preexec_fn=obey_permissions)
+        done = thdprof_process("analyze", "x", flag, packs, preexec_fn=obey_permissions)
         refused(done, 1, f"{flag} {packs}: cannot be read: Permission denied")
 
 
-def test_directories_that_cannot_be_searched(thdprof, packs, tmp_path):
+def test_directories_that_cannot_be_searched(thdprof, thdprof_process, packs, tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir()
     (closed / "packs.jsonl").write_text(PACKS)
     closed.chmod(0)
     for where in (closed, closed / "packs.jsonl", closed / "prefix"):
-        refused(thdprof("analyze", where, preexec_fn=obey_permissions), 1, where, "Permission denied")
-    done = analyze(thdprof, packs, "-o", closed / "plan.yaml", preexec_fn=obey_permissions)
+        refused(thdprof_process("analyze", where, preexec_fn=obey_permissions), 1, where, "Permission denied")
+    done = analyze(thdprof_process, packs, "-o", closed / "plan.yaml", preexec_fn=obey_permissions)
     refused(done, 1, closed / "plan.yaml", "Permission denied")
     assert analyze(thdprof, packs, "-o", tmp_path / "plan.yaml").returncode == 0
-    done = thdprof("export", tmp_path / "plan.yaml", "--to", "json", "-o", closed / "out", preexec_fn=obey_permissions)
+    done = thdprof_process(
+        "export", tmp_path / "plan.yaml", "--to", "json", "-o", closed / "out", preexec_fn=obey_permissions
+    )
     refused(done, 1, closed / "out", "Permission denied")
     closed.chmod(0o300)  # searched, not listed
-    assert analyze(thdprof, closed / "packs.jsonl", preexec_fn=obey_permissions).returncode == 0
+    assert analyze(thdprof_process, closed / "packs.jsonl", preexec_fn=obey_permissions).returncode == 0
     closed.chmod(0o700)
 
 

@@ -1,0 +1,192 @@
+"""Runs the command line inside the test's own process, as a process of its own would run it.
+
+Standard streams are pipes on descriptors 0, 1 and 2, so a test sees bytes that went past `sys.stdout` too. Everything
+that a process would take with it when it ends is put back: streams, arguments, directory, environment, signal
+handlers, warnings and matplotlib's settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from support.paths import ROOT
+
+ENVIRONMENT = {"COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
+"""Variables that make output independent of the terminal in which the suite runs."""
+_RESTORED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGPIPE)
+
+
+def run_in_process(
+    *args: object, cwd: Path = ROOT, input: str | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The exit code and output of `thdprof ARGS`, without the start of a process.
+
+    Args:
+        args: the command's arguments, each turned into a string.
+        cwd: directory in which the command runs.
+        input: text on its standard input, at most a pipe's buffer of 64 KiB; without it the input is empty.
+        env: the whole environment; the test's own with `ENVIRONMENT` unless given.
+    """
+    arguments = list(map(str, args))
+    environment = {**os.environ, **ENVIRONMENT} if env is None else env
+    with contextlib.ExitStack() as stack:
+        out, error = (stack.enter_context(_captured(number)) for number in (1, 2))
+        stack.enter_context(_given(input))
+        stack.enter_context(contextlib.chdir(cwd))
+        stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
+        stack.enter_context(_as_a_module(arguments))
+        stack.enter_context(_signals_kept())
+        stack.enter_context(_warnings_of_a_process())
+        stack.enter_context(_drawing_kept())
+        code = _exit_code()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+    return subprocess.CompletedProcess(["thdprof", *arguments], code, _text(out), _text(error))
+
+
+def _exit_code() -> int:
+    """Run `main` and return its exit code: 1, with the traceback on stderr, for an exception that it lets pass."""
+    from thdprof.cli import main
+
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _text(read: bytearray) -> str:
+    return io.TextIOWrapper(io.BytesIO(bytes(read)), encoding="utf-8").read()
+
+
+@contextlib.contextmanager
+def _captured(number: int) -> Iterator[bytearray]:
+    """Make descriptor `number`, and `sys.stdout` or `sys.stderr` on it, a pipe; its bytes are there at the end."""
+    name = {1: "stdout", 2: "stderr"}[number]
+    read: bytearray = bytearray()
+    with _replaced(number) as (reading, ended):
+        reader = threading.Thread(target=_drain, args=(reading, ended[0], read), daemon=True)
+        reader.start()
+        stream = open(number, "w", encoding="utf-8", errors="strict", closefd=False)  # noqa: SIM115 - closed below
+        try:
+            with mock.patch.object(sys, name, stream):
+                yield read
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                stream.close()
+            os.write(ended[1], b".")
+            reader.join()
+
+
+@contextlib.contextmanager
+def _replaced(number: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Put a pipe's writing end at descriptor `number`; gives its reading end, and a pipe that tells of the end."""
+    sys.__dict__[{1: "stdout", 2: "stderr"}[number]].flush()
+    kept = os.dup(number)
+    reading, writing = os.pipe()
+    ended = os.pipe()
+    os.dup2(writing, number)
+    os.close(writing)
+    try:
+        yield reading, ended
+    finally:
+        os.dup2(kept, number)
+        for descriptor in (kept, reading, *ended):
+            os.close(descriptor)
+
+
+def _drain(reading: int, ended: int, read: bytearray) -> None:
+    """Read until nothing is left after the end: a child that still runs may hold the pipe open."""
+    while True:
+        ready, _, _ = select.select([reading, ended], [], [])
+        if reading in ready:
+            some = os.read(reading, 2**16)
+            read += some
+            if some:
+                continue
+        if ended in ready:
+            return
+
+
+@contextlib.contextmanager
+def _given(text: str | None) -> Iterator[None]:
+    """Make standard input a pipe that holds `text`."""
+    kept = os.dup(0)
+    reading, writing = os.pipe()
+    os.write(writing, (text or "").encode())
+    os.close(writing)
+    os.dup2(reading, 0)
+    os.close(reading)
+    try:
+        with open(0, encoding="utf-8", closefd=False) as stream, mock.patch.object(sys, "stdin", stream):
+            yield
+    finally:
+        os.dup2(kept, 0)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def _as_a_module(arguments: list[str]) -> Iterator[None]:
+    """Make the arguments, and the program's name in messages, those of `python -m thdprof`."""
+    main = types.ModuleType("__main__")
+    main.__package__ = "thdprof"
+    program = str(ROOT / "thdprof" / "__main__.py")
+    with mock.patch.object(sys, "argv", [program, *arguments]), mock.patch.dict(sys.modules, {"__main__": main}):
+        yield
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in _RESTORED_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _warnings_of_a_process() -> Iterator[None]:
+    """Show a warning on stderr, as a process does, instead of collecting it for pytest's summary."""
+
+    def show(message, category, filename, lineno, file=None, line=None):
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
+
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", category)
+        warnings.showwarning = show
+        yield
+
+
+@contextlib.contextmanager
+def _drawing_kept() -> Iterator[None]:
+    """Put matplotlib's settings back, and close figures that the command left open."""
+    before = sys.modules.get("matplotlib")
+    try:
+        with before.rc_context() if before is not None else contextlib.nullcontext():
+            yield
+    finally:
+        if before is None and "matplotlib" in sys.modules:
+            sys.modules["matplotlib"].rc_file_defaults()
+        if "matplotlib.pyplot" in sys.modules:
+            sys.modules["matplotlib.pyplot"].close("all")
