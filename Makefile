@@ -31,8 +31,8 @@ demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml and its 
 	$(VENV)/bin/thdprof analyze demo/bridge --loader single --pad-to-max-length --data-parallel-size 8 --global-batch-size 64 \
 		-o demo/plan.yaml --profile demo/plan.profile.parquet --force
 
-test: $(TEST_STAMP)  ## run all tests (GPU tests are skipped without a GPU)
-	$(PY) -m pytest -q $(ARGS)
+test: $(TEST_STAMP)  ## run all tests, spread over cores (GPU tests are skipped without a GPU)
+	$(PY) -m pytest -q -n logical --maxprocesses 16 --dist worksteal $(ARGS)
 
 lint: $(TEST_STAMP)  ## format check, lint, types, boundaries
 	$(VENV)/bin/ruff format --check .

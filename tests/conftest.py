@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +17,18 @@ from support.command import ENVIRONMENT, run_in_process
 from support.paths import ROOT
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
+if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core, so more threads would only get into each other's way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let tests that need a GPU take turns, whichever process runs them: they measure its memory and its time."""
+    if item.get_closest_marker("gpu") is None:
+        return (yield)
+    with (Path(tempfile.gettempdir()) / "thdprof-tests-gpu.lock").open("w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        return (yield)
 
 
 @pytest.fixture
