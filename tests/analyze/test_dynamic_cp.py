@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from test_recommend import make_costs
-from test_schedule import schedule
+from support.schedules import make_costs, schedule
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.statistics import fallback_rate

@@ -7,44 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from support.schedules import make_costs, make_table
 
-from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
+from thdprof.analyze.buckets.cost_table import built_in_costs
 from thdprof.analyze.buckets.recommend import Limits, recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
 from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
 from thdprof.analyze.report.terminal import sentence
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.errors import UsageError
-
-
-def make_table(n_seqs, *, ranks, num_microbatches, max_seqlen=None) -> MicrobatchTable:
-    """A table of `n_seqs` in (step, rank, micro-batch) order."""
-    n_seqs = np.asarray(n_seqs, dtype=np.int32).reshape(-1)
-    per_step = np.asarray(num_microbatches, dtype=np.int32)
-    if per_step.ndim == 0:
-        per_step = np.full(len(n_seqs) // (ranks * int(per_step)), per_step)
-    return MicrobatchTable(
-        n_seqs=n_seqs,
-        max_seqlen=np.full_like(n_seqs, 7) if max_seqlen is None else np.asarray(max_seqlen, np.int32).reshape(-1),
-        n_tokens=np.broadcast_to(np.int64(64), n_seqs.shape),
-        data_parallel_size=ranks,
-        num_microbatches=per_step,
-        exact=True,
-    )
-
-
-def make_costs(eager=100.0, replay=((1, None, 10.0), (100, None, 40.0)), **fields) -> CostTable:
-    points = [(1, eager)] if isinstance(eager, float) else eager
-    return CostTable(
-        name="test",
-        calibrated=True,
-        hardware="none",
-        attention="none",
-        n_tokens=64,
-        eager=[EagerPoint(n_seqs=n, ms=ms) for n, ms in points],
-        replay=[ReplayPoint(max_seqs=n, max_seqlen=s, ms=ms) for n, s, ms in replay],
-        **fields,
-    )
 
 
 def recommend_for(table, costs, **options):

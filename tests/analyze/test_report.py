@@ -26,9 +26,9 @@ from thdprof.analyze.demo import write_demo
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.report import figures, open_report
-from thdprof.analyze.report.contents import Report, _command
+from thdprof.analyze.report.contents import Report, profile_command
 from thdprof.analyze.report.findings import sentences
-from thdprof.analyze.report.findings.shapes import _joint_title
+from thdprof.analyze.report.findings.shapes import joint_title
 from thdprof.analyze.report.terminal import reasons
 from thdprof.errors import DataError
 from thdprof.offload.plan import Choice
@@ -649,11 +649,11 @@ def test_without_matplotlib_it_says_what_to_install(made, tmp_path):
 @pytest.mark.parametrize("attention", ["transformer_engine", "torch"])
 def test_the_command_names_the_plan_own_costs(made, tmp_path, attention):
     plan = make_plan(analyze_dataset(made / "demo" / "bridge", **SETTINGS, attention=attention))
-    command = _command(plan, tmp_path / "p.parquet")
+    command = profile_command(plan, tmp_path / "p.parquet")
     assert ("--attention torch" in command) == (attention == "torch")
     assert "--cost-table" not in command
     own = plan.model_copy(update={"costs": plan.costs.model_copy(update={"name": "mine"})})
-    assert " --cost-table FILE " in _command(own, tmp_path / "p.parquet")
+    assert " --cost-table FILE " in profile_command(own, tmp_path / "p.parquet")
 
 
 def test_outputs_that_are_inputs_or_directories(thdprof, made, tmp_path):
@@ -791,5 +791,5 @@ def test_help_names_every_option(thdprof):
 def test_many_micro_batches_with_the_most_documents_are_told_as_many_as_they_are():
     n_seqs, longest, count = np.array([1, 2, 40]), np.array([9, 9, 9]), np.array([50, 14, 36])
     documents = Histogram(np.bincount(n_seqs, count).astype(np.int64))
-    told = _joint_title(n_seqs, longest, count, documents)
+    told = joint_title(n_seqs, longest, count, documents)
     assert told == "36.0% of micro-batches hold the most documents there are, 40."

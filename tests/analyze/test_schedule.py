@@ -4,27 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.schedules import rows, schedule
 
-from thdprof.analyze.schedule.build import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
-from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
+from thdprof.analyze.sources.base import UnpackedDocuments
 from thdprof.errors import DataError, UsageError
-
-
-def schedule(content, **given):
-    dataset = Dataset(format="lengths", uris=("x",), fingerprint="", content=content)
-    settings, *_ = resolve_settings(
-        {"loader": "single", **given}, pack_tokens=None, dataset_format="lengths", default_loader=None, num_datasets=1
-    )
-    return build_schedule(dataset, settings)
-
-
-def rows(*packs, rule="concatenate") -> PackedRows:
-    return PackedRows(
-        document_tokens=np.concatenate(packs).astype(np.int32),
-        row_offsets=np.cumsum([0, *map(len, packs)]),
-        rule=rule,
-    )
 
 
 def columns(found):

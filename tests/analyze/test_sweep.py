@@ -18,7 +18,7 @@ from support.sample_files import write_bridge, write_index, write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan, sources
 from thdprof.analyze import sweep as sweeping
-from thdprof.analyze.report.sweep import _figures
+from thdprof.analyze.report.sweep import plan_cells
 from thdprof.analyze.schedule import gpt_dataset, packers
 from thdprof.analyze.schedule.memo import Memo
 from thdprof.analyze.settings.request import read_request
@@ -370,7 +370,7 @@ def test_axes_are_read_as_written(axes, together):
     assert [a.name for a in found] == list(axes)
     combinations = sweeping.combinations_of(found)
     assert len({c.file_name for c in combinations}) == len(combinations) == np.prod([len(v) for v in axes.values()])
-    assert sorted(sweeping._order(found)) == list(range(len(combinations)))
+    assert sorted(sweeping.analysis_order(found)) == list(range(len(combinations)))
 
 
 def test_a_cap_of_several_lengths_is_shown_once(tmp_path):
@@ -378,6 +378,6 @@ def test_a_cap_of_several_lengths_is_shown_once(tmp_path):
     shapes = [(64, 1024), (64, 2048), (128, 2048)]
     buckets = [BucketPart(max_seqs=n, max_seqlen=length, share=0.1) for n, length in shapes]
     some = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"buckets": buckets})})
-    assert _figures(some)[5] == "64 (of 1,024 or 2,048 tokens), 128"
+    assert plan_cells(some)[5] == "64 (of 1,024 or 2,048 tokens), 128"
     none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"buckets": []})})
-    assert _figures(none)[5] == "none"
+    assert plan_cells(none)[5] == "none"

@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from support.gpu_training import train
 from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
-from test_megatron_gpu import plans, train  # noqa: E402, F401
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +27,7 @@ DETERMINISTIC = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1"}
     [("chunk", ("--dropout", "0.1")), ("transformer_engine", ()), ("local", ())],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_run_equals_its_eager_twin(plans, tmp_path, monkeypatch, impl, more):  # noqa: F811
+def test_a_run_equals_its_eager_twin(plans, tmp_path, monkeypatch, impl, more):
     for name, value in DETERMINISTIC.items():
         monkeypatch.setenv(name, value)
     common = ("--model", "hybrid", "--hybrid-pattern", "M-*-", "--layers", "4", *more)

@@ -7,10 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from support.gpu_training import train
+from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
-
-from test_megatron_gpu import ROOT, plans, train  # noqa: E402, F401
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,7 +85,7 @@ def three_runs(plan, directory, impl, common, offload, *options):
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join((case[0], *case[1])))
-def freed(request, plans, tmp_path_factory):  # noqa: F811
+def freed(request, plans, tmp_path_factory):
     """Bytes by which graphs that move activations are smaller, and what was predicted; after all else was compared."""
     impl, common, offload = request.param
     return (*three_runs(plans[2], tmp_path_factory.mktemp("runs"), impl, common, offload), "moe" in common)
@@ -105,6 +105,6 @@ def test_graphs_are_smaller_by_what_was_predicted(freed, request):
 
 
 @pytest.mark.parametrize(("common", "offload"), CORE_CASES)
-def test_megatrons_own_offloading_around_graphs_equals_an_eager_twin(plans, tmp_path, common, offload):  # noqa: F811
+def test_megatrons_own_offloading_around_graphs_equals_an_eager_twin(plans, tmp_path, common, offload):
     less, predicted = three_runs(plans[2], tmp_path, "transformer_engine", common, offload, "--core-offload")
     assert abs(less - predicted) <= max(0.1 * predicted, 24 * 2**20)

@@ -115,7 +115,7 @@ def sweep(
     progress("reading", 0.0, 0)
     dataset = read_dataset(first.locations, format=first.format)
     memo, done = Memo(), dict[int, Combination]()
-    for count, index in enumerate(_order(axes)):
+    for count, index in enumerate(analysis_order(axes)):
         request = requests[index]
         low, share = _READ_SHARE + (1 - _READ_SHARE) * count / len(wanted), (1 - _READ_SHARE) / len(wanted)
 
@@ -197,7 +197,7 @@ def _analysed(
     )
 
 
-def _order(axes: Sequence[Axis]) -> list[int]:
+def analysis_order(axes: Sequence[Axis]) -> list[int]:
     """Indices of the combinations, so ordered that those which share the most work come one after the other."""
     places = list(product(*(range(len(axis.values)) for axis in axes)))
     slow = [k for names in (_SCHEDULE_ANEW, _SAMPLES_ANEW) for k, axis in enumerate(axes) if axis.name in names]

@@ -102,7 +102,7 @@ def open_report(plan: str | Path, *, profile: str | Path | None = None, stats: s
     loaded = load_plan(plan)
     where = default_profile(plan) if profile is None else Path(profile)
     if not where.exists():
-        raise DataError(f"{where}: there is no such profile; make it with: {_command(loaded, where)}")
+        raise DataError(f"{where}: there is no such profile; make it with: {profile_command(loaded, where)}")
     counted = load_profile(where)
     check_belongs(loaded, counted, plan_name=str(plan), profile_name=str(where))
     comparison = None
@@ -134,7 +134,7 @@ def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", p
             )
 
 
-def _command(plan: Plan, profile: Path) -> str:
+def profile_command(plan: Plan, profile: Path) -> str:
     """The command that counts the plan's data into `profile`."""
     uris = plan.dataset.uris if len(plan.dataset.uris) <= _MOST_URIS else ["DATASET"]
     words = ["thdprof", "analyze", *uris, *_options(plan.training)]

@@ -61,7 +61,7 @@ def _table(sweep: Sweep) -> Table:
         table.add_column("cannot be")
     for number, c in enumerate(sweep.combinations, start=1):
         values = [_shown(v) for v in c.values.values()]
-        figures = ["-"] * len(_FIGURES) if c.plan is None else _figures(c.plan)
+        figures = ["-"] * len(_FIGURES) if c.plan is None else plan_cells(c.plan)
         table.add_row(str(number), *values, *figures, *([Text(c.problem or "")] if problems else []))
     return table
 
@@ -70,7 +70,8 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _figures(plan: Plan) -> list[str]:
+def plan_cells(plan: Plan) -> list[str]:
+    """The cells of one combination's plan in the table of a sweep, in the order of `_FIGURES`."""
     part, predicted = plan.microbatches, plan.predictions
     memory = predicted.graph_memory_bytes
     return [

@@ -154,7 +154,7 @@ def joint(report: Report, cap: int) -> Joint:
         over_border=share_over(documents, border),
         long_many=long_many,
         long_few=long_few,
-        title=_joint_title(n_seqs, max_seqlen, count, documents),
+        title=joint_title(n_seqs, max_seqlen, count, documents),
         n_seqs_edges=x,
         max_seqlen_edges=y,
         counts=cells.astype(np.int64).reshape(shape),
@@ -174,9 +174,17 @@ def _apart(
     return border, _median(max_seqlen[many], count[many]) if many.any() else None, few
 
 
-def _joint_title(
+def joint_title(
     n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
 ) -> str:
+    """A sentence that says whether micro-batches of many documents have longer or shorter documents than the others.
+
+    Args:
+        n_seqs: documents of each distinct shape of a micro-batch, of shape (shapes,).
+        max_seqlen: tokens of the longest document of each shape.
+        count: micro-batches of each shape.
+        documents: micro-batches by their number of documents, whose P90 parts the many from the others.
+    """
     border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
     if long_many is None:
         most = percent(float(count[n_seqs == border].sum() / count.sum()))

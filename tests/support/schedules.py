@@ -1,0 +1,60 @@
+"""Small schedules, micro-batch tables and cost tables, made by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
+from thdprof.analyze.schedule.build import build_schedule
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.settings.resolve import resolve_settings
+from thdprof.analyze.sources.base import Dataset, PackedRows
+
+
+def schedule(content, **given):
+    """The schedule of `content` with the sampler `single` and the settings that are given."""
+    dataset = Dataset(format="lengths", uris=("x",), fingerprint="", content=content)
+    settings, *_ = resolve_settings(
+        {"loader": "single", **given}, pack_tokens=None, dataset_format="lengths", default_loader=None, num_datasets=1
+    )
+    return build_schedule(dataset, settings)
+
+
+def rows(*packs, rule="concatenate") -> PackedRows:
+    """A packed dataset: each of `packs` is a row's document lengths."""
+    return PackedRows(
+        document_tokens=np.concatenate(packs).astype(np.int32),
+        row_offsets=np.cumsum([0, *map(len, packs)]),
+        rule=rule,
+    )
+
+
+def make_table(n_seqs, *, ranks, num_microbatches, max_seqlen=None) -> MicrobatchTable:
+    """A table of `n_seqs` in (step, rank, micro-batch) order."""
+    n_seqs = np.asarray(n_seqs, dtype=np.int32).reshape(-1)
+    per_step = np.asarray(num_microbatches, dtype=np.int32)
+    if per_step.ndim == 0:
+        per_step = np.full(len(n_seqs) // (ranks * int(per_step)), per_step)
+    return MicrobatchTable(
+        n_seqs=n_seqs,
+        max_seqlen=np.full_like(n_seqs, 7) if max_seqlen is None else np.asarray(max_seqlen, np.int32).reshape(-1),
+        n_tokens=np.broadcast_to(np.int64(64), n_seqs.shape),
+        data_parallel_size=ranks,
+        num_microbatches=per_step,
+        exact=True,
+    )
+
+
+def make_costs(eager=100.0, replay=((1, None, 10.0), (100, None, 40.0)), **fields) -> CostTable:
+    """Costs in milliseconds of micro-batches of 64 tokens; `replay` has (max_seqs, max_seqlen, ms)."""
+    points = [(1, eager)] if isinstance(eager, float) else eager
+    return CostTable(
+        name="test",
+        calibrated=True,
+        hardware="none",
+        attention="none",
+        n_tokens=64,
+        eager=[EagerPoint(n_seqs=n, ms=ms) for n, ms in points],
+        replay=[ReplayPoint(max_seqs=n, max_seqlen=s, ms=ms) for n, s, ms in replay],
+        **fields,
+    )
