@@ -173,7 +173,7 @@ def measure(
         expected = len(buckets) * microbatches * (repeat + 1)
         if graphs.stats().replays.total() != expected:
             raise RuntimeError(f"not every bucket was replayed: {graphs.stats()}")
-        slot_bytes, overhead = _slot_costs(graphs.bytes_of_buckets())
+        slot_bytes, overhead = slot_costs(graphs.bytes_of_buckets())
     median = {key: statistics.median(values) for key, values in times.items()}
     return {
         "schema": SCHEMA,
@@ -189,7 +189,7 @@ def measure(
     }
 
 
-def _slot_costs(grown: Sequence[int]) -> tuple[int, float]:
+def slot_costs(grown: Sequence[int]) -> tuple[int, float]:
     """Bytes of a slot with one bucket, and the share of them that each further bucket adds.
 
     Args:

@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
-from thdprof.runtime.padding import Boundaries, PackedSequence, TailPolicy, boundaries_of, shape_of, to_device
+from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, shape_of, to_device
 from thdprof.runtime.stats import Stats
 from thdprof.runtime.timing import PassTimer, when_gradient_arrives
+from thdprof.training import TailPolicy
 
 logger = logging.getLogger(__name__)
 

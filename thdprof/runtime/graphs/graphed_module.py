@@ -13,10 +13,13 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime.dispatched_module import Call, DispatchedModule, FallbackError
-from thdprof.runtime.graphs.bank import Bank, BankOptions, Lease, Surroundings
+from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
-from thdprof.runtime.padding import Boundaries, PackedSequence, TailPolicy
+from thdprof.runtime.graphs.slots import Lease
+from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.runtime.stats import Prediction
+from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["FallbackError", "GraphedModule", "graphed"]
 
 
-class _Replay(torch.autograd.Function):
+class ReplayPass(torch.autograd.Function):
     """Replays a leased pass inside autograd.
 
     Parameters whose gradient goes to `main_grad` are inputs too: what hangs on their gradient accumulation, as
@@ -198,7 +201,7 @@ class GraphedModule(DispatchedModule):
             return lease
         with self._timed(call.tensors, replayed=True) as outputs:
             parameters = lease.accumulated_elsewhere()
-            outputs.extend(_Replay.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
+            outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
         return restore(outputs, lease.captured.spec)
 
     def recapture(self) -> None:

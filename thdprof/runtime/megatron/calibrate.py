@@ -11,7 +11,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime import calibrate
-from thdprof.runtime.megatron import versions
+from thdprof.runtime.megatron import surroundings, versions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import rope_of
 from thdprof.runtime.megatron.decoder.rotary import keep_tables
@@ -94,10 +94,10 @@ def measure_decoder(
     settings.check_decoder(config, facts_of([model_chunk], [model]))
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     communicates = max(config.tensor_model_parallel_size, getattr(config, "expert_model_parallel_size", 1) or 1) > 1
-    chunk.prepare_experts(config, next(model.parameters()).device)
+    surroundings.prepare_experts(config, next(model.parameters()).device)
 
     def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:
-        around = chunk.surroundings(module, communicates=communicates)
+        around = surroundings.of_decoder(module, communicates=communicates)
         return chunk.ChunkGraphs(module, buckets, token_shards=shards, sample_every=0, surroundings=around)
 
     def make_input() -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import buckets_of, offload_of
-from thdprof.runtime.megatron import versions
+from thdprof.runtime.megatron import surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
@@ -139,7 +139,7 @@ def install(
     groups = [groups_of(plan, model.decoder) for model in models]
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    chunk.prepare_experts(config, next(models[0].parameters()).device)
+    surroundings.prepare_experts(config, next(models[0].parameters()).device)
     decoders, runs = [], []
     for number, model in enumerate(models):
         decoder = Decoder(model.decoder, rope_of(model))
@@ -150,7 +150,7 @@ def install(
             "on_decision": decisions.recorder(number),
         }
         if replay:
-            run = _run_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
+            run = runner_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
         else:
             run = PaddedEager(decoder, buckets_of(plan), **common)
         run.stats().prediction = Prediction.of(plan)
@@ -162,7 +162,7 @@ def install(
     return Installation(decoders, runs, decisions)
 
 
-def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
+def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
     """What runs the decoder by the plan's `impl`."""
     common = {**common, "capture": plan.graphs.capture}
     sizes = (
@@ -170,7 +170,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
         config.context_parallel_size,
         getattr(config, "expert_model_parallel_size", 1) or 1,
     )
-    around = chunk.surroundings(decoder.block, communicates=max(sizes) > 1)
+    around = surroundings.of_decoder(decoder.block, communicates=max(sizes) > 1)
     match plan.graphs.impl:
         case "chunk" | "none":
             return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
@@ -191,7 +191,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
                 buckets_of(plan),
                 num_slots=slots,
                 modules=plan.graphs.modules,
-                generators=chunk.generators,
+                generators=surroundings.generators,
                 surroundings=around,
                 offload=_layer_offloading(decoder, plan, config),
                 **common,
@@ -241,8 +241,8 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
     return settings.Facts(
         num_chunks=len(models),
         position_embedding=str(getattr(models[0], "position_embedding_type", "none")),
-        graph_safe_rng=_graph_safe_rng(),
-        foreign_hooks=tuple(name for model in models for name in chunk.foreign_hooks(model.decoder)),
+        graph_safe_rng=has_graph_safe_rng(),
+        foreign_hooks=tuple(name for model in models for name in surroundings.foreign_hooks(model.decoder)),
         foreign_layers=tuple(sorted(set(mamba.foreign(layers)))),
         has_mamba=any(mamba.has_mamba(model.decoder) for model in models),
         mamba_outside=any(mamba.outside(model) for model in models),
@@ -251,7 +251,8 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
     )
 
 
-def _graph_safe_rng() -> bool:
+def has_graph_safe_rng() -> bool:
+    """Whether every state of Megatron's RNG tracker can be registered with a graph."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()

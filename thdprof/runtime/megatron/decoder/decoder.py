@@ -18,7 +18,8 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.padding import PackedSequence, TailPolicy
+from thdprof.runtime.padding import PackedSequence
+from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from thdprof.runtime.megatron.decoder.context_groups import context_group
-from thdprof.runtime.padding import PackedSequence, TailPolicy, document_of_tokens, fill_padded, moved, pack
+from thdprof.runtime.padding import PackedSequence, document_of_tokens, fill_padded, moved, pack
+from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

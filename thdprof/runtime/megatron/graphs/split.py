@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from thdprof.runtime.megatron.graphs.chunk import capturing, gather_parameters
 from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.surroundings import capturing, gather_parameters
 
 Graph = Callable[[torch.Tensor], Any]
 """Replays a layer's graph: takes its hidden states, gives what was captured."""

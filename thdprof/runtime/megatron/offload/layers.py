@@ -11,7 +11,8 @@ from torch import nn
 
 from thdprof.offload.plan import Choice, OffloadPlan, freed_in_turn, plan_in_turn
 from thdprof.runtime.offload.copies import CudaMover, HostBuffers, Mover
-from thdprof.runtime.offload.saved_tensors import Discovery, Offload, report
+from thdprof.runtime.offload.discovery import Discovery, report
+from thdprof.runtime.offload.planned_moves import PlannedMoves
 
 
 class AtLayerInput(torch.autograd.Function):
@@ -169,7 +170,7 @@ class LayerOffload:
         plan, hosts = self._plans[number], self._hosts[number]
 
         def run(hidden: torch.Tensor, layer: Callable[[torch.Tensor], Any]) -> Any:
-            session = Offload(plan, hosts, self._mover(), [hidden], strict=True)
+            session = PlannedMoves(plan, hosts, self._mover(), [hidden], strict=True)
             entered = AtLayerInput.apply(session.finish, hidden)
             moving: AbstractContextManager[None] = session.forward()
             with moving:
