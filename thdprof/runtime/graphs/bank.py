@@ -1,4 +1,4 @@
-"""Buckets x slots of captured passes: leases from forward to the end of backward, one memory pool a slot."""
+"""The bank: every captured pass of one module, one for each bucket in each slot, and the leases on them."""
 
 from __future__ import annotations
 
@@ -25,32 +25,43 @@ from thdprof.runtime.padding import PackedSequence
 
 logger = logging.getLogger(__name__)
 Call = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
-"""Runs the module on tensors and metadata."""
+"""The type of a function that runs the module on static tensors and static metadata."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BankOptions:
-    """What a bank is made for."""
+    """Settings of a bank."""
 
     buckets: Sequence[Bucket]
+    """The shapes to capture."""
     num_slots: int
+    """Number of slots, that is, of micro-batches that can be between forward and backward at a time."""
     generators: Sequence[torch.Generator]
-    """Every CUDA generator that the module draws from."""
+    """Every CUDA generator that the module draws from; all are registered with the graphs."""
     with_padded: bool = False
-    """Whether boundaries come with padded ones."""
+    """Whether micro-batches come with `cu_seqlens_padded`."""
     with_seq_idx: bool = False
+    """Whether the module reads the document of every token."""
     on_capture: Callable[[], None] = lambda: None
-    """Called after every capture."""
+    """Called after every capture of a bucket in a slot."""
     surroundings: Surroundings
-    """What the module touches outside itself."""
+    """The state that the module's passes change outside the module."""
     offload: Choice | None = None
-    """Which activations are on the host between forward and backward."""
+    """Which activations are in host memory between forward and backward; None: all stay on the device."""
 
 
 class Bank:
-    """All captured passes of one module."""
+    """All captured passes of one module. It owns the slots and the parameters' gradient buffers until `close`."""
 
     def __init__(self, module: nn.Module, call: Call, tensors: Sequence[torch.Tensor], options: BankOptions) -> None:
+        """A bank without graphs.
+
+        Args:
+            module: the module whose passes are captured.
+            call: runs the module on static tensors and metadata.
+            tensors: the tensor arguments of one micro-batch, on the GPU, after which the static inputs are shaped.
+            options: the bank's settings.
+        """
         device = tensors[0].device
         self._module, self._call, self._options = module, call, options
         self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
@@ -66,12 +77,17 @@ class Bank:
             )
             for _ in range(options.num_slots)
         ]
+        """The slots; none after `close`."""
         self.failures: dict[Bucket, str] = {}
-        """Buckets that could not be captured, and why."""
+        """Buckets that could not be captured, and the error of each."""
         self._eager = EagerOffload(self._outwards, self._inwards)
 
     def capture(self, slot: Slot, bucket: Bucket) -> CapturedPass | None:
-        """The pass of `bucket` in `slot`, captured now if it is not yet; None if that has failed."""
+        """The pass of `bucket` in `slot`, captured now unless it was captured before; None if its capture has failed.
+
+        Raises:
+            RuntimeError: a warm-up pass failed while other ranks communicate with this one.
+        """
         if bucket in slot.passes:
             return slot.passes[bucket]
         if bucket in self.failures:
@@ -103,7 +119,11 @@ class Bank:
         return slot.passes[bucket]
 
     def capture_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture every bucket in every slot, the largest first, so that the smaller ones fit into its memory."""
+        """Capture every bucket in every slot. The largest bucket comes first, so that the others fit into its memory.
+
+        Args:
+            progress: called with the number of captures that are done, and of all.
+        """
         work = [(slot, bucket) for slot in self.slots for bucket in sorted(self._options.buckets, reverse=True)]
         for done, (slot, bucket) in enumerate(work):
             progress(done, len(work))
@@ -111,11 +131,10 @@ class Bank:
         progress(len(work), len(work))
 
     def lease(self, bucket: Bucket) -> Lease | FallbackReason:
-        """A free slot for `bucket`, or why there is none.
+        """A lease of a free slot for `bucket`, or the reason why there is none.
 
         Raises:
-            RuntimeError: a parameter moved in memory since the captures, so that graphs would read what is given back,
-                or was frozen or unfrozen.
+            RuntimeError: a parameter or buffer moved in memory since the captures, or was frozen or unfrozen.
         """
         if self._placement is not None:
             self._placement.check()
@@ -132,25 +151,27 @@ class Bank:
         return PassOffload(self._module, self._options.offload, mover, slot.host, slot.inputs)
 
     def offloaded(self) -> OffloadPlan | None:
-        """What a slot moves for its largest bucket; None where nothing was captured or nothing is moved."""
+        """The offload plan of the largest captured bucket; None where nothing was captured or all activations stay."""
         found = [(bucket, p.offload) for slot in self.slots for bucket, p in slot.passes.items() if p.offload]
         return max(found, key=lambda pair: pair[0])[1] if found else None
 
     def eager_offload(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """Around an eager forward of `inputs`: moves what the largest bucket's would."""
+        """A context for an eager forward of `inputs`, which moves the same storages as the largest bucket's pass."""
         plan = self.offloaded() if torch.is_grad_enabled() else None
         return nullcontext() if plan is None else self._eager.forward(plan, inputs)
 
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory, of all slots and of eager passes."""
+        """Bytes of pinned host memory: of all slots, and of eager passes."""
         return self._eager.nbytes() + sum(slot.host.nbytes() for slot in self.slots)
 
     def pool_bytes(self) -> int:
-        """Bytes that all slots' pools hold."""
+        """Bytes of GPU memory that all slots' pools hold."""
         return sum(p.pool_bytes for slot in self.slots for p in slot.passes.values())
 
     def close(self) -> None:
-        """Free all graphs and their memory; the parameters' gradients stay. Leases still held become useless."""
+        """Free all graphs and their memory; the parameters' gradients stay. The backward of a lease that is still held
+        raises.
+        """
         torch.cuda.synchronize()
         for slot in self.slots:
             slot.closed = True

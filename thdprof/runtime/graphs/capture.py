@@ -22,35 +22,41 @@ from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_st
 from thdprof.runtime.offload.passes import NoOffload, PassOffload
 
 WARMUP_PASSES = 2
-"""Passes before a capture: libraries make their handles and workspaces, and kernels tune themselves, in the first."""
+"""Passes before a capture: in the first, libraries make their handles and workspaces, and kernels tune themselves."""
 
 
 class WarmupError(RuntimeError):
-    """A pass before the capture failed: unlike a failed capture, it has run, and perhaps communicated, up to there."""
+    """A pass before the capture failed. Unlike a failed capture, it has run up to there, and perhaps communicated."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CapturedPass:
-    """Two graphs: replay `forward` after writing the inputs, `backward` after writing the output gradients."""
+    """Two graphs. Write the static inputs and replay `forward`; write the output gradients and replay `backward`."""
 
     forward: torch.cuda.CUDAGraph
+    """Graph of the forward."""
     backward: torch.cuda.CUDAGraph
+    """Graph of the backward."""
     outputs: tuple[torch.Tensor, ...]
-    """Written by every forward replay; the next replay in the slot overwrites them."""
+    """The module's output tensors, in the slot's pool. Every forward replay writes them; the slot's next replay
+    overwrites them.
+    """
     differentiable: tuple[bool, ...]
-    """Which outputs take a gradient."""
+    """Whether each output takes a gradient."""
     spec: Any
-    """How to put the outputs together as the module returned them."""
+    """The structure in which the module returned its outputs, for `restore`."""
     input_grads: tuple[torch.Tensor | None, ...]
-    """Written by every backward replay, one for every input; None where no gradient flows."""
+    """Gradients of the inputs, in the slot's pool, which every backward replay writes; None for inputs without a
+    gradient.
+    """
     output_grads: tuple[torch.Tensor, ...]
-    """To be written before a backward replay, one for every differentiable output; the slot owns them."""
+    """Gradients of the differentiable outputs, to be written before a backward replay. The slot owns them."""
     touched: tuple[bool, ...]
-    """Which of the parameters the backward pass adds a gradient to."""
+    """Whether the backward gives each parameter a gradient."""
     pool_bytes: int
-    """What the slot's pool grew by."""
+    """Bytes by which the slot's pool grew at this capture."""
     offload: OffloadPlan | None = None
-    """Which activations are on the host between forward and backward; None: all stay."""
+    """Which activations are in host memory between forward and backward; None: all stay on the device."""
 
 
 def capture_pass(
@@ -66,23 +72,23 @@ def capture_pass(
     extra_state: Callable[[], Sequence[torch.Tensor]] = tuple,
     offload: PassOffload | None = None,
 ) -> CapturedPass:
-    """Warm up and capture one forward and one backward pass of `call()`, which runs `module` on static inputs.
+    """Warm up and capture one forward and one backward of `call()`, which runs `module` on static inputs.
 
     Args:
         module: the module that `call` runs; its parameters' gradients go to `gradients`.
         call: runs the module on its static inputs and metadata.
-        inputs: the static input tensors, leaves; those that require grad get a gradient.
-        static_output_grads: gives static gradient buffers for the differentiable outputs.
-        gradients: accumulators of the parameters.
+        inputs: the static input tensors, leaves on the GPU; those that require a gradient get one.
+        static_output_grads: returns static gradients for the differentiable outputs.
+        gradients: gradient buffers of the parameters.
         generators: every random generator that the module draws from; all are registered with both graphs.
         pool: handle of the memory pool to capture into.
         stream: side stream for warm-up and capture.
-        extra_state: gives tensors, besides the module's buffers, that the passes must leave as they were.
-        offload: moves activations to the host, over `stream`; None: all stay.
+        extra_state: returns tensors, besides the module's buffers, that the passes must leave as they were.
+        offload: moves activations to the host, over `stream`; None: all stay on the device.
 
     Raises:
         WarmupError: the module failed before the capture.
-        RuntimeError: whatever the module does that a capture does not allow.
+        RuntimeError: the module did something that a capture does not allow.
     """
     _refuse_hooks(gradients.parameters)
     device = stream.device
@@ -166,7 +172,9 @@ def _no_autocast_cache() -> Iterator[None]:
 
 
 def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Gradient hooks run in Python, which a replay does not: ignoring them would give wrong numbers."""
+    """Raise where a parameter has a gradient hook. It runs in Python, which a replay does not: the numbers would be
+    wrong.
+    """
     for parameter in parameters:
         if parameter._backward_hooks:
             raise RuntimeError(
@@ -176,7 +184,7 @@ def _refuse_hooks(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def restore(outputs: Sequence[torch.Tensor], spec: Any) -> Any:
-    """The outputs as the module returned them."""
+    """The outputs in the structure in which the module returned them."""
     return tree_unflatten(list(outputs), spec)
 
 
@@ -189,7 +197,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def pool_bytes(device: torch.device, pool: Any) -> int:
-    """Bytes that the pool has reserved."""
+    """Bytes of GPU memory that the memory pool with the handle `pool` has reserved on `device`."""
     segments = torch.cuda.memory_snapshot()
     return sum(
         s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(pool) and s["device"] == device.index
