@@ -121,12 +121,12 @@ def calibrate_module(
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--module {name}: {error}" if name else str(error)) from error
     dtype = next(module.parameters()).dtype
-    told = name or f"{layers} layers, hidden {hidden}, {grid.n_tokens} tokens, thdprof's stack"
+    description = name or f"{layers} layers, hidden {hidden}, {grid.n_tokens} tokens, thdprof's stack"
 
     def make_input() -> torch.Tensor:
         return torch.randn(grid.n_tokens, hidden, device="cuda", dtype=dtype, requires_grad=True)
 
-    return measure(module, make_input, grid, name=told, attention=attention, repeat=repeat, progress=progress)
+    return measure(module, make_input, grid, name=description, attention=attention, repeat=repeat, progress=progress)
 
 
 def measure(
@@ -182,9 +182,9 @@ def measure(
     with make(module, list(buckets)) as graphs:
         for done in range(repeat + 1):
             progress(done, repeat + 1)
-            for key, given in (*eager.items(), *buckets.items()):
+            for key, variant_packs in (*eager.items(), *buckets.items()):
                 with graphs.only(key if isinstance(key, Bucket) else None):
-                    ms = _time(graphs, x, given)
+                    ms = _time(graphs, x, variant_packs)
                 if done > 0:  # the first round warms up and captures
                     times[key].append(ms)
         progress(repeat + 1, repeat + 1)

@@ -52,11 +52,11 @@ class Call:
 
     def substitute(self, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with `tensors` in place of their tensors, in order, and `packed` in place of their metadata."""
-        given = iter(tensors)
+        replacements = iter(tensors)
 
         def replaced(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return next(given)
+                return next(replacements)
             return packed if isinstance(value, PackedSequence) else value
 
         return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
@@ -174,11 +174,11 @@ class DispatchedModule(nn.Module):
 
     def _describe(self, args: Any, kwargs: Any) -> Call:
         values = (*args, *kwargs.values())
-        found = [v for v in values if isinstance(v, PackedSequence)]
+        packs = [v for v in values if isinstance(v, PackedSequence)]
         tensors = tuple(v for v in values if isinstance(v, torch.Tensor))
-        if len(found) != 1 or not tensors:
+        if len(packs) != 1 or not tensors:
             raise TypeError("call with tensors and one thdprof.runtime.pack(...), all at the top level")
-        packed = found[0]
+        packed = packs[0]
         if packed.host is None and not packed.cu_seqlens.is_cuda:
             raise TypeError("the PackedSequence was not made by thdprof.runtime.pack")
         # tokens of this rank; the boundaries are of all ranks that share the rows

@@ -88,12 +88,12 @@ def pack(
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.is_cuda:
             raise ValueError("cu_seqlens is on the GPU: give the data loader's own copy, on the host")
-        given = cu_seqlens.detach().numpy().reshape(-1)
+        values = cu_seqlens.detach().numpy().reshape(-1)
     else:
-        given = np.asarray(cu_seqlens).reshape(-1)
-    if given.size and (given.dtype.kind not in "iu" or int(given[-1]) > np.iinfo(np.int32).max):
-        raise ValueError(f"cu_seqlens must be whole numbers below 2**31, got {given.dtype} up to {given[-1]}")
-    host = given.astype(np.int32, copy=False)
+        values = np.asarray(cu_seqlens).reshape(-1)
+    if values.size and (values.dtype.kind not in "iu" or int(values[-1]) > np.iinfo(np.int32).max):
+        raise ValueError(f"cu_seqlens must be whole numbers below 2**31, got {values.dtype} up to {values[-1]}")
+    host = values.astype(np.int32, copy=False)
     lengths = host[1:] - host[:-1]
     if host.size == 0 or host[0] != 0 or (lengths.size and lengths.min() < 0):
         raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {host[:8].tolist()}...")
@@ -177,8 +177,8 @@ def shape_of(packed: PackedSequence, boundaries: Boundaries, n_tokens: int) -> S
         n_tokens: tokens of the micro-batch on this rank.
     """
     longest, memory = packed.max_seqlen, boundaries.in_memory
-    given = packed.host if packed.host_padded is None else packed.host_padded
-    if isinstance(memory, np.ndarray) and given is not memory and len(memory) > 1:
+    before_tail = packed.host if packed.host_padded is None else packed.host_padded
+    if isinstance(memory, np.ndarray) and before_tail is not memory and len(memory) > 1:
         longest = max(longest, int(memory[-1] - memory[-2]))  # the tail policy made or grew the last document
     return Shape(n_seqs=boundaries.n_seqs, max_seqlen=longest, n_tokens=n_tokens, cp_size=packed.cp_size)
 
@@ -235,9 +235,9 @@ def to_device(packed: PackedSequence, boundaries: Boundaries, n_tokens: int, dev
     )
 
 
-def moved(given: NDArray[np.int32] | torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved(values: NDArray[np.int32] | torch.Tensor, device: torch.device) -> torch.Tensor:
     """`values` on `device`. The host does not wait for the copy."""
-    values = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
-    if device.type != "cuda" or values.is_cuda:
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

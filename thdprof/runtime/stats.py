@@ -80,17 +80,17 @@ class Stats:
 
         Under context parallelism the ranks that share a micro-batch have all counted it, and have decided alike.
         """
-        made, fallbacks = cls(), Counter[tuple[FallbackReason, int]]()
+        total, fallbacks = cls(), Counter[tuple[FallbackReason, int]]()
         for rank in ranks:
-            made.replays.update(rank.replays)
+            total.replays.update(rank.replays)
             fallbacks.update(rank.fallback_sizes)
-            made.captures += rank.captures
-            made.prediction = made.prediction or rank.prediction
-        made.replays = Counter({bucket: n // bucket.cp_size for bucket, n in made.replays.items()})
-        made.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})
-        for (reason, _), n in made.fallback_sizes.items():
-            made.fallbacks[reason] += n
-        return made
+            total.captures += rank.captures
+            total.prediction = total.prediction or rank.prediction
+        total.replays = Counter({bucket: n // bucket.cp_size for bucket, n in total.replays.items()})
+        total.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})
+        for (reason, _), n in total.fallback_sizes.items():
+            total.fallbacks[reason] += n
+        return total
 
     @property
     def microbatches(self) -> int:
@@ -129,10 +129,10 @@ class Stats:
         seen = tuple(b - a for a, b in zip(before, after, strict=True))
         if seen != (captures, replays, fallbacks):
             names = ("captures", "replays", "fallbacks")
-            told = ", ".join(
+            counts = ", ".join(
                 f"{n} {s} (expected {e})" for n, s, e in zip(names, seen, (captures, replays, fallbacks), strict=True)
             )
-            raise AssertionError(told)
+            raise AssertionError(counts)
 
     def to_dict(self) -> dict[str, Any]:
         """The counters as a JSON object, schema `thdprof.stats/1`."""

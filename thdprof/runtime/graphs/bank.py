@@ -152,8 +152,8 @@ class Bank:
 
     def offloaded(self) -> OffloadPlan | None:
         """The offload plan of the largest captured bucket; None where nothing was captured or all activations stay."""
-        found = [(bucket, p.offload) for slot in self.slots for bucket, p in slot.passes.items() if p.offload]
-        return max(found, key=lambda pair: pair[0])[1] if found else None
+        plans = [(bucket, p.offload) for slot in self.slots for bucket, p in slot.passes.items() if p.offload]
+        return max(plans, key=lambda pair: pair[0])[1] if plans else None
 
     def eager_offload(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """A context for an eager forward of `inputs`, which moves the same storages as the largest bucket's pass."""

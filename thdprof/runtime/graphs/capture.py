@@ -105,9 +105,9 @@ def capture_pass(
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_PASSES):
                     with moves.forward():
-                        made = _tensors(call())
-                    heads = _heads(made)
-                    del made
+                        warm_outputs = _tensors(call())
+                    heads = _heads(warm_outputs)
+                    del warm_outputs
                     # a backward runs outside the forward's autocast
                     with torch.autocast("cuda", enabled=False), moves.backward():
                         torch.autograd.backward(heads, static_output_grads(heads))

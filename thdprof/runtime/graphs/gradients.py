@@ -33,14 +33,14 @@ class GradientBuffers:
         """Buffers for `parameters`: their `main_grad` where they have one, else new tensors that become their
         `.grad`.
         """
-        made = cls(list(parameters))
+        accumulators = cls(list(parameters))
         _fires_without_gradient()  # asked outside any backward
-        for parameter in made.parameters:
+        for parameter in accumulators.parameters:
             main_grad = getattr(parameter, "main_grad", None)
-            made.uses_main_grad.append(main_grad is not None)
-            made.buffers.append(main_grad if main_grad is not None else torch.zeros_like(parameter))
-            made._pointers.append(made.buffers[-1].data_ptr())
-        return made
+            accumulators.uses_main_grad.append(main_grad is not None)
+            accumulators.buffers.append(main_grad if main_grad is not None else torch.zeros_like(parameter))
+            accumulators._pointers.append(accumulators.buffers[-1].data_ptr())
+        return accumulators
 
     def with_main_grad(self, touched: Sequence[bool]) -> list[nn.Parameter]:
         """Parameters whose gradient a backward pass adds to `main_grad`.
@@ -50,8 +50,8 @@ class GradientBuffers:
         """
         key = tuple(touched)
         if key not in self._chosen:
-            found = zip(self.parameters, self.uses_main_grad, touched, strict=True)
-            self._chosen[key] = [parameter for parameter, main, used in found if main and used]
+            marks = zip(self.parameters, self.uses_main_grad, touched, strict=True)
+            self._chosen[key] = [parameter for parameter, main, used in marks if main and used]
         return self._chosen[key]
 
     def collect(self, aliases: Sequence[nn.Parameter]) -> set[int]:
@@ -149,9 +149,9 @@ def spare_main_grads(aliases: Sequence[nn.Parameter]) -> None:
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     grads = [(alias, g) for alias in aliases if (g := getattr(alias, "main_grad", None)) is not None]
     for _, grad in grads:
-        kind = grad.dtype, grad.device
-        sizes[kind] = max(sizes.get(kind, 0), grad.numel())
-    scratch = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()}
+        key = grad.dtype, grad.device
+        sizes[key] = max(sizes.get(key, 0), grad.numel())
+    scratch = {key: torch.zeros(size, dtype=key[0], device=key[1]) for key, size in sizes.items()}
     for alias, grad in grads:
         spare = scratch[grad.dtype, grad.device][: grad.numel()].view(grad.shape)
         alias.main_grad = spare  # type: ignore[attr-defined]

@@ -36,11 +36,11 @@ class ReplayPass(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, lease: Lease, boundaries: Boundaries, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, lease: Lease, boundaries: Boundaries, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.lease = lease
-        ctx.num_given = len(given)
+        ctx.num_inputs = len(tensors)
         captured = lease.captured
-        outputs = lease.forward(given[: len(captured.input_grads)], boundaries)
+        outputs = lease.forward(tensors[: len(captured.input_grads)], boundaries)
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, captured.differentiable, strict=True) if not d))
         ctx.set_materialize_grads(False)
         return outputs
@@ -49,7 +49,7 @@ class ReplayPass(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *output_grads: torch.Tensor | None) -> Any:
         grads = ctx.lease.backward(output_grads)
-        return (None, None, None, *grads, *[None] * (ctx.num_given - len(grads)))
+        return (None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads)))
 
 
 class GraphedModule(DispatchedModule):
@@ -157,8 +157,8 @@ class GraphedModule(DispatchedModule):
 
     def offload_freed_bytes(self) -> int:
         """Bytes by which offloading should reduce the graphs' memory, over all slots."""
-        made = self.offloaded()
-        return 0 if made is None else made.device_bytes_freed * self._num_slots
+        offload_plan = self.offloaded()
+        return 0 if offload_plan is None else offload_plan.device_bytes_freed * self._num_slots
 
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
         with self._bank.eager_offload(call.tensors) if self._bank is not None else nullcontext():
@@ -267,7 +267,7 @@ def graphed(
             f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which "
             "thdprof.runtime.megatron.install does; a module is captured whole, set it to []"
         )
-    made = GraphedModule(
+    graphed_module = GraphedModule(
         module,
         buckets_of(plan),
         num_slots=graphs.slots[pipeline_rank][chunk],
@@ -279,8 +279,8 @@ def graphed(
         token_dim=token_dim,
         offload=offload_of(plan),
     )
-    made.stats().prediction = Prediction.of(plan)
-    return made
+    graphed_module.stats().prediction = Prediction.of(plan)
+    return graphed_module
 
 
 def _show_captures(done: int, total: int) -> None:

@@ -104,10 +104,10 @@ class Metadata:
         if static.seq_idx is not None:
             assert boundaries.seq_idx is not None  # whoever wants it says so in every micro-batch
             static.seq_idx.copy_(boundaries.seq_idx)
-        for target, given in pairs:
-            assert isinstance(given, torch.Tensor)
-            target[: len(given)].copy_(given)
-            target[len(given) :] = given[-1]
+        for target, source in pairs:
+            assert isinstance(source, torch.Tensor)
+            target[: len(source)].copy_(source)
+            target[len(source) :] = source[-1]
 
 
 def sample_boundaries(bucket: Bucket) -> Boundaries:

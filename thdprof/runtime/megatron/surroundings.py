@@ -70,12 +70,12 @@ def foreign_hooks(block: nn.Module) -> tuple[str, ...]:
     """Names of submodules that have hooks which a replay would leave out; Megatron's own pre-forward hooks do not
     count.
     """
-    found = []
+    names = []
     for name, part in block.named_modules():
         ours = all(_is_ddp(hook) for hook in part._forward_pre_hooks.values())
         if not ours or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks:
-            found.append(name or type(block).__name__)
-    return tuple(found)
+            names.append(name or type(block).__name__)
+    return tuple(names)
 
 
 def _is_ddp(hook: Any) -> bool:

@@ -92,7 +92,7 @@ class HostBuffers:
         """One slab of at least as many bytes for each of `sizes`; slabs that exist are used before new ones are
         pinned.
         """
-        free, found = sorted(self.slabs, key=len), []
+        free, taken = sorted(self.slabs, key=len), []
         for size in sizes:
             slab = next((s for s in free if len(s) >= size), None)
             if slab is None:
@@ -100,8 +100,8 @@ class HostBuffers:
                 self.slabs.append(slab)
             else:
                 free = [s for s in free if s is not slab]
-            found.append(slab)
-        return found
+            taken.append(slab)
+        return taken
 
     def nbytes(self) -> int:
         """Bytes of pinned memory."""

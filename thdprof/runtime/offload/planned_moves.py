@@ -150,14 +150,14 @@ class PlannedMoves:
                 self._mover.wait(entry.reloaded)
                 entry.reloaded = None
             assert entry.device is not None
-            found: torch.Tensor = saved.view_of(entry.device.untyped_storage())
+            tensor: torch.Tensor = saved.view_of(entry.device.untyped_storage())
             if not saved.asked:
                 saved.asked = True
                 entry.views -= 1
             if entry.views == 0:
                 entry.device = None  # what was asked for keeps it
             self._look_ahead()
-        return found
+        return tensor
 
     def _reload(self, entry: MovedStorage) -> None:
         entry.device = torch.empty(len(entry.host), dtype=torch.uint8, device=self._mover.device)

@@ -138,8 +138,8 @@ class LayerCapture:
             recorded[number] = Recorded(hidden=zeros, constants=constants)
             split = self._splits[number]
 
-            def run(given: torch.Tensor) -> Any:
-                return split.rehearse(given, constants, heads)
+            def run(layer_input: torch.Tensor) -> Any:
+                return split.rehearse(layer_input, constants, heads)
 
             if slot.moves is None:
                 return run(hidden)
@@ -220,8 +220,8 @@ def transformer_engines_own(generators: Sequence[torch.Generator]) -> Make:
             "the RNG tracker is not Transformer Engine's, whose graphs then leave its states out: call "
             "model_parallel_cuda_manual_seed(..., te_rng_tracker=True), or --te-rng-tracker"
         )
-    made: Make = make_graphed_callables
-    return made
+    make: Make = make_graphed_callables
+    return make
 
 
 def _give_main_grads(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:

@@ -94,8 +94,8 @@ class LayerSlot(SlotMemory):
     def stage(self, call: Call, bucket: Bucket) -> None:
         """Queue one micro-batch's metadata and other tensors into the static ones."""
         self.metadata.stage(call.boundaries, bucket)
-        for static, given in zip(self.others, call.tensors[1:], strict=True):
-            static.copy_(given)
+        for static, tensor in zip(self.others, call.tensors[1:], strict=True):
+            static.copy_(tensor)
 
     def static_bytes(self) -> int:
         """Bytes of the layers' static inputs."""
@@ -129,13 +129,13 @@ class LayerLease(SlotLease):
         parameters = self.replays.parameters[number]
         unfused = [p for p in parameters if id(p) not in self.replays.fused]
         copied = iter(_Copied.apply(*unfused) if unfused else ())
-        given = [p if id(p) in self.replays.fused else next(copied) for p in parameters]
-        return self.replays.graphs[number](hidden, *given)
+        arguments = [p if id(p) in self.replays.fused else next(copied) for p in parameters]
+        return self.replays.graphs[number](hidden, *arguments)
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states after the last layer, copied for the caller to keep."""
-        found: torch.Tensor = _Leave.apply(self, hidden)
-        return found
+        output: torch.Tensor = _Leave.apply(self, hidden)
+        return output
 
     def begin_backward(self) -> None:
         """Before any layer's backward graph is replayed.

@@ -199,8 +199,8 @@ def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) 
     """`bucket` if it was recorded, else the smallest recorded one that holds `shape`; None: there is none."""
     if bucket in recorded:
         return bucket
-    found = Dispatcher(recorded).decide(shape)
-    return found if isinstance(found, Bucket) else None
+    choice = Dispatcher(recorded).decide(shape)
+    return choice if isinstance(choice, Bucket) else None
 
 
 def _holds(bucket: Bucket, shape: Shape) -> bool:

@@ -164,10 +164,10 @@ class LayerGraphs(DispatchedModule):
         def replayed(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
             split = self._splits[number]
             split.gather()
-            found = split.replay(partial(lease.run, number), hidden)
+            output = split.replay(partial(lease.run, number), hidden)
             if number == len(self._layers) - 1:
-                found = lease.leave(found)
-            return found if is_mamba(split.layer) else (found, None)  # as the layer itself would
+                output = lease.leave(output)
+            return output if is_mamba(split.layer) else (output, None)  # as the layer itself would
 
         around = self._offload.replaying() if self._offload is not None else nullcontext()
         with around, self._timed(call.tensors, replayed=True) as outputs, layers_run(self._layers, replayed):
@@ -246,13 +246,13 @@ def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    found = tuple(layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
-    if not found:
+    layers = tuple(layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
+    if not layers:
         raise SettingsError(
             "graphs.impl transformer_engine captures TransformerLayers and MambaLayers, and this chunk of "
             f"{len(block.layers)} layers has none; set it to chunk"
         )
-    owned = [id(p) for layer in found for p in layer.parameters()]
+    owned = [id(p) for layer in layers for p in layer.parameters()]
     if len(set(owned)) < len(owned):
         raise SettingsError("two layers share a parameter: layer graphs cannot add up its gradients; use impl chunk")
-    return found
+    return layers

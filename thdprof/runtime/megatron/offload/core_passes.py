@@ -218,8 +218,8 @@ class PassManager(PipelineOffloadManager):  # type: ignore[misc]
 
     def pop_forward_chunk(self, name: str | None = None) -> PassHandler | None:
         """The handler of the pass whose forward runs; None: saved tensors stay on the device."""
-        found: PassHandler | None = self._cur_forward_chunk
-        return found
+        handler: PassHandler | None = self._cur_forward_chunk
+        return handler
 
     def cur_backward_chunk(self) -> PassHandler | None:
         """The handler of the pass; its saved tensors keep it alive until the backward has used them."""

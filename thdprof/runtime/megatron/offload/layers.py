@@ -143,19 +143,19 @@ class LayerOffload:
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""
-        given = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
-        discovery = Discovery(layer, self._mover(), self._choice.whole(), [given])
+        layer_input = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
+        discovery = Discovery(layer, self._mover(), self._choice.whole(), [layer_input])
         with discovery.forward():
-            output = run(given)
+            output = run(layer_input)
         self._found[number] = discovery.plan
         return output
 
     def settle(self) -> None:
         """After all layers were rehearsed: decide what is moved and pin the memory for it."""
-        found = [plan for plan in self._found if plan is not None]
-        assert len(found) == len(self._found)
+        plans = [plan for plan in self._found if plan is not None]
+        assert len(plans) == len(self._found)
         mover = self._mover()
-        self._plans = plan_in_turn(found, self._choice)
+        self._plans = plan_in_turn(plans, self._choice)
         if not any(plan.offloaded_bytes for plan in self._plans):
             report(self._plans[0], self._choice)
         self._freed_bytes = max(self._freed_bytes, freed_in_turn(self._plans))

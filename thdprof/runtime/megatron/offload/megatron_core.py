@@ -141,8 +141,8 @@ class CoreLayerOffload:
         """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""
         if number == 0:
             self._begin(RehearsalHandler(self._offloading.min_size, OffloadTensorPool(device="cpu", pin_memory=False)))
-        given = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
-        output = run(given)
+        layer_input = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
+        output = run(layer_input)
         gc.collect()  # what only a cycle keeps is not kept
         assert isinstance(self._handler, RehearsalHandler)  # layers run in order
         moved = self._handler.take_moved()
@@ -151,14 +151,14 @@ class CoreLayerOffload:
 
     def settle(self) -> None:
         """After all layers were rehearsed: decide what stays on the device, and pin the memory for the rest."""
-        found = []
+        all_groups = []
         for layer, groups in zip(self._layers, self._groups, strict=True):
-            found += groups
+            all_groups += groups
             if getattr(layer, "is_moe_layer", False):
-                found += [Group(name, None) for name in self._offloading.experts]
-        stays = self._offloading.stays = staying(found, self._offloading.fraction)
+                all_groups += [Group(name, None) for name in self._offloading.experts]
+        stays = self._offloading.stays = staying(all_groups, self._offloading.fraction)
         self._freed_bytes = max(self._freed_bytes, freed_bytes(self._groups, stays))
-        self._report(found, stays)
+        self._report(all_groups, stays)
         self._manager.end()  # a warm-up moves nothing
         pool = self._manager.cpu_tensor_pool
         pool.reset()
