@@ -291,7 +291,7 @@ def section_host(kinds) -> None:
         call = graphs._describe((x, packed), {})
         bucket = graphs._decide(call)
         t1 = time.perf_counter()
-        slot.stage_metadata(call.boundaries, bucket)
+        slot.metadata.stage(call.boundaries, bucket)
         t2 = time.perf_counter()
         decide.append((t1 - t0) * 1e6)
         stage.append((t2 - t1) * 1e6)

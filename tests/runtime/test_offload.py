@@ -24,9 +24,11 @@ from thdprof.offload.plan import (
     plan_in_turn,
     plan_offload,
 )
-from thdprof.runtime.offload import saved_tensors
+from thdprof.runtime.offload import passes as offload_passes
 from thdprof.runtime.offload.copies import HostBuffers
-from thdprof.runtime.offload.saved_tensors import EagerOffload, OffloadError, PassOffload, _Returning
+from thdprof.runtime.offload.discovery import Discovery
+from thdprof.runtime.offload.passes import EagerOffload, EagerPass, PassOffload
+from thdprof.runtime.offload.saved_tensors import OffloadError
 
 KIB, MIB = 2**10, 2**20
 
@@ -163,10 +165,10 @@ def passes(stack, offload, count=3, tokens=64, seed=1):
     generator, found = torch.Generator().manual_seed(seed), []
     for _ in range(count):
         x = torch.randn(tokens, 32, generator=generator).requires_grad_()
-        with saved_tensors.forward() if offload else nullcontext():
+        with offload.forward() if offload else nullcontext():
             y = stack(x)
         loss = y.square().mean()
-        with saved_tensors.backward() if offload else nullcontext():
+        with offload.backward() if offload else nullcontext():
             loss.backward()
         found += [y.detach(), x.grad, *(p.grad.clone() for p in stack.parameters())]
         stack.zero_grad()
@@ -207,8 +209,8 @@ def test_views_that_a_function_makes_of_its_input_are_moved():
     offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
     expected, found = passes(stack, None), passes(stack, offload)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert saved_tensors.plan is not None
-    assert saved_tensors.plan.offloaded_bytes == 2 * 64 * 32 * 4  # not the first's, which is the input
+    assert offload.plan is not None
+    assert offload.plan.offloaded_bytes == 2 * 64 * 32 * 4  # not the first's, which is the input
     assert mover.back_copies == 2 * 2
 
 
@@ -233,7 +235,7 @@ def test_views_of_weights_are_not_looked_at():
             return Weighed.apply(x, self.weight).tanh()
 
     stack, mover = Weighing(), LateMover()
-    discovery = saved_tensors.Discovery(stack, mover, Choice(min_bytes=4 * KIB), [])
+    discovery = Discovery(stack, mover, Choice(min_bytes=4 * KIB), [])
     with discovery.forward():
         stack(torch.randn(64, 32, requires_grad=True))
     assert [s.nbytes for s in discovery.plan.storages] == [64 * 32 * 4]  # what tanh gives out
@@ -249,13 +251,13 @@ def test_gradients_are_those_without_offloading(fraction, modules):
     expected, found = passes(stack, None), passes(stack, offload)
     assert len(found) == len(expected) > 60
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert saved_tensors.plan is not None
-    moved = sum(place is not None for place in saved_tensors.plan.places)
+    assert offload.plan is not None
+    moved = sum(place is not None for place in offload.plan.places)
     assert moved > 0
     assert mover.out_copies == mover.back_copies == 2 * moved  # the first pass shows what to move
-    assert mover.most_waiting <= 2 * saved_tensors.plan.window_bytes
+    assert mover.most_waiting <= 2 * offload.plan.window_bytes
     assert not mover.unwaited
-    assert saved_tensors.plan.offloaded_bytes <= saved_tensors.plan.saved_bytes
+    assert offload.plan.offloaded_bytes <= offload.plan.saved_bytes
 
 
 def test_the_pass_keeps_what_the_plan_says():
@@ -263,13 +265,13 @@ def test_the_pass_keeps_what_the_plan_says():
     offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
     passes(stack, offload, count=1)
     x = torch.randn(64, 32, requires_grad=True)
-    with saved_tensors.forward():
+    with offload.forward():
         y = stack(x)
-    entries = saved_tensors._now._entries.values()
+    entries = offload._now._entries.values()
     held = sum(len(e.device) for e in entries if e.device is not None)
     assert held == 0
-    assert len(entries) == sum(place is not None for place in saved_tensors.plan.places)
-    with saved_tensors.backward():
+    assert len(entries) == sum(place is not None for place in offload.plan.places)
+    with offload.backward():
         y.sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in stack.parameters())
 
@@ -281,7 +283,7 @@ def test_what_stays_alive_anyway_is_not_moved():
     passes(stack, offload, count=1)
     plain = PassOffload(without := Stack(layers=2), Choice(min_bytes=4 * KIB), LateMover(), HostBuffers())
     passes(without, plain, count=1)
-    assert plain.plan.offloaded_bytes - saved_tensors.plan.offloaded_bytes == 64 * 32 * 4  # the first layer's output
+    assert plain.plan.offloaded_bytes - offload.plan.offloaded_bytes == 64 * 32 * 4  # the first layer's output
 
 
 def test_a_choice_that_moves_nothing_is_told(caplog):
@@ -310,9 +312,9 @@ def test_reloads_that_nothing_asks_for_are_waited_for():
     offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
     passes(stack, offload, count=1)
     x = torch.randn(64, 32, requires_grad=True)
-    with saved_tensors.forward():
+    with offload.forward():
         y = stack(x)
-    with saved_tensors.backward():
+    with offload.backward():
         torch.autograd.grad(y.sum(), stack.layers[-1].down.bias)
     assert mover.back_copies > 0
     assert not mover.unwaited
@@ -323,9 +325,9 @@ def test_a_backward_may_be_asked_twice():
     offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
     passes(stack, offload, count=1)
     x = torch.randn(64, 32, requires_grad=True)
-    with saved_tensors.forward():
+    with offload.forward():
         y = stack(x)
-    with saved_tensors.backward():
+    with offload.backward():
         first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
         second = torch.autograd.grad(y.sum(), x)[0]
     assert torch.equal(first, second)
@@ -370,7 +372,7 @@ def test_eager_passes_move_what_agrees_with_the_plan_and_give_their_host_memory_
     passes(stack, made, count=1)
     expected = passes(stack, None, count=1, tokens=tokens)
     x = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    session = _Returning(made.plan, HostBuffers(), mover, [x], free)
+    session = EagerPass(made.plan, HostBuffers(), mover, [x], free)
     with session.forward():
         y = stack(x)
     del session
@@ -398,7 +400,7 @@ def test_an_eager_pass_may_get_its_input_from_another_module():
     for offloads in (False, True):
         embed.zero_grad()
         x = embed(torch.ones(64, 32))
-        with _Returning(made.plan, HostBuffers(), mover, [x], []).forward() if offloads else nullcontext():
+        with EagerPass(made.plan, HostBuffers(), mover, [x], []).forward() if offloads else nullcontext():
             y = stack(x)
         y.square().mean().backward()
         found.append(embed.weight.grad.clone())
@@ -414,7 +416,7 @@ def test_an_eager_pass_of_other_code_is_right_too():
     other.layers[1].norm = nn.Identity()
     expected = passes(other, None, count=1)
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    with _Returning(made.plan, HostBuffers(), mover, [x], []).forward():
+    with EagerPass(made.plan, HostBuffers(), mover, [x], []).forward():
         y = other(x)
     y.square().mean().backward()
     found = [y.detach(), x.grad, *(p.grad for p in other.parameters() if p.grad is not None)]
@@ -428,7 +430,7 @@ def test_host_memory_that_cannot_be_had_is_asked_for_again(monkeypatch):
     made = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
     passes(stack, made, count=1)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(saved_tensors, "CudaMover", lambda *streams: mover)
+    monkeypatch.setattr(offload_passes, "CudaMover", lambda *streams: mover)
     eager = EagerOffload(SimpleNamespace(device=mover.device), None)
     with monkeypatch.context() as full:
         full.setattr(mover, "pinned", lambda nbytes: (_ for _ in ()).throw(RuntimeError("no memory")))
@@ -463,6 +465,6 @@ def test_what_is_saved_on_another_stream_stays_on_the_device():
     offload = PassOffload(stack, Choice(min_bytes=4 * KIB), mover, HostBuffers())
     found, expected = passes(stack, offload), passes(stack, None)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    named = {name for s in saved_tensors.plan.storages for name in s.modules}
+    named = {name for s in offload.plan.storages for name in s.modules}
     assert any(name.startswith("layers.1") for name in named)
     assert not any(name.startswith("layers.2") for name in named)

@@ -1,4 +1,6 @@
-"""Measures what eager and replayed micro-batches cost on this GPU: a cost table for `thdprof analyze --cost-table`."""
+"""Measures the cost of eager and replayed micro-batches on this GPU: a cost table for `thdprof analyze
+--cost-table`.
+"""
 
 from __future__ import annotations
 
@@ -23,34 +25,35 @@ from thdprof.runtime.stack import PackedStack
 
 SCHEMA = "thdprof.costs/1"
 TYPICAL = ((0.0, 1), (0.5, 12), (0.9, 43), (0.96, 64), (0.99, 106), (1.0, 358))
-"""Share of micro-batches -> documents: the example distribution of Megatron-LM's pull request 3869."""
+"""Share of micro-batches -> number of documents: the example distribution of Megatron-LM's pull request 3869."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What to measure."""
+    """The sizes to measure."""
 
     n_tokens: int
-    """Tokens of a micro-batch."""
+    """Tokens of every micro-batch."""
     n_seqs: Sequence[int]
-    """Documents of the eagerly run micro-batches."""
+    """Numbers of documents of the eager micro-batches."""
     max_seqs: Sequence[int]
-    """Documents of the buckets."""
+    """Numbers of documents of the buckets."""
     max_seqlen: Sequence[int]
-    """Longest documents of the buckets, in tokens."""
+    """Lengths of the buckets' longest document, in tokens."""
 
 
 def typical_documents(rng: np.random.Generator, *, at_most: int) -> int:
-    """Documents of a micro-batch drawn from TYPICAL, among those with `at_most` documents."""
+    """A number of documents drawn from the part of TYPICAL that has at most `at_most` documents."""
     shares, counts = zip(*TYPICAL, strict=True)
     limit = float(np.interp(np.log(at_most), np.log(counts), shares))
     return max(1, round(float(np.exp(np.interp(rng.random() * limit, shares, np.log(counts))))))
 
 
 def random_pack(rng: np.random.Generator, *, documents: int, n_tokens: int, longest: int) -> NDArray[np.int32]:
-    """Boundaries of `documents` random documents, none over `longest` tokens, shape [documents + 1].
+    """Boundaries of `documents` random documents of at most `longest` tokens: int32, shape [documents + 1].
 
-    They fill `n_tokens` where so many can hold them; where random cuts would make one too long, they are equal.
+    They fill `n_tokens` if that many documents can hold so many tokens. Where random cuts would make a document too
+    long, all are of equal length.
     """
     documents = min(n_tokens, documents)
     if documents * longest < n_tokens:
@@ -63,15 +66,18 @@ def random_pack(rng: np.random.Generator, *, documents: int, n_tokens: int, long
 
 
 def built_in_stack(*, layers: int, hidden: int, heads: int) -> nn.Module:
-    """The transformer stack of thdprof.runtime.stack in bfloat16 on the current GPU."""
+    """The transformer stack of thdprof.runtime.stack, in bfloat16 on the current GPU, in training mode."""
     return PackedStack(num_layers=layers, hidden=hidden, heads=heads).cuda().bfloat16().train()
 
 
 def load_module(name: str) -> nn.Module:
-    """The module that `package.module:callable` makes.
+    """The module that the callable called `name` returns.
+
+    Args:
+        name: `package.module:callable`.
 
     Raises:
-        ValueError: the name is not of that form, or what it makes is not a torch module.
+        ValueError: the name is not of that form, or the callable does not return a torch module.
     """
     path, _, attribute = name.partition(":")
     if not path or not attribute:
@@ -93,10 +99,20 @@ def calibrate_module(
     repeat: int,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """The cost table of the module called `name`, or of the built-in stack without one.
+    """The cost table of the module that the callable called `name` returns, or of the built-in stack if `name` is None.
+
+    Args:
+        name: `package.module:callable`, or None.
+        layers: layers of the built-in stack.
+        hidden: hidden size, of the input tensor too.
+        heads: attention heads of the built-in stack.
+        attention: name of the attention backend, for the table.
+        grid: the sizes to measure.
+        repeat: rounds over all sizes; the median counts.
+        progress: called with the number of rounds that are done, and of all.
 
     Raises:
-        UsageError: there is no GPU, no such module, or sizes that do not fit together.
+        UsageError: there is no GPU, no such module, or the sizes do not fit together.
     """
     if not torch.cuda.is_available():
         raise UsageError("calibrate needs an NVIDIA GPU, and torch sees none here")
@@ -105,12 +121,12 @@ def calibrate_module(
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--module {name}: {error}" if name else str(error)) from error
     dtype = next(module.parameters()).dtype
-    told = name or f"{layers} layers, hidden {hidden}, {grid.n_tokens} tokens, thdprof's stack"
+    description = name or f"{layers} layers, hidden {hidden}, {grid.n_tokens} tokens, thdprof's stack"
 
     def make_input() -> torch.Tensor:
         return torch.randn(grid.n_tokens, hidden, device="cuda", dtype=dtype, requires_grad=True)
 
-    return measure(module, make_input, grid, name=told, attention=attention, repeat=repeat, progress=progress)
+    return measure(module, make_input, grid, name=description, attention=attention, repeat=repeat, progress=progress)
 
 
 def measure(
@@ -129,23 +145,25 @@ def measure(
 ) -> dict[str, Any]:
     """A cost table (schema `thdprof.costs/1`) of `module`, as a dict.
 
-    Every variant, eager or a bucket, runs `microbatches` random micro-batches, `repeat` times, the variants in turn;
-    the median counts. A bucket is measured with typical numbers of documents that it would get. Each micro-batch is
-    awaited: within a step of several, the host's work for an eager one overlaps with replays before it, so that it
-    costs less than the table says.
+    Every variant, an eager size or a bucket, runs `microbatches` random micro-batches in each of `repeat` rounds; the
+    rounds go over all variants in turn, and the median counts. A bucket is measured with numbers of documents that are
+    typical of the micro-batches it would get. The host waits for each micro-batch. In a step of several micro-batches
+    the host's work for an eager one overlaps with the replays before it, so that it costs less there than the table
+    says.
 
     Args:
-        module: takes one tensor and one PackedSequence, in training mode, on a GPU.
-        make_input: gives the tensor, tokens first, with requires_grad.
-        grid: what to measure.
-        name: a line that says what was measured.
+        module: a module on a GPU, in training mode, that takes one tensor and one PackedSequence.
+        make_input: returns the input tensor, with tokens as its first dimension and requires_grad set.
+        grid: the sizes to measure.
+        name: one line that says which module was measured.
         attention: name of the attention backend.
         repeat: rounds over all variants.
         microbatches: micro-batches of one timing.
-        seed: of the random packs.
-        progress: called with rounds done and in all.
-        with_seq_idx: whether the module also wants the document of every token.
-        graphed: makes what runs the module through graphs of the buckets, in one slot and timing nothing itself.
+        seed: seed of the random packs.
+        progress: called with the number of rounds that are done, and of all.
+        with_seq_idx: whether the module also reads the document of every token.
+        graphed: wraps the module so that it runs through graphs of the given buckets, in one slot, without timing any
+            pass itself.
 
     Raises:
         RuntimeError: a bucket could not be captured.
@@ -164,16 +182,16 @@ def measure(
     with make(module, list(buckets)) as graphs:
         for done in range(repeat + 1):
             progress(done, repeat + 1)
-            for key, given in (*eager.items(), *buckets.items()):
+            for key, variant_packs in (*eager.items(), *buckets.items()):
                 with graphs.only(key if isinstance(key, Bucket) else None):
-                    ms = _time(graphs, x, given)
+                    ms = _time(graphs, x, variant_packs)
                 if done > 0:  # the first round warms up and captures
                     times[key].append(ms)
         progress(repeat + 1, repeat + 1)
         expected = len(buckets) * microbatches * (repeat + 1)
         if graphs.stats().replays.total() != expected:
             raise RuntimeError(f"not every bucket was replayed: {graphs.stats()}")
-        slot_bytes, overhead = _slot_costs(graphs.bytes_of_buckets())
+        slot_bytes, overhead = slot_costs(graphs.bytes_of_buckets())
     median = {key: statistics.median(values) for key, values in times.items()}
     return {
         "schema": SCHEMA,
@@ -189,11 +207,11 @@ def measure(
     }
 
 
-def _slot_costs(grown: Sequence[int]) -> tuple[int, float]:
+def slot_costs(grown: Sequence[int]) -> tuple[int, float]:
     """Bytes of a slot with one bucket, and the share of them that each further bucket adds.
 
     Args:
-        grown: what each bucket made the slot's pool grow by, in the order of their captures, the largest first.
+        grown: bytes by which each bucket made the slot's pool grow, in the order of their captures, the largest first.
     """
     first, *others = grown
     return first, round(statistics.fmean(others) / first, 4) if others and first else 0.0
@@ -210,7 +228,9 @@ def _packs(
 
 
 def _time(runner: GraphedModule, x: torch.Tensor, packs: Iterable[PackedSequence]) -> float:
-    """Mean milliseconds of a micro-batch's forward and backward, each awaited, as in a step of one micro-batch."""
+    """Mean milliseconds of a micro-batch's forward and backward; the host waits for each, as in a step of one
+    micro-batch.
+    """
     torch.cuda.synchronize()
     began = time.perf_counter()
     count = 0

@@ -1,7 +1,7 @@
-"""DispatchedModule: decides once a micro-batch whether it runs by a graph or eagerly, counts and times it.
+"""DispatchedModule: decides for every micro-batch whether it is replayed or runs eagerly, and counts and times it.
 
-How a graph is captured and replayed is left to the classes below it: `module.GraphedModule` replays a whole module
-from a bank, `megatron` has others that lead Megatron's own layer graphs.
+Subclasses capture and replay: `graphs.graphed_module.GraphedModule` replays a whole module from a bank; those in
+`megatron.graphs` lead Megatron's own layer graphs.
 """
 
 from __future__ import annotations
@@ -18,53 +18,58 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
-from thdprof.runtime.padding import Boundaries, PackedSequence, TailPolicy, boundaries_of, shape_of, to_device
+from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, shape_of, to_device
 from thdprof.runtime.stats import Stats
 from thdprof.runtime.timing import PassTimer, when_gradient_arrives
+from thdprof.training import TailPolicy
 
 logger = logging.getLogger(__name__)
 
 _TIMERS_KEPT = 1000
+"""Most timers that wait for the GPU to end their pass; older ones are dropped unread."""
 
 
 class FallbackError(RuntimeError):
-    """A micro-batch that must not run eagerly (`overflow: error`) would."""
+    """A micro-batch would run eagerly although the plan forbids it (`overflow: error`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call of a dispatched module."""
+    """One call of a dispatched module: its arguments, and the micro-batch that they describe."""
 
     args: tuple[Any, ...]
+    """The positional arguments."""
     kwargs: dict[str, Any]
+    """The keyword arguments."""
     packed: PackedSequence
-    """The one among the arguments."""
+    """The PackedSequence among the arguments."""
     boundaries: Boundaries
-    """Its boundaries after the tail policy."""
+    """The micro-batch's boundaries after the tail policy."""
     shape: Shape
+    """The host-side integers by which a bucket is chosen."""
     tensors: tuple[torch.Tensor, ...]
     """The tensors among the arguments, in order."""
 
     def substitute(self, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with their tensors and metadata replaced, in order."""
-        given = iter(tensors)
+        """The arguments with `tensors` in place of their tensors, in order, and `packed` in place of their metadata."""
+        replacements = iter(tensors)
 
         def replaced(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return next(given)
+                return next(replacements)
             return packed if isinstance(value, PackedSequence) else value
 
         return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
 
     def without_values(self) -> Call:
-        """The same with tensors that hold no memory, to be kept as a sample."""
+        """The call with meta tensors, which hold no memory, in place of its tensors: it can be kept as a sample."""
         tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors)
         args, kwargs = self.substitute(tensors, self.packed)
         return replace(self, args=tuple(args), kwargs=kwargs, tensors=tensors)
 
 
 class DispatchedModule(nn.Module):
-    """Runs `module` by what its buckets decide: subclasses open graphs and replay them."""
+    """Runs `module` as the dispatcher decides; subclasses capture the graphs and replay them."""
 
     def __init__(
         self,
@@ -80,10 +85,11 @@ class DispatchedModule(nn.Module):
         sample_every: int = 16,
         on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
     ) -> None:
+        """A module that will be captured for `buckets`; the arguments are those of `GraphedModule`."""
         super().__init__()
         self.module = module
         self.enabled = True
-        """Set to False to run eagerly, with reason `disabled_by_user`."""
+        """Set to False to run every micro-batch eagerly, with reason `disabled_by_user`."""
         self._dispatcher = Dispatcher(buckets)
         self._buckets = self._dispatcher.buckets
         self._policy, self._overflow, self._capture, self._no_grad = tail_policy, overflow, capture, no_grad
@@ -98,10 +104,15 @@ class DispatchedModule(nn.Module):
 
     @abstractmethod
     def _open(self, call: Call) -> None:
-        """Make the graphs, or what will make them; `call` shows the arguments. Every rank comes here together."""
+        """Capture the graphs, or prepare their capture. All ranks that communicate inside the module come here
+        together.
+
+        Args:
+            call: a call that shows shapes, dtypes and other arguments.
+        """
 
     def pool_bytes(self) -> int:
-        """Bytes of the graphs' memory pools."""
+        """Bytes of GPU memory in the graphs' memory pools."""
         return 0
 
     def host_bytes(self) -> int:
@@ -109,29 +120,31 @@ class DispatchedModule(nn.Module):
         return 0
 
     def offload_freed_bytes(self) -> int:
-        """By how much the graphs' memory should be less than without offloading, all slots together."""
+        """Bytes by which offloading should reduce the graphs' memory, over all slots."""
         return 0
 
     @abstractmethod
     def _replay(self, bucket: Bucket, call: Call) -> Any:
-        """Run `call` through the graphs of `bucket` and give the module's output, or a FallbackReason."""
+        """Run `call` through the graphs of `bucket`; returns the module's output, or the reason why it cannot be
+        replayed.
+        """
 
     def stats(self) -> Stats:
-        """Counters so far; times are those of passes that have ended."""
+        """The counters so far; times are those of passes that the GPU has ended."""
         self._collect_times()
         return self._stats
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module eagerly, whatever the plan says; not counted."""
+        """Run the module eagerly, whatever the plan says. The micro-batch is not counted."""
         return self._run_eagerly(self._describe(args, kwargs), timed=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own output.
+        """Run one micro-batch, replayed or eagerly; returns the module's own output.
 
         Raises:
-            TypeError: not exactly one PackedSequence, or no tensor, among the arguments.
-            ValueError: boundaries that reach past the tokens.
-            FallbackError: under `overflow: error`, a micro-batch that fits no bucket.
+            TypeError: the arguments have no tensor, or not exactly one PackedSequence.
+            ValueError: the boundaries reach past the tokens.
+            FallbackError: under `overflow: error`, the micro-batch fits no bucket.
         """
         call = self._describe(args, kwargs)
         choice = self._decide(call)
@@ -146,11 +159,13 @@ class DispatchedModule(nn.Module):
         return self._run_eagerly(call)
 
     def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch that has no packed-sequence metadata, which is not this module's: call `function`."""
+        """Run `function`, a pass of a micro-batch without packed-sequence metadata. It is neither dispatched nor
+        counted.
+        """
         return function(*args, **kwargs)
 
     def lengths(self) -> frozenset[int]:
-        """Tokens of the buckets' micro-batches, over all context-parallel ranks."""
+        """Numbers of tokens in the buckets' micro-batches, counted over all context-parallel ranks."""
         return frozenset(b.n_tokens * b.cp_size for b in self._buckets)
 
     def longest(self) -> int:
@@ -159,11 +174,11 @@ class DispatchedModule(nn.Module):
 
     def _describe(self, args: Any, kwargs: Any) -> Call:
         values = (*args, *kwargs.values())
-        found = [v for v in values if isinstance(v, PackedSequence)]
+        packs = [v for v in values if isinstance(v, PackedSequence)]
         tensors = tuple(v for v in values if isinstance(v, torch.Tensor))
-        if len(found) != 1 or not tensors:
+        if len(packs) != 1 or not tensors:
             raise TypeError("call with tensors and one thdprof.runtime.pack(...), all at the top level")
-        packed = found[0]
+        packed = packs[0]
         if packed.host is None and not packed.cu_seqlens.is_cuda:
             raise TypeError("the PackedSequence was not made by thdprof.runtime.pack")
         # tokens of this rank; the boundaries are of all ranks that share the rows
@@ -206,21 +221,21 @@ class DispatchedModule(nn.Module):
         return choice
 
     def _opens_at(self, shape: Shape) -> bool:
-        """Whether `startup` captures at a micro-batch that fits no bucket.
+        """Whether `capture: startup` captures at a micro-batch of `shape`, even if it fits no bucket.
 
-        It does at the first of the right number of tokens, so that ranks that communicate inside the module capture
-        together although their micro-batches hold other documents.
+        It does at the first micro-batch that has the right number of tokens. Ranks that communicate inside the module
+        then capture together, although their micro-batches hold other documents.
         """
         return self._capture == "startup" and any(
             shape.n_tokens == b.n_tokens and shape.cp_size == b.cp_size for b in self._buckets
         )
 
     def _opening(self, call: Call) -> Call:
-        """The call that `_open` is shown when `call` is the first."""
+        """The call that `_open` gets when `call` is the first micro-batch."""
         return call
 
     def _sign(self, call: Call) -> tuple[Any, ...]:
-        """What must not change between captures and replays, but for the values of tensors and boundaries."""
+        """Everything that must not change between captures and replays, except the values of tensors and boundaries."""
         described = tuple(_describe_argument(v) for v in (*call.args, *call.kwargs.values()))
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = tuple(m.training for m in self._submodules)
@@ -237,7 +252,9 @@ class DispatchedModule(nn.Module):
 
     @contextmanager
     def _timed(self, tensors: Sequence[torch.Tensor], *, replayed: bool) -> Iterator[list[Any]]:
-        """Time every `sample_every`-th pass that takes `tensors` and puts its outputs into the list."""
+        """Time one in `sample_every` passes. `tensors` are the pass's inputs; the block appends its outputs to the
+        yielded list.
+        """
         outputs: list[Any] = []
         timer = None
         if tensors and tensors[0].is_cuda and torch.is_grad_enabled():
@@ -251,7 +268,7 @@ class DispatchedModule(nn.Module):
         when_gradient_arrives(outputs, timer.backward_begins)
 
     def _timer(self, *, replayed: bool) -> PassTimer | None:
-        """A timer for every `sample_every`-th micro-batch."""
+        """A timer for one in `sample_every` micro-batches; None for the others."""
         if self._sample_every == 0 or (self._stats.microbatches + replayed) % self._sample_every:
             return None
         timer = PassTimer(replayed=replayed)
@@ -279,7 +296,7 @@ class DispatchedModule(nn.Module):
 
     @contextmanager
     def only(self, bucket: Bucket | None) -> Iterator[None]:
-        """Replay `bucket` alone in the block, or nothing with None: to measure what each costs."""
+        """Replay only `bucket` inside the block, or nothing with None: to measure the cost of each."""
         dispatcher, enabled = self._dispatcher, self.enabled
         self._dispatcher, self.enabled = Dispatcher([bucket] if bucket else []), bucket is not None
         try:
@@ -309,10 +326,10 @@ class DispatchedModule(nn.Module):
 
 
 def _describe_argument(value: Any) -> Any:
-    """What of an argument is captured.
+    """The part of an argument that a capture fixes.
 
     Raises:
-        TypeError: it is neither a tensor nor a constant; changes inside it would go unnoticed.
+        TypeError: the argument is neither a tensor nor a constant; a change inside it would go unnoticed.
     """
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.device

@@ -1,58 +1,68 @@
-"""Packed-sequence metadata, and its padding to a bucket's static shape."""
+"""Packed-sequence metadata of a micro-batch, its tail policy, and its padding to a bucket's static shape.
+
+Boundaries are the entries of `cu_seqlens`: the position at which each document begins, and the end of the last one. The
+tail is the tokens after the last boundary; the tail policy says whether they become a dummy document
+(`append_dummy_seq`), part of the last document (`extend_last`) or stay as they are (`none`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from thdprof.dispatch import Shape
-
-TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
+from thdprof.training import TailPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedSequence:
-    """What a module's attention needs to know about a packed micro-batch."""
+    """The metadata that a module's attention needs to keep the documents of a packed micro-batch apart."""
 
     cu_seqlens: torch.Tensor
-    """int32, shape [documents + 1]: where each document begins, and the end; repeated end entries are padding."""
+    """int32, shape [documents + 1], on the host or the GPU: the boundaries. Repeated end entries are padding."""
     max_seqlen: int
     """Tokens of the longest document, or more: attention kernels size their grid by it."""
     seq_idx: torch.Tensor | None = None
-    """int32, shape [tokens]: the document of every token, for state-space layers; made outside any graph."""
+    """int32, shape [tokens]: the number of each token's document, for state-space layers; computed outside any
+    graph.
+    """
     cp_size: int = 1
+    """Number of context-parallel ranks that share the micro-batch."""
     host: NDArray[np.int32] | None = None
-    """cu_seqlens on the host, shape [documents + 1]; None inside a captured module, or where only the GPU has them."""
+    """`cu_seqlens` on the host, shape [documents + 1]; None inside a captured module, or where only the GPU has
+    them.
+    """
     cu_seqlens_padded: torch.Tensor | None = None
-    """int32, shape [documents + 1]: where each document begins in memory, where it is followed by padding."""
+    """int32, shape [documents + 1]: where each document begins in memory, if documents are followed by padding."""
     host_padded: NDArray[np.int32] | None = None
-    """cu_seqlens_padded on the host."""
+    """`cu_seqlens_padded` on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundaries:
-    """Document boundaries of one micro-batch after its tail policy: all on the host, or all on the GPU."""
+    """Document boundaries of one micro-batch after the tail policy: all on the host, or all on the GPU."""
 
     valid: NDArray[np.int32] | torch.Tensor
-    """int32, shape [documents + 1]: cu_seqlens."""
+    """int32, shape [documents + 1]: `cu_seqlens`."""
     padded: NDArray[np.int32] | torch.Tensor | None = None
-    """int32, shape [documents + 1]: cu_seqlens_padded, where documents are followed by padding."""
+    """int32, shape [documents + 1]: `cu_seqlens_padded`, if documents are followed by padding."""
     seq_idx: torch.Tensor | None = None
-    """int32, shape [tokens]: the document of every token, where it is wanted and only the GPU has the boundaries."""
+    """int32, shape [tokens], on the GPU: the number of each token's document, if the module reads it and only the GPU
+    has the boundaries.
+    """
 
     @property
     def n_seqs(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self.valid) - 1
 
     @property
     def in_memory(self) -> NDArray[np.int32] | torch.Tensor:
-        """Boundaries of what lies in memory: the padded ones, where there are any."""
+        """Boundaries of the documents with their padding: `padded` where there are any, else `valid`."""
         return self.valid if self.padded is None else self.padded
 
 
@@ -66,11 +76,11 @@ def pack(
     """Metadata of one micro-batch, from the boundaries that its data loader has on the host.
 
     Args:
-        cu_seqlens: document boundaries on the host, shape [documents + 1]; begins with 0, never falls.
-        max_seqlen: tokens of the longest document; worked out if it is not given. A larger one, as of a loader that
-            always says the sequence length, asks for a bucket of that length.
-        cp_size: context-parallel size of this micro-batch.
-        with_seq_idx: whether the module also wants the document of every token.
+        cu_seqlens: document boundaries on the host, shape [documents + 1]; they begin with 0 and never fall.
+        max_seqlen: tokens of the longest document; computed from the boundaries if it is not given. A larger value, as
+            from a loader that always gives the sequence length, asks for a bucket of that length.
+        cp_size: number of context-parallel ranks that share this micro-batch.
+        with_seq_idx: whether the module also reads the document of every token.
 
     Raises:
         ValueError: the boundaries are on a GPU (reading them there would wait for it), or are not boundaries.
@@ -78,12 +88,12 @@ def pack(
     if isinstance(cu_seqlens, torch.Tensor):
         if cu_seqlens.is_cuda:
             raise ValueError("cu_seqlens is on the GPU: give the data loader's own copy, on the host")
-        given = cu_seqlens.detach().numpy().reshape(-1)
+        values = cu_seqlens.detach().numpy().reshape(-1)
     else:
-        given = np.asarray(cu_seqlens).reshape(-1)
-    if given.size and (given.dtype.kind not in "iu" or int(given[-1]) > np.iinfo(np.int32).max):
-        raise ValueError(f"cu_seqlens must be whole numbers below 2**31, got {given.dtype} up to {given[-1]}")
-    host = given.astype(np.int32, copy=False)
+        values = np.asarray(cu_seqlens).reshape(-1)
+    if values.size and (values.dtype.kind not in "iu" or int(values[-1]) > np.iinfo(np.int32).max):
+        raise ValueError(f"cu_seqlens must be whole numbers below 2**31, got {values.dtype} up to {values[-1]}")
+    host = values.astype(np.int32, copy=False)
     lengths = host[1:] - host[:-1]
     if host.size == 0 or host[0] != 0 or (lengths.size and lengths.min() < 0):
         raise ValueError(f"cu_seqlens must begin with 0 and never fall, got {host[:8].tolist()}...")
@@ -98,14 +108,21 @@ def pack(
 
 
 def document_of_tokens(host: NDArray[np.int32], n_tokens: int) -> NDArray[np.int32]:
-    """Document of every token, int32, shape [n_tokens]; tokens past the last boundary are a document of their own."""
+    """The number of each token's document: int32, shape [n_tokens]. Tokens after the last boundary are one document
+    more.
+    """
     ends = np.append(host[1:], n_tokens)
     sizes = np.diff(np.concatenate((host[:1], ends)))
     return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
 
 def with_tail(host: NDArray[np.int32], n_tokens: int, policy: TailPolicy) -> NDArray[np.int32]:
-    """Boundaries after the tail policy for tokens past the last boundary, int32.
+    """The boundaries after the tail policy, int32.
+
+    Args:
+        host: boundaries on the host, int32, shape [documents + 1].
+        n_tokens: tokens of the micro-batch.
+        policy: the tail policy.
 
     Raises:
         ValueError: the boundaries reach past `n_tokens`.
@@ -125,12 +142,13 @@ def with_tail(host: NDArray[np.int32], n_tokens: int, policy: TailPolicy) -> NDA
 def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> Boundaries:
     """Boundaries of a micro-batch of `n_tokens` tokens after the tail policy.
 
-    Where documents are padded, a dummy document has no valid tokens, and `extend_last` only grows the last one's
-    padding.
+    Where documents are followed by padding, a dummy document has no valid tokens, and `extend_last` makes only the last
+    document's padding longer.
 
     Raises:
-        ValueError: boundaries on the host reach past `n_tokens`, or those on the GPU alone need a tail: how long it is,
-            and so which graph holds it, cannot be known without reading them; or their `seq_idx` is of other tokens.
+        ValueError: boundaries on the host reach past `n_tokens`; or a tail policy is asked for and only the GPU has the
+            boundaries, so that the tail's length, and with it the bucket, cannot be known without reading them; or
+            `seq_idx` has another number of tokens.
     """
     if packed.host is None:
         if policy != "none":
@@ -151,16 +169,24 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
 
 
 def shape_of(packed: PackedSequence, boundaries: Boundaries, n_tokens: int) -> Shape:
-    """What the micro-batch asks for, `boundaries` being those after the tail policy."""
+    """The host-side integers by which a bucket is chosen.
+
+    Args:
+        packed: the micro-batch's metadata.
+        boundaries: its boundaries after the tail policy.
+        n_tokens: tokens of the micro-batch on this rank.
+    """
     longest, memory = packed.max_seqlen, boundaries.in_memory
-    given = packed.host if packed.host_padded is None else packed.host_padded
-    if isinstance(memory, np.ndarray) and given is not memory and len(memory) > 1:
+    before_tail = packed.host if packed.host_padded is None else packed.host_padded
+    if isinstance(memory, np.ndarray) and before_tail is not memory and len(memory) > 1:
         longest = max(longest, int(memory[-1] - memory[-2]))  # the tail policy made or grew the last document
     return Shape(n_seqs=boundaries.n_seqs, max_seqlen=longest, n_tokens=n_tokens, cp_size=packed.cp_size)
 
 
 def fill_padded(target: NDArray[np.int32], host: NDArray[np.int32]) -> None:
-    """Write boundaries into `target`, shape [max_seqs + 1], repeating the last one: documents without tokens."""
+    """Write the boundaries `host` into `target`, shape [max_seqs + 1], and repeat the last one: documents without
+    tokens.
+    """
     target[: len(host)] = host
     target[len(host) :] = host[-1]
 
@@ -168,7 +194,13 @@ def fill_padded(target: NDArray[np.int32], host: NDArray[np.int32]) -> None:
 def pad_cu_seqlens(
     host: NDArray[np.int32], *, max_seqs: int, n_tokens: int, policy: TailPolicy = "none"
 ) -> NDArray[np.int32]:
-    """Boundaries as a bucket of `max_seqs` documents sees them, int32, shape [max_seqs + 1].
+    """Boundaries as a graph of a bucket of `max_seqs` documents reads them: int32, shape [max_seqs + 1].
+
+    Args:
+        host: boundaries on the host, int32, shape [documents + 1].
+        max_seqs: documents of the bucket.
+        n_tokens: tokens of the micro-batch.
+        policy: the tail policy.
 
     Raises:
         ValueError: there are more documents than `max_seqs`.
@@ -182,7 +214,7 @@ def pad_cu_seqlens(
 
 
 def to_device(packed: PackedSequence, boundaries: Boundaries, n_tokens: int, device: torch.device) -> PackedSequence:
-    """The metadata for an eager pass: boundaries after the tail policy, unpadded, on `device`."""
+    """The metadata for an eager pass, on `device`: boundaries after the tail policy, not padded to a bucket."""
     shape = shape_of(packed, boundaries, n_tokens)
     memory = boundaries.in_memory
     idx = packed.seq_idx
@@ -203,9 +235,9 @@ def to_device(packed: PackedSequence, boundaries: Boundaries, n_tokens: int, dev
     )
 
 
-def moved(given: NDArray[np.int32] | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`given` on `device`, copied without waiting for it."""
-    values = torch.from_numpy(given) if isinstance(given, np.ndarray) else given
-    if device.type != "cuda" or values.is_cuda:
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
+def moved(values: NDArray[np.int32] | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`values` on `device`. The host does not wait for the copy."""
+    tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

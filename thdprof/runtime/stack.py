@@ -62,7 +62,7 @@ class PackedLayer(nn.Module):
 
 
 class PackedStack(nn.Module):
-    """`num_layers` of PackedLayer."""
+    """`num_layers` layers of `PackedLayer`, one after the other."""
 
     def __init__(self, *, num_layers: int, hidden: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()

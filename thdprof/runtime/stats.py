@@ -1,4 +1,6 @@
-"""What happened: counts by bucket and reason, sampled times, JSON lines; and the comparison with a plan."""
+"""Counters of a training run: micro-batches by bucket and by fallback reason, sampled times, and a plan's
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ SCHEMA = "thdprof.stats/1"
 
 
 class ScalarWriter(Protocol):
-    """What is used of torch.utils.tensorboard.SummaryWriter."""
+    """The part of torch.utils.tensorboard.SummaryWriter that is used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> None:
         """Write one value."""
@@ -28,7 +30,7 @@ class ScalarWriter(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan predicts of the counters."""
+    """The part of a plan that the counters can be compared with."""
 
     fallback_rate: float
     """Share of micro-batches whose shape fits no bucket."""
@@ -53,67 +55,73 @@ class Stats:
     """Counters of one graphed module."""
 
     replays: Counter[Bucket] = field(default_factory=Counter)
-    """Micro-batches that replayed, by bucket."""
+    """Number of replayed micro-batches, by bucket."""
     fallbacks: Counter[FallbackReason] = field(default_factory=Counter)
-    """Micro-batches that ran eagerly, by reason."""
+    """Number of micro-batches that ran eagerly, by reason."""
     fallback_sizes: Counter[tuple[FallbackReason, int]] = field(default_factory=Counter)
-    """The same by reason and context-parallel size."""
+    """Number of micro-batches that ran eagerly, by reason and context-parallel size."""
     captures: int = 0
-    """Forward/backward pairs captured."""
+    """Number of forward/backward pairs that were captured."""
     replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    """Sampled milliseconds of forward and backward replays."""
+    """Milliseconds of forward plus backward, of a sample of the replayed micro-batches."""
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    """Sampled milliseconds of eager forwards and backwards."""
+    """Milliseconds of forward plus backward, of a sample of the eager micro-batches."""
     decided: Counter[Bucket | FallbackReason] = field(default_factory=Counter)
-    """What shapes alone decide, where the caller counts `Dispatcher.decide` itself: on a machine without CUDA nothing
-    is dispatched, and only this can be held against a plan."""
+    """Number of micro-batches by the decision that their shape alone gives. The caller counts it with
+    `Dispatcher.decide`: on a machine without CUDA nothing is dispatched, and only these numbers can be compared with a
+    plan.
+    """
     prediction: Prediction | None = None
-    """What the plan predicts, to be shown beside what happened."""
+    """The plan's prediction, shown beside the counters."""
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
-        """Counters of all ranks that share micro-batches out among them, each micro-batch counted once.
+        """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once.
 
-        Ranks that share one have all counted it, and decided alike.
+        Under context parallelism the ranks that share a micro-batch have all counted it, and have decided alike.
         """
-        made, fallbacks = cls(), Counter[tuple[FallbackReason, int]]()
+        total, fallbacks = cls(), Counter[tuple[FallbackReason, int]]()
         for rank in ranks:
-            made.replays.update(rank.replays)
+            total.replays.update(rank.replays)
             fallbacks.update(rank.fallback_sizes)
-            made.captures += rank.captures
-            made.prediction = made.prediction or rank.prediction
-        made.replays = Counter({bucket: n // bucket.cp_size for bucket, n in made.replays.items()})
-        made.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})
-        for (reason, _), n in made.fallback_sizes.items():
-            made.fallbacks[reason] += n
-        return made
+            total.captures += rank.captures
+            total.prediction = total.prediction or rank.prediction
+        total.replays = Counter({bucket: n // bucket.cp_size for bucket, n in total.replays.items()})
+        total.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})
+        for (reason, _), n in total.fallback_sizes.items():
+            total.fallbacks[reason] += n
+        return total
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches seen."""
+        """Number of micro-batches so far."""
         return self.replays.total() + self.fallbacks.total()
 
     @property
     def shape_fallbacks(self) -> int:
-        """Fallbacks that the data alone explains, as a plan predicts them."""
+        """Number of fallbacks that the data alone explains; a plan predicts these."""
         return sum(n for reason, n in self.fallbacks.items() if reason in BY_SHAPE)
 
     @property
     def dispatched(self) -> int:
-        """Micro-batches whose shape was looked at: all but those that ran eagerly before it mattered."""
+        """Number of micro-batches whose shape was looked at; the others ran eagerly for a reason that comes
+        before it.
+        """
         return self.microbatches - sum(n for reason, n in self.fallbacks.items() if reason in SHAPE_NOT_ASKED)
 
     @property
     def shape_fallback_rate(self) -> float | None:
-        """Share of the dispatched micro-batches that fell back by shape; None where none was dispatched."""
+        """Share of the dispatched micro-batches that fell back because of their shape; None where none was
+        dispatched.
+        """
         return self.shape_fallbacks / self.dispatched if self.dispatched else None
 
     @contextmanager
     def expect(self, *, captures: int = 0, replays: int = 0, fallbacks: int = 0) -> Iterator[None]:
-        """Assert how often each happens in the block.
+        """Assert how many captures, replays and fallbacks happen inside the block.
 
         Raises:
-            AssertionError: another number was seen.
+            AssertionError: another number was counted.
         """
         before = (self.captures, self.replays.total(), self.fallbacks.total())
         yield
@@ -121,13 +129,13 @@ class Stats:
         seen = tuple(b - a for a, b in zip(before, after, strict=True))
         if seen != (captures, replays, fallbacks):
             names = ("captures", "replays", "fallbacks")
-            told = ", ".join(
+            counts = ", ".join(
                 f"{n} {s} (expected {e})" for n, s, e in zip(names, seen, (captures, replays, fallbacks), strict=True)
             )
-            raise AssertionError(told)
+            raise AssertionError(counts)
 
     def to_dict(self) -> dict[str, Any]:
-        """The counters as one JSON object, schema `thdprof.stats/1`."""
+        """The counters as a JSON object, schema `thdprof.stats/1`."""
         decided = None
         if self.decided:
             decided = {
@@ -146,7 +154,7 @@ class Stats:
         }
 
     def append_jsonl(self, path: Path | str, **extra: Any) -> None:
-        """Append the counters so far, with `extra` fields such as the step, as one line."""
+        """Append one line to `path`: the counters so far as JSON, with `extra` fields such as the step."""
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({**self.to_dict(), **extra}) + "\n")
 
@@ -187,7 +195,7 @@ class Stats:
                 yield name, fmean(sampled)
 
     def __str__(self) -> str:
-        """One line a bucket and reason, the prediction beside it where there is one."""
+        """One line for each bucket and reason, with the prediction beside it where there is one."""
         total, plan = max(1, self.microbatches), self.prediction
         lines = [f"{self.microbatches} micro-batches, {self.captures} captures"]
         for bucket, n in sorted(self.replays.items()):

@@ -22,8 +22,8 @@ from torch import nn  # noqa: E402
 
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
-from thdprof.runtime.graphs.bank import sample_boundaries  # noqa: E402
 from thdprof.runtime.graphs.graphed_module import buckets_of  # noqa: E402
+from thdprof.runtime.graphs.static_metadata import sample_boundaries  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.context_groups import ContextGroups, context_group, groups_of, misplaced  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
@@ -343,7 +343,7 @@ def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeyp
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     static = plan.model_copy(update={"training": plan.training.model_copy(update={"max_seqlen_per_dp_cp_rank": None})})
     for given, kind in ((plan, SizedChunkGraphs), (static, ChunkGraphs), (graphs(plan, impl="none"), SizedChunkGraphs)):
-        run = sys.modules[install.__module__]._run_of(Decoder(Block()), given, config(), slots=1, common={})
+        run = sys.modules[install.__module__].runner_of(Decoder(Block()), given, config(), slots=1, common={})
         assert type(run) is kind
         assert run._surroundings.communicates  # a pass that fails on one rank ends training
 

@@ -22,10 +22,10 @@ from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
 from thdprof.runtime import calibrate  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
-from thdprof.runtime.graphs.bank import Surroundings, refuse_half_a_pass  # noqa: E402
 from thdprof.runtime.graphs.capture import WarmupError  # noqa: E402
-from thdprof.runtime.graphs.graphed_module import GraphedModule, _Replay  # noqa: E402
-from thdprof.runtime.megatron import versions  # noqa: E402
+from thdprof.runtime.graphs.graphed_module import GraphedModule, ReplayPass  # noqa: E402
+from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass  # noqa: E402
+from thdprof.runtime.megatron import surroundings, versions  # noqa: E402
 from thdprof.runtime.megatron.calibrate import PackedDecoder  # noqa: E402
 from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
@@ -692,9 +692,9 @@ def test_the_scale_of_auxiliary_losses_has_its_memory_before_a_capture(monkeypat
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-    chunk.prepare_experts(config(), torch.device("cpu"))
+    surroundings.prepare_experts(config(), torch.device("cpu"))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale is None  # no experts
-    chunk.prepare_experts(SimpleNamespace(num_moe_experts=4), torch.device("cpu"))
+    surroundings.prepare_experts(SimpleNamespace(num_moe_experts=4), torch.device("cpu"))
     baked = MoEAuxLossAutoScaler.main_loss_backward_scale
     output, loss = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
     MoEAuxLossAutoScaler.apply(output, loss).sum().backward()  # as a warm-up
@@ -706,7 +706,7 @@ def test_the_scale_of_auxiliary_losses_has_its_memory_before_a_capture(monkeypat
 def test_closing_takes_the_gradient_event_off(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     block = Block()
-    run = chunk.ChunkGraphs(Decoder(block), [], surroundings=chunk.surroundings(block))
+    run = chunk.ChunkGraphs(Decoder(block), [], surroundings=surroundings.of_decoder(block))
     run._surroundings.on_backward()
     assert all(hasattr(p, "_cudagraph_wgrad_ready_event") for p in block.parameters())
     run.close()
@@ -715,9 +715,9 @@ def test_closing_takes_the_gradient_event_off(monkeypatch):
 
 def test_hooks_that_a_replay_would_not_run_are_found():
     block = Block()
-    assert chunk.foreign_hooks(block) == ()
+    assert surroundings.foreign_hooks(block) == ()
     block.linear.register_forward_pre_hook(lambda module, given: None)
-    assert chunk.foreign_hooks(block) == ("linear",)
+    assert surroundings.foreign_hooks(block) == ("linear",)
 
 
 def test_parameter_gathering_hooks_run_before_a_replay():
@@ -728,12 +728,12 @@ def test_parameter_gathering_hooks_run_before_a_replay():
     hook = ddp.DistributedDataParallel._make_forward_pre_hook(wrapped)
     for module in block.modules():
         module.register_forward_pre_hook(hook)
-    assert chunk.foreign_hooks(block) == ()  # megatron-core's own
+    assert surroundings.foreign_hooks(block) == ()  # megatron-core's own
     group = SimpleNamespace(finish_param_sync=lambda **kwargs: called.append("gathered"))
     wrapped.param_to_bucket_group = dict.fromkeys(block.parameters(), group)
     wrapped.ddp_config = SimpleNamespace(align_param_gather=False)
     wrapped.overlap_param_gather_with_optimizer_step = False
-    chunk.gather_parameters(block)
+    surroundings.gather_parameters(block)
     assert called == ["gathered"] * 2
 
 
@@ -763,7 +763,7 @@ def test_hooks_on_gradient_accumulation_run_after_the_replay():
     node.register_hook(lambda *unused: lease.order.append(f"hook sees {parameter.grad}"))
     x = torch.ones(4, requires_grad=True)
     anchor = torch.zeros((), requires_grad=True)
-    (y,) = _Replay.apply(lease, Boundaries(valid=np.array([0, 4], np.int32)), anchor, x, parameter)
+    (y,) = ReplayPass.apply(lease, Boundaries(valid=np.array([0, 4], np.int32)), anchor, x, parameter)
     y.sum().backward()
     assert list(lease.order) == ["replayed", "hook sees None"]
     assert x.grad.tolist() == [2.0] * 4
@@ -791,7 +791,7 @@ def test_ranks_that_decide_alike_have_equal_digests():
 
 def test_a_moved_main_grad_is_noticed():
     """As after DistributedDataParallel.offload_grad_buffers and restore_grad_buffers: the same tensor, elsewhere."""
-    from thdprof.runtime.graphs.capture import GradientBuffers
+    from thdprof.runtime.graphs.gradients import GradientBuffers
 
     storage = torch.zeros(4)
     parameter = nn.Parameter(torch.ones(4))
@@ -814,7 +814,7 @@ def test_half_a_pass_is_fatal_where_ranks_communicate():
 
 def test_a_module_with_main_grads_passes_them_into_the_replay():
     """Only parameters that a pass touches, and whose gradient goes to main_grad."""
-    from thdprof.runtime.graphs.capture import GradientBuffers
+    from thdprof.runtime.graphs.gradients import GradientBuffers
 
     module = nn.Linear(2, 2)
     module.weight.main_grad = torch.zeros(2, 2)
@@ -825,7 +825,7 @@ def test_a_module_with_main_grads_passes_them_into_the_replay():
 
 
 def test_fused_accumulation_is_not_added_twice():
-    from thdprof.runtime.graphs.capture import GradientBuffers, spare_main_grads
+    from thdprof.runtime.graphs.gradients import GradientBuffers, spare_main_grads
 
     class Fused(torch.autograd.Function):
         """Adds to main_grad itself and hands autograd a dummy, as Transformer Engine does."""
@@ -891,5 +891,5 @@ def test_a_decoder_is_measured_with_the_metadata_and_the_rotary_table_of_trainin
 
 
 def test_the_memory_of_a_slot_is_that_of_its_first_bucket():
-    assert calibrate._slot_costs([1000, 10, 30]) == (1000, 0.02)
-    assert calibrate._slot_costs([1000]) == (1000, 0.0)
+    assert calibrate.slot_costs([1000, 10, 30]) == (1000, 0.02)
+    assert calibrate.slot_costs([1000]) == (1000, 0.0)

@@ -23,7 +23,7 @@ from thdprof.runtime import Bucket, FallbackReason
 from thdprof.runtime.megatron import packed_seq_params, versions
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs import local
-from thdprof.runtime.megatron.install import _run_of
+from thdprof.runtime.megatron.install import runner_of
 from thdprof.runtime.megatron.refusals import settings
 
 TOKENS, HIDDEN, LAYERS = 24, 8, 3
@@ -394,7 +394,7 @@ def test_install_chooses_it():
         graphs=SimpleNamespace(impl="local", capture="startup", buckets=buckets), graph_tokens=TOKENS
     )
     config = model_config()
-    run = _run_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
+    run = runner_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
     assert isinstance(run, local.LocalGraphs)
     assert run._buckets == (WIDE,)
 

@@ -286,7 +286,7 @@ def measured(monkeypatch):
     model, seen = Chunk(make_latent()), []
     model.decoder.config.cuda_graph_impl = "none"
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(sys.modules["thdprof.runtime.megatron.install"], "_graph_safe_rng", lambda: True)
+    monkeypatch.setattr(sys.modules["thdprof.runtime.megatron.install"], "has_graph_safe_rng", lambda: True)
 
     def measure(module, make_input, grid, **options):
         tables = [vars(layer.self_attention.rotary_pos_emb)["get_cached_cos_sin"] for layer in module.block.layers]

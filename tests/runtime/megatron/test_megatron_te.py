@@ -28,8 +28,8 @@ from torch import nn
 
 from thdprof.offload.plan import Choice
 from thdprof.runtime import Bucket, FallbackReason
-from thdprof.runtime.graphs import bank
-from thdprof.runtime.graphs.capture import _homes
+from thdprof.runtime.graphs import static_metadata
+from thdprof.runtime.graphs.module_state import parameter_homes
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
@@ -37,7 +37,7 @@ from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.offload.layers import LayerOffload, SavedTensors
 from thdprof.runtime.megatron.refusals.settings import SettingsError, _of_transformer_engine
 from thdprof.runtime.offload.copies import HostBuffers
-from thdprof.runtime.offload.saved_tensors import PassOffload, _Returning
+from thdprof.runtime.offload.passes import EagerPass, PassOffload
 
 TOKENS, HIDDEN, LAYERS = 16, 8, 3
 BUCKETS = [Bucket(3, TOKENS, TOKENS), Bucket(6, TOKENS, TOKENS)]
@@ -108,7 +108,7 @@ class FakeGraph:
 
     def __init__(self, engine, mates, module, surface, pool):
         self.engine, self.mates, self.module, self.surface, self.pool = engine, mates, module, surface, pool
-        self.weights = list(_homes(engine.block))
+        self.weights = list(parameter_homes(engine.block))
         self.static_outputs = self.static_grads = self.inner = None
         self.is_reset = False
         mates.append(self)
@@ -225,7 +225,7 @@ def _as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(wait_stream=lambda other: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    monkeypatch.setattr(bank, "_Staging", Staging)
+    monkeypatch.setattr(static_metadata, "StagingBuffer", Staging)
 
 
 def make_block(num_layers=LAYERS, **settings):
@@ -424,7 +424,7 @@ def test_eager_micro_batches_of_a_decoder_move_what_its_graphs_do():
     for moves in (False, True):
         block.zero_grad()
         x = embedding(inputs(1)[0])
-        with _Returning(offload.plan, HostBuffers(), mover, [x], []).forward() if moves else nullcontext():
+        with EagerPass(offload.plan, HostBuffers(), mover, [x], []).forward() if moves else nullcontext():
             y = forward(block, x, [0, 3, 16])
         y.square().sum().backward()
         found.append([p.grad.clone() for p in block.parameters() if p.grad is not None])

@@ -1,1 +1,1 @@
-"""Captured graphs of any torch module: the module that replays them, their bank, and capturing."""
+"""CUDA graphs of one module: capture, slots and leases, and the module that replays them."""

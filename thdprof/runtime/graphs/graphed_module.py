@@ -13,10 +13,13 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime.dispatched_module import Call, DispatchedModule, FallbackError
-from thdprof.runtime.graphs.bank import Bank, BankOptions, Lease, Surroundings
+from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
-from thdprof.runtime.padding import Boundaries, PackedSequence, TailPolicy
+from thdprof.runtime.graphs.slots import Lease
+from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.runtime.stats import Prediction
+from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -24,20 +27,20 @@ if TYPE_CHECKING:
 __all__ = ["FallbackError", "GraphedModule", "graphed"]
 
 
-class _Replay(torch.autograd.Function):
+class ReplayPass(torch.autograd.Function):
     """Replays a leased pass inside autograd.
 
-    Parameters whose gradient goes to `main_grad` are inputs too: what hangs on their gradient accumulation, as
-    Megatron's gradient reduction does, then runs after the replay, which has added the gradient already and gives
-    autograd none.
+    Parameters whose gradient goes to `main_grad` are inputs too. The backward returns no gradient to them, because the
+    replay has added it already; but autograd then runs the hooks on their gradient accumulation, such as Megatron's
+    gradient reduction, after the replay.
     """
 
     @staticmethod
-    def forward(ctx: Any, lease: Lease, boundaries: Boundaries, anchor: torch.Tensor, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, lease: Lease, boundaries: Boundaries, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.lease = lease
-        ctx.num_given = len(given)
+        ctx.num_inputs = len(tensors)
         captured = lease.captured
-        outputs = lease.forward(given[: len(captured.input_grads)], boundaries)
+        outputs = lease.forward(tensors[: len(captured.input_grads)], boundaries)
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, captured.differentiable, strict=True) if not d))
         ctx.set_materialize_grads(False)
         return outputs
@@ -46,27 +49,30 @@ class _Replay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *output_grads: torch.Tensor | None) -> Any:
         grads = ctx.lease.backward(output_grads)
-        return (None, None, None, *grads, *[None] * (ctx.num_given - len(grads)))
+        return (None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads)))
 
 
 class GraphedModule(DispatchedModule):
-    """Runs `module` through a bank of padded CUDA graphs, and eagerly where none fits.
+    """Runs `module` through a bank of padded CUDA graphs, and eagerly where no bucket fits.
 
-    Call it as the module: tensors, and one `PackedSequence` from `thdprof.runtime.pack`. The first tensor's dimension
-    `token_dim` is the micro-batch's tokens. Outputs and input gradients are copies, the caller's to keep.
+    Call it as you would call the module: with tensors, and one `PackedSequence` from `thdprof.runtime.pack`. Dimension
+    `token_dim` of the first tensor is the micro-batch's tokens. Outputs and input gradients are copies, which the
+    caller may keep.
 
-    The parameters are the module's own. A replayed backward adds to their `.grad` (or `main_grad`) in place, in
-    buffers that stay the same across steps; their post-accumulate hooks fire once a backward.
+    The parameters are the module's own. A replayed backward adds to their `.grad` (or `main_grad`) in place, in buffers
+    that stay the same across steps. Their post-accumulate hooks run once for each backward.
 
-    A replay fires post-accumulate hooks of parameters, and hooks on the gradient accumulation of those with
-    `main_grad`, and no other hook: a torch DistributedDataParallel around this module would never reduce its gradients;
-    reduce them after backward. It adds to parameters' gradients also where `torch.autograd.grad` asks for others. What
-    Python decides in forward, and tensors kept as plain attributes, are those of the capture. `startup` captures at the
-    first micro-batch of training that has the buckets' number of tokens.
+    A replay runs the post-accumulate hooks of parameters and the hooks on the gradient accumulation of parameters with
+    `main_grad`, and no other hook. A torch DistributedDataParallel around this module would therefore never reduce its
+    gradients; reduce them after the backward. A replay adds to the parameters' gradients even where
+    `torch.autograd.grad` asks for other gradients only. Decisions that the module's forward takes in Python, and
+    tensors that it keeps as plain attributes, stay as they were at the capture. With `capture="startup"`, all graphs
+    are captured at the first training micro-batch that has the buckets' number of tokens.
 
-    One stream runs the whole step. Keys of its state_dict begin with `module.`; save and load the module itself.
+    One stream must run the whole step. The keys of this module's state_dict begin with `module.`; save and load the
+    inner module itself.
 
-    Close it before the process groups that the module communicates over: a graph holds their communicators.
+    Close it before the process groups over which the module communicates: a graph holds their communicators.
     """
 
     def __init__(
@@ -87,27 +93,27 @@ class GraphedModule(DispatchedModule):
         surroundings: Surroundings | None = None,
         offload: Choice | None = None,
     ) -> None:
-        """A module over `buckets`.
+        """A module that will be captured for `buckets`.
 
         Args:
-            module: takes tensors and one PackedSequence.
-            buckets: shapes to capture.
-            num_slots: copies of every bucket's graphs.
-            tail_policy: what is done with tokens past the last boundary.
-            overflow: what to do with a micro-batch that fits no bucket.
-            capture: when graphs are captured.
-            no_grad: what passes without gradients do in training mode.
+            module: a module that takes tensors and one PackedSequence.
+            buckets: the shapes to capture.
+            num_slots: number of slots: micro-batches that can be between forward and backward at a time.
+            tail_policy: how tokens after the last boundary are treated.
+            overflow: whether a micro-batch that fits no bucket runs eagerly or is an error.
+            capture: whether graphs are captured at the start or when a bucket is first used.
+            no_grad: whether passes without gradients, in training mode, run eagerly or are replayed.
             generators: CUDA generators, besides the default one, that the module draws from.
             token_dim: dimension of the first tensor that runs over tokens.
-            token_shards: ranks that share this rank's tokens out among them, as in sequence parallelism.
-            sample_every: every so many micro-batches one is timed; 0: none.
-            on_decision: called with every decision, before it is run.
-            surroundings: what the module touches outside itself.
-            offload: which activations are on the host between forward and backward, of eager micro-batches too.
+            token_shards: number of ranks that share this rank's tokens out among them, as in sequence parallelism.
+            sample_every: one in so many micro-batches is timed; 0: none.
+            on_decision: called with every decision, before the micro-batch runs.
+            surroundings: the state that the module's passes change outside the module.
+            offload: which activations are in host memory between forward and backward, also of eager micro-batches.
 
         Raises:
-            ValueError: no slot.
-            TypeError: a DistributedDataParallel inside.
+            ValueError: `num_slots` is less than 1.
+            TypeError: the module contains a DistributedDataParallel.
         """
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
@@ -134,11 +140,11 @@ class GraphedModule(DispatchedModule):
         self._anchor: torch.Tensor | None = None
 
     def pool_bytes(self) -> int:
-        """Bytes of the graphs' memory pools."""
+        """Bytes of GPU memory in the graphs' memory pools."""
         return self._bank.pool_bytes() if self._bank is not None else 0
 
     def bytes_of_buckets(self) -> list[int]:
-        """What each bucket made the pool of the first slot grow by, in the order of their captures."""
+        """Bytes by which each bucket made the pool of the first slot grow, in the order of their captures."""
         return [captured.pool_bytes for captured in self._bank.slots[0].passes.values()] if self._bank else []
 
     def host_bytes(self) -> int:
@@ -146,13 +152,13 @@ class GraphedModule(DispatchedModule):
         return self._bank.host_bytes() if self._bank is not None else 0
 
     def offloaded(self) -> OffloadPlan | None:
-        """What a slot moves to the host, and what that frees; None before the captures, and without offloading."""
+        """Which storages a slot moves to the host; None before the captures, and without offloading."""
         return self._bank.offloaded() if self._bank is not None else None
 
     def offload_freed_bytes(self) -> int:
-        """By how much the graphs' memory should be less than without offloading, all slots together."""
-        made = self.offloaded()
-        return 0 if made is None else made.device_bytes_freed * self._num_slots
+        """Bytes by which offloading should reduce the graphs' memory, over all slots."""
+        offload_plan = self.offloaded()
+        return 0 if offload_plan is None else offload_plan.device_bytes_freed * self._num_slots
 
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
         with self._bank.eager_offload(call.tensors) if self._bank is not None else nullcontext():
@@ -198,7 +204,7 @@ class GraphedModule(DispatchedModule):
             return lease
         with self._timed(call.tensors, replayed=True) as outputs:
             parameters = lease.accumulated_elsewhere()
-            outputs.extend(_Replay.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
+            outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
         return restore(outputs, lease.captured.spec)
 
     def recapture(self) -> None:
@@ -220,10 +226,10 @@ def buckets_of(plan: Plan) -> list[Bucket]:
 
 
 def offload_of(plan: Plan) -> Choice | None:
-    """Which activations `plan` keeps on the host; None where all stay on the device.
+    """Which activations `plan` keeps in host memory; None where all stay on the device.
 
     Raises:
-        ValueError: delayed copies, which there are not inside graphs.
+        ValueError: the plan delays copies, which graphs cannot do.
     """
     asked = plan.graphs.offload
     if asked is None:
@@ -242,13 +248,13 @@ def graphed(
     generators: Sequence[torch.Generator] = (),
     token_dim: int = 0,
 ) -> GraphedModule:
-    """`module` run through the graphs of `plan`.
+    """`module`, run through the graphs of `plan`.
 
     Args:
-        module: takes tensors and one PackedSequence.
-        plan: what `thdprof analyze` wrote.
-        pipeline_rank: which pipeline rank's slots are needed.
-        chunk: which of its model chunks this module is.
+        module: a module that takes tensors and one PackedSequence.
+        plan: a plan that `thdprof analyze` wrote.
+        pipeline_rank: the pipeline rank whose number of slots is used.
+        chunk: which of that rank's model chunks this module is.
         generators: CUDA generators, besides the default one, that the module draws from.
         token_dim: dimension of the first tensor that runs over tokens.
 
@@ -261,7 +267,7 @@ def graphed(
             f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which "
             "thdprof.runtime.megatron.install does; a module is captured whole, set it to []"
         )
-    made = GraphedModule(
+    graphed_module = GraphedModule(
         module,
         buckets_of(plan),
         num_slots=graphs.slots[pipeline_rank][chunk],
@@ -273,12 +279,12 @@ def graphed(
         token_dim=token_dim,
         offload=offload_of(plan),
     )
-    made.stats().prediction = Prediction.of(plan)
-    return made
+    graphed_module.stats().prediction = Prediction.of(plan)
+    return graphed_module
 
 
 def _show_captures(done: int, total: int) -> None:
-    """A line on a terminal that says how far the captures are."""
+    """Write, on a terminal, how many of the graph pairs are captured."""
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\rthdprof: captured {done} of {total} graph pairs", end=end, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Measures what micro-batches of a Megatron decoder cost on this GPU: a table for `thdprof analyze --cost-table`."""
+"""Measures the cost of a Megatron decoder's micro-batches on this GPU: a table for `thdprof analyze --cost-table`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime import calibrate
-from thdprof.runtime.megatron import versions
+from thdprof.runtime.megatron import surroundings, versions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import rope_of
 from thdprof.runtime.megatron.decoder.rotary import keep_tables
@@ -26,7 +26,7 @@ class PackedDecoder(nn.Module):
     """A model's decoder as a module that takes one tensor and one PackedSequence."""
 
     def __init__(self, model: Any, shards: int = 1) -> None:
-        """The decoder of `model`; `shards` ranks share a micro-batch's tokens out among them."""
+        """The decoder of `model`; `shards` is the number of ranks that share a micro-batch's tokens out among them."""
         super().__init__()
         self.block = model.decoder
         self._rope = rope_of(model)
@@ -34,7 +34,9 @@ class PackedDecoder(nn.Module):
         self._tables: dict[int, torch.Tensor] = {}  # graphs read them where they lie
 
     def forward(self, x: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
-        """Hidden states after the decoder's layers: [tokens of this rank, hidden size], as `x`."""
+        """Hidden states after the decoder's layers: shape [tokens of this rank, hidden size], dtype and device of
+        `x`.
+        """
         from megatron.core.packed_seq_params import PackedSeqParams
 
         rope = {}
@@ -43,13 +45,13 @@ class PackedDecoder(nn.Module):
             if length not in self._tables:
                 self._tables[length] = self._rope(length)
             rope["rotary_pos_emb"] = self._tables[length]
-        found: torch.Tensor = self.block(
+        hidden_states: torch.Tensor = self.block(
             hidden_states=x[:, None],
             attention_mask=None,
             packed_seq_params=packed_seq_params.write(packed, PackedSeqParams(qkv_format="thd")),
             **rope,
         )
-        return found[:, 0]
+        return hidden_states[:, 0]
 
 
 def measure_decoder(
@@ -63,21 +65,21 @@ def measure_decoder(
 ) -> dict[str, Any]:
     """A cost table (schema `thdprof.costs/1`) of a model chunk's decoder, run as `graphs.impl: chunk` runs it.
 
-    Embedding, output layer, loss and optimizer are left out. Gradients are left in the parameters, unreduced. Under
-    tensor or expert parallelism every rank of the group must call it alike.
+    Embedding, output layer, loss and optimizer are not measured. The parameters keep the gradients of the measurement,
+    which are not reduced. Under tensor or expert parallelism every rank of the group must make the same call.
 
     Args:
-        model_chunk: GPTModel or HybridModel, wrapped or not, on the GPU; the first pipeline stage.
-        config: its TransformerConfig.
-        grid: what to measure.
-        name: a line that says what was measured.
-        repeat: rounds over all variants; the median counts.
-        progress: called with rounds done and in all.
+        model_chunk: a GPTModel or HybridModel on the GPU, wrapped or not, of the first pipeline stage.
+        config: the model's TransformerConfig.
+        grid: the sizes to measure.
+        name: one line that says which model was measured.
+        repeat: rounds over all sizes; the median counts.
+        progress: called with the number of rounds that are done, and of all.
 
     Raises:
-        SettingsError: context parallelism, a later pipeline stage, an installation that is there, or settings that
-            chunk graphs cannot serve, as dropless experts.
-        VersionError: versions of megatron-core or Transformer Engine that nothing was checked on.
+        SettingsError: the model uses context parallelism, is of a later pipeline stage, has an installation already, or
+            has settings that chunk graphs cannot serve, such as dropless experts.
+        VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
         RuntimeError: a bucket could not be captured.
     """
     versions.check()
@@ -94,10 +96,10 @@ def measure_decoder(
     settings.check_decoder(config, facts_of([model_chunk], [model]))
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     communicates = max(config.tensor_model_parallel_size, getattr(config, "expert_model_parallel_size", 1) or 1) > 1
-    chunk.prepare_experts(config, next(model.parameters()).device)
+    surroundings.prepare_experts(config, next(model.parameters()).device)
 
     def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:
-        around = chunk.surroundings(module, communicates=communicates)
+        around = surroundings.of_decoder(module, communicates=communicates)
         return chunk.ChunkGraphs(module, buckets, token_shards=shards, sample_every=0, surroundings=around)
 
     def make_input() -> torch.Tensor:

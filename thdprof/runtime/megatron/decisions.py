@@ -1,4 +1,4 @@
-"""Whether all ranks of a model-parallel group decide alike."""
+"""Checks that all ranks of a model-parallel group decide alike."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ _REASONS = tuple(FallbackReason)
 
 
 class Decisions:
-    """A running digest of every chunk's decisions, in order; compared between ranks with one all-reduce."""
+    """A running digest of every model chunk's decisions, in order; one all-reduce compares it between ranks."""
 
     def __init__(self, num_chunks: int, *, enabled: bool, across_context: bool = True) -> None:
+        """No decisions yet.
+
+        Args:
+            num_chunks: model chunks of this rank.
+            enabled: whether `check` compares the ranks.
+            across_context: whether context-parallel ranks must decide alike, too.
+        """
         self.digests = [0] * num_chunks
-        """One a chunk; equal on ranks that decided alike."""
+        """One digest for each chunk; equal on ranks that decided alike."""
         self._enabled, self._across_context = enabled, across_context
 
     def recorder(self, chunk: int) -> Callable[[Bucket | FallbackReason], None]:
-        """What to call with each decision of `chunk`."""
+        """The callback that records each decision of `chunk`."""
 
         def record(choice: Bucket | FallbackReason) -> None:
             self.digests[chunk] = (self.digests[chunk] * 1_000_003 + _code(choice)) % _MODULUS
@@ -27,13 +34,13 @@ class Decisions:
         return record
 
     def check(self) -> None:
-        """Compare with the other ranks of the tensor-, context- and pipeline-parallel group, where enabled.
+        """Compare the digest with those of the tensor-, context- and pipeline-parallel group's other ranks, if enabled.
 
-        Without `across_context`, as where micro-batches have context-parallel sizes of their own, not with those of
-        the context-parallel group.
+        Without `across_context`, the context-parallel group is left out: under dynamic context parallelism its ranks
+        run micro-batches of different context-parallel sizes.
 
         Raises:
-            RuntimeError: a rank decided otherwise.
+            RuntimeError: another rank took other decisions.
         """
         if not self._enabled:
             return

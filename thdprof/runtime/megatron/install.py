@@ -13,7 +13,7 @@ from torch import nn
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
 from thdprof.runtime.graphs.graphed_module import buckets_of, offload_of
-from thdprof.runtime.megatron import versions
+from thdprof.runtime.megatron import surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class Installation:
-    """What `install` put into the model chunks of this rank; `close` takes it out again."""
+    """The changes that `install` made to the model chunks of this rank; `close` takes them back."""
 
     def __init__(self, decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], decisions: Decisions) -> None:
         self._decoders, self._runs, self._decisions = tuple(decoders), tuple(runs), decisions
@@ -43,7 +43,7 @@ class Installation:
         return self._runs[chunk].stats()
 
     def pool_bytes(self) -> int:
-        """Bytes of graph memory on this rank."""
+        """Bytes of GPU memory that graphs hold on this rank."""
         return sum(run.pool_bytes() for run in self._runs)
 
     def host_bytes(self) -> int:
@@ -51,22 +51,26 @@ class Installation:
         return sum(run.host_bytes() for run in self._runs)
 
     def offload_freed_bytes(self) -> int:
-        """By how much graph memory on this rank should be less than without offloading: told by what passes save."""
+        """Bytes by which offloading should reduce graph memory on this rank, computed from the tensors that passes
+        save.
+        """
         return sum(run.offload_freed_bytes() for run in self._runs)
 
     def check_decisions(self) -> None:
-        """With `debug`, make sure that all ranks of the model-parallel group decided alike; one all-reduce.
+        """With `debug`, make sure that all ranks of the model-parallel group decided alike; costs one all-reduce.
 
-        Call it on every rank, once a step say.
+        Call it on every rank, for example once a step.
 
         Raises:
-            RuntimeError: they did not: their data loaders gave them other boundaries.
+            RuntimeError: a rank decided otherwise, because its data loader gave it other boundaries.
         """
         self._decisions.check()
 
     def recapture(self) -> None:
-        """Drop all graphs; the next micro-batches capture anew. Needed after parameters or gradients moved in memory,
-        or random states were loaded; on every rank, between two steps.
+        """Drop all graphs; the next micro-batches capture anew.
+
+        Needed after parameters or gradients moved in memory, or random states were loaded. Call it on every rank,
+        between two steps.
         """
         for run in self._runs:
             run.recapture()
@@ -139,7 +143,7 @@ def install(
     groups = [groups_of(plan, model.decoder) for model in models]
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    chunk.prepare_experts(config, next(models[0].parameters()).device)
+    surroundings.prepare_experts(config, next(models[0].parameters()).device)
     decoders, runs = [], []
     for number, model in enumerate(models):
         decoder = Decoder(model.decoder, rope_of(model))
@@ -150,7 +154,7 @@ def install(
             "on_decision": decisions.recorder(number),
         }
         if replay:
-            run = _run_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
+            run = runner_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
         else:
             run = PaddedEager(decoder, buckets_of(plan), **common)
         run.stats().prediction = Prediction.of(plan)
@@ -162,15 +166,26 @@ def install(
     return Installation(decoders, runs, decisions)
 
 
-def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
-    """What runs the decoder by the plan's `impl`."""
+def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
+    """The DispatchedModule that runs the decoder as the plan's `graphs.impl` says.
+
+    Args:
+        decoder: the decoder to run.
+        plan: the plan to follow.
+        config: the model's TransformerConfig.
+        slots: number of slots of this model chunk.
+        common: arguments that every kind of DispatchedModule takes.
+
+    Raises:
+        SettingsError: `graphs.impl` is not known.
+    """
     common = {**common, "capture": plan.graphs.capture}
     sizes = (
         config.tensor_model_parallel_size,
         config.context_parallel_size,
         getattr(config, "expert_model_parallel_size", 1) or 1,
     )
-    around = chunk.surroundings(decoder.block, communicates=max(sizes) > 1)
+    around = surroundings.of_decoder(decoder.block, communicates=max(sizes) > 1)
     match plan.graphs.impl:
         case "chunk" | "none":
             return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
@@ -191,7 +206,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
                 buckets_of(plan),
                 num_slots=slots,
                 modules=plan.graphs.modules,
-                generators=chunk.generators,
+                generators=surroundings.generators,
                 surroundings=around,
                 offload=_layer_offloading(decoder, plan, config),
                 **common,
@@ -201,7 +216,7 @@ def _run_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: di
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
-    """What moves activations in graphs of layers: megatron-core itself where the model was built with it."""
+    """The offloading in graphs of single layers: megatron-core's own if the model was built with it; None without."""
     asked = plan.graphs.offload
     if asked is None:
         return None
@@ -216,21 +231,30 @@ def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading |
 
 
 def unwrapped(model: nn.Module) -> Any:
-    """The module that has the decoder."""
-    found: Any = model
-    while not hasattr(found, "decoder"):
-        inner = getattr(found, "module", None)
+    """The module that has the decoder, inside any wrappers.
+
+    Raises:
+        SettingsError: neither the module nor any that it wraps has a decoder.
+    """
+    inner_model: Any = model
+    while not hasattr(inner_model, "decoder"):
+        inner = getattr(inner_model, "module", None)
         if inner is None:
             raise settings.SettingsError(
                 f"a model chunk of type {type(model).__name__} has no decoder: give GPTModel or HybridModel, wrapped "
                 "or not"
             )
-        found = inner
-    return found
+        inner_model = inner
+    return inner_model
 
 
 def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
-    """What is known of model chunks and of the models in them, besides their configuration."""
+    """Everything that the checks of settings must know of the models besides their configuration.
+
+    Args:
+        chunks: this rank's model chunks, wrapped or not.
+        models: the models in them.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
 
@@ -241,8 +265,8 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
     return settings.Facts(
         num_chunks=len(models),
         position_embedding=str(getattr(models[0], "position_embedding_type", "none")),
-        graph_safe_rng=_graph_safe_rng(),
-        foreign_hooks=tuple(name for model in models for name in chunk.foreign_hooks(model.decoder)),
+        graph_safe_rng=has_graph_safe_rng(),
+        foreign_hooks=tuple(name for model in models for name in surroundings.foreign_hooks(model.decoder)),
         foreign_layers=tuple(sorted(set(mamba.foreign(layers)))),
         has_mamba=any(mamba.has_mamba(model.decoder) for model in models),
         mamba_outside=any(mamba.outside(model) for model in models),
@@ -251,7 +275,8 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
     )
 
 
-def _graph_safe_rng() -> bool:
+def has_graph_safe_rng() -> bool:
+    """Whether every state of Megatron's RNG tracker can be registered with a graph."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()

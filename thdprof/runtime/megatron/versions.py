@@ -1,6 +1,6 @@
-"""What thdprof leans on in other packages beyond their public names, and the versions in which that was checked.
+"""The private names of other packages that `thdprof.runtime.megatron` relies on, and the versions that were checked.
 
-Every private name of other packages that `thdprof.runtime.megatron` uses is listed in `RELIED_ON`.
+Every such name is listed in `RELIED_ON`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 OVERRIDE = "THDPROF_UNTESTED_VERSIONS"
-"""Environment variable; `allow` accepts versions that nothing here was checked on."""
+"""Environment variable; the value `allow` accepts versions on which thdprof was not checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reliance:
-    """A name of another package that is not part of its public surface."""
+    """A name of another package that is not part of the package's public interface."""
 
     package: str
+    """The package's name on PyPI."""
     name: str
+    """The private name, or several of them."""
     checked: SpecifierSet
-    """Versions that are taken."""
+    """Versions that thdprof accepts."""
     why: str
+    """The reason why thdprof relies on the name."""
 
 
 MEGATRON = SpecifierSet(">=0.19.2,<0.20")
 TRANSFORMER_ENGINE = SpecifierSet(">=2.20.2,<2.21")
-"""The first of each was read and ran; later patches of it are taken to be alike."""
+"""The first version of each range was read and run; later patch releases are assumed to be alike."""
 
 RELIED_ON = (
     Reliance(
@@ -152,42 +155,49 @@ RELIED_ON = (
 
 
 class VersionError(RuntimeError):
-    """A package is missing, or of a version that nothing was checked on."""
+    """A package is missing, or is of a version on which thdprof was not checked."""
 
 
 def installed(packages: Sequence[str]) -> dict[str, str | None]:
     """Version of each package; None where it is not installed."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in packages:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
-def complaints(found: Mapping[str, str | None]) -> list[str]:
-    """What of `found` is missing or unchecked, a line each; versions of a release's local builds count as it."""
-    said = []
-    for package, version in found.items():
+def complaints(versions: Mapping[str, str | None]) -> list[str]:
+    """One line for every package that is missing or unchecked; a local build of a release counts as the release.
+
+    Args:
+        versions: version by package; None where it is not installed.
+    """
+    lines = []
+    for package, version in versions.items():
         relied = [r for r in RELIED_ON if r.package == package]
         if version is None:
-            said.append(f"{package} is not installed: pip install 'thdprof[megatron,te]'")
+            lines.append(f"{package} is not installed: pip install 'thdprof[megatron,te]'")
         elif bad := [r for r in relied if Version(version).base_version not in r.checked]:
-            said.append(
+            lines.append(
                 f"{package} {version}: thdprof takes {bad[0].checked}, and relies on {bad[0].name} ({bad[0].why})"
             )
-    return said
+    return lines
 
 
 def check(find: Callable[[Sequence[str]], Mapping[str, str | None]] = installed) -> None:
-    """Refuse versions that nothing was checked on.
+    """Refuse versions on which thdprof was not checked.
+
+    Args:
+        find: returns the version of each package, or None.
 
     Raises:
-        VersionError: naming each; `THDPROF_UNTESTED_VERSIONS=allow` accepts those that are installed.
+        VersionError: names each such package; `THDPROF_UNTESTED_VERSIONS=allow` accepts those that are installed.
     """
-    found = find(sorted({r.package for r in RELIED_ON}))
-    missing = [p for p, version in found.items() if version is None]
-    said = complaints(found)
-    if said and (missing or os.environ.get(OVERRIDE) != "allow"):
-        raise VersionError("; ".join(said) + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same"))
+    versions = find(sorted({r.package for r in RELIED_ON}))
+    missing = [p for p, version in versions.items() if version is None]
+    lines = complaints(versions)
+    if lines and (missing or os.environ.get(OVERRIDE) != "allow"):
+        raise VersionError("; ".join(lines) + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same"))

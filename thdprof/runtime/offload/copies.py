@@ -1,4 +1,4 @@
-"""Copies between the stream that computes and pinned host memory, on side streams."""
+"""Copies between GPU memory and pinned host memory, on two side streams beside the stream that computes."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ import torch
 
 
 class Mover(Protocol):
-    """Where tensors are computed, and how they get to the host and back."""
+    """The device that computes, and the copies between it and the host; `CudaMover` is the real one."""
 
     device: torch.device
+    """The device on which the tensors are computed."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8, shape [nbytes]."""
+        """Allocate pinned host memory: uint8, shape [nbytes]."""
         ...
 
     def out(self, host: torch.Tensor, device: torch.Tensor) -> Any:
-        """Queue a copy to the host behind what is queued; gives what `wait` takes."""
+        """Queue a copy from `device` to `host`, after all work queued so far; returns the token that `wait` takes."""
         ...
 
     def back(self, device: torch.Tensor, host: torch.Tensor) -> Any:
-        """Queue a copy from the host into fresh memory; gives what `wait` takes."""
+        """Queue a copy from `host` to `device`, which is freshly allocated; returns the token that `wait` takes."""
         ...
 
     def wait(self, copied: Any) -> None:
-        """Let what is queued from now on run after that copy."""
+        """Make all work that is queued from now on run after the copy that `copied` stands for."""
         ...
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Makes the stream that computes the current one."""
+        """A context in which the stream that computes is the current one."""
         ...
 
     def is_computing(self) -> bool:
@@ -40,22 +41,22 @@ class Mover(Protocol):
 
 
 class CudaMover:
-    """Copies on two side streams beside `compute`."""
+    """Copies over two side streams: one to the host (`outwards`), one back (`inwards`), both ordered with `compute`."""
 
     def __init__(self, compute: torch.cuda.Stream, outwards: torch.cuda.Stream, inwards: torch.cuda.Stream) -> None:
         self.device = compute.device
         self._compute, self._outwards, self._inwards = compute, outwards, inwards
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8, shape [nbytes]; not during a capture."""
+        """Allocate pinned host memory: uint8, shape [nbytes]. A capture does not allow it."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def out(self, host: torch.Tensor, device: torch.Tensor) -> torch.cuda.Event:
-        """Queue a copy to the host behind what is queued."""
+        """Queue a copy from `device` to `host` after all work queued on the computing stream; returns its event."""
         return self._copy(self._outwards, host, device)
 
     def back(self, device: torch.Tensor, host: torch.Tensor) -> torch.cuda.Event:
-        """Queue a copy from the host into memory that was allocated on the computing stream."""
+        """Queue a copy from `host` to `device`, which was allocated on the computing stream; returns its event."""
         return self._copy(self._inwards, device, host)
 
     def _copy(self, stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event:
@@ -68,11 +69,11 @@ class CudaMover:
         return copied
 
     def wait(self, copied: torch.cuda.Event) -> None:
-        """Let what is queued from now on run after that copy."""
+        """Make the computing stream wait for the copy's event."""
         self._compute.wait_event(copied)
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Makes the stream that computes the current one, on whatever thread."""
+        """A context in which the computing stream is the current one, on whatever thread: a backward has its own."""
         return torch.cuda.stream(self._compute)
 
     def is_computing(self) -> bool:
@@ -81,14 +82,17 @@ class CudaMover:
 
 
 class HostBuffers:
-    """Pinned host memory of one slot, shared by its buckets, of which only one is alive at a time."""
+    """Pinned host memory of one slot. Its buckets share it, because only one bucket of a slot is in use at a time."""
 
     def __init__(self) -> None:
         self.slabs: list[torch.Tensor] = []
+        """Pieces of pinned memory: uint8, shape [bytes]. They are kept until this object is dropped."""
 
     def reserve(self, mover: Mover, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Slabs of at least `sizes` bytes; those that are there are taken before new ones are made."""
-        free, found = sorted(self.slabs, key=len), []
+        """One slab of at least as many bytes for each of `sizes`; slabs that exist are used before new ones are
+        pinned.
+        """
+        free, taken = sorted(self.slabs, key=len), []
         for size in sizes:
             slab = next((s for s in free if len(s) >= size), None)
             if slab is None:
@@ -96,9 +100,9 @@ class HostBuffers:
                 self.slabs.append(slab)
             else:
                 free = [s for s in free if s is not slab]
-            found.append(slab)
-        return found
+            taken.append(slab)
+        return taken
 
     def nbytes(self) -> int:
-        """Bytes pinned."""
+        """Bytes of pinned memory."""
         return sum(len(slab) for slab in self.slabs)

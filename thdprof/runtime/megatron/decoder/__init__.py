@@ -1,1 +1,1 @@
-"""What a Megatron decoder is given: packed metadata, positions, groups, layouts."""
+"""The input of a Megatron decoder under graphs: packed metadata, rotary positions, process groups, layouts."""

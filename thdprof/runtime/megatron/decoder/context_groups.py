@@ -1,8 +1,8 @@
-"""Process groups of dynamic context parallelism, under which a group of its own size shares every micro-batch.
+"""Process groups of dynamic context parallelism, in which every micro-batch is shared by a group of its own size.
 
-megatron-core 0.19 tells attention the group of a micro-batch by `PackedSeqParams.local_cp_size` and `cp_group`, but
-its layers take the positions of packed tokens from the group that the model was built with. Here they are given the
-micro-batch's own group for the time of a pass, forward alone: backward passes keep what they need.
+megatron-core 0.19 takes the group of a micro-batch from `PackedSeqParams.local_cp_size` and `cp_group` in its
+attention; but its layers compute the positions of packed tokens from the group with which the model was built. Here the
+layers get the micro-batch's own group for the time of a forward. A backward needs no group: it has saved the positions.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ if TYPE_CHECKING:
 
 
 class OneRank:
-    """Stands for the group of a micro-batch that one rank runs alone, of which megatron-core makes no process group."""
+    """Stands for the group of a micro-batch that one rank runs alone; megatron-core makes no process group of one
+    rank.
+    """
 
     def size(self) -> int:
-        """Ranks in the group."""
+        """The number of ranks in the group."""
         return 1
 
     def rank(self) -> int:
-        """This rank's place in it."""
+        """The place of this rank in the group."""
         return 0
 
 
 class ContextGroups:
-    """This rank's context-parallel group of every size, and what of a decoder must know of them."""
+    """This rank's context-parallel group of every size, and the attention layers that read their group."""
 
     def __init__(self, groups: Mapping[int, Any], block: nn.Module) -> None:
         """Groups for the decoder `block`.
 
         Args:
-            groups: process group by size; None for size 1, as megatron-core has it.
-            block: its attention layers have `pg_collection`.
+            groups: process group by number of ranks; None for one rank, as megatron-core has it.
+            block: a decoder; its attention layers have an attribute `pg_collection`.
         """
         self._groups = dict(groups)
         self._attentions: list[tuple[Any, dict[int, Any]]] = []
@@ -57,10 +59,10 @@ class ContextGroups:
                 self._attentions.append((module, collections))
 
     def check(self, params: PackedSeqParams) -> None:
-        """Make sure that `params` say their size and have this rank's group of it.
+        """Make sure that `params` names its size and has this rank's group of that size.
 
         Raises:
-            ValueError: they do not: other ranks would wait for this one, or positions would be wrong.
+            ValueError: it does not. Other ranks would wait for this one, or positions would be wrong.
         """
         size = params.local_cp_size
         if size is None:
@@ -70,21 +72,21 @@ class ContextGroups:
             )
         if size not in self._groups:
             raise ValueError(f"PackedSeqParams.local_cp_size is {size}: this rank has groups of {sorted(self._groups)}")
-        given, group = params.cp_group, self._groups[size]
-        if given is not group and not (size == 1 and given.size() == 1):
+        params_group, group = params.cp_group, self._groups[size]
+        if params_group is not group and not (size == 1 and params_group.size() == 1):
             raise ValueError(
                 f"PackedSeqParams.cp_group is not this rank's group of local_cp_size {size}: give context_group({size})"
             )
 
     def of_size(self, params: PackedSeqParams, size: int) -> PackedSeqParams:
-        """`params` for a micro-batch of `size` ranks."""
+        """`params`, changed for a micro-batch that `size` ranks share."""
         if params.local_cp_size == size:
             return params
         return replace(params, local_cp_size=size, cp_group=self._groups[size])
 
     @contextmanager
     def around(self, size: int) -> Iterator[None]:
-        """Let attention layers take positions from the group of `size` in the block."""
+        """Let the attention layers compute positions from the group of `size` ranks inside the block."""
         before = [module.pg_collection for module, _ in self._attentions]
         for module, collections in self._attentions:
             module.pg_collection = collections[size]
@@ -96,10 +98,10 @@ class ContextGroups:
 
 
 def context_group(size: int) -> Any:
-    """This rank's process group of `size` context-parallel ranks; None for 1, as megatron-core wants it.
+    """This rank's process group of `size` context-parallel ranks; None for one rank, as megatron-core has it.
 
     Raises:
-        SettingsError: megatron-core made none, or not with so many ranks.
+        SettingsError: megatron-core made no such group, or one of other ranks.
     """
     from megatron.core import parallel_state
 
@@ -110,10 +112,10 @@ def context_group(size: int) -> Any:
     first = domain.rank() // size * size
     try:
         group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
-        found = torch.distributed.get_process_group_ranks(group)
+        members = torch.distributed.get_process_group_ranks(group)
     except KeyError:  # none of that size, or one that was destroyed
-        found = []
-    if found != ranks[first : first + size] or len(found) != size:
+        members = []
+    if members != ranks[first : first + size] or len(members) != size:
         raise SettingsError(
             f"megatron-core has no process group of {size} of the {len(ranks)} data-parallel x context-parallel ranks "
             f"here, only of {', '.join(map(str, group_sizes(len(ranks))))}, and those only after "
@@ -123,7 +125,7 @@ def context_group(size: int) -> Any:
 
 
 def groups_of(plan: Plan, block: nn.Module) -> ContextGroups | None:
-    """The groups of a plan of dynamic context parallelism for one decoder; None for other plans.
+    """This rank's groups under a plan of dynamic context parallelism, for the decoder `block`; None under other plans.
 
     Raises:
         SettingsError: there is no group of a bucket's size.
@@ -142,13 +144,13 @@ def groups_of(plan: Plan, block: nn.Module) -> ContextGroups | None:
 
 
 def misplaced(sample_id_groups: Sequence[Sequence[Sequence[int]]]) -> list[str]:
-    """Where a schedule runs a sample on ranks that have no process group; training would hang there.
+    """One line for every sample that a schedule runs on ranks which have no process group; training would hang there.
 
     Args:
-        sample_id_groups: samples of every rank of the domain in every round, as megatron-core's BalancedCPScheduler
-            gives them.
+        sample_id_groups: for every round, the samples of each rank of the domain, as megatron-core's
+            BalancedCPScheduler returns them.
     """
-    said = []
+    lines = []
     for number, ranks in enumerate(sample_id_groups):
         sizes = group_sizes(len(ranks))
         placed: dict[int, list[int]] = {}
@@ -159,7 +161,7 @@ def misplaced(sample_id_groups: Sequence[Sequence[Sequence[int]]]) -> list[str]:
             size, first = len(members), members[0]
             fits = size in sizes and first % size == 0 and members == [*range(first, first + size)]
             if not fits:
-                said.append(
+                lines.append(
                     f"round {number}: sample {sample} runs on ranks {members}, which are no group of Megatron's"
                 )
-    return said
+    return lines

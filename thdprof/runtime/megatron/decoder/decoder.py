@@ -18,7 +18,8 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.padding import PackedSequence, TailPolicy
+from thdprof.runtime.padding import PackedSequence
+from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -26,17 +27,25 @@ if TYPE_CHECKING:
     from thdprof.runtime.megatron.decoder.context_groups import ContextGroups
 
 Rope = Callable[[int], torch.Tensor]
-"""Rotary embeddings of so many positions, from the model's own module."""
+"""The type of a function that returns the rotary embeddings of so many positions, from the model's own module."""
 
 
 class Decoder(nn.Module):
-    """Calls a decoder's own forward with static metadata; not part of the model."""
+    """Calls a decoder's own forward with the metadata that a graph reads. It is not part of the model.
+
+    A GraphedModule or another DispatchedModule runs this module. `attach` sends the decoder's packed micro-batches
+    there.
+    """
 
     def __init__(self, block: nn.Module, rope: Rope | None = None) -> None:
-        """The decoder `block`, and where its rotary embeddings come from.
+        """A decoder that is not attached yet.
+
+        Args:
+            block: a TransformerBlock or HybridStack.
+            rope: returns the model's rotary embeddings; None where the layers make their own.
 
         Raises:
-            SettingsError: its forward has been replaced, by another installation say.
+            SettingsError: the block's forward has been replaced, for example by another installation.
         """
         super().__init__()
         if "forward" in vars(block):
@@ -56,7 +65,7 @@ class Decoder(nn.Module):
 
     @property
     def training(self) -> bool:
-        """That of the decoder."""
+        """Whether the decoder is in training mode; the decoder's own attribute decides."""
         return bool(self.block.training)
 
     @training.setter
@@ -69,11 +78,11 @@ class Decoder(nn.Module):
         """Hidden states of one packed micro-batch after the decoder's layers.
 
         Args:
-            hidden_states: shape [tokens of this rank, 1, hidden size].
-            packed: its documents, on the device.
-            constants: for comparison alone, what of the PackedSeqParams a graph bakes in.
+            hidden_states: shape [tokens of this rank, 1, hidden size], on the GPU.
+            packed: the micro-batch's documents, on the GPU.
+            constants: the fields of PackedSeqParams that a graph fixes; only compared between calls.
             with_rope: whether the layers take rotary embeddings; they then cover the whole buffer.
-            kwargs: what else the model gives its decoder.
+            kwargs: all other arguments with which the model calls its decoder.
         """
         assert self._like is not None  # set by what `attach` puts in
         params = packed_seq_params.write(packed, self._like)
@@ -83,8 +92,8 @@ class Decoder(nn.Module):
             kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards * packed.cp_size)
         around = self._groups.around(packed.cp_size) if self._groups is not None else nullcontext()
         with self._given(hidden_states), around:
-            found: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
-        return found
+            output: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
+        return output
 
     def attach(
         self,
@@ -98,11 +107,11 @@ class Decoder(nn.Module):
         """Send the decoder's packed micro-batches through `run`, which calls this module.
 
         Args:
-            run: dispatches.
-            cp_size: ranks that share the rows.
-            shards: ranks that share a micro-batch's tokens out among them, besides context parallelism.
+            run: decides how each micro-batch runs.
+            cp_size: number of context-parallel ranks that share the rows.
+            shards: number of ranks that share a micro-batch's tokens out among them, besides context parallelism.
             tail: the plan's tail policy.
-            groups: process groups of every context-parallel size, where micro-batches have their own.
+            groups: process groups of every context-parallel size, if micro-batches have sizes of their own.
         """
         self._shards, self._groups = shards, groups
         self._lengths = run.lengths()
@@ -111,18 +120,18 @@ class Decoder(nn.Module):
         required = {name for name, p in signature.parameters.items() if p.default is p.empty}
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            params = given.pop("packed_seq_params", None)
-            if given.get("inference_context") is not None:
+            arguments = signature.bind(*args, **kwargs).arguments
+            params = arguments.pop("packed_seq_params", None)
+            if arguments.get("inference_context") is not None:
                 return self._own_forward(*args, **kwargs)
             if params is None:
                 return run.unpacked(self._own_forward, *args, **kwargs)
             if groups is not None:
                 groups.check(params)
-            hidden = given.pop("hidden_states")
+            hidden = arguments.pop("hidden_states")
             if not self.block.pre_process:
                 hidden = self.block.input_tensor
-            with_rope = self._rope is not None and given.pop("rotary_pos_emb", None) is not None
+            with_rope = self._rope is not None and arguments.pop("rotary_pos_emb", None) is not None
             self._like = params
             packed = packed_seq_params.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx)
             if self._with_seq_idx and cp_size > 1 and tail == "none":
@@ -132,20 +141,22 @@ class Decoder(nn.Module):
                 packed,
                 constants=packed_seq_params.constants(params, of_size=groups is None),
                 with_rope=with_rope,
-                **{name: value for name, value in given.items() if value is not None or name in required},
+                **{name: value for name, value in arguments.items() if value is not None or name in required},
             )
 
         self.block.forward = forward
 
     def detach(self) -> None:
-        """Give the decoder its own forward back, and its layers' rotary modules their tables."""
+        """Give the decoder its own forward back, and its layers' rotary modules their own tables."""
         self.block.__dict__.pop("forward", None)
         for tables in self._layers_tables:
             tables.detach()
         self._layers_tables = ()
 
     def _table(self, length: int) -> torch.Tensor:
-        """Rotary embeddings of `length` positions; those of buckets are kept, since graphs read them where they lie."""
+        """Rotary embeddings of `length` positions. Those of the buckets' lengths are kept, because graphs read them in
+        place.
+        """
         assert self._rope is not None
         if length not in self._lengths:
             return self._rope(length)
@@ -154,12 +165,16 @@ class Decoder(nn.Module):
         return self._kept[length]
 
     def renew_tables(self) -> None:
-        """Copy the kept rotary embeddings, for callers that tell micro-batches apart by their tensors."""
+        """Copy the kept rotary embeddings, for callers that tell micro-batches apart by the identity of their
+        tensors.
+        """
         self._kept = {length: table.clone() for length, table in self._kept.items()}
 
     @contextmanager
     def _given(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Let the decoder of a later pipeline stage read `hidden`, which it takes from an attribute."""
+        """Let the decoder of a later pipeline stage, which reads its input from an attribute, read `hidden` inside the
+        block.
+        """
         if self.block.pre_process:
             yield
             return
@@ -172,14 +187,17 @@ class Decoder(nn.Module):
 
 
 def rope_of(model: Any) -> Rope | None:
-    """The rotary embeddings of a GPTModel or HybridModel; None where its layers make their own, or there are none."""
-    module, kind = getattr(model, "rotary_pos_emb", None), getattr(model, "position_embedding_type", None)
-    if module is None or kind not in ("rope", "yarn") or model.config.multi_latent_attention:
+    """The function that returns the rotary embeddings of a GPTModel or HybridModel.
+
+    None where the layers make their own embeddings, or there are none.
+    """
+    module, embedding_type = getattr(model, "rotary_pos_emb", None), getattr(model, "position_embedding_type", None)
+    if module is None or embedding_type not in ("rope", "yarn") or model.config.multi_latent_attention:
         return None
 
     def table(length: int) -> torch.Tensor:
-        made = module(length, packed_seq=True)
-        found: torch.Tensor = made[0] if isinstance(made, tuple) else made
-        return found
+        result = module(length, packed_seq=True)
+        embeddings: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return embeddings
 
     return table

@@ -1,4 +1,4 @@
-"""How documents lie in a micro-batch that several ranks share, and which of its tokens each of them holds."""
+"""The layout of documents in a micro-batch that several ranks share, and the tokens that each of the ranks holds."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Documents of one micro-batch in memory: each followed by its padding, at the end a dummy without tokens.
+    """Documents of one micro-batch in memory: each is followed by its padding, and the last one is a dummy without
+    tokens.
 
     Give `cu_seqlens` and `cu_seqlens_padded` to `packed_seq_params` with `pad_between_seqs=True`.
     """
 
     cp_size: int
-    """Ranks that share the micro-batch."""
+    """Number of ranks that share the micro-batch."""
     cu_seqlens: NDArray[np.int32]
-    """Shape [documents + 1]: tokens of the documents, counted on; the dummy has none."""
+    """int32, shape [documents + 1]: running total of the documents' tokens; the dummy has none."""
     cu_seqlens_padded: NDArray[np.int32]
-    """Shape [documents + 1]: where the documents begin in memory."""
+    """int32, shape [documents + 1]: the position in memory at which each document begins."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens in memory on all ranks together."""
+        """Tokens in memory, padding included, on all ranks together."""
         return int(self.cu_seqlens_padded[-1])
 
     @property
     def n_seqs(self) -> int:
-        """Documents, the dummy included."""
+        """Number of documents, the dummy included."""
         return len(self.cu_seqlens) - 1
 
     @property
     def max_seqlen(self) -> int:
-        """Tokens of the longest document in memory, the dummy included."""
+        """Tokens in memory of the longest document, padding and dummy included."""
         return int(np.diff(self.cu_seqlens_padded).max(initial=0))
 
     def tokens_of(self, rank: int) -> NDArray[np.int64]:
-        """Which tokens rank `rank` of the group holds, shape [n_tokens / cp_size]; -1 is padding.
+        """Numbers of the tokens that rank `rank` of the group holds: int64, shape [n_tokens / cp_size]; -1 is padding.
 
-        They count through the documents' own tokens. Every document is cut into 2 * cp_size pieces, of which a rank
-        has one from the front and its opposite from the back, so that all have as much attention to work out.
+        Tokens are numbered through all documents, without padding. Every document is cut into 2 * cp_size pieces. A
+        rank holds one piece counted from the front and the same piece counted from the back, so that all ranks have
+        equal attention work.
         """
         memory = np.full(self.n_tokens, -1, dtype=np.int64)
         for begin, first, last in zip(
@@ -53,15 +55,15 @@ class Layout:
 
 
 def places_of(cu_seqlens_padded: NDArray[np.integer], *, cp_size: int, rank: int) -> NDArray[np.int64]:
-    """Places in memory of the tokens that `rank` of `cp_size` ranks holds, in its order, int64.
+    """Positions in memory of the tokens that `rank` of `cp_size` ranks holds, in the rank's order: int64.
 
     Args:
-        cu_seqlens_padded: where documents begin in memory, shape [documents + 1].
-        cp_size: ranks that share the micro-batch.
+        cu_seqlens_padded: positions in memory at which documents begin, shape [documents + 1].
+        cp_size: number of ranks that share the micro-batch.
         rank: which of them.
 
     Raises:
-        ValueError: a document's length is not a multiple of 2 * cp_size, where several ranks share it.
+        ValueError: a document's length in memory is not a multiple of 2 * cp_size, and several ranks share it.
     """
     if cp_size == 1:
         return np.arange(int(cu_seqlens_padded[-1]), dtype=np.int64)
@@ -89,17 +91,17 @@ def lay_out(
 ) -> Layout:
     """Lay documents out for `cp_size` ranks, each of which has room for `max_seqlen_per_rank` tokens.
 
-    What is left of the room becomes a dummy document. Documents that need more than there is room for stay as they
-    are: such a micro-batch is larger than any graph, and runs eagerly.
+    The room that is left becomes a dummy document. If the documents need more room than there is, they are laid out all
+    the same: such a micro-batch is larger than any graph, and runs eagerly.
 
     Args:
         document_tokens: tokens of every document, in order.
-        cp_size: ranks that share the micro-batch.
-        max_seqlen_per_rank: of the plan, training.max_seqlen_per_dp_cp_rank.
-        multiple: what documents are padded to a multiple of; 2 * cp_size, or 1 on one rank, where it is not given.
+        cp_size: number of ranks that share the micro-batch.
+        max_seqlen_per_rank: tokens for which each rank has room: the plan's training.max_seqlen_per_dp_cp_rank.
+        multiple: every document is padded to a multiple of so many tokens; None: 2 * cp_size, or 1 on one rank.
 
     Raises:
-        ValueError: the multiple or the room cannot be shared out among the ranks.
+        ValueError: the multiple or the room cannot be divided among the ranks.
     """
     parts = 2 * cp_size if cp_size > 1 else 1
     multiple = multiple or parts

@@ -1,4 +1,4 @@
-"""State-space layers in a decoder: which there are, and which of them graphs serve."""
+"""State-space (Mamba) layers of a decoder: finding them, and checking that graphs can serve them."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from thdprof.runtime.padding import PackedSequence
 
 
 def is_mamba(layer: nn.Module) -> bool:
-    """Whether `layer` is a MambaLayer, which wants the document of every token (seq_idx)."""
+    """Whether `layer` is a MambaLayer, which reads the document of every token (`seq_idx`)."""
     from megatron.core.ssm.mamba_layer import MambaLayer
 
     return isinstance(layer, MambaLayer)
 
 
 def has_mamba(block: nn.Module) -> bool:
-    """Whether a decoder has MambaLayers; those of one pipeline stage may be others than those of the next."""
+    """Whether a decoder has MambaLayers; the answer may differ between pipeline stages."""
     return any(is_mamba(part) for part in block.modules())
 
 
 def outside(model: Any) -> bool:
-    """Whether a model has MambaLayers that do not belong to its decoder, as multi-token prediction may."""
+    """Whether a model has MambaLayers outside its decoder, as multi-token prediction may have."""
     inside = {id(part) for part in model.decoder.modules()}
     return any(is_mamba(part) and id(part) not in inside for part in model.modules())
 
 
 def check_covered(packed: PackedSequence, n_tokens: int) -> None:
-    """Make sure that documents cover all `n_tokens` tokens of a micro-batch under context parallelism.
+    """Make sure that the documents cover all `n_tokens` tokens of a micro-batch under context parallelism.
 
-    Megatron puts the tokens of all ranks in order by the boundaries, and leaves those past the last one unwritten.
+    Megatron puts the tokens of all ranks in order by the boundaries, and leaves tokens after the last boundary
+    unwritten.
 
     Raises:
-        ValueError: boundaries that the host knows end before.
+        ValueError: the boundaries on the host end before the last token.
     """
     memory = packed.host if packed.host_padded is None else packed.host_padded
     if memory is not None and memory[-1] < n_tokens:
@@ -45,7 +46,7 @@ def check_covered(packed: PackedSequence, n_tokens: int) -> None:
 
 
 def foreign(layers: Sequence[nn.Module]) -> Iterator[str]:
-    """Classes of layers, or of what they are made of, that were not looked at in a graph."""
+    """Names of the classes of layers, or of parts of layers, that thdprof has not checked in a graph."""
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

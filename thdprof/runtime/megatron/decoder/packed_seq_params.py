@@ -1,4 +1,4 @@
-"""Between megatron-core's PackedSeqParams and the runtime's PackedSequence."""
+"""Conversion between megatron-core's PackedSeqParams and the runtime's PackedSequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from thdprof.runtime.megatron.decoder.context_groups import context_group
-from thdprof.runtime.padding import PackedSequence, TailPolicy, document_of_tokens, fill_padded, moved, pack
+from thdprof.runtime.padding import PackedSequence, document_of_tokens, fill_padded, moved, pack
+from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
     from thdprof.runtime.dispatched_module import Call
 
 _HOST = "_thdprof_host"
-"""Attribute of PackedSeqParams that holds its boundaries on the host."""
+"""Attribute that we set on PackedSeqParams: a pair of boundaries and padded boundaries (or None) on the host."""
 
 _CONSTANT = ("qkv_format", "local_cp_size", "cp_group", "tokens_per_sample")
-"""Fields that are passed on as they are; graphs bake them in."""
+"""Fields that are passed on unchanged; a graph fixes their values."""
 _OF_SIZE = ("local_cp_size", "cp_group")
-"""Those of them that belong to a bucket under dynamic context parallelism."""
+"""Those of the fields that belong to a bucket under dynamic context parallelism."""
 
 
 def packed_seq_params(
@@ -39,20 +40,21 @@ def packed_seq_params(
 ) -> PackedSeqParams:
     """megatron-core's metadata of one packed micro-batch, from the boundaries that its data loader has on the host.
 
-    The boundaries stay on the host too, so that padding them costs one small copy and the dispatch reads nothing back.
-    From them an installation makes `seq_idx` for decoders with Mamba layers, over the whole buffer.
+    The boundaries stay on the host, too. Padding them then costs one small copy, and the dispatch reads nothing back
+    from the GPU. For decoders with Mamba layers an installation also makes `seq_idx` from them, over the whole buffer.
 
     Args:
-        cu_seqlens: document boundaries, host, shape [documents + 1].
-        cu_seqlens_padded: where the documents begin in memory, host, shape [documents + 1], where they are padded.
-        max_seqlen: tokens of the longest document, padding included; worked out if it is not given.
-        pad_between_seqs: whether documents are padded; None: where `cu_seqlens_padded` is given.
-        local_cp_size: under dynamic context parallelism, how many ranks share this micro-batch; its process group
-            comes along.
-        device: where the boundaries go.
+        cu_seqlens: document boundaries on the host, shape [documents + 1].
+        cu_seqlens_padded: positions in memory at which the documents begin, on the host, shape [documents + 1]; None if
+            documents are not padded.
+        max_seqlen: tokens of the longest document, padding included; computed from the boundaries if it is not given.
+        pad_between_seqs: whether documents are padded; None: they are if `cu_seqlens_padded` is given.
+        local_cp_size: under dynamic context parallelism, the number of ranks that share this micro-batch; its process
+            group is then set, too.
+        device: the device to which the boundaries are copied.
 
     Raises:
-        ValueError: they are not boundaries, or not on the host.
+        ValueError: the boundaries are not valid, or not on the host.
         SettingsError: there is no process group of `local_cp_size` ranks.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -66,7 +68,7 @@ def packed_seq_params(
         packed = replace(packed, max_seqlen=memory.max_seqlen)
     valid = packed.cu_seqlens.to(device, non_blocking=True)
     padded = None if memory is None else memory.cu_seqlens.to(device, non_blocking=True)
-    made = PackedSeqParams(
+    params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=valid,
         cu_seqlens_kv=valid,
@@ -78,25 +80,26 @@ def packed_seq_params(
         cp_group=None if local_cp_size is None else context_group(local_cp_size),
         pad_between_seqs=pad_between_seqs,
     )
-    setattr(made, _HOST, (packed.host, None if memory is None else memory.host))
-    return made
+    setattr(params, _HOST, (packed.host, None if memory is None else memory.host))
+    return params
 
 
 def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_idx: bool = False) -> PackedSequence:
-    """What the runtime needs to know of a micro-batch; nothing is read from the GPU.
+    """The PackedSequence that `params` describes; nothing is read from the GPU.
 
-    The documents are counted by the entries of cu_seqlens_q: give them without repeated end entries.
+    The number of documents is the number of entries of cu_seqlens_q less one: give boundaries without repeated end
+    entries.
 
     Args:
-        params: of self-attention, in `thd` format.
-        cp_size: ranks that share the rows, where `params.local_cp_size` does not say.
+        params: metadata of self-attention, in `thd` format.
+        cp_size: number of context-parallel ranks that share the rows, if `params.local_cp_size` is None.
         tail: the tail policy.
-        with_seq_idx: whether layers want the document of every token. It is made anew from boundaries on the host;
-            `params.seq_idx` counts where only the GPU has them.
+        with_seq_idx: whether layers read the document of every token. It is computed from boundaries on the host;
+            `params.seq_idx` is used only if just the GPU has the boundaries.
 
     Raises:
-        TypeError: max_seqlen is missing or on the GPU, queries and keys have other boundaries, or the documents of the
-            tokens are wanted and cannot be known.
+        TypeError: max_seqlen is missing or on the GPU; or queries and keys have different boundaries; or layers read
+            the document of every token, and it cannot be known.
         ValueError: `tail` would add padding that `pad_between_seqs` rules out.
     """
     longest = params.max_seqlen_q
@@ -124,19 +127,22 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_id
 
 
 def constants(params: PackedSeqParams, *, of_size: bool = True) -> str:
-    """The fields that a graph bakes in besides the boundaries' number, as one value to compare.
+    """The fields that a graph fixes besides the number of boundaries, as one string to compare.
 
-    Without `of_size` those are left out that differ between context-parallel sizes.
+    Args:
+        params: the micro-batch's metadata.
+        of_size: whether to include the fields that differ between context-parallel sizes.
     """
     fields = {name: _name(getattr(params, name)) for name in _CONSTANT if of_size or name not in _OF_SIZE}
     return " ".join(f"{name}={value}" for name, value in {**fields, "pad_between_seqs": _pads(params)}.items())
 
 
 def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
-    """PackedSeqParams of `packed`, the other fields as in `like`; `like` itself where its boundaries are unchanged.
+    """PackedSeqParams of `packed`, with all other fields as in `like`; `like` itself if its boundaries are unchanged.
 
-    Transformer Engine would compare padded and unpadded boundaries on the GPU and wait, were it not told that they
-    differ. With `total_tokens` PackedSeqParams would derive seq_idx from the boundaries, padded ones too, and wait.
+    `pad_between_seqs` is always set: Transformer Engine would else compare padded and unpadded boundaries on the GPU,
+    and wait. `total_tokens` is never set: PackedSeqParams would compute seq_idx from the boundaries, padded ones too,
+    and wait.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -160,7 +166,7 @@ def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
 
 
 def padded(call: Call, bucket: Bucket) -> PackedSequence:
-    """The metadata of `call` as the graphs of `bucket` see it, on the device of its tensors."""
+    """The metadata of `call`, padded for the graphs of `bucket`, on the device of the call's tensors."""
     device = call.tensors[0].device
 
     def pad(values: Any) -> torch.Tensor:
@@ -186,17 +192,19 @@ def padded(call: Call, bucket: Bucket) -> PackedSequence:
 
 
 def _seq_idx(params: PackedSeqParams, memory: NDArray[np.int32] | None) -> torch.Tensor:
-    """Document of every token, int32, shape [tokens]: up to the last boundary on the host, of all where none is."""
+    """Document of every token, int32: up to the last boundary on the host; from `params` if only the GPU has
+    boundaries.
+    """
     if memory is not None:
         return torch.from_numpy(document_of_tokens(memory, int(memory[-1])))
-    given: torch.Tensor | None = params.seq_idx
-    if given is None or given.dtype != torch.int32:
+    idx: torch.Tensor | None = params.seq_idx
+    if idx is None or idx.dtype != torch.int32:
         raise TypeError(
-            f"PackedSeqParams.seq_idx is {given if given is None else given.dtype}, and its boundaries are not on the "
+            f"PackedSeqParams.seq_idx is {idx if idx is None else idx.dtype}, and its boundaries are not on the "
             "host, but the model has Mamba layers: make it with thdprof.runtime.megatron.packed_seq_params, or give "
             "seq_idx, int32, [1, tokens], on the device"
         )
-    return given.reshape(-1)
+    return idx.reshape(-1)
 
 
 def _check_padding(packed: PackedSequence, memory: PackedSequence, *, pad_between_seqs: bool | None) -> None:
@@ -212,15 +220,15 @@ def _check_padding(packed: PackedSequence, memory: PackedSequence, *, pad_betwee
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """Whether both are views of the same values."""
+    """Whether both are views of the same memory, or both None."""
     if one is None or other is None:
         return one is other
     return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
 
 
 def _pads(params: PackedSeqParams) -> bool | None:
-    said: bool | None = params.pad_between_seqs
-    return True if said is None and params.cu_seqlens_q_padded is not None else said
+    pads: bool | None = params.pad_between_seqs
+    return True if pads is None and params.cu_seqlens_q_padded is not None else pads
 
 
 def _name(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Rotary tables of multi-latent attention, kept in place while graphs read them.
+"""Rotary tables of multi-latent attention, kept at one address for as long as graphs read them.
 
-Each of its layers has a rotary module that makes its table anew whenever a micro-batch has a longer document than any
-before, and drops the old one. Here the module's method is replaced on the instance by one that gives parts of a single
-table, as long as the whole buffer.
+Every layer of multi-latent attention has a rotary module. It makes its table anew whenever a micro-batch has a longer
+document than any before, and drops the old table. Here the module's method is replaced, on the instance, by one that
+returns parts of a single table, which is as long as the whole buffer.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ _BUFFERS = ("cos_cached", "sin_cached")
 _STATE = ("max_seq_len_cached", "offset_cached", "dtype_cached", "packed_seq_cached")
 
 Table = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, shape [positions + 1, 1, 1, rotary dimensions]."""
+"""Cosines and sines, each of shape [positions + 1, 1, 1, rotary dimensions], on the module's device."""
 
 
 class KeptTables:
-    """Stands for `get_cached_cos_sin` of one YarnRotaryEmbedding.
+    """Stands for the method `get_cached_cos_sin` of one YarnRotaryEmbedding. It owns the tables.
 
-    It owns its tables. Those for up to `length` positions stay where they are until it is dropped; a longer one is for
-    eager micro-batches alone, and makes way for one that is longer still. The module's own buffers are left as they
+    Tables for up to `length` positions stay at their address until this object is dropped. A longer table is used by
+    eager micro-batches only, and is dropped when a still longer one is needed. The module's own buffers stay as they
     were.
-    Before the first position a table has one row more: for a token behind the last document the fused kernels read
-    there, outside of an ordinary table.
+
+    A table has one more row, before the first position. For a token after the last document the fused kernels read that
+    row, which would lie outside an ordinary table.
     """
 
     def __init__(self, module: Any, length: int) -> None:
-        """Tables of `module` for `length` positions, and for longer documents that graphs do not hold."""
+        """Replace the method of `module`.
+
+        Args:
+            module: a YarnRotaryEmbedding.
+            length: positions of the tables that graphs read.
+        """
         self._module = module
         self._own: Callable[..., Table] = module.get_cached_cos_sin
         self._length = length
@@ -42,11 +48,11 @@ class KeptTables:
     def __call__(
         self, seq_len: int, offset: int = 0, dtype: torch.dtype | None = None, packed_seq: bool = False
     ) -> Table:
-        """Cosines and sines of the first `seq_len` positions, contiguous.
+        """Cosines and sines of the first `seq_len` positions: views of a kept table, contiguous.
 
         Raises:
-            RuntimeError: they would have to be made inside a capture, whose memory is not theirs to keep, or would not
-                stay where they are.
+            RuntimeError: the table would have to be made inside a capture, in memory that the graph owns; or a graph
+                asks for a longer table, which would not stay at its address.
         """
         key = offset, dtype or torch.get_default_dtype(), packed_seq
         longer = seq_len > self._length
@@ -67,8 +73,8 @@ class KeptTables:
         state = {name: getattr(module, name) for name in _STATE}
         try:
             with torch.inference_mode(False), torch.no_grad():
-                made = self._own(length, offset=offset, dtype=dtype, packed_seq=packed_seq)
-                cos, sin = (torch.cat((table[:1], table)) for table in made)
+                own_table = self._own(length, offset=offset, dtype=dtype, packed_seq=packed_seq)
+                cos, sin = (torch.cat((table[:1], table)) for table in own_table)
         finally:
             for name, buffer in buffers.items():
                 module.register_buffer(name, buffer, persistent=False)
@@ -77,7 +83,7 @@ class KeptTables:
         return cos, sin
 
     def detach(self) -> None:
-        """Give the module its own method back; graphs that read the tables must be gone."""
+        """Give the module its own method back. Free the graphs that read the tables first."""
         vars(self._module).pop("get_cached_cos_sin", None)
 
 
@@ -86,7 +92,7 @@ def _capturing() -> bool:
 
 
 def keep_tables(block: nn.Module, length: int) -> tuple[KeptTables, ...]:
-    """Keep the tables that layers of `block` make themselves, each for `length` positions."""
+    """Keep the tables of all layers of `block` that make their own, each for `length` positions."""
     from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
     return tuple(KeptTables(part, length) for part in block.modules() if isinstance(part, YarnRotaryEmbedding))

@@ -11,7 +11,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import Call
-from thdprof.runtime.graphs.bank import Metadata
+from thdprof.runtime.graphs.slots import SlotLease, SlotMemory
 from thdprof.runtime.megatron.offload.layers import LayerMoves
 
 Moves = Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]
@@ -64,7 +64,7 @@ class LayerReplays:
             graph.reset()  # type: ignore[attr-defined]
 
 
-class LayerSlot:
+class LayerSlot(SlotMemory):
     """Static tensors and one memory pool for the graphs of all buckets. Only one bucket is alive at a time."""
 
     def __init__(
@@ -76,8 +76,7 @@ class LayerSlot:
         with_seq_idx: bool,
         device: torch.device,
     ) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.metadata = Metadata(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
+        super().__init__(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
         self.others = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[1:]]
         """The decoder's other tensors, static: every layer may read them."""
         self.hidden: list[torch.Tensor] = []
@@ -85,7 +84,6 @@ class LayerSlot:
         self.replays: dict[Bucket, LayerReplays] = {}
         self.moves: LayerMoves | None = None
         """What the layers move to the host; None where all stays on the device."""
-        self.busy = self.closed = False
 
     def inputs_like(self, recorded: Sequence[Recorded]) -> list[torch.Tensor]:
         """Static inputs of the layers, the same for every bucket."""
@@ -96,8 +94,8 @@ class LayerSlot:
     def stage(self, call: Call, bucket: Bucket) -> None:
         """Queue one micro-batch's metadata and other tensors into the static ones."""
         self.metadata.stage(call.boundaries, bucket)
-        for static, given in zip(self.others, call.tensors[1:], strict=True):
-            static.copy_(given)
+        for static, tensor in zip(self.others, call.tensors[1:], strict=True):
+            static.copy_(tensor)
 
     def static_bytes(self) -> int:
         """Bytes of the layers' static inputs."""
@@ -113,14 +111,16 @@ class LayerSlot:
         self.hidden.clear()
 
 
-class LayerLease:
+class LayerLease(SlotLease):
     """A slot held by one micro-batch from its forward to the end of its backward, or until it is dropped."""
 
+    slot: LayerSlot
+    """The slot that is held."""
+
     def __init__(self, slot: LayerSlot, bucket: Bucket, anchor: torch.Tensor) -> None:
-        self.slot, self.replays = slot, slot.replays[bucket]
+        self.replays = slot.replays[bucket]
         self._anchor = anchor
-        self._held = True
-        slot.busy = True
+        super().__init__(slot)
 
     def run(self, number: int, hidden: torch.Tensor) -> Any:
         """Replay the forward graph of layer `number`; the outputs are the graph's own memory."""
@@ -129,13 +129,13 @@ class LayerLease:
         parameters = self.replays.parameters[number]
         unfused = [p for p in parameters if id(p) not in self.replays.fused]
         copied = iter(_Copied.apply(*unfused) if unfused else ())
-        given = [p if id(p) in self.replays.fused else next(copied) for p in parameters]
-        return self.replays.graphs[number](hidden, *given)
+        arguments = [p if id(p) in self.replays.fused else next(copied) for p in parameters]
+        return self.replays.graphs[number](hidden, *arguments)
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states after the last layer, copied for the caller to keep."""
-        found: torch.Tensor = _Leave.apply(self, hidden)
-        return found
+        output: torch.Tensor = _Leave.apply(self, hidden)
+        return output
 
     def begin_backward(self) -> None:
         """Before any layer's backward graph is replayed.
@@ -146,12 +146,7 @@ class LayerLease:
         Raises:
             RuntimeError: a second backward of the same micro-batch: its activations may be overwritten by now.
         """
-        if not self._held:
-            raise RuntimeError(
-                "a replayed micro-batch was backpropagated a second time; its slot is given back after the first"
-            )
-        if self.slot.closed:
-            raise RuntimeError("the graphs were closed or dropped before the backward of a replayed micro-batch")
+        self.check_backward()
         for parameter, main_grad, pointer in self.replays.fused.values():
             if getattr(parameter, "main_grad", None) is not main_grad or main_grad.data_ptr() != pointer:
                 raise RuntimeError(
@@ -159,16 +154,6 @@ class LayerLease:
                     "graphs were captured; call recapture()"
                 )
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-
-    def release(self) -> None:
-        """Give the slot back."""
-        if self._held:
-            self._held = False
-            self.slot.busy = False
-
-    def __del__(self) -> None:
-        """A micro-batch whose outputs were dropped without a backward gives its slot back too."""
-        self.release()
 
 
 class _Enter(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
-from thdprof.runtime.graphs.capture import _pool_bytes
+from thdprof.runtime.graphs.capture import pool_bytes
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -152,7 +152,7 @@ class LocalGraphs(DispatchedModule):
         pool = CudaGraphManager.global_mempool
         if pool is None:
             return 0
-        return _pool_bytes(torch.device("cuda", torch.cuda.current_device()), pool)
+        return pool_bytes(torch.device("cuda", torch.cuda.current_device()), pool)
 
     def recapture(self) -> None:
         """Drop all graphs; Megatron records anew in the next step. Needed after parameters moved in memory."""
@@ -199,8 +199,8 @@ def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) 
     """`bucket` if it was recorded, else the smallest recorded one that holds `shape`; None: there is none."""
     if bucket in recorded:
         return bucket
-    found = Dispatcher(recorded).decide(shape)
-    return found if isinstance(found, Bucket) else None
+    choice = Dispatcher(recorded).decide(shape)
+    return choice if isinstance(choice, Bucket) else None
 
 
 def _holds(bucket: Bucket, shape: Shape) -> bool:

@@ -29,6 +29,6 @@ class SizedChunkGraphs(ChunkGraphs):
             return call
         shape = [*hidden.shape]
         shape[self._token_dim] = tokens
-        given = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device, requires_grad=hidden.requires_grad)
-        args, kwargs = call.substitute((given, *rest), call.packed)
-        return replace(call, args=tuple(args), kwargs=kwargs, tensors=(given, *rest))
+        zeros = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device, requires_grad=hidden.requires_grad)
+        args, kwargs = call.substitute((zeros, *rest), call.packed)
+        return replace(call, args=tuple(args), kwargs=kwargs, tensors=(zeros, *rest))

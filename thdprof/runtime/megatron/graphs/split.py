@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from thdprof.runtime.megatron.graphs.chunk import capturing, gather_parameters
 from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.surroundings import capturing, gather_parameters
 
 Graph = Callable[[torch.Tensor], Any]
 """Replays a layer's graph: takes its hidden states, gives what was captured."""
@@ -48,8 +48,8 @@ class WholeLayer:
     def captured(self, hidden_states: torch.Tensor, **constants: Any) -> torch.Tensor:
         """Hidden states after the layer, which may come with a context."""
         result = self._own(hidden_states=hidden_states, **constants)
-        found: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return found
+        hidden: torch.Tensor = result[0] if isinstance(result, tuple) else result
+        return hidden
 
     def rehearse(self, hidden: torch.Tensor, constants: dict[str, Any], heads: list[torch.Tensor]) -> Any:
         """The layer's own forward."""
@@ -61,8 +61,8 @@ class WholeLayer:
 
     def replay(self, graph: Graph, hidden: torch.Tensor) -> torch.Tensor:
         """What the graph gives."""
-        found: torch.Tensor = graph(hidden)
-        return found
+        output: torch.Tensor = graph(hidden)
+        return output
 
 
 class UpToRouter:
@@ -93,8 +93,8 @@ class UpToRouter:
                 outputs = self.layer._te_cuda_graph_capture(hidden_states=hidden_states, **constants)
         finally:
             self.layer.mlp_norm_manager = None  # holds on to tensors of the capture
-        found: tuple[torch.Tensor, ...] = tuple(outputs)
-        return found
+        tensors: tuple[torch.Tensor, ...] = tuple(outputs)
+        return tensors
 
     def rehearse(self, hidden: torch.Tensor, constants: dict[str, Any], heads: list[torch.Tensor]) -> Any:
         """The captured part, without experts: the zeros of a rehearsal would all go to the same few of them."""
@@ -110,13 +110,13 @@ class UpToRouter:
     def replay(self, graph: Graph, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states after the experts, which go on from the graph's outputs."""
         before = self.layer.cuda_graphs
-        self.layer.cuda_graphs = [lambda given, **_: graph(given)]
+        self.layer.cuda_graphs = [lambda inputs, **_: graph(inputs)]
         try:
-            found: torch.Tensor = self.layer._te_cuda_graph_replay(hidden)[0]
+            output: torch.Tensor = self.layer._te_cuda_graph_replay(hidden)[0]
         finally:
             self.layer.cuda_graphs = before
             self.layer.mlp.cudagraph_tensor_store.clear()
-        return found
+        return output
 
 
 def splits(layers: Iterable[nn.Module], modules: Sequence[str]) -> tuple[Split, ...]:

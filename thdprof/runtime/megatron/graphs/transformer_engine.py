@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,30 +22,26 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
-from thdprof.runtime.graphs.bank import Placement, Surroundings, refuse_half_a_pass, sample_boundaries
-from thdprof.runtime.graphs.capture import (
-    WarmupError,
-    _pool_bytes,
-    aliased_parameters,
-    spare_main_grads,
-    unchanged_state,
-)
+from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
+from thdprof.runtime.graphs.module_state import Placement
+from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.mamba import is_mamba
-from thdprof.runtime.megatron.graphs.chunk import gather_parameters
-from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerPass, LayerReplays, LayerSlot, Recorded
+from thdprof.runtime.megatron.graphs.layer_capture import (
+    LayerCapture,
+    Make,
+    layers_run,
+    tidy_after_failure,
+    transformer_engines_own,
+)
+from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerSlot
 from thdprof.runtime.megatron.graphs.split import splits
 from thdprof.runtime.megatron.offload.layers import Offloading
 from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.surroundings import gather_parameters
 from thdprof.runtime.padding import to_device
 
 logger = logging.getLogger(__name__)
-
-_WARMUP_PASSES = 1
-"""Warm-up passes of make_graphed_callables, after the one in which the layers' arguments are recorded."""
-
-Make = Callable[..., Sequence[Callable[..., Any]]]
-"""make_graphed_callables, or what stands for it."""
 
 
 class LayerGraphs(DispatchedModule):
@@ -93,19 +89,18 @@ class LayerGraphs(DispatchedModule):
         self._splits = splits(self._layers, modules)
         self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
         self._num_slots, self._find_generators = num_slots, generators
-        self._generators: tuple[torch.Generator, ...] = ()
         self._surroundings = surroundings or Surroundings()
-        self._make = make or _transformer_engines(generators())
+        self._make = make or transformer_engines_own(generators())
         self._offload = offload
         self._slots: list[LayerSlot] = []
         self._failures: dict[Bucket, str] = {}
         self._placement: Placement | None = None
         self._anchor: torch.Tensor | None = None
-        self._call: Call | None = None
+        self._layer_capture: LayerCapture | None = None
 
     def pool_bytes(self) -> int:
         """Bytes of the graphs' memory pools and of the layers' static inputs."""
-        return sum(_pool_bytes(self._device, slot.pool) + slot.static_bytes() for slot in self._slots)
+        return sum(pool_bytes(self._device, slot.pool) + slot.static_bytes() for slot in self._slots)
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory that hold activations between forward and backward."""
@@ -126,9 +121,16 @@ class LayerGraphs(DispatchedModule):
             raise TypeError("a tensor besides the hidden states takes a gradient, which a layer's graph does not give")
         device = call.tensors[0].device
         gather_parameters(self.module)
-        self._generators = tuple(self._find_generators())
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._call = call.without_values()
+        self._layer_capture = LayerCapture(
+            self.module,
+            self._splits,
+            call.without_values(),
+            make=self._make,
+            generators=self._find_generators(),
+            surroundings=self._surroundings,
+            device=device,
+        )
         self._slots = [
             LayerSlot(
                 call.tensors,
@@ -162,13 +164,13 @@ class LayerGraphs(DispatchedModule):
         def replayed(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
             split = self._splits[number]
             split.gather()
-            found = split.replay(partial(lease.run, number), hidden)
+            output = split.replay(partial(lease.run, number), hidden)
             if number == len(self._layers) - 1:
-                found = lease.leave(found)
-            return found if is_mamba(split.layer) else (found, None)  # as the layer itself would
+                output = lease.leave(output)
+            return output if is_mamba(split.layer) else (output, None)  # as the layer itself would
 
         around = self._offload.replaying() if self._offload is not None else nullcontext()
-        with around, self._timed(call.tensors, replayed=True) as outputs, self._layers_run(replayed):
+        with around, self._timed(call.tensors, replayed=True) as outputs, layers_run(self._layers, replayed):
             result = self.module(*args, **kwargs)
             outputs.extend(tree_flatten(result)[0])
         return result
@@ -193,11 +195,12 @@ class LayerGraphs(DispatchedModule):
             return True
         if bucket in self._failures:
             return False
+        assert self._layer_capture is not None  # made when the graphs are opened
         collecting = gc.isenabled()
         try:
-            slot.replays[bucket] = self._capture_layers(slot, bucket)
+            slot.replays[bucket] = self._layer_capture.capture(slot, bucket)
         except Exception as error:
-            _tidy_after_failure(collecting)
+            tidy_after_failure(collecting)
             refuse_half_a_pass(WarmupError(f"{type(error).__name__}: {error}"), self._surroundings)
             self._failures[bucket] = f"{type(error).__name__}: {error}"
             logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self._failures[bucket])
@@ -205,133 +208,6 @@ class LayerGraphs(DispatchedModule):
         self._placement = self._placement or Placement(self.module)
         self._stats.captures += 1
         return True
-
-    def _capture_layers(self, slot: LayerSlot, bucket: Bucket) -> LayerReplays:
-        default = torch.cuda.default_generators[self._device.index]
-        generators = [default, *(g for g in self._generators if g is not default)]
-        slot.metadata.stage(sample_boundaries(bucket), bucket)
-        moving = slot.moves.capturing() if slot.moves is not None else nullcontext()
-        with moving, unchanged_state(self.module, generators, self._surroundings.extra_state):
-            recorded, touched = self._rehearse(slot, bucket)
-            parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
-            with aliased_parameters(self.module) as aliases, self._blocks_rng():
-                pairs = [(p, aliases[id(p)]) for own in parameters for p in own]
-                spare_main_grads(list(aliases.values()))
-                inputs = slot.inputs_like(recorded)
-
-                def warmed_up() -> None:
-                    _give_main_grads(pairs)
-                    if slot.moves is not None:
-                        slot.moves.begin()
-
-                graphs = self._make(
-                    tuple(
-                        LayerPass(split.captured, r.constants, None if slot.moves is None else slot.moves.layer(number))
-                        for number, (split, r) in enumerate(zip(self._splits, recorded, strict=True))
-                    ),
-                    tuple(
-                        (hidden, *(aliases[id(p)] for p in own)) for hidden, own in zip(inputs, parameters, strict=True)
-                    ),
-                    num_warmup_iters=_WARMUP_PASSES,
-                    allow_unused_input=True,
-                    enabled=False,
-                    pool=slot.pool,
-                    _order=[1, -1],
-                    _num_layers_per_chunk=[len(self._layers)],
-                    _reuse_graph_input_output_buffers=True,  # frees what the next bucket's graphs can use
-                    post_warmup_hook=warmed_up,
-                )
-        return LayerReplays(
-            graphs=tuple(graphs),
-            parameters=parameters,
-            fused={
-                id(p): (p, main_grad, main_grad.data_ptr())
-                for p, alias in pairs
-                if (main_grad := getattr(p, "main_grad", None)) is not None
-                and getattr(alias, "grad_added_to_main_grad", False)
-            },
-        )
-
-    def _rehearse(self, slot: LayerSlot, bucket: Bucket) -> tuple[list[Recorded], set[int]]:
-        """Run the decoder once, forward and backward, on the slot's static tensors.
-
-        Gives what each layer was called with, and the identities of the parameters that get a gradient.
-        """
-        assert self._call is not None
-        hidden = self._call.tensors[0]
-        first = torch.zeros(hidden.shape, dtype=hidden.dtype, device=self._device, requires_grad=hidden.requires_grad)
-        args, kwargs = self._call.substitute([first, *slot.others], slot.metadata.packed(bucket))
-        recorded: dict[int, Recorded] = {}
-        touched: set[int] = set()
-        heads: list[torch.Tensor] = []
-
-        def record(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
-            zeros = torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
-            recorded[number] = Recorded(hidden=zeros, constants=constants)
-            split = self._splits[number]
-
-            def run(given: torch.Tensor) -> Any:
-                return split.rehearse(given, constants, heads)
-
-            if slot.moves is None:
-                return run(hidden)
-            return slot.moves.rehearse(number, split.layer, hidden, run)
-
-        def hook(original: int) -> Callable[[torch.Tensor], None]:
-            def arrived(alias: torch.Tensor) -> None:
-                touched.add(original)
-                alias.grad = None
-
-            return arrived
-
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with aliased_parameters(self.module) as aliases, torch.cuda.stream(stream), self._layers_run(record):
-            spare_main_grads(list(aliases.values()))
-            for original, alias in aliases.items():
-                if alias.requires_grad:
-                    alias.register_post_accumulate_grad_hook(hook(original))
-            outputs = [o for o in (*tree_flatten(self.module(*args, **kwargs))[0], *heads) if o.requires_grad]
-            torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
-        torch.cuda.synchronize(self._device)
-        if len(recorded) < len(self._layers):
-            raise RuntimeError(f"the decoder called {len(recorded)} of its {len(self._layers)} layers")
-        if slot.moves is not None:
-            slot.moves.settle()
-        return [recorded[number] for number in range(len(self._layers))], touched
-
-    @contextmanager
-    def _layers_run(self, run: Callable[[int, torch.Tensor, dict[str, Any]], Any]) -> Iterator[None]:
-        """Let `run` stand for the layers' forward: it takes a layer's number, hidden states and other arguments."""
-
-        def stand_in(number: int) -> Callable[..., Any]:
-            def forward(hidden_states: torch.Tensor, **constants: Any) -> Any:
-                return run(number, hidden_states, constants)
-
-            return forward
-
-        before = [vars(layer).get("forward") for layer in self._layers]
-        for number, layer in enumerate(self._layers):
-            vars(layer)["forward"] = stand_in(number)
-        try:
-            yield
-        finally:
-            for layer, forward in zip(self._layers, before, strict=True):
-                if forward is None:
-                    del vars(layer)["forward"]
-                else:
-                    vars(layer)["forward"] = forward
-
-    def _blocks_rng(self) -> AbstractContextManager[Any]:
-        """The random state that the block's forward runs its layers in."""
-        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-        from megatron.core.transformer.transformer_block import TransformerBlock
-
-        block = self.module.block
-        if isinstance(block, TransformerBlock) and block.config.sequence_parallel:
-            forked: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
-            return forked
-        return nullcontext()
 
     def _refuse_megatrons_own(self) -> None:
         """Make sure that megatron-core has not captured the layers too.
@@ -352,7 +228,7 @@ class LayerGraphs(DispatchedModule):
             slot.close()
         self._slots = []
         self._failures = {}
-        self._placement = self._call = None
+        self._placement = self._layer_capture = None
         super().recapture()
 
     def close(self) -> None:
@@ -370,52 +246,13 @@ def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    found = tuple(layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
-    if not found:
+    layers = tuple(layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
+    if not layers:
         raise SettingsError(
             "graphs.impl transformer_engine captures TransformerLayers and MambaLayers, and this chunk of "
             f"{len(block.layers)} layers has none; set it to chunk"
         )
-    owned = [id(p) for layer in found for p in layer.parameters()]
+    owned = [id(p) for layer in layers for p in layer.parameters()]
     if len(set(owned)) < len(owned):
         raise SettingsError("two layers share a parameter: layer graphs cannot add up its gradients; use impl chunk")
-    return found
-
-
-def _transformer_engines(generators: Sequence[torch.Generator]) -> Make:
-    """Transformer Engine's make_graphed_callables.
-
-    Raises:
-        SettingsError: it does not know all `generators`, and would not register them with its graphs.
-    """
-    from transformer_engine.pytorch import make_graphed_callables
-    from transformer_engine.pytorch.distributed import get_all_rng_states
-
-    known = {id(state) for state in get_all_rng_states().values()}
-    if any(id(generator) not in known for generator in generators):
-        raise SettingsError(
-            "the RNG tracker is not Transformer Engine's, whose graphs then leave its states out: call "
-            "model_parallel_cuda_manual_seed(..., te_rng_tracker=True), or --te-rng-tracker"
-        )
-    made: Make = make_graphed_callables
-    return made
-
-
-def _give_main_grads(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
-    """Let passes over the aliases, the second of each pair, add to the parameters' own `main_grad`."""
-    for parameter, alias in pairs:
-        main_grad = getattr(parameter, "main_grad", None)
-        if main_grad is not None:
-            alias.main_grad = main_grad  # type: ignore[attr-defined]
-
-
-def _tidy_after_failure(collecting: bool) -> None:
-    """Undo what make_graphed_callables leaves behind when it raises."""
-    if collecting:
-        gc.enable()
-    LayerPass.__call__ = nn.Module.__call__  # type: ignore[method-assign]
-    try:
-        from transformer_engine.pytorch.graph import set_capture_end
-    except ImportError:
-        return
-    set_capture_end()
+    return layers

@@ -69,11 +69,11 @@ def freed_bytes(layers: Sequence[Sequence[Group]], stays: Stays) -> int:
 
 def _numbered(groups: Sequence[Group]) -> list[tuple[Group, tuple[str, int]]]:
     seen: Counter[str] = Counter()
-    found = []
+    numbered = []
     for group in groups:
-        found.append((group, (group.name, seen[group.name])))
+        numbered.append((group, (group.name, seen[group.name])))
         seen[group.name] += 1
-    return found
+    return numbered
 
 
 def _reserved(layers: Sequence[Sequence[tuple[Group, bool]]]) -> int:

@@ -11,7 +11,8 @@ from torch import nn
 
 from thdprof.offload.plan import Choice, OffloadPlan, freed_in_turn, plan_in_turn
 from thdprof.runtime.offload.copies import CudaMover, HostBuffers, Mover
-from thdprof.runtime.offload.saved_tensors import Discovery, Offload, report
+from thdprof.runtime.offload.discovery import Discovery, report
+from thdprof.runtime.offload.planned_moves import PlannedMoves
 
 
 class AtLayerInput(torch.autograd.Function):
@@ -142,19 +143,19 @@ class LayerOffload:
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
         """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""
-        given = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
-        discovery = Discovery(layer, self._mover(), self._choice.whole(), [given])
+        layer_input = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
+        discovery = Discovery(layer, self._mover(), self._choice.whole(), [layer_input])
         with discovery.forward():
-            output = run(given)
+            output = run(layer_input)
         self._found[number] = discovery.plan
         return output
 
     def settle(self) -> None:
         """After all layers were rehearsed: decide what is moved and pin the memory for it."""
-        found = [plan for plan in self._found if plan is not None]
-        assert len(found) == len(self._found)
+        plans = [plan for plan in self._found if plan is not None]
+        assert len(plans) == len(self._found)
         mover = self._mover()
-        self._plans = plan_in_turn(found, self._choice)
+        self._plans = plan_in_turn(plans, self._choice)
         if not any(plan.offloaded_bytes for plan in self._plans):
             report(self._plans[0], self._choice)
         self._freed_bytes = max(self._freed_bytes, freed_in_turn(self._plans))
@@ -169,7 +170,7 @@ class LayerOffload:
         plan, hosts = self._plans[number], self._hosts[number]
 
         def run(hidden: torch.Tensor, layer: Callable[[torch.Tensor], Any]) -> Any:
-            session = Offload(plan, hosts, self._mover(), [hidden], strict=True)
+            session = PlannedMoves(plan, hosts, self._mover(), [hidden], strict=True)
             entered = AtLayerInput.apply(session.finish, hidden)
             moving: AbstractContextManager[None] = session.forward()
             with moving:

@@ -1,0 +1,183 @@
+"""Slots and leases: the static memory that graphs replay over, and the right of one micro-batch to use it.
+
+A slot is one copy of the static buffers and of every bucket's graphs. The graphs of all its buckets share one memory
+pool, so that only one bucket of a slot can be in use at a time. A lease is a slot held by one micro-batch, from its
+forward to the end of its backward: until then the pool holds the activations that its backward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from thdprof.dispatch import Bucket
+from thdprof.runtime.graphs.capture import CapturedPass
+from thdprof.runtime.graphs.gradients import GradientBuffers
+from thdprof.runtime.graphs.static_metadata import Metadata
+from thdprof.runtime.offload.copies import HostBuffers
+from thdprof.runtime.padding import Boundaries
+
+
+class SlotMemory:
+    """The part that slots of every kind have: a memory pool, the static metadata, and two marks."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], *, with_padded: bool, with_seq_idx: bool, device: torch.device
+    ) -> None:
+        """An empty slot.
+
+        Args:
+            buckets: the shapes whose graphs the slot will hold.
+            with_padded: whether micro-batches come with `cu_seqlens_padded`.
+            with_seq_idx: whether the module reads the document of every token.
+            device: the GPU on which the buffers are allocated.
+        """
+        self.pool = torch.cuda.graph_pool_handle()
+        """Handle of the memory pool that all graphs of the slot are captured into."""
+        self.metadata = Metadata(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
+        """The packed-sequence metadata that all graphs of the slot read."""
+        self.busy = False
+        """Whether a micro-batch holds the slot."""
+        self.closed = False
+        """Whether the graphs were freed: a backward that is still to come then raises."""
+
+
+class SlotLease:
+    """A slot held by one micro-batch from its forward to the end of its backward, or until its outputs are dropped."""
+
+    slot: SlotMemory
+    """The slot that is held."""
+
+    def __init__(self, slot: SlotMemory) -> None:
+        self.slot = slot
+        self._held = True
+        slot.busy = True
+
+    def check_backward(self) -> None:
+        """Make sure that the pool still holds the activations of this micro-batch.
+
+        Raises:
+            RuntimeError: this is the second backward of the micro-batch, whose activations another one may have
+                overwritten since the first; or the graphs were freed.
+        """
+        if not self._held:
+            raise RuntimeError(
+                "a replayed micro-batch was backpropagated a second time; its slot is given back after the first: "
+                "run it eagerly (thdprof.runtime.GraphedModule.eager) where a graph must be kept"
+            )
+        if self.slot.closed:
+            raise RuntimeError("the graphs were closed or dropped before the backward of a replayed micro-batch")
+
+    def release(self) -> None:
+        """Give the slot back; does nothing when it was given back before."""
+        if self._held:
+            self._held = False
+            self.slot.busy = False
+
+    def __del__(self) -> None:
+        """Give the slot back when the micro-batch's outputs were dropped without a backward."""
+        self.release()
+
+
+class Slot(SlotMemory):
+    """A slot whose graphs hold whole passes of a module: static inputs and output gradients, and one pass a bucket."""
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        buckets: Sequence[Bucket],
+        *,
+        with_padded: bool,
+        with_seq_idx: bool,
+        device: torch.device,
+    ) -> None:
+        """A slot without graphs.
+
+        Args:
+            tensors: the tensor arguments of one micro-batch, after which the static inputs are shaped.
+            buckets: the shapes whose graphs the slot will hold.
+            with_padded: whether micro-batches come with `cu_seqlens_padded`.
+            with_seq_idx: whether the module reads the document of every token.
+            device: the GPU on which the buffers are allocated.
+        """
+        super().__init__(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
+        self.host = HostBuffers()
+        """Pinned host memory for the activations that the slot's passes move there."""
+        self.passes: dict[Bucket, CapturedPass] = {}
+        """The pass of every bucket that has been captured."""
+        self.inputs = [
+            torch.zeros_like(t, memory_format=torch.contiguous_format).requires_grad_(t.requires_grad) for t in tensors
+        ]
+        """Static inputs on the GPU, one a tensor argument, of its shape and dtype; graphs read them."""
+        self._output_grads: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def output_grads(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Static gradients of `outputs`, of their shapes and dtypes; buckets whose outputs are alike share them."""
+        key = tuple((o.shape, o.dtype) for o in outputs)
+        if key not in self._output_grads:
+            self._output_grads[key] = [torch.zeros_like(o, memory_format=torch.contiguous_format) for o in outputs]
+        return self._output_grads[key]
+
+    def stage_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Queue the copies of one micro-batch's tensors into the static inputs."""
+        for static, tensor in zip(self.inputs, tensors, strict=True):
+            static.detach().copy_(tensor)
+
+
+class Lease(SlotLease):
+    """A lease of a slot of whole passes: replays the forward and the backward of one micro-batch."""
+
+    slot: Slot
+    """The slot that is held."""
+
+    def __init__(self, slot: Slot, bucket: Bucket, gradients: GradientBuffers, on_backward: Callable[[], None]) -> None:
+        """Hold `slot` for a micro-batch that fits `bucket`.
+
+        Args:
+            slot: a free slot in which `bucket` has been captured.
+            bucket: the shape to replay.
+            gradients: the buffers that the backward adds the parameters' gradients to.
+            on_backward: called after the backward, before the parameters' hooks.
+        """
+        self.bucket, self.captured = bucket, slot.passes[bucket]
+        self._gradients, self._on_backward = gradients, on_backward
+        super().__init__(slot)
+
+    def forward(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> tuple[torch.Tensor, ...]:
+        """Replay the forward graph; the outputs are copies, which the caller may keep."""
+        self.slot.metadata.stage(boundaries, self.bucket)
+        self.slot.stage_inputs(tensors)
+        self.captured.forward.replay()
+        return tuple(o.clone() for o in self.captured.outputs)
+
+    def backward(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the backward graph and give the slot back; the input gradients are copies, which the caller may keep.
+
+        Args:
+            output_grads: the gradient of every output; None counts as zeros.
+
+        Raises:
+            RuntimeError: the slot no longer holds this micro-batch's activations.
+        """
+        self.check_backward()
+        differentiable = (i for i, d in enumerate(self.captured.differentiable) if d)
+        for static, position in zip(self.captured.output_grads, differentiable, strict=True):
+            grad = output_grads[position]
+            if grad is None:
+                static.zero_()
+            else:
+                static.copy_(grad)
+        self._gradients.attach(self.captured.touched)
+        self.captured.backward.replay()
+        input_grads = [g.clone() if g is not None else None for g in self.captured.input_grads]
+        self.release()
+        self._on_backward()
+        self._gradients.run_hooks(self.captured.touched)
+        return input_grads
+
+    def accumulated_elsewhere(self) -> list[nn.Parameter]:
+        """Parameters whose gradient the backward adds to `main_grad`; their `.grad` stays as it is."""
+        return self._gradients.with_main_grad(self.captured.touched)

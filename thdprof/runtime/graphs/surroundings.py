@@ -1,0 +1,42 @@
+"""Surroundings of a module: the state outside the module that its passes change, and who must know of captures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from thdprof.runtime.graphs.capture import WarmupError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """The state that a module's passes change outside the module, and the callbacks around captures and replays."""
+
+    extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
+    """Returns the tensors that a pass changes besides the module's buffers and gradients; a capture restores them."""
+    while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context that is entered around every capture and the warm-up before it."""
+    on_backward: Callable[[], None] = lambda: None
+    """Called after every replayed backward, before the hooks of parameters run."""
+    communicates: bool = False
+    """Whether passes communicate with other ranks. A pass that fails half-way on one rank then leaves the ranks out of
+    step.
+    """
+
+
+def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:
+    """Raise, instead of going on eagerly, when a warm-up pass failed on this rank while other ranks communicate with
+    it.
+
+    Raises:
+        RuntimeError: the other ranks are inside communication that this rank has left, so that any result could be
+            wrong.
+    """
+    if surroundings.communicates and isinstance(error, WarmupError):
+        raise RuntimeError(
+            f"a pass before a capture failed on this rank ({error}), while others communicate with it: training cannot "
+            "go on; with less memory for graphs (--graph-memory-gib, --buckets) or graphs.impl none it could"
+        ) from error

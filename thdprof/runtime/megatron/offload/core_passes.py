@@ -1,0 +1,242 @@
+"""megatron-core's offload handlers and managers, adapted so that every pass has its own.
+
+megatron-core keeps one manager for the process, which hands out handlers in the order of a first step. Here a handler
+belongs to one pass over the decoder, and a manager leads one pass at a time: that of a slot's captures, or of an eager
+micro-batch. While a pass runs, its manager stands in the place of the process's one (`in_charge`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    ChunkOffloadHandler,
+    OffloadTensorGroup,
+    OffloadTensorPool,
+    PipelineOffloadManager,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from thdprof.runtime.megatron.offload.groups import Group, Stays
+
+Copies = list[tuple[torch.Size, torch.dtype]]
+"""Shape and dtype of every tensor that a group copies to the host."""
+_MARKS = ("_TE_do_not_offload", "_do_not_offload")
+"""Attributes that mark tensors which must stay on the device."""
+
+
+@dataclass(slots=True)
+class _Moved:
+    """One group that a rehearsal copied to the host."""
+
+    name: str
+    """The group's name."""
+    copies: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+    """Shape and dtype of each tensor that was copied."""
+    storages: dict[StorageWeakRef, int] = field(default_factory=dict)
+    """The storages from which the tensors were copied, and their bytes; each storage is counted for its first group
+    only.
+    """
+
+
+def _is_empty(reference: StorageWeakRef) -> bool:
+    """Whether the storage was freed, or has given its memory back, as megatron-core makes some storages do."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return storage is None or storage.nbytes() == 0
+
+
+class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
+    """The handler of one pass over the decoder. It finds the pass's groups of tensors while the pass runs."""
+
+    def __init__(self, min_size: int, pool: OffloadTensorPool, stays: Stays) -> None:
+        """A handler of a pass that has not begun.
+
+        Args:
+            min_size: elements; smaller tensors stay on the device.
+            pool: host memory for the groups whose sizes are known beforehand.
+            stays: groups that stay on the device.
+        """
+        super().__init__(min_size, pool)
+        self._stays = stays
+        self._begun: Counter[str] = Counter()
+        self._ended: list[OffloadTensorGroup] = []
+        self.unpooled_bytes = 0
+        """Bytes copied to host memory outside the pool."""
+
+    def offload(self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True) -> Any:
+        """Copy a tensor to the host."""
+        if not use_cpu_pool:
+            self.unpooled_bytes += src_tensor.numel() * src_tensor.element_size()
+        return super().offload(src_tensor, pin_memory, use_cpu_pool)
+
+    def on_group_start_forward(self, name: str) -> None:
+        """Begin a group called `name`, and decide whether it stays on the device."""
+        super().on_group_start_forward(name)
+        self.offload_groups[-1].offload = (name, self._begun[name]) not in self._stays
+        self._begun[name] += 1
+
+    def tensor_push(self, tensor: torch.Tensor) -> Any:
+        """Keep a saved tensor, detached: a tensor with its `grad_fn` would keep the pass alive, so that outputs dropped
+        without a backward would never be freed.
+        """
+        held = tensor
+        if tensor.grad_fn is not None:
+            held = tensor.detach()
+            for mark in _MARKS:
+                if getattr(tensor, mark, False):
+                    setattr(held, mark, True)
+        return super().tensor_push(held)
+
+    def should_bulk_offload(self, group: OffloadTensorGroup) -> bool:
+        """Whether the group is copied to the host."""
+        return bool(group.offload)
+
+    def bulk_offload(self, name: str, forced_released_tensors: list[torch.Tensor]) -> None:
+        """End the first group called `name` that has begun, and copy it to the host unless it stays."""
+        self._ended.append(self.find_group_with_name(self._groups_to_offload, name))
+        super().bulk_offload(name, forced_released_tensors)
+
+    def bulk_reload(self) -> None:
+        """Begin to copy back the group whose backward is next, if it was moved. No other group is copied: it would only
+        wait.
+        """
+        if self._ended and self._ended[-1] in self._groups_to_reload[-1:]:
+            self.bulk_reload_group()
+
+    def on_group_commit_backward(self, name: str) -> None:
+        """Before a group's backward: wait until the group is back on the device; copy it back now if no copy has begun.
+
+        Raises:
+            RuntimeError: the group's backward has run before, and its tensors are gone.
+        """
+        group = next((group for group in reversed(self._ended) if group._name == name), None)
+        if group is None:
+            raise RuntimeError(
+                f"{name} was backpropagated a second time; megatron-core's offloading keeps nothing then"
+            )
+        self._ended.remove(group)
+        if group in self._groups_to_reload:
+            self._groups_to_reload.remove(group)
+            self._groups_to_reload.append(group)  # the last is what is reloaded
+            self.h2d_stream.wait_stream(torch.cuda.current_stream())
+            self.bulk_reload_group()
+        if group in self._reloading_group:
+            self._reloading_group.remove(group)
+            group.wait_reload_event(torch.cuda.current_stream())
+
+    def end_forward(self) -> None:
+        """Make the current stream wait for all copies to the host."""
+        torch.cuda.current_stream().wait_stream(self.d2h_stream)
+
+    def end_backward(self) -> None:
+        """Make the current stream wait for all copies back to the device: another graph could not wait for them."""
+        torch.cuda.current_stream().wait_stream(self.h2d_stream)
+        self._reloading_group.clear()
+
+
+class RehearsalHandler(PassHandler):
+    """The handler of a rehearsal: it moves every group, and records what each group copies and which memory that
+    frees.
+    """
+
+    def __init__(self, min_size: int, pool: OffloadTensorPool) -> None:
+        """A handler under which no group stays.
+
+        Args:
+            min_size: elements; smaller tensors stay on the device.
+            pool: host memory for the copies.
+        """
+        super().__init__(min_size, pool, frozenset())
+        self._moved: list[_Moved] = []
+        self._known: set[StorageWeakRef] = set()
+
+    def bulk_offload_group(self, group_to_offload: OffloadTensorGroup) -> None:
+        """Copy the group to the host, and record its tensors and their storages."""
+        moved = _Moved(group_to_offload._name)
+        for tensor in group_to_offload._tensors.values():
+            if self.tensor_need_offloading_checker(tensor):
+                moved.copies.append((tensor.shape, tensor.dtype))
+                storage = tensor.untyped_storage()
+                reference = StorageWeakRef(storage)
+                if reference not in self._known:
+                    self._known.add(reference)
+                    moved.storages[reference] = storage.nbytes()
+        self._moved.append(moved)
+        super().bulk_offload_group(group_to_offload)
+
+    def take_moved(self) -> list[tuple[Group, Copies]]:
+        """The groups that were copied to the host since the last call, in the order in which they ended.
+
+        Returns:
+            Each group, with the bytes of the storages that are free by now, and shape and dtype of the tensors it
+            copied.
+        """
+        taken, self._moved = self._moved, []
+        return [
+            (
+                Group(
+                    m.name,
+                    tuple(shape.numel() * dtype.itemsize for shape, dtype in m.copies),
+                    tuple(n for ref, n in m.storages.items() if _is_empty(ref)),
+                ),
+                m.copies,
+            )
+            for m in taken
+        ]
+
+
+class PassManager(PipelineOffloadManager):  # type: ignore[misc]
+    """A manager that leads one pass at a time. It owns the pass's pool of host memory."""
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        """A manager that leads no pass yet; all its copies run on `streams`: to the host, and back."""
+        super().__init__()
+        self._d2h_stream, self._h2d_stream = streams
+        self._cur_forward_chunk: PassHandler | None
+        self._handler: Callable[[], PassHandler | None] = lambda: None
+        self._most_unpooled: int = 0
+
+    def begin(self, handler: PassHandler) -> None:
+        """Lead the pass of `handler` from now on."""
+        self._cur_forward_chunk = handler
+        self._handler = weakref.ref(handler)
+
+    def end(self) -> None:
+        """The forward has ended: begin the copies that were delayed. Tensors that are saved from now on stay on the
+        device.
+        """
+        self.flush_delayed_groups()
+        if self._cur_forward_chunk is not None:
+            self._most_unpooled = max(self._most_unpooled, self._cur_forward_chunk.unpooled_bytes)
+        self._cur_forward_chunk = None
+
+    def pop_forward_chunk(self, name: str | None = None) -> PassHandler | None:
+        """The handler of the pass whose forward runs; None: saved tensors stay on the device."""
+        handler: PassHandler | None = self._cur_forward_chunk
+        return handler
+
+    def cur_backward_chunk(self) -> PassHandler | None:
+        """The handler of the pass; its saved tensors keep it alive until the backward has used them."""
+        return self._handler()
+
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned host memory: the pool, and the most that any pass has copied outside it."""
+        pooled = (t for pool in self.cpu_tensor_pool._pools.values() for t in pool["all"])
+        return self._most_unpooled + sum(int(t.numel()) * int(t.element_size()) for t in pooled)
+
+
+@contextmanager
+def in_charge(manager: PipelineOffloadManager) -> Iterator[None]:
+    """Make megatron-core's modules use `manager` inside the block, in place of the process's own manager."""
+    before = PipelineOffloadManager.OFFLOAD_MGR
+    PipelineOffloadManager.OFFLOAD_MGR = manager
+    try:
+        yield
+    finally:
+        PipelineOffloadManager.OFFLOAD_MGR = before

@@ -1,0 +1,103 @@
+"""Surroundings of a Megatron decoder: random states, experts' losses, hooks of its DistributedDataParallel."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from thdprof.runtime.graphs.surroundings import Surroundings
+
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+
+def generators() -> tuple[torch.Generator, ...]:
+    """The CUDA generators of Megatron's RNG tracker now; loading a checkpoint replaces them."""
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    return tuple(get_all_rng_states().values())
+
+
+def prepare_experts(config: Any, device: torch.device) -> None:
+    """Allocate the scale of experts' auxiliary losses before a capture bakes its address in; schedules write to it.
+
+    Without this, the first backward would make it a tensor without dimensions, into which Megatron cannot copy its own.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    if getattr(config, "num_moe_experts", None) and MoEAuxLossAutoScaler.main_loss_backward_scale is None:
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
+
+
+def of_decoder(block: nn.Module, *, communicates: bool = False) -> Surroundings:
+    """The surroundings of the decoder `block`: the experts' metrics, and the event that gradient reduction waits for.
+
+    Args:
+        block: a TransformerBlock or HybridStack.
+        communicates: whether its passes communicate with other ranks.
+    """
+    ready = torch.cuda.Event()
+    parameters = [p for p in block.parameters() if p.requires_grad]
+
+    def on_backward() -> None:
+        ready.record()
+        for parameter in parameters:
+            parameter._cudagraph_wgrad_ready_event = ready  # type: ignore[attr-defined]
+
+    return Surroundings(
+        extra_state=_expert_metrics,
+        while_capturing=capturing,
+        on_backward=on_backward,
+        communicates=communicates,
+    )
+
+
+def gather_parameters(module: nn.Module) -> None:
+    """Run the pre-forward hooks with which Megatron's DistributedDataParallel waits for gathered parameters.
+
+    A replay runs no hooks, so they are run here before it.
+    """
+    for part in module.modules():
+        for hook in tuple(part._forward_pre_hooks.values()):
+            hook(part, ())
+
+
+def foreign_hooks(block: nn.Module) -> tuple[str, ...]:
+    """Names of submodules that have hooks which a replay would leave out; Megatron's own pre-forward hooks do not
+    count.
+    """
+    names = []
+    for name, part in block.named_modules():
+        ours = all(_is_ddp(hook) for hook in part._forward_pre_hooks.values())
+        if not ours or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks:
+            names.append(name or type(block).__name__)
+    return tuple(names)
+
+
+def _is_ddp(hook: Any) -> bool:
+    module = inspect.getmodule(hook)
+    return module is not None and module.__name__ == _DDP
+
+
+def _expert_metrics() -> Sequence[torch.Tensor]:
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Make megatron-core believe, inside the block, that a graph is being captured."""
+    from megatron.core.transformer import cuda_graphs
+
+    already = cuda_graphs.is_graph_capturing()
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        if not already:
+            cuda_graphs._set_capture_end()
