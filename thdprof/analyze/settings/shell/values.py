@@ -55,6 +55,9 @@ class Value:
     @classmethod
     def of(cls, pieces: Iterable[Piece]) -> Value:
         """The value made of `pieces`, with known neighbours of one origin joined."""
+        pieces = tuple(pieces)
+        if len(pieces) == 1 and (isinstance(pieces[0], Unknown) or pieces[0].text):
+            return cls(pieces)
         merged: list[Piece] = []
         run: list[Known] = []
 
