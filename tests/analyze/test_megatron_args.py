@@ -11,7 +11,9 @@ import subprocess
 import pytest
 
 from thdprof.analyze.settings.launch_script import parse_megatron_args
+from thdprof.analyze.settings.megatron_flags import FLAGS
 from thdprof.analyze.settings.resolve import NAMES
+from thdprof.analyze.settings.shell import read_shell
 from thdprof.errors import UsageError
 
 ARRAYS = r"""#!/bin/bash
@@ -338,8 +340,6 @@ EXPANSIONS = [
 
 @pytest.mark.parametrize("line", EXPANSIONS)
 def test_words_are_those_of_bash(line):
-    from thdprof.analyze.settings.shell import read_shell
-
     expected = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout
     words = [w.text for w in read_shell(line).commands[-1]]
     assert words[:2] == ["printf", "%s\\n"]
@@ -358,14 +358,12 @@ def test_long_and_deep_input_ends():
 
 @pytest.mark.referee
 def test_every_flag_read_is_one_of_megatrons(monkeypatch):
-    from thdprof.analyze.settings import launch_script
-
     monkeypatch.setattr("sys.argv", ["pytest"])
     arguments = pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     known = {flag: action.nargs == 0 for action in parser._actions for flag in action.option_strings}
-    wanted = launch_script._WANTED - {*launch_script._NODES, *launch_script._LOCAL_RANKS}
-    assert {flag: known[flag] for flag in wanted} == {flag: flag in launch_script._VALUELESS for flag in wanted}
+    read = {flag.name: flag.value == "switch" for flag in FLAGS.values() if not flag.of_torchrun}
+    assert {name: known[name] for name in read} == read
 
 
 def test_only_defaults_of_the_values_that_count_are_noted():

@@ -1,0 +1,112 @@
+"""The table of flags that are read in launch scripts of Megatron-LM: their values, and the settings that they give."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """One flag of Megatron-LM or of torchrun."""
+
+    name: str
+    """The flag with its dashes."""
+    value: Literal["count", "text", "list", "switch"]
+    """Its arguments: a whole number, a text, every word up to the next flag, or none."""
+    setting: str | None = None
+    """Name of the training setting that the value is; None where more than this flag decides a setting."""
+    least: int = 1
+    """Smallest whole number that is allowed."""
+    not_followed: str | None = None
+    """Why the flag does not change the prediction, as a note to the user; None where the flag is followed."""
+    of_torchrun: bool = False
+    """Whether the flag is one of torchrun; it then says nothing about whether a command trains."""
+
+
+DATA_PATH, TRAIN_DATA_PATH = "--data-path", "--train-data-path"
+DATA_PATHS = (DATA_PATH, TRAIN_DATA_PATH)
+"""Flags that name datasets, with or without weights."""
+DOCUMENT_MASKING = "--dataloader-inter-document-masking"
+"""Without this flag Megatron-LM trains on each sample as one document."""
+CONVERSATIONS = "--sft"
+LOADER, NO_DATA_SHARDING, SPLIT = "--dataloader-type", "--no-data-sharding", "--split"
+EXPERTS, PADDED_EXPERTS = "--num-experts", "--moe-pad-expert-input-to-capacity"
+TENSOR_PARALLEL_SIZE = "--tensor-model-parallel-size"
+LAYERS = "--num-layers"
+CHUNKS_PER_RANK, LAYERS_PER_CHUNK = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
+COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""Switches that each add one to the number of layers which the pipeline splits."""
+MICROBATCH_GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
+NODES, RANKS_PER_NODE = "--nnodes", ("--nproc-per-node", "--nproc_per_node")
+WORLD_VARIABLES = (("WORLD_SIZE",), ("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"))
+"""Variables of a script whose product is the number of ranks, the first complete group before the others."""
+PRINTING_COMMANDS = frozenset(("echo", "printf", "cat", "[", "[[", "test", ":", "set", "shift", "let", "logger"))
+"""Commands that only print or test words, so that flags among their words start nothing."""
+
+_FILE_NOT_READ = "the file is not read; name the datasets on the command line"
+_FLAGS = (
+    Flag(name="--seq-length", value="count", setting="seq_length"),
+    Flag(name="--micro-batch-size", value="count", setting="micro_batch_size"),
+    Flag(name="--global-batch-size", value="count", setting="global_batch_size"),
+    Flag(name="--train-iters", value="count", setting="train_iters"),
+    Flag(name="--train-samples", value="count", setting="train_samples"),
+    Flag(name="--seed", value="count", setting="seed", least=0),
+    Flag(name="--context-parallel-size", value="count", setting="context_parallel_size"),
+    Flag(name="--pipeline-model-parallel-size", value="count", setting="pipeline_parallel_size"),
+    Flag(name=SPLIT, value="text", setting="split"),
+    Flag(name=LOADER, value="text"),
+    Flag(name=NO_DATA_SHARDING, value="switch"),
+    Flag(name=DATA_PATH, value="list"),
+    Flag(name=TRAIN_DATA_PATH, value="list"),
+    Flag(name=DOCUMENT_MASKING, value="switch"),
+    Flag(name=EXPERTS, value="text"),
+    Flag(name=PADDED_EXPERTS, value="switch"),
+    Flag(name=TENSOR_PARALLEL_SIZE, value="count"),
+    Flag(name=LAYERS, value="count"),
+    Flag(name=CHUNKS_PER_RANK, value="count"),
+    Flag(name=LAYERS_PER_CHUNK, value="count"),
+    *(Flag(name=name, value="switch") for name in COUNTED_AS_LAYERS),
+    Flag(name=MICROBATCH_GROUP_SIZE, value="count"),
+    Flag(name=NODES, value="count", of_torchrun=True),
+    *(Flag(name=name, value="count", of_torchrun=True) for name in RANKS_PER_NODE),
+    Flag(
+        name="--rampup-batch-size",
+        value="text",
+        not_followed="the batch size ramp is not followed; the final global batch size is used",
+    ),
+    Flag(name="--data-args-path", value="text", not_followed=_FILE_NOT_READ),
+    Flag(name="--per-split-data-args-path", value="text", not_followed=_FILE_NOT_READ),
+    Flag(
+        name="--mock-data",
+        value="switch",
+        not_followed="there is no dataset to analyse; name one on the command line",
+    ),
+    Flag(
+        name="--pipeline-model-parallel-layout",
+        value="text",
+        not_followed="the layout is not followed; give --virtual-pipeline-size",
+    ),
+    Flag(
+        name="--hybrid-layer-pattern",
+        value="text",
+        not_followed="pipeline stages in the pattern are not followed; give --virtual-pipeline-size",
+    ),
+    Flag(
+        name="--overlap-moe-expert-parallel-comm",
+        value="switch",
+        not_followed="its schedule is not followed; it keeps one more micro-batch in flight",
+    ),
+    Flag(
+        name="--moe-paged-stash",
+        value="switch",
+        not_followed="its dispatchers need DeepEP or NCCL 2.30.4, and were not run; dropless experts run eagerly",
+    ),
+    Flag(
+        name=CONVERSATIONS,
+        value="switch",
+        not_followed="its dataset, made of conversations while training, is not followed",
+    ),
+)
+FLAGS = {flag.name: flag for flag in _FLAGS}
+"""Every flag that is looked for, by its name; all others are passed over."""
