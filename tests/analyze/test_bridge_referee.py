@@ -9,7 +9,7 @@ from thdprof.analyze.schedule.build import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.sources import read_dataset
 
-bridge = pytest.importorskip("bridge_referee")
+bridge = pytest.importorskip("support.bridge_referee")
 pytestmark = pytest.mark.referee
 
 

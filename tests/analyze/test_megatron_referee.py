@@ -12,7 +12,7 @@ from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError
 
-referee = pytest.importorskip("megatron_referee")
+referee = pytest.importorskip("support.megatron_referee")
 pytestmark = pytest.mark.referee
 
 
