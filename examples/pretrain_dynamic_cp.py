@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pretrain_packed_gpt as base
 from pretrain_packed_gpt import RunResult, free_memory, prepare, seed, sizes_of, stop  # noqa: F401 - for the benchmark
 
-from thdprof.analyze.schedule import packers
+from thdprof.analyze.schedule import packers, samplers
 from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.plan import Plan, load_plan
@@ -205,7 +205,7 @@ def steps_of(plan: Plan) -> NDArray[np.int64]:
     """Documents of every step as Megatron gathers them, shape [steps, documents of a step]."""
     run = plan.training
     settings = TrainingSettings(**{**run.model_dump(), "weights": None})
-    return packers.gathered(np.arange(plan.dataset.documents), settings)
+    return samplers.gathered(np.arange(plan.dataset.documents), settings)
 
 
 def deal_balanced(numbers: Sequence[int], padded: NDArray[np.int64], scheduler: Any) -> Dealt:

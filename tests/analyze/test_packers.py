@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +12,8 @@ from hypothesis import strategies as st
 from support import strategies
 
 from thdprof.analyze.schedule import compiled
-from thdprof.analyze.schedule.packers import dp_balanced, pack_rows
+from thdprof.analyze.schedule.dp_balanced import dp_balanced
+from thdprof.analyze.schedule.packers import pack_rows
 from thdprof.errors import DataError, UsageError
 from thdprof.training import TrainingSettings
 
@@ -91,7 +95,7 @@ class TestByHand:
 def test_equals_a_search_over_all_packs(packer):
     compared = 0
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=300, deadline=None)
     @given(
         documents=strategies.documents, pack_tokens=strategies.pack_sizes, seed=strategies.seeds, cap=strategies.caps
     )
@@ -182,7 +186,9 @@ def megatron_steps(documents, values: TrainingSettings) -> list[list[list[list[i
     cap = values.max_docs_per_pack or 10**9
     if values.max_docs_per_pack and values.tail_policy == "append_dummy_seq":
         cap -= 1
-    multiple = ranks * (values.pipeline_parallel_size if values.virtual_pipeline_size else 1)
+    multiple = ranks
+    if values.virtual_pipeline_size is not None and values.virtual_pipeline_size > 1:
+        multiple *= values.microbatch_group_size or values.pipeline_parallel_size
     result = []
     for step in range(steps):
         gathered = []
@@ -227,10 +233,52 @@ class TestDpBalanced:
         assert rows_of(rows) == [[3], [3], [3], [3]]
         assert microbatches.tolist() == [1]
 
+    @pytest.mark.parametrize(
+        ("virtual", "group", "expected"),
+        [
+            (None, None, 11),  # 22 packs are a multiple of 2 ranks
+            (1, None, 11),  # one model chunk a rank is no virtual pipeline
+            (2, None, 12),  # 24 packs: 2 ranks x groups of 4 micro-batches, the pipeline size
+            (2, 8, 16),  # 32 packs: 2 ranks x groups of 8 micro-batches
+        ],
+    )
+    def test_packs_are_a_multiple_of_the_ranks_and_the_micro_batch_group(self, virtual, group, expected):
+        rows, microbatches = dp_balanced(
+            np.full(44, 5, dtype=np.int32),
+            settings=dp_settings(
+                global_batch_size=44,
+                data_parallel_size=2,
+                pipeline_parallel_size=4,
+                virtual_pipeline_size=virtual,
+                microbatch_group_size=group,
+            ),
+        )
+        assert microbatches.tolist() == [expected]
+        assert rows.num_rows() == 2 * expected
+
+    def test_equals_the_scheduler_of_the_dev_branch(self):
+        """Packs that Megatron-LM's own code made (the data file names its commit)."""
+        recorded = json.loads((Path(__file__).parent / "data" / "megatron_dev_dp_balanced.json").read_text())
+        compared = stopped = 0
+        for case in recorded["cases"]:
+            documents = np.array(case["documents"], dtype=np.int32)
+            values = dp_settings(**case["settings"], global_batch_size=len(documents))
+            if case["packs_by_rank"] is None:
+                with pytest.raises(DataError, match=r"step 0: its \d+ documents cannot be spread"):
+                    dp_balanced(documents, settings=values)
+                stopped += 1
+                continue
+            rows, microbatches = dp_balanced(documents, settings=values)
+            assert rows_of(rows) == [pack for rank in case["packs_by_rank"] for pack in rank]
+            assert microbatches.tolist() == [len(case["packs_by_rank"][0])]
+            compared += rows.num_rows()
+        assert (compared, stopped) == (493, 4)
+
     def test_equals_the_scheduler_with_lists(self, rng):
         compared = 0
         for _ in range(150):
             pipeline = int(rng.integers(1, 4))
+            virtual = int(rng.integers(1, 3)) if pipeline > 1 and rng.random() < 0.5 else None
             ranks, micro = int(rng.integers(1, 4)), int(rng.integers(1, 3))
             values = dp_settings(
                 seq_length=int(rng.integers(4, 20)) * 4,
@@ -239,7 +287,8 @@ class TestDpBalanced:
                 micro_batch_size=micro,
                 global_batch_size=ranks * micro * int(rng.integers(1, 9)),
                 pipeline_parallel_size=pipeline,
-                virtual_pipeline_size=2 if pipeline > 1 and rng.random() < 0.5 else None,
+                virtual_pipeline_size=virtual,
+                microbatch_group_size=pipeline + int(rng.integers(3)) if virtual and rng.random() < 0.5 else None,
                 max_docs_per_pack=int(rng.integers(2, 6)) if rng.random() < 0.5 else None,
                 tail_policy=str(rng.choice(["none", "append_dummy_seq", "extend_last"])),
                 train_samples=int(rng.integers(100, 400)) if rng.random() < 0.5 else None,

@@ -139,7 +139,9 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     if settings.packer in DYNAMIC_CP:
         return _schedule_dynamic_cp(documents, settings)
     if settings.packer == "dp_balanced":
-        rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
+        from thdprof.analyze.schedule.dp_balanced import dp_balanced
+
+        rows, num_microbatches = dp_balanced(documents.document_tokens, settings=settings)
         n_seqs, max_seqlen, tokens = _plain_rows(rows, settings)
         table = MicrobatchTable(
             n_seqs=n_seqs,

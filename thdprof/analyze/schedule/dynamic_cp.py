@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule import compiled, packers
+from thdprof.analyze.schedule import compiled, packers, samplers
 from thdprof.analyze.schedule.dynamic_cp_loops import deal_balanced, deal_described, number
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.errors import DataError
@@ -54,7 +54,7 @@ def dynamic_cp(
     """
     notes: list[str] = []
     lengths = packers.cut(document_tokens.astype(np.int64), settings.seq_length, settings.pad_seq_to_mult, notes)
-    by_step = packers.gathered(lengths, settings)
+    by_step = samplers.gathered(lengths, settings)
     empty = int((lengths == 0).sum())
     if empty:
         notes.append(f"{empty} empty documents were left out")

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import compiled
 from thdprof.analyze.sources.base import PackedRows, RowRule
 from thdprof.errors import DataError, UsageError
-from thdprof.training import TrainingSettings
 
-_NO_CAP = 2**62
+NO_CAP = 2**62
+"""Stands for "any number of documents" where a loop wants a whole number."""
 _TRL_BATCH = 1000
 """Documents that TRL packs together: one batch of `datasets.Dataset.map`."""
 
@@ -82,7 +82,7 @@ def pack_rows(
             lengths = _longest_first(cut(lengths, pack_tokens, 1, notes), notes)
         case _:
             raise UsageError(f"--packer {packer}: makes no rows ahead of training")
-    cap = _NO_CAP if max_documents is None else _free_documents(max_documents, tail_documents)
+    cap = NO_CAP if max_documents is None else free_documents(max_documents, tail_documents)
     packs = place(lengths, pack_tokens, cap)
     if not (packs >= 0).any():
         why = "; ".join(notes) or "there are none"
@@ -90,7 +90,7 @@ def pack_rows(
     rows = _rows(lengths[packs >= 0], packs[packs >= 0], rule)
     without_cap = None
     if max_documents is not None:
-        num_rows = int(place(lengths, pack_tokens, _NO_CAP).max()) + 1
+        num_rows = int(place(lengths, pack_tokens, NO_CAP).max()) + 1
         without_cap = _efficiency(lengths, num_rows, pack_tokens)
     return Packing(
         rows=rows,
@@ -100,67 +100,12 @@ def pack_rows(
     )
 
 
-def dp_balanced(
-    document_tokens: NDArray[np.int32], *, settings: TrainingSettings
-) -> tuple[PackedRows, NDArray[np.int32]]:
-    """The rows of Megatron's DpBalancedScheduler, and micro-batches per rank of every step, int32, shape [steps].
-
-    Every global batch is packed for itself while training: next-fit in the order in which the ranks' samples are
-    gathered, then split until every rank gets the same number of packs. Rows are in order of step, rank and
-    micro-batch; document lengths are cut to seq_length (max_seqlen_per_dp_cp_rank x context parallel size) and padded
-    to pad_seq_to_mult. Documents repeat in order over the epochs.
+def free_documents(max_documents: int, tail_documents: int) -> int:
+    """How many documents of the data a row may hold: the cap less the `tail_documents` that training may append.
 
     Raises:
-        DataError: too few documents for a step, or a step whose packs cannot be dealt to all ranks.
-        UsageError: a cap that leaves no place for a document, or a padding that seq_length is no multiple of.
+        UsageError: the cap leaves no place for a document.
     """
-    capacity, ranks, size = settings.seq_length, settings.data_parallel_size, settings.global_batch_size
-    if capacity % settings.pad_seq_to_mult:
-        raise UsageError(f"--seq-length {capacity}: must be a multiple of --pad-seq-to-mult {settings.pad_seq_to_mult}")
-    cap = _NO_CAP
-    if settings.max_docs_per_pack is not None:
-        cap = _free_documents(settings.max_docs_per_pack, int(settings.tail_policy == "append_dummy_seq"))
-    multiple = ranks * (settings.pipeline_parallel_size if settings.virtual_pipeline_size else 1)
-    lengths = _pad(np.minimum(document_tokens.astype(np.int64), capacity), settings.pad_seq_to_mult)
-    by_step = gathered(lengths, settings)
-    steps, documents = len(by_step), by_step.reshape(-1)
-    dealt, row_sizes = np.empty_like(documents), np.empty_like(documents)
-    microbatches, starts, sizes = (np.empty(n, dtype=np.int64) for n in (steps, size + multiple, size + multiple))
-    num_rows, failed = compiled.run(
-        _deal, len(documents) * 4, documents, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes,
-        microbatches,
-    )  # fmt: skip
-    if failed >= 0:
-        raise DataError(
-            f"step {failed}: its {size} documents cannot be spread over a multiple of {multiple} packs, and "
-            f"Megatron stops on it; give a --global-batch-size of at least {multiple}, and more documents than packs"
-        )
-    offsets = np.concatenate(([0], np.cumsum(row_sizes[:num_rows])))
-    rows = PackedRows(document_tokens=dealt.astype(np.int32), row_offsets=offsets)
-    return rows, microbatches.astype(np.int32)
-
-
-def gathered(lengths: NDArray[np.int64], settings: TrainingSettings) -> NDArray[np.int64]:
-    """`lengths` [documents] in the order in which a step's are gathered: by rank, micro-batch, place; [steps, size].
-
-    Documents repeat in order over the epochs.
-
-    Raises:
-        DataError: too few documents for a step.
-    """
-    size = settings.global_batch_size
-    steps = (settings.train_samples or len(lengths)) // size
-    if steps == 0 or len(lengths) == 0:
-        raise DataError(
-            f"{len(lengths)} documents do not make one step of --global-batch-size {size}; "
-            "give more data or a smaller batch"
-        )
-    shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
-    order = np.arange(steps * size, dtype=np.int64).reshape(shape).transpose(0, 2, 1, 3).reshape(steps, size)
-    return lengths[order % len(lengths)]
-
-
-def _free_documents(max_documents: int, tail_documents: int) -> int:
     free = max_documents - tail_documents
     if free < 1:
         raise UsageError(
@@ -181,7 +126,8 @@ def _rows(lengths: NDArray[np.int64], packs: NDArray[np.int64], rule: RowRule) -
     return PackedRows(document_tokens=by_pack.astype(np.int32), row_offsets=offsets.astype(np.int64), rule=rule)
 
 
-def _pad(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+def pad(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    """Lengths in tokens, each rounded up to a multiple of `multiple`."""
     return -(-lengths // multiple) * multiple
 
 
@@ -193,7 +139,7 @@ def cut(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: list
     num_long = int((lengths > longest).sum())
     if num_long:
         notes.append(f"{num_long} documents longer than {longest} tokens were cut to that")
-    return np.minimum(_pad(lengths, multiple), longest)
+    return np.minimum(pad(lengths, multiple), longest)
 
 
 def _fit_bridge(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: list[str]) -> NDArray[np.int64]:
@@ -301,42 +247,3 @@ def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray
                 insort(with_room, (free - need) << shift | time)
         packs += chosen
     return np.array(packs, dtype=np.int64)
-
-
-def _deal(lengths, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes, microbatches):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Pack and deal every step's `size` documents; returns rows made, and the first step that cannot be dealt or -1.
-
-    `starts` and `sizes` are room for one step's packs: first document and documents.
-    """
-    num_rows = num_dealt = 0
-    for step in range(len(lengths) // size):
-        first = step * size
-        packs = tokens = 0
-        for i in range(first, first + size):
-            if i > first and tokens + lengths[i] <= capacity and sizes[packs - 1] < cap:
-                sizes[packs - 1] += 1
-                tokens += lengths[i]
-            else:
-                starts[packs] = i
-                sizes[packs] = 1
-                packs += 1
-                tokens = lengths[i]
-        giver = packs - 1
-        while packs % multiple != 0:
-            while giver >= 0 and sizes[giver] == 1:
-                giver -= 1
-            if giver < 0:
-                return num_rows, step
-            sizes[giver] -= 1
-            starts[packs] = starts[giver] + sizes[giver]
-            sizes[packs] = 1
-            packs += 1
-        microbatches[step] = packs // ranks
-        for rank in range(ranks):
-            for pack in range(rank, packs, ranks):
-                row_sizes[num_rows] = sizes[pack]
-                num_rows += 1
-                for i in range(starts[pack], starts[pack] + sizes[pack]):
-                    dealt[num_dealt] = lengths[i]
-                    num_dealt += 1
-    return num_rows, -1

@@ -99,3 +99,27 @@ def drawn_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray
     epochs = [random.permutation(num_rows) for _ in range(-(-needed // num_rows))]
     rows = np.concatenate(epochs)[:needed]
     return rows.reshape(steps, settings.data_parallel_size, -1)
+
+
+def gathered(lengths: NDArray[np.int64], settings: TrainingSettings) -> NDArray[np.int64]:
+    """Document lengths of every global batch, in the order in which the ranks gather them, shape [steps, batch size].
+
+    A scheduler of Megatron collects a step's documents by data-parallel rank, then micro-batch, then place in the
+    micro-batch; each rank reads its own with the sampler `single`.
+
+    Args:
+        lengths: tokens of every document in file order, int64, shape [documents]. They repeat over epochs.
+        settings: the training run; without `train_samples` it lasts one epoch.
+
+    Raises:
+        DataError: the documents do not fill one step.
+    """
+    size = settings.global_batch_size
+    steps = (settings.train_samples or len(lengths)) // size
+    if steps == 0 or len(lengths) == 0:
+        raise DataError(
+            f"{len(lengths)} documents do not make one step of --global-batch-size {size}; "
+            "give more data or a smaller batch"
+        )
+    order = sequential_rows(len(lengths), steps, settings).reshape(steps, size)
+    return lengths[order % len(lengths)]
