@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
-from thdprof.analyze.buckets.offload_memory import predict_offload
+from thdprof.analyze.buckets.offload_memory import freed_bytes, most_slots
 from thdprof.analyze.buckets.statistics import fallback_rate, upper_bound
 from thdprof.analyze.demo import _heavy_tailed, _random, _tokens
 from thdprof.analyze.report.terminal import sentence
@@ -355,7 +355,12 @@ def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
         fallbacks=of_ranks(table, falls).sum(axis=1).tolist(),
         most_documents=int(table.n_seqs.max()),
         offload_freed_bytes={
-            f"{by}{share:.0%}": predict_offload(analysis, Choice(modules=modules, fraction=share)).device_bytes_freed
+            f"{by}{share:.0%}": freed_bytes(
+                analysis.costs,
+                Choice(modules=modules, fraction=share),
+                n_tokens=plan.graph_tokens,
+                num_slots=most_slots(analysis.slots),
+            )
             for by, modules in (("", ("all",)), (BY_CORE, tuple(row.core_offload.split(","))))
             for share in (row.offload if row.name == "offload" else ())
         },

@@ -222,15 +222,9 @@ def analyze(
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as run
-    from thdprof.analyze.buckets.offload_memory import (
-        by_megatron_core,
-        check_choice,
-        choice_of,
-        predict_offload,
-        without_experts,
-    )
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.settings.experts import captured
+    from thdprof.analyze.settings.offload_choice import by_megatron_core, check_choice, choice_of, without_experts
     from thdprof.analyze.settings.request import read_request, share_of
     from thdprof.files import check_targets
     from thdprof.megatron_limits import check_settings
@@ -319,12 +313,9 @@ def analyze(
         if profile is not None:
             progress("writing the profile", 1.0, 0)
             make_profile(result, part=part).save(profile, force=force)
-    moved = None
-    if choice is not None and result.recommendation.buckets:
-        moved = predict_offload(result, choice)
-    elif choice is not None:
+    if choice is not None and result.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
-    plan = make_plan(result, impl=impl.value if impl else None, offload=moved)
+    plan = make_plan(result, impl=impl.value if impl else None)
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:
@@ -332,14 +323,12 @@ def analyze(
     if json:
         from thdprof.analyze.report.json_ import to_json
 
-        streams.write(to_json(result, moved) + "\n")
+        streams.write(to_json(result) + "\n")
     else:
-        from thdprof.analyze.report.terminal import print_offload, print_report
+        from thdprof.analyze.report.terminal import print_report
 
         console = streams.console(stderr=to_stdout)
-        print_report(result, console, moved)
-        if moved is not None:
-            print_offload(moved, console)
+        print_report(result, console)
         if output is not None and not to_stdout:
             streams.say(f"plan written to {output}")
         if profile is not None:

@@ -8,16 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.buckets.cost_table import MeasuredModel
-from thdprof.analyze.buckets.offload_memory import (
-    by_megatron_core,
-    check_choice,
-    choice_of,
-    predict_offload,
-    saved_by_layers,
-    without_experts,
-)
+from thdprof.analyze import Analysis, analyze_dataset, make_plan
+from thdprof.analyze.buckets.cost_table import MeasuredModel, built_in_costs
+from thdprof.analyze.buckets.offload_memory import OffloadPrediction, most_slots, predict_offload, saved_by_layers
+from thdprof.analyze.demo import write_demo
+from thdprof.analyze.settings.offload_choice import by_megatron_core, check_choice, choice_of, without_experts
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
 from thdprof.plan import load_plan
@@ -38,6 +33,17 @@ def data(tmp_path):
 @pytest.fixture
 def analysis(data):
     return analyze_dataset(data, loader="single", seq_length=4096)
+
+
+def predicted(analysis: Analysis, choice: Choice) -> OffloadPrediction:
+    """The memory under `choice` that the analysis of `analysis`'s data would predict."""
+    return predict_offload(
+        analysis.costs,
+        choice,
+        n_tokens=analysis.n_tokens_max,
+        num_slots=most_slots(analysis.slots),
+        graph_memory_bytes=analysis.recommendation.graph_memory_bytes,
+    )
 
 
 def test_a_layer_saves_sixteen_times_its_hidden_states():
@@ -61,26 +67,36 @@ def test_a_layer_saves_sixteen_times_its_hidden_states():
     ],
 )
 def test_modules_move_what_they_save(analysis, modules, units):
-    assert predict_offload(analysis, Choice(modules=tuple(modules.split(",")))).offloaded_bytes == units * UNIT
+    assert predicted(analysis, Choice(modules=tuple(modules.split(",")))).offloaded_bytes == units * UNIT
 
 
 def test_device_and_host_memory_follow_from_what_is_moved(analysis):
-    whole = predict_offload(analysis, Choice())
+    whole = predicted(analysis, Choice())
     before = analysis.recommendation.graph_memory_bytes
     assert whole.graph_memory_bytes == before - whole.device_bytes_freed
     assert whole.offloaded_bytes - 6 * 32 * MIB < whole.device_bytes_freed < whole.offloaded_bytes
     assert whole.offloaded_bytes <= whole.host_bytes <= 1.2 * whole.offloaded_bytes
-    half = predict_offload(analysis, Choice(fraction=0.5))
+    half = predicted(analysis, Choice(fraction=0.5))
     assert half.offloaded_bytes == pytest.approx(whole.offloaded_bytes / 2, rel=0.02)
     assert half.device_bytes_freed < whole.device_bytes_freed
-    twice = predict_offload(replace(analysis, slots=[[2]]), Choice())
+    twice = predicted(replace(analysis, slots=[[2]]), Choice())
     assert twice.host_bytes == 2 * whole.host_bytes
 
 
 def test_another_model_is_not_guessed(analysis):
     other = replace(analysis, costs=analysis.costs.model_copy(update={"model": None}))
     with pytest.raises(UsageError, match="does not say which model"):
-        predict_offload(other, Choice())
+        predicted(other, Choice())
+
+
+def test_an_analysis_refuses_to_guess_another_model(data, tmp_path):
+    costs = built_in_costs("transformer_engine", 4096).model_dump(mode="json", by_alias=True, exclude={"model"})
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    given = {"loader": "single", "seq_length": 4096, "cost_table": tmp_path / "costs.json"}
+    assert analyze_dataset(data, **given).offload is None
+    for limit in (None, 2**30):
+        with pytest.raises(UsageError, match="does not say which model"):
+            analyze_dataset(data, **given, graph_memory_bytes=limit, offload=Choice())
 
 
 @pytest.mark.parametrize(
@@ -100,9 +116,12 @@ def test_wrong_options_are_refused(modules, fraction, message):
         choice_of(modules, fraction)
 
 
-def test_the_plan_says_what_is_moved_and_what_that_does(analysis, tmp_path):
-    found = predict_offload(analysis, Choice(modules=("core_attn", "mlp_act"), fraction=0.5))
-    make_plan(analysis, impl="chunk", offload=found).save(tmp_path / "plan.yaml")
+def test_the_plan_says_what_is_moved_and_what_that_does(data, analysis, tmp_path):
+    choice = Choice(modules=("core_attn", "mlp_act"), fraction=0.5)
+    with_offload = analyze_dataset(data, loader="single", seq_length=4096, offload=choice)
+    found = predicted(analysis, choice)
+    assert with_offload.offload == found
+    make_plan(with_offload, impl="chunk").save(tmp_path / "plan.yaml")
     plan = load_plan(tmp_path / "plan.yaml")
     assert plan.graphs.offload.model_dump() == {
         "modules": ["core_attn", "mlp_act"],
@@ -149,8 +168,31 @@ def test_what_is_moved_leaves_memory_for_graphs(data):
     assert not analyze_dataset(data, **given).recommendation.buckets
     found = analyze_dataset(data, **given, offload=Choice())
     assert found.recommendation.buckets
-    assert predict_offload(found, Choice()).graph_memory_bytes <= gib
+    assert found.offload == predicted(found, Choice())
+    assert found.offload.graph_memory_bytes <= gib
     assert not analyze_dataset(data, **given, offload=Choice(fraction=0.5)).recommendation.buckets
+
+
+def test_the_plan_holds_the_offloading_that_its_analysis_counted_on(data, tmp_path):
+    # three buckets take 1.69 GiB of graph memory, and fit because activations are moved
+    limit = int(1.2 * 2**30)
+    found = analyze_dataset(write_demo(tmp_path / "demo").bridge, graph_memory_bytes=limit, offload=Choice())
+    assert found.recommendation.graph_memory_bytes > 1.69 * 2**30
+    plan = make_plan(found)
+    assert len(plan.graphs.buckets) == 3
+    assert plan.graphs.offload.modules == ["all"]
+    assert plan.predictions.graph_memory_bytes == found.offload.graph_memory_bytes <= limit
+    assert plan.predictions.offload_freed_bytes == found.offload.device_bytes_freed
+    without = make_plan(analyze_dataset(tmp_path / "demo" / "bridge", graph_memory_bytes=limit))
+    assert without.graphs.buckets == []
+
+
+def test_without_graphs_a_plan_moves_nothing(data):
+    nothing = analyze_dataset(
+        data, loader="single", seq_length=4096, graph_memory_bytes=0, offload=Choice(fraction=0.1)
+    )
+    assert nothing.offload is None
+    assert make_plan(nothing, impl="chunk").graphs.offload is None
 
 
 @pytest.mark.parametrize(
@@ -182,7 +224,7 @@ def test_what_training_would_refuse_is_refused(analysis, modules, impl, experts,
         check_choice(choice, impl=impl, experts=experts)
     settings = replace(analysis.settings, experts=experts)
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
-        make_plan(replace(analysis, settings=settings), impl=impl, offload=predict_offload(analysis, choice))
+        make_plan(replace(analysis, settings=settings, offload=predicted(analysis, choice)), impl=impl)
 
 
 def test_the_command_refuses_them_before_it_reads_data(data, tmp_path, thdprof):

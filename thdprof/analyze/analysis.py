@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
-from thdprof.analyze.buckets.offload_memory import freed_bytes, most_slots
+from thdprof.analyze.buckets.offload_memory import OffloadPrediction, freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.recommend import Limits, Recommendation, longest_captured, recommend
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram, Profile
 from thdprof.analyze.caveats import caveats
@@ -102,6 +102,9 @@ class Analysis:
     slots: list[list[int]]
     """Micro-batches in flight for every pipeline rank and model chunk."""
     recommendation: Recommendation
+    offload: OffloadPrediction | None
+    """Activations that wait on the host and the memory that this frees, which the recommendation counted on; None where
+    all stay on the device, or nothing is captured."""
     longest: dict[int | None, int]
     """Tokens of the longest document that a single cap is captured for, by context-parallel size; None: the run's."""
     packing_efficiency: float | None
@@ -174,7 +177,7 @@ def analyze(
         cost_table: measured costs; None takes the built-in ones of `attention`.
         attention: attention backend whose built-in costs are taken.
         limits: what the recommendation must keep to.
-        offload: activations that are moved to the host: what that frees is there for graphs.
+        offload: activations that are moved to the host; the memory that this frees is there for graphs.
         progress: called with the stage, the share of the whole work that is done, and the documents it is about.
 
     Raises:
@@ -244,6 +247,10 @@ def analyze_read(
         independent=schedule.independent,
         limits=limits,
     )
+    moved = None
+    if offload is not None and recommendation.buckets:
+        memory = recommendation.graph_memory_bytes
+        moved = predict_offload(costs, offload, n_tokens=per_rank, num_slots=num_slots, graph_memory_bytes=memory)
     full_size = _share_of_full_size(table, settings)
     return Analysis(
         dataset=summary_of(dataset),
@@ -259,6 +266,7 @@ def analyze_read(
         costs=costs,
         slots=in_flight,
         recommendation=recommendation,
+        offload=moved,
         longest=longest_captured(
             {None: profile} if table.groups is None else Profile.by_cp_size(table), longest_possible, per_rank
         ),

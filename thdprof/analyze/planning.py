@@ -6,36 +6,33 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from thdprof import __version__
-from thdprof.analyze.buckets.offload_memory import check_choice
 from thdprof.analyze.settings.experts import captured
+from thdprof.analyze.settings.offload_choice import check_choice
 from thdprof.megatron_limits import check_plan, check_settings
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
-    from thdprof.analyze.buckets.offload_memory import OffloadPrediction
     from thdprof.plan import Impl, Plan
 
 
-def make_plan(analysis: Analysis, *, impl: Impl | None = None, offload: OffloadPrediction | None = None) -> Plan:
+def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
     """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none.
 
     Args:
-        analysis: what was found.
+        analysis: the analysis; the activations that it counted as moved to the host are moved by the plan too.
         impl: what training captures; without it a torch module, or what dropless experts leave to capture.
-        offload: activations that are moved to the host, and what that is predicted to do; None: all stay.
 
     Raises:
-        UsageError: dropless experts, of which `impl` cannot capture anything, activations that it does not move, or
-            what `thdprof.runtime.megatron` would always refuse to install.
+        UsageError: `impl` cannot capture anything of a model with dropless experts, does not move the activations that
+            the analysis counted as moved, or is a plan that `thdprof.runtime.megatron` would always refuse to install.
     """
     from thdprof.plan import Plan
 
     kind, modules = captured(analysis.settings.experts, impl)
     check_settings(asdict(analysis.settings), kind)
+    chosen, settings, costs, offload = analysis.recommendation, analysis.settings, analysis.costs, analysis.offload
     if offload is not None:
-        check_choice(offload.choice, impl=kind, experts=analysis.settings.experts)
-    chosen, settings, costs = analysis.recommendation, analysis.settings, analysis.costs
-    offload = offload if chosen.buckets else None
+        check_choice(offload.choice, impl=kind, experts=settings.experts)
     one_cap = chosen.one_cap
     plan = Plan.model_validate(
         {

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from thdprof.analyze.analysis import Analysis
-from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.settings.experts import UP_TO_ROUTER, WHY
 
@@ -31,9 +30,9 @@ def _captures(analysis: Analysis) -> dict[str, Any] | None:
     return {"impl": "transformer_engine", "modules": UP_TO_ROUTER, "why": WHY}
 
 
-def to_dict(analysis: Analysis, offload: OffloadPrediction | None = None) -> dict[str, Any]:
-    """The JSON object as a dict; with `offload`, also what that is predicted to do."""
-    chosen = analysis.recommendation
+def to_dict(analysis: Analysis) -> dict[str, Any]:
+    """The JSON object as a dict; the key `offload` is there where activations are moved to the host."""
+    chosen, offload = analysis.recommendation, analysis.offload
     return {
         "schema": SCHEMA,
         "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
@@ -82,6 +81,6 @@ def to_dict(analysis: Analysis, offload: OffloadPrediction | None = None) -> dic
     }
 
 
-def to_json(analysis: Analysis, offload: OffloadPrediction | None = None) -> str:
-    """The analysis as JSON text, indented; with `offload`, also what that is predicted to do."""
-    return json.dumps(to_dict(analysis, offload), indent=2, allow_nan=False)
+def to_json(analysis: Analysis) -> str:
+    """The analysis as JSON text, indented."""
+    return json.dumps(to_dict(analysis), indent=2, allow_nan=False)

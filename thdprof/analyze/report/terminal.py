@@ -17,22 +17,21 @@ from thdprof.analyze.settings.experts import WHY
 _BAR = 20
 
 
-def print_report(analysis: Analysis, console: Console, offload: OffloadPrediction | None = None) -> None:
-    """Write the report of `analysis` to `console`; with `offload`, graph memory is what that leaves."""
+def print_report(analysis: Analysis, console: Console) -> None:
+    """Write the report of `analysis` to `console`."""
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    for part in _parts(analysis, block, offload):
+    for part in _parts(analysis, block):
         console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))
 
 
-def print_offload(offload: OffloadPrediction, console: Console) -> None:
-    """Write what is predicted of activations on the host."""
+def _offloaded(offload: OffloadPrediction) -> str:
+    """Which activations wait on the host, and the memory that they take there and free on the device."""
     choice = offload.choice
     if not offload.offloaded_bytes and choice.fraction:
-        text = (
-            f"activations on the host ({', '.join(choice.modules)}): the measured model saves none that would be moved"
+        return (
+            f"activations on the host ({', '.join(choice.modules)}): the measured model saves none that would be moved "
+            f"({offload.model})"
         )
-        console.print(Text(f"{text} ({offload.model})"), highlight=False, soft_wrap=True)
-        return
     text = (
         f"activations on the host ({', '.join(choice.modules)}; {choice.fraction:.0%} of their bytes): "
         f"{offload.offloaded_bytes / 2**20:,.0f} MiB a micro-batch, there and back; on the busiest pipeline rank "
@@ -41,10 +40,10 @@ def print_offload(offload: OffloadPrediction, console: Console) -> None:
     )
     if offload.graph_memory_bytes is not None:
         text += f", {offload.graph_memory_bytes / 2**30:.2f} GiB in all"
-    console.print(Text(f"{text} ({offload.model})"), highlight=False, soft_wrap=True)
+    return f"{text} ({offload.model})"
 
 
-def _parts(analysis: Analysis, block: str, offload: OffloadPrediction | None) -> Iterator[str | Table | Text]:
+def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
     held = (counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token")))
@@ -67,10 +66,12 @@ def _parts(analysis: Analysis, block: str, offload: OffloadPrediction | None) ->
     yield _caps(analysis, block)
     yield ""
     yield Text(sentence(analysis), style="bold")
-    for reason in reasons(analysis, offload):
+    for reason in reasons(analysis):
         yield Text(f"  - {reason}")
     for warning in analysis.warnings:
         yield Text(f"warning: {warning}", style="yellow")
+    if analysis.offload is not None:
+        yield Text(_offloaded(analysis.offload))
 
 
 def _packing(analysis: Analysis) -> str:
@@ -175,9 +176,9 @@ def _ranks(cp_size: int) -> str:
     return "1 rank" if cp_size == 1 else f"{cp_size} ranks"
 
 
-def reasons(analysis: Analysis, offload: OffloadPrediction | None = None) -> list[str]:
-    """Why, in sentences; with `offload`, graph memory is what that leaves."""
-    chosen = analysis.recommendation
+def reasons(analysis: Analysis) -> list[str]:
+    """The reasons for the recommendation, a sentence each; graph memory is counted after offloading."""
+    chosen, offload = analysis.recommendation, analysis.offload
     found = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
     one = chosen.one_cap
     if one is None:

@@ -1,0 +1,83 @@
+"""Which activations go to the host: the options that say so, and choices that no training would follow."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thdprof.errors import UsageError
+from thdprof.offload.plan import CORE_MODULES_WITH_EXPERTS, MODULES, Choice
+from thdprof.training import Experts
+
+if TYPE_CHECKING:
+    from thdprof.plan import Impl
+
+_OF_EXPERTS = ("expert_fc1", "moe_act", "expert_fc2")
+
+
+def choice_of(modules: str | None, fraction: float | None) -> Choice | None:
+    """The choice that `--offload` and `--offload-fraction` describe; None without `--offload`.
+
+    Raises:
+        UsageError: an unknown module or one given twice, a fraction without modules, or one that moves nothing.
+    """
+    if modules is None:
+        if fraction is not None:
+            raise UsageError("--offload-fraction: says how much of --offload; give --offload all, or modules")
+        return None
+    if fraction == 0:
+        raise UsageError("--offload-fraction 0: moves nothing; give a share over 0, or leave --offload out")
+    names = tuple(name.strip() for name in modules.split(","))
+    for name in names:
+        if name != "all" and name not in MODULES:
+            told = name or f"{modules}: names nothing" + (" between commas" if "," in modules else "")
+            raise UsageError(f"--offload {told}: choose all, or some of {', '.join(MODULES)}, separated by commas")
+        if names.count(name) > 1:
+            raise UsageError(f"--offload {modules}: {name} is given twice; give it once")
+    return Choice(modules=names, fraction=1.0 if fraction is None else fraction)
+
+
+def without_experts(choice: Choice, experts: Experts) -> str | None:
+    """A sentence for the user where `choice` names modules of experts and the model has no experts; else None."""
+    idle = [name for name in choice.modules if name in _OF_EXPERTS]
+    if experts != "none" or not idle:
+        return None
+    whole = "nothing is moved" if len(idle) == len(choice.modules) else f"{', '.join(idle)} move nothing"
+    return f"--offload {','.join(choice.modules)}: without experts (--experts none) {whole}"
+
+
+def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
+    """A sentence for the user where only megatron-core's own offloading can follow the plan; else None.
+
+    It says which settings the model must be built with.
+    """
+    if impl != "transformer_engine" or experts != "dropless":
+        return None
+    return (
+        "--offload with dropless experts: build the model with fine_grained_activation_offloading and the plan's "
+        "modules (docs/megatron.md)"
+    )
+
+
+def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
+    """Refuse a choice that no training would follow, as `thdprof.runtime.megatron` refuses it.
+
+    Raises:
+        UsageError: graphs of the kind `impl`, or graphs of a model with such `experts`, do not move these activations.
+    """
+    if impl == "local":
+        raise UsageError("--offload: Megatron's own layer graphs move nothing; use --impl chunk or transformer_engine")
+    if impl == "transformer_engine" and experts == "dropless":
+        if others := [name for name in choice.modules if name not in CORE_MODULES_WITH_EXPERTS]:
+            raise UsageError(
+                f"--offload {','.join(others)}: around graphs of layers with dropless experts megatron-core's own "
+                f"offloading moves what is moved; choose some of {', '.join(CORE_MODULES_WITH_EXPERTS)}, or leave "
+                "--offload out"
+            )
+    elif impl == "transformer_engine" and experts != "none":
+        raise UsageError(
+            f"--offload: graphs of layers with experts (--experts {experts}) move nothing; use --impl chunk"
+        )
+    if impl != "module" and "attn_proj" in choice.modules and not {"all", "core_attn"} & {*choice.modules}:
+        raise UsageError(
+            f"--offload {','.join(choice.modules)}: the input of attn_proj is kept for core_attn too; add core_attn"
+        )
