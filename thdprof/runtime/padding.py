@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from thdprof.dispatch import Shape
-
-TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
+from thdprof.training import TailPolicy as TailPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
