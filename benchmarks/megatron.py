@@ -338,7 +338,7 @@ def plan_row(row: Row, prefix: Path, steps: int) -> Planned:
         table = rounded(plan, table)
     cap = choose_cap(table.n_seqs)
     falls = table.n_seqs > cap
-    rates = asdict(fallback_rate(table, falls))
+    rates = fallback_rate(table, falls).model_dump()
     bucket = {"max_seqs": cap, "max_seqlen": row.tokens, "cp_size": row.cp, "share": float(1 - falls.mean())}
     values = plan.model_dump(mode="json", by_alias=True)
     values["graphs"] |= {

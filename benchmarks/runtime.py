@@ -375,7 +375,6 @@ def section_equal(kinds, steps: int = 200) -> None:
 
 def section_calibrate(kinds) -> None:
     from thdprof.analyze.buckets.cost_table import CostTable
-    from thdprof.analyze.buckets.step_costs import Bucket as Cap
     from thdprof.analyze.buckets.step_costs import StepCosts
     from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 
@@ -397,8 +396,8 @@ def section_calibrate(kinds) -> None:
         )
         x = make_input()
         for caps in ((), (64,), (358,), (16, 64), (64, 128, 358)):
-            predicted = StepCosts(table, costs, sorted({*caps, 358}), [TOKENS], 1).step_ms(
-                [[Cap(c, TOKENS) for c in caps]]
+            predicted = StepCosts(table, costs, sorted({*caps, 358}), [TOKENS], 1, n_tokens=TOKENS).step_ms(
+                [[Bucket(c, TOKENS, TOKENS) for c in caps]]
             )[0]
             graphs = GraphedModule(stack, buckets(caps), sample_every=0)
 

@@ -12,7 +12,17 @@ import pytest
 
 pytest.importorskip("torch")
 
-from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.dispatch import (
+    BY_SHAPE,
+    SHAPE_NOT_ASKED,
+    Bucket,
+    Dispatcher,
+    FallbackReason,
+    Shape,
+    Shapes,
+    advice,
+    decide_all,
+)
 
 SMALL, WIDE, LONG, SPLIT = Bucket(8, 512, 1024), Bucket(32, 256, 1024), Bucket(32, 1024, 1024), Bucket(8, 512, 512, 2)
 BUCKETS = [LONG, SPLIT, SMALL, WIDE, SMALL]
@@ -96,6 +106,28 @@ def test_any_buckets_and_shapes(rng):
             assert all(b.max_seqlen < shape.max_seqlen for b in same if b.max_seqs >= shape.n_seqs)
     assert replayed > 300
     assert fallen > 300
+
+
+def test_a_table_is_decided_on_as_its_micro_batches_are(rng):
+    checked = 0
+    for number in range(100):
+        buckets = [Bucket(*(int(n) for n in rng.integers(1, (6, 6, 3, 3)))) for _ in range(number % 5)]
+        columns = {"n_seqs": 7, "max_seqlen": 7, "n_tokens": 3, "cp_size": 4}
+        shared = number % 3 == 0  # all micro-batches may share their tokens and size
+        sizes = {name: 1 if shared and name in ("n_tokens", "cp_size") else 20 for name in columns}
+        drawn = {name: rng.integers(1, most, sizes[name]) for name, most in columns.items()}
+        found = decide_all(buckets, Shapes(**drawn))
+        for index in range(20):
+            shape = Shape(**{name: int(np.broadcast_to(values, 20)[index]) for name, values in drawn.items()})
+            choice = Dispatcher(buckets).decide(shape)
+            if isinstance(choice, Bucket):
+                assert found.buckets[found.choice[index]] == choice
+            else:
+                assert found.choice[index] == -1
+                assert found.reason_of(index) == choice
+            checked += 1
+        assert sum(found.reasons().values()) == len(found.eager) == (found.choice < 0).sum()
+    assert checked == 2000
 
 
 def test_a_decision_takes_under_20_microseconds():

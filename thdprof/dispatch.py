@@ -1,10 +1,19 @@
-"""The one decision per micro-batch: host-side integers -> bucket, or the reason to run eagerly. No torch in here."""
+"""The shape of a bucket, and the rule which bucket a micro-batch replays, or why it runs eagerly: integers alone.
+
+Training decides on one micro-batch at a time (`Dispatcher`), analysis on whole tables (`decide_all`), both by the same
+rule. This module never imports torch, and NumPy only where a table is decided on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class FallbackReason(StrEnum):
@@ -66,6 +75,31 @@ class Shape:
     cp_size: int = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """What many micro-batches ask for, as `Shape` has it for one: integer arrays.
+
+    They broadcast together to shape [micro-batches]; a value that all share may have shape [1].
+    """
+
+    n_seqs: NDArray[np.integer]
+    max_seqlen: NDArray[np.integer]
+    n_tokens: NDArray[np.integer]
+    cp_size: NDArray[np.integer]
+
+
+_RULE: tuple[tuple[FallbackReason, Callable[[Bucket, Any], Any]], ...] = (
+    (FallbackReason.cp_size_not_captured, lambda bucket, asked: asked.cp_size == bucket.cp_size),
+    (FallbackReason.token_count_differs, lambda bucket, asked: asked.n_tokens == bucket.n_tokens),
+    (FallbackReason.too_many_seqs, lambda bucket, asked: asked.n_seqs <= bucket.max_seqs),
+    (FallbackReason.document_too_long, lambda bucket, asked: asked.max_seqlen <= bucket.max_seqlen),
+)
+"""A bucket holds a `Shape`, or each of some `Shapes`, where all conditions are true. A micro-batch that no bucket holds
+runs eagerly for the first reason at which no bucket is left."""
+
+_REASONS = (*(reason for reason, _ in _RULE), FallbackReason.disabled_by_user)
+
+
 class Dispatcher:
     """Chooses among fixed buckets. Every rank that sees the same integers chooses alike."""
 
@@ -78,28 +112,77 @@ class Dispatcher:
 
         Where several things are wrong the reason is the first of: cp size, token count, documents, longest document.
         """
-        for bucket in self.buckets:
-            if (
-                shape.n_seqs <= bucket.max_seqs
-                and shape.max_seqlen <= bucket.max_seqlen
-                and shape.n_tokens == bucket.n_tokens
-                and shape.cp_size == bucket.cp_size
-            ):
-                return bucket
-        return self._reason(shape)
-
-    def _reason(self, shape: Shape) -> FallbackReason:
-        if not self.buckets:
+        left = self.buckets
+        if not left:
             return FallbackReason.disabled_by_user
-        left = [b for b in self.buckets if b.cp_size == shape.cp_size]
-        if not left:
-            return FallbackReason.cp_size_not_captured
-        left = [b for b in left if b.n_tokens == shape.n_tokens]
-        if not left:
-            return FallbackReason.token_count_differs
-        if not any(shape.n_seqs <= b.max_seqs for b in left):
-            return FallbackReason.too_many_seqs
-        return FallbackReason.document_too_long
+        for reason, fits in _RULE:
+            left = [bucket for bucket in left if fits(bucket, shape)]
+            if not left:
+                return reason
+        return left[0]
+
+
+def holds(bucket: Bucket, shapes: Shapes) -> NDArray[np.bool_]:
+    """Which of `shapes` the bucket holds, shape [micro-batches]."""
+    held: NDArray[np.bool_] | bool = True
+    for _, fits in _RULE:
+        held = held & fits(bucket, shapes)
+    assert not isinstance(held, bool)
+    return held
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What a `Dispatcher` over some buckets decides about every micro-batch of a table."""
+
+    buckets: tuple[Bucket, ...]
+    """Ascending, each once."""
+    choice: NDArray[np.int32]
+    """Index into `buckets` that each micro-batch replays, or -1: it runs eagerly; shape [micro-batches]."""
+    eager: NDArray[np.int64]
+    """Micro-batches that run eagerly, ascending; shape [eager micro-batches]."""
+    reason: NDArray[np.int8]
+    """Index into all reasons of this rule for each of them; shape [eager micro-batches]."""
+
+    def reasons(self) -> dict[FallbackReason, int]:
+        """How many micro-batches run eagerly for each reason that occurs."""
+        import numpy as np
+
+        counts = np.bincount(self.reason, minlength=len(_REASONS))
+        return {name: int(n) for name, n in zip(_REASONS, counts, strict=True) if n}
+
+    def reason_of(self, index: int) -> FallbackReason:
+        """Why the eager micro-batch `index` of the table runs eagerly."""
+        import numpy as np
+
+        return _REASONS[int(self.reason[np.searchsorted(self.eager, index)])]
+
+
+def decide_all(buckets: Iterable[Bucket], shapes: Shapes) -> Decisions:
+    """What `Dispatcher(buckets).decide` says of each of `shapes`."""
+    import numpy as np
+
+    ordered = tuple(sorted(set(buckets)))
+    choice = np.full(len(shapes.n_seqs), -1, dtype=np.int32)
+    for index in reversed(range(len(ordered))):  # the smallest bucket that fits is written last
+        choice[holds(ordered[index], shapes)] = index
+    eager = np.flatnonzero(choice < 0)
+    asked = Shapes(
+        n_seqs=shapes.n_seqs[eager],
+        max_seqlen=shapes.max_seqlen[eager],
+        n_tokens=np.broadcast_to(shapes.n_tokens, len(choice))[eager],
+        cp_size=np.broadcast_to(shapes.cp_size, len(choice))[eager],
+    )
+    if not ordered:
+        reason = np.full(len(eager), _REASONS.index(FallbackReason.disabled_by_user), dtype=np.int8)
+        return Decisions(buckets=ordered, choice=choice, eager=eager, reason=reason)
+    left = np.ones((len(ordered), len(eager)), dtype=np.bool_)  # buckets that are left after some conditions
+    reason = np.zeros(len(eager), dtype=np.int8)
+    for _, fits in _RULE:
+        for row, bucket in zip(left, ordered, strict=True):
+            row &= fits(bucket, asked)
+        reason += left.any(axis=0)  # once no bucket is left, none comes back
+    return Decisions(buckets=ordered, choice=choice, eager=eager, reason=reason)
 
 
 def advice(reason: FallbackReason, shape: Shape, buckets: Sequence[Bucket]) -> str:

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from thdprof.dispatch import Bucket
 from thdprof.errors import DataError
 from thdprof.files import read_yaml, write_text
+from thdprof.training import TailPolicy
 from thdprof.words import counted, html_table
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
@@ -108,15 +110,15 @@ class Percentiles(_Part):
     p50: int
     """Least value that half of the micro-batches do not exceed."""
     p90: int
-    """The same for 90%."""
+    """Least value that 90% of the micro-batches do not exceed."""
     p95: int
-    """For 95%."""
+    """Least value that 95% of the micro-batches do not exceed."""
     p99: int
-    """For 99%."""
+    """Least value that 99% of the micro-batches do not exceed."""
     p99_9: int
-    """For 99.9%."""
+    """Least value that 99.9% of the micro-batches do not exceed."""
     max: int
-    """Of all micro-batches."""
+    """Largest value of all micro-batches."""
 
 
 class MicrobatchesPart(_Part):
@@ -139,15 +141,15 @@ class MicrobatchesPart(_Part):
     all have max_seqlen_per_dp_cp_rank tokens on each of their ranks."""
 
 
-class FallbackRates(_Part):
-    """Shares that run eagerly."""
+class FallbackRate(_Part):
+    """How much runs eagerly, as three shares."""
 
     microbatch: Share
-    """Of micro-batches."""
+    """Share of micro-batches that run eagerly."""
     rank_step: Share
-    """Of (rank, step) pairs with at least one."""
+    """Share of (rank, step) pairs with at least one eager micro-batch."""
     step: Share
-    """Of steps with at least one on any rank: what a synchronous run feels."""
+    """Share of steps with an eager micro-batch on any rank: a synchronous step waits for it."""
 
 
 class BucketPart(_Part):
@@ -160,7 +162,11 @@ class BucketPart(_Part):
     cp_size: Count = 1
     """Context-parallel size of the graph: it replays micro-batches of that size alone."""
     share: Share
-    """Of micro-batches that are predicted to replay it."""
+    """Share of micro-batches that are predicted to replay it."""
+
+    def bucket(self, n_tokens: int) -> Bucket:
+        """The bucket as the dispatcher takes it, for graphs of `n_tokens` tokens on one context-parallel rank."""
+        return Bucket(max_seqs=self.max_seqs, max_seqlen=self.max_seqlen, n_tokens=n_tokens, cp_size=self.cp_size)
 
 
 class OneCapPart(_Part):
@@ -168,7 +174,7 @@ class OneCapPart(_Part):
 
     max_seqs: Count
     """Documents, a dummy tail included."""
-    fallback_rate: FallbackRates
+    fallback_rate: FallbackRate
     """Predicted under this cap."""
 
 
@@ -199,7 +205,7 @@ class GraphsPart(_Part):
     """Null where running eagerly is best."""
     slots: list[list[Count]]
     """Copies of the graphs for every pipeline rank and, within it, model chunk."""
-    tail_policy: Literal["none", "append_dummy_seq", "extend_last"]
+    tail_policy: TailPolicy
     """How training pads a row's unused tail; `append_dummy_seq` is counted in max_seqs."""
     overflow: Literal["eager", "error"] = "eager"
     """What to do with a micro-batch that fits no bucket."""
@@ -221,7 +227,7 @@ class GraphsPart(_Part):
 class PredictionsPart(_Part):
     """What the recommendation is expected to do."""
 
-    fallback_rate: FallbackRates
+    fallback_rate: FallbackRate
     """Predicted over the analysed micro-batches."""
     fallback_rate_upper_bound: Share
     """95% one-sided Clopper-Pearson bound of the micro-batch rate on unseen data."""
@@ -275,6 +281,20 @@ class Plan(_Part):
         """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
         run = self.training
         return run.max_seqlen_per_dp_cp_rank or self.microbatches.n_tokens_max // run.context_parallel_size
+
+    @property
+    def captured(self) -> list[Bucket]:
+        """The buckets that training captures, in the file's order; none where `graphs.impl` is none."""
+        return [] if self.graphs.impl == "none" else [b.bucket(self.graph_tokens) for b in self.graphs.buckets]
+
+    @property
+    def shares(self) -> dict[Bucket, float]:
+        """Predicted share of micro-batches that replay each of the plan's buckets."""
+        shares: dict[Bucket, float] = {}
+        for part in self.graphs.buckets:
+            bucket = part.bucket(self.graph_tokens)
+            shares[bucket] = shares.get(bucket, 0.0) + part.share
+        return shares
 
     def to_yaml(self) -> str:
         """The plan as YAML text."""

@@ -19,8 +19,9 @@ from matplotlib.axes import Axes
 from thdprof.analyze import analyze_dataset
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.statistics import fallback_rate
-from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
+from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.demo import write_demo
+from thdprof.dispatch import Bucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,9 +72,9 @@ def curve(analysis: Analysis) -> Curve:
     """The cap curve of `analysis`, a point for each number of documents."""
     table, found = analysis.microbatches, analysis.recommendation
     length = max(analysis.settings.seq_length, analysis.max_seqlen.max)
-    caps = list(range(1, analysis.n_seqs.max + 1))
-    costs = StepCosts(table, analysis.costs, caps, [length], analysis.settings.pipeline_parallel_size)
-    options = [(Bucket(cap, length),) for cap in caps]
+    caps, tokens = list(range(1, analysis.n_seqs.max + 1)), analysis.graph_tokens
+    costs = StepCosts(table, analysis.costs, caps, [length], analysis.settings.pipeline_parallel_size, n_tokens=tokens)
+    options = [(Bucket(cap, length, tokens),) for cap in caps]
     rates = [fallback_rate(table, table.n_seqs > cap) for cap in caps]
     return Curve(
         caps=caps,

@@ -19,7 +19,6 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroup
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan, parse_plan
-from thdprof.runtime.graphs.graphed_module import buckets_of
 
 COSTS = cost_table()
 PACKS = [[3, 5], [8], [1, 6, 1], [7, 1], [8], [2, 2, 2, 2], [8], [1, 7]]
@@ -286,22 +285,16 @@ def test_every_decision_is_the_runtimes(template, buckets, batches, sizes, run_c
         groups=groups if dynamic else None,
     )  # fmt: skip
     found = dispatch(table, plan)
-    runtime = Dispatcher(buckets_of(plan))
+    runtime = Dispatcher(plan.captured)
     checked = 0
     for index, (n, s, t, c) in enumerate(zip(n_seqs, longest, tokens, sizes, strict=True)):
         decided = runtime.decide(Shape(int(n), int(s), int(t) // c, c))
         if isinstance(decided, Bucket):
-            shape = found.shapes[found.choice[index]]
             assert found.choice[index] >= 0
-            assert (shape.max_seqs, shape.max_seqlen, shape.cp_size) == (
-                decided.max_seqs, decided.max_seqlen, decided.cp_size,
-            )  # fmt: skip
+            assert found.buckets[found.choice[index]] == decided
         else:
             assert found.choice[index] == -1
-            if found.shapes:
-                assert found.reason_of(index) == decided
-            else:
-                assert decided == FallbackReason.disabled_by_user
+            assert found.reason_of(index) == decided
         checked += 1
     assert checked == count
     assert sum(found.reasons().values()) == (found.choice < 0).sum()

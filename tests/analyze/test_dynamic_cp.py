@@ -13,11 +13,12 @@ from support.schedules import make_costs, schedule
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.statistics import fallback_rate
-from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
+from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule import dynamic_cp
 from thdprof.analyze.schedule.dynamic_cp import deal
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.sources.base import UnpackedDocuments
+from thdprof.dispatch import Bucket
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import parse_plan
 from thdprof.training import TrainingSettings
@@ -348,17 +349,17 @@ def test_rates_count_a_shared_micro_batch_once_and_each_of_its_ranks():
 def test_all_ranks_wait_at_the_end_of_a_round():
     table = grouped_table(ROWS, ranks=4)
     costs = make_costs(replay=((1, None, 1.0), (11, None, 11.0)))  # n documents cost n
-    cost = StepCosts(table, costs, [1, 2, 3, 4, 5, 8, 9], [64], 1)
+    cost = StepCosts(table, costs, [1, 2, 3, 4, 5, 8, 9], [64], 1, n_tokens=64)
     eager = cost.step_ms([()])[0]
     assert eager == (2 * 100 + 100 + 100) / 2
-    every = [Bucket(n, 64, size) for size in (1, 2, 4) for n in (1, 2, 3, 5, 8, 9)]
+    every = [Bucket(n, 64, 64, size) for size in (1, 2, 4) for n in (1, 2, 3, 5, 8, 9)]
     assert cost.step_ms([every])[0] == (max(2 + 3, 9, 1) + 5 + max(2, 8)) / 2
     assert cost.step_ms([every], stride=2)[0] == max(2 + 3, 9, 1) + 5
     # a bucket fits micro-batches of its own size alone
-    assert cost.step_ms([[Bucket(9, 64, 1)]])[0] == (200 + 100 + 100) / 2
-    assert cost.step_ms([[Bucket(9, 64, 2)]])[0] == (100 + 100 + 9) / 2
-    assert cost.shares([Bucket(9, 64, 2), Bucket(9, 64, 4)]) == (4 / 7, 1 / 7)
-    assert cost.fallback_rate([Bucket(9, 64, 1), Bucket(9, 64, 2)]).rank_step == 4 / 8
+    assert cost.step_ms([[Bucket(9, 64, 64, 1)]])[0] == (200 + 100 + 100) / 2
+    assert cost.step_ms([[Bucket(9, 64, 64, 2)]])[0] == (100 + 100 + 9) / 2
+    assert cost.shares([Bucket(9, 64, 64, 2), Bucket(9, 64, 64, 4)]) == (4 / 7, 1 / 7)
+    assert cost.fallback_rate([Bucket(9, 64, 64, 1), Bucket(9, 64, 64, 2)]).rank_step == 4 / 8
 
 
 @pytest.fixture
@@ -421,13 +422,13 @@ def test_the_joint_choice_is_the_best_there_is(documents):
     table, costs = result.microbatches, result.costs
     chosen = result.recommendation
     caps = sorted({c.max_seqs for c in chosen.candidates} | {b.max_seqs for b in chosen.buckets})
-    options = [[(), *((Bucket(n, 256 * size, size),) for n in caps)] for size in (1, 2, 4, 8)]
-    step_costs = StepCosts(table, costs, caps, [256 * size for size in (1, 2, 4, 8)], 1)
+    options = [[(), *((Bucket(n, 256 * size, 256, size),) for n in caps)] for size in (1, 2, 4, 8)]
+    step_costs = StepCosts(table, costs, caps, [256 * size for size in (1, 2, 4, 8)], 1, n_tokens=256)
     every = [sum(parts, ()) for parts in product(*options)]
     best = float(step_costs.step_ms(every[:6000]).min())
     assert chosen.step_ms <= best * 1.02
     assert chosen.step_ms == pytest.approx(
-        StepCosts(table, costs, *_axes(chosen.buckets), 1).step_ms([chosen.buckets])[0]
+        StepCosts(table, costs, *_axes(chosen.buckets), 1, n_tokens=256).step_ms([chosen.buckets])[0]
     )
 
 

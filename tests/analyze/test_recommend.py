@@ -12,14 +12,15 @@ from support.schedules import make_costs, make_table
 from thdprof.analyze.buckets.cost_table import built_in_costs
 from thdprof.analyze.buckets.recommend import Limits, recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
-from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
+from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.report.terminal import sentence
+from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 
 
 def recommend_for(table, costs, **options):
     settings = {
-        "longest_possible": 64,
+        "longest_possible": {1: 64},
         "pipeline_size": 1,
         "num_slots": 1,
         "n_tokens_per_rank": 64,
@@ -64,8 +65,8 @@ def test_step_time_by_hand():
     # cap 2: rank 0 replays twice at 10, rank 1 once and runs once eagerly at 100; the step waits for rank 1
     table = make_table([1, 2, 9, 2], ranks=2, num_microbatches=2)
     costs = make_costs(replay=((2, None, 10.0), (9, None, 50.0)))
-    step_costs = StepCosts(table, costs, [2, 9], [64], pipeline=3)
-    small, large = Bucket(2, 64), Bucket(9, 64)
+    step_costs = StepCosts(table, costs, [2, 9], [64], pipeline=3, n_tokens=64)
+    small, large = Bucket(2, 64, 64), Bucket(9, 64, 64)
     times = step_costs.step_ms([(), (small,), (large,), (small, large)])
     bubble = 1 + 2 / 2
     np.testing.assert_allclose(times, np.array([200, 110, 100, 60]) * bubble)
@@ -94,7 +95,7 @@ def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
             sizes = sorted({histogram.percentile(p) for p in (50, 90, 99, 100)} | {longest})
         else:
             sizes = [longest]
-        everything = [Bucket(n, s) for n in caps for s in sizes]
+        everything = [Bucket(n, s, 64) for n in caps for s in sizes]
         assert brute_force_step_ms(table, costs, found.buckets, 2) == pytest.approx(found.step_ms)
         choices = [c for k in range(4) for c in combinations(everything, k)]
         if len(choices) > 150:
@@ -166,7 +167,7 @@ def test_systems_a_with_64_microbatches_a_step(rng):
     points, values = (0, 0.5, 0.9, 0.96, 0.99, 1), np.log([1, 12, 43, 64, 106, 358])
     n_seqs = np.ceil(np.exp(np.interp(rng.random(64 * 500), points, values)) - 1e-9)
     table = make_table(n_seqs, ranks=8, num_microbatches=8)
-    found = recommend_for(table, built_in_costs("transformer_engine", 2048), longest_possible=2048)
+    found = recommend_for(table, built_in_costs("transformer_engine", 2048), longest_possible={1: 2048})
     at = {name: c for c in found.candidates for name in c.names}
     assert at["p90"].fallback_rate.step > 0.99
     assert at["p99"].fallback_rate.step > 0.4

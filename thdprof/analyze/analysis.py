@@ -7,60 +7,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction, freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.recommend import Limits, Recommendation, longest_captured, recommend
-from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram, Profile
+from thdprof.analyze.buckets.statistics import Profile
 from thdprof.analyze.caveats import caveats
-from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
-from thdprof.analyze.settings.resolve import Assumption, Kind, resolve_settings
+from thdprof.analyze.schedule.replay import DatasetSummary, replay
+from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
-from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
-from thdprof.training import STEP_PACKERS, Attention, Loader, TrainingSettings
+from thdprof.analyze.sources.base import Dataset
+from thdprof.plan import Percentiles
+from thdprof.training import Attention, TrainingSettings
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice
 
-_DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
-
-
 Progress = Callable[[str, float, int], None]
-"""Told the stage, the share of the whole work that is done, and the documents it is about (0: not known yet)."""
+"""Called with the stage, the share of the whole work that is done, and the documents it is about (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
-"""Of the time, what is over after reading and after replaying."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetSummary:
-    """The dataset that was read."""
-
-    format: str
-    uris: tuple[str, ...]
-    fingerprint: str
-    rows: int
-    documents: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Percentiles:
-    """Nearest-rank percentiles over micro-batches."""
-
-    mean: float
-    p50: int
-    p90: int
-    p95: int
-    p99: int
-    p99_9: int
-    max: int
-
-    @classmethod
-    def of(cls, histogram: Histogram) -> Percentiles:
-        """The percentiles of `histogram`."""
-        return cls(mean=histogram.mean, **{n: histogram.percentile(p) for n, p in PERCENTILES.items()})
+"""Progress-bar estimates: reading ends at 10% of the total time, replaying the schedule at 85%."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +39,7 @@ class CpSize:
 
     cp_size: int
     share: float
-    """Of micro-batches."""
+    """Share of micro-batches that have this size."""
     n_seqs: Percentiles
     max_seqlen: Percentiles
     n_tokens: int
@@ -105,8 +75,10 @@ class Analysis:
     offload: OffloadPrediction | None
     """Activations that wait on the host and the memory that this frees, which the recommendation counted on; None where
     all stay on the device, or nothing is captured."""
-    longest: dict[int | None, int]
-    """Tokens of the longest document that a single cap is captured for, by context-parallel size; None: the run's."""
+    longest: dict[int, int]
+    """Tokens of the longest document that a single cap is captured for, by context-parallel size."""
+    graph_tokens: int
+    """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
     packing_efficiency: float | None
     packing_efficiency_without_cap: float | None
     warnings: tuple[str, ...]
@@ -121,40 +93,6 @@ class Analysis:
     def drawn(self) -> bool:
         """Whether the order of rows is not known, so that micro-batches were drawn."""
         return not self.microbatches.exact and self.settings.packer != "dynamic_cp"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
-    """The schedule of a dataset, and the settings that made it."""
-
-    settings: TrainingSettings
-    assumptions: tuple[Assumption, ...]
-    """Settings that nobody gave."""
-    schedule: Schedule
-    notes: tuple[str, ...]
-    """Settings that were given in vain."""
-
-
-def replay(
-    dataset: Dataset, given: Mapping[str, Any], tick: Tick = lambda done: None, memo: Memo = FORGETFUL
-) -> Replay:
-    """The micro-batches that training forms of `dataset` under the settings `given`, by name.
-
-    Raises:
-        DataError: what the dataset holds.
-        UsageError: settings that cannot be.
-    """
-    settings, assumptions, vain = resolve_settings(
-        given,
-        pack_tokens=_pack_tokens(dataset),
-        dataset_format=dataset.format,
-        default_loader=_default_loader(dataset, given),
-        num_datasets=len(dataset.uris),
-        kind=_kind(dataset),
-    )
-    tick(0.0)
-    schedule = build_schedule(dataset, settings, tick, memo)
-    return Replay(settings=settings, assumptions=assumptions, schedule=schedule, notes=vain)
 
 
 def analyze(
@@ -215,27 +153,25 @@ def analyze_read(
         progress("replaying the schedule", _READ_SHARE + (_REPLAYED_SHARE - _READ_SHARE) * done, documents)
 
     replayed = replay(dataset, given, tick, memo)
-    settings, schedule = replayed.settings, replayed.schedule
-    table = schedule.table
+    settings, schedule, table = replayed.settings, replayed.schedule, replayed.schedule.table
     progress("recommending", _REPLAYED_SHARE, documents)
     profile = Profile.of(table)
+    n_tokens_max = int(table.n_tokens.max())
+    graph_tokens = settings.max_seqlen_per_dp_cp_rank or max(1, n_tokens_max // settings.context_parallel_size)
+    costs = measured or built_in_costs(attention, graph_tokens)
     in_flight = slots(
         pipeline_size=settings.pipeline_parallel_size,
         num_chunks=settings.virtual_pipeline_size or 1,
         num_microbatches=int(table.num_microbatches.max()),
         group=settings.microbatch_group_size,
     )
-    n_tokens_max = int(table.n_tokens.max())
-    cp_sizes = _cp_sizes(table, settings)
-    per_rank = settings.max_seqlen_per_dp_cp_rank or max(1, n_tokens_max // settings.context_parallel_size)
-    costs = measured or built_in_costs(attention, per_rank)
-    longest_possible = settings.seq_length if not cp_sizes or settings.tail_policy == "none" else n_tokens_max
     num_slots = most_slots(in_flight)
     limits = limits or Limits()
     limited = limits.graph_memory_bytes is not None or limits.max_fallback_rate is not None
     if offload is not None and limits.graph_memory_bytes is not None:
-        freed = freed_bytes(costs, offload, n_tokens=per_rank, num_slots=num_slots)
+        freed = freed_bytes(costs, offload, n_tokens=graph_tokens, num_slots=num_slots)
         limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
+    longest_possible = _longest_possible(table, settings, graph_tokens)
     recommendation = recommend(
         table,
         profile,
@@ -243,61 +179,66 @@ def analyze_read(
         longest_possible=longest_possible,
         pipeline_size=settings.pipeline_parallel_size,
         num_slots=num_slots,
-        n_tokens_per_rank=per_rank,
+        n_tokens_per_rank=graph_tokens,
         independent=schedule.independent,
         limits=limits,
     )
     moved = None
     if offload is not None and recommendation.buckets:
         memory = recommendation.graph_memory_bytes
-        moved = predict_offload(costs, offload, n_tokens=per_rank, num_slots=num_slots, graph_memory_bytes=memory)
+        moved = predict_offload(costs, offload, n_tokens=graph_tokens, num_slots=num_slots, graph_memory_bytes=memory)
     full_size = _share_of_full_size(table, settings)
+    by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
     return Analysis(
-        dataset=summary_of(dataset),
+        dataset=DatasetSummary.of(dataset),
         settings=settings,
         assumptions=replayed.assumptions,
         microbatches=table,
         profile=profile,
-        n_seqs=Percentiles.of(profile.n_seqs),
-        max_seqlen=Percentiles.of(profile.max_seqlen),
+        n_seqs=profile.n_seqs.percentiles(),
+        max_seqlen=profile.max_seqlen.percentiles(),
         n_tokens_max=n_tokens_max,
         share_of_full_size=full_size,
-        cp_sizes=cp_sizes,
+        cp_sizes=_cp_sizes(table, by_size, graph_tokens),
         costs=costs,
         slots=in_flight,
         recommendation=recommendation,
         offload=moved,
-        longest=longest_captured(
-            {None: profile} if table.groups is None else Profile.by_cp_size(table), longest_possible, per_rank
-        ),
+        longest=longest_captured(by_size or {settings.context_parallel_size: profile}, longest_possible),
+        graph_tokens=graph_tokens,
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
         warnings=(
             *replayed.notes,
             *dataset.notes,
             *schedule.notes,
-            *caveats(_kind(dataset), settings, schedule.table, costs, full_size, recommendation, limited=limited),
+            *caveats(replayed.kind, settings, schedule.table, costs, full_size, recommendation, limited=limited),
         ),
     )
 
 
-def _cp_sizes(table: MicrobatchTable, settings: TrainingSettings) -> tuple[CpSize, ...]:
+def _longest_possible(table: MicrobatchTable, settings: TrainingSettings, graph_tokens: int) -> dict[int, int]:
+    """Tokens of the longest document that a micro-batch of each context-parallel size can hold."""
     if table.groups is None:
-        return ()
-    found = []
-    for size, profile in Profile.by_cp_size(table).items():
-        assert size is not None
-        found.append(
-            CpSize(
-                cp_size=size,
-                share=profile.n_seqs.total / len(table),
-                n_seqs=Percentiles.of(profile.n_seqs),
-                max_seqlen=Percentiles.of(profile.max_seqlen),
-                n_tokens=size * (settings.max_seqlen_per_dp_cp_rank or 0),
-                n_tokens_max=int(table.n_tokens[table.groups.cp_size == size].max()),
-            )
+        return {settings.context_parallel_size: settings.seq_length}
+    longest = settings.seq_length if settings.tail_policy == "none" else int(table.n_tokens.max())
+    return {int(size): min(longest, int(size) * graph_tokens) for size in np.unique(table.groups.cp_size)}
+
+
+def _cp_sizes(table: MicrobatchTable, profiles: Mapping[int, Profile], graph_tokens: int) -> tuple[CpSize, ...]:
+    """The micro-batches of each context-parallel size that has a profile."""
+    return tuple(
+        CpSize(
+            cp_size=size,
+            share=profile.n_seqs.total / len(table),
+            n_seqs=profile.n_seqs.percentiles(),
+            max_seqlen=profile.max_seqlen.percentiles(),
+            n_tokens=size * graph_tokens,
+            n_tokens_max=int(table.n_tokens[table.groups.cp_size == size].max()),
         )
-    return tuple(found)
+        for size, profile in profiles.items()
+        if table.groups is not None
+    )
 
 
 def _share_of_full_size(table: MicrobatchTable, settings: TrainingSettings) -> float:
@@ -307,43 +248,3 @@ def _share_of_full_size(table: MicrobatchTable, settings: TrainingSettings) -> f
 
         return float((table.n_tokens == capacity(table, settings)).mean())
     return float((table.n_tokens == table.n_tokens.max()).mean()) if table.n_tokens.strides != (0,) else 1.0
-
-
-def _default_loader(dataset: Dataset, given: Mapping[str, Any]) -> Loader | None:
-    """The sampler that the format's own training code uses by default; None where the order is not known."""
-    if isinstance(dataset.content, UnpackedDocuments) and given.get("packer") in STEP_PACKERS:
-        return "single"
-    return _DEFAULT_LOADERS.get(dataset.format)
-
-
-def _kind(dataset: Dataset) -> Kind:
-    match dataset.content:
-        case PackedRows(rule="bridge"):
-            return "bridge"
-        case PackedRows(rule="trl"):
-            return "trl"
-        case PackedRows():
-            return "packs"
-        case UnpackedDocuments():
-            return "documents"
-        case _:
-            return "streams"
-
-
-def _pack_tokens(dataset: Dataset) -> int | None:
-    """The dataset's pack size: as its files tell it, else its fullest row."""
-    if dataset.pack_tokens is None and isinstance(dataset.content, PackedRows):
-        return max(1, int(dataset.content.num_tokens().max()))
-    return dataset.pack_tokens
-
-
-def summary_of(dataset: Dataset) -> DatasetSummary:
-    """What is reported of `dataset`."""
-    return DatasetSummary(
-        format=dataset.format,
-        uris=dataset.uris,
-        fingerprint=dataset.fingerprint,
-        rows=dataset.num_rows(),
-        documents=dataset.num_documents(),
-        tokens=dataset.num_tokens(),
-    )

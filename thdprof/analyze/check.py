@@ -1,4 +1,4 @@
-"""Does a dataset still fit a plan? Every micro-batch is dispatched to the plan's buckets, as training would."""
+"""Does a dataset still fit a plan? Every micro-batch is decisions to the plan's buckets, as training would."""
 
 from __future__ import annotations
 
@@ -9,59 +9,21 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.analysis import DatasetSummary, Percentiles, Progress, replay, summary_of
-from thdprof.analyze.buckets.statistics import FallbackRate, Profile, fallback_rate
+from thdprof.analyze.analysis import Progress
+from thdprof.analyze.buckets.statistics import Profile, fallback_rate
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
+from thdprof.analyze.schedule.replay import DatasetSummary, replay
 from thdprof.analyze.sources import format_of, read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.dispatch import FallbackReason
+from thdprof.dispatch import Decisions, FallbackReason, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
-from thdprof.plan import Plan
+from thdprof.plan import FallbackRate, Percentiles, Plan
 
 Level = Literal["microbatch", "rank_step", "step"]
 _READ_SHARE = 0.15
-"""Of the time, what is over after reading."""
+"""Progress-bar estimate: reading ends at 15% of the total time."""
 _ROUNDING = 1e-12
-_REASONS = (
-    FallbackReason.cp_size_not_captured,
-    FallbackReason.token_count_differs,
-    FallbackReason.too_many_seqs,
-    FallbackReason.document_too_long,
-)
-"""In the order of the runtime's dispatcher: where several things are wrong, the first counts."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Shape:
-    """A bucket's static shape, ordered as buckets are tried."""
-
-    max_seqs: int
-    max_seqlen: int
-    cp_size: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dispatched:
-    """What is decided about every micro-batch."""
-
-    shapes: tuple[Shape, ...]
-    """The plan's, ascending and each once."""
-    choice: NDArray[np.int32]
-    """Index into `shapes` that each micro-batch replays, or -1: it runs eagerly; shape [micro-batches]."""
-    eager: NDArray[np.int64]
-    """Micro-batches that run eagerly, ascending; shape [eager micro-batches]."""
-    reason: NDArray[np.int8]
-    """Index into `_REASONS` of each of them, same shape."""
-
-    def reasons(self) -> dict[FallbackReason, int]:
-        """How many micro-batches run eagerly for each reason that occurs."""
-        counts = np.bincount(self.reason, minlength=len(_REASONS))
-        return {name: int(n) for name, n in zip(_REASONS, counts, strict=True) if n}
-
-    def reason_of(self, index: int) -> FallbackReason:
-        """Why the eager micro-batch `index` of the table is one."""
-        return _REASONS[int(self.reason[np.searchsorted(self.eager, index)])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,31 +146,31 @@ def check(
         raise DataError(f"{where}: its training settings do not fit the dataset: {error}") from error
     table = replayed.schedule.table
     padded = not plan.microbatches.n_tokens_constant
-    dispatched = dispatch(table, plan, padded=padded)
+    decisions = dispatch(table, plan, padded=padded)
     unpadded = fallback_rate(table, dispatch(table, plan).choice < 0) if padded else None
     profile = Profile.of(table)
     allowed = getattr(plan.predictions.fallback_rate, level) if max_fallback_rate is None else max_fallback_rate
     return Check(
         plan=plan,
-        dataset=summary_of(dataset),
+        dataset=DatasetSummary.of(dataset),
         exact=table.exact,
         microbatches=len(table),
         steps=table.num_steps,
-        n_seqs=Percentiles.of(profile.n_seqs),
-        max_seqlen=Percentiles.of(profile.max_seqlen),
+        n_seqs=profile.n_seqs.percentiles(),
+        max_seqlen=profile.max_seqlen.percentiles(),
         n_tokens_max=int(table.n_tokens.max()),
-        fallback_rate=fallback_rate(table, dispatched.choice < 0),
+        fallback_rate=fallback_rate(table, decisions.choice < 0),
         fallback_rate_unpadded=unpadded,
-        reasons=dispatched.reasons() if dispatched.shapes else {FallbackReason.disabled_by_user: len(table)},
-        buckets=_bucket_uses(plan, dispatched),
-        worst=_worst(table, plan, dispatched),
+        reasons=decisions.reasons(),
+        buckets=_bucket_uses(plan, decisions),
+        worst=_worst(table, plan, decisions),
         level=level,
         max_fallback_rate=allowed,
         notes=(
             *dataset.notes,
             *replayed.notes,
             *replayed.schedule.notes,
-            *_notes(plan, table, dispatched, unpadded, needed),
+            *_notes(plan, table, decisions, unpadded, needed),
         ),
     )
 
@@ -227,76 +189,62 @@ def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
         raise
 
 
-def dispatch(table: MicrobatchTable, plan: Plan, *, padded: bool = False) -> Dispatched:
+def dispatch(table: MicrobatchTable, plan: Plan, *, padded: bool = False) -> Decisions:
     """What `thdprof.dispatch.Dispatcher` decides about every micro-batch of `table` over the plan's buckets.
 
     Args:
         table: micro-batches of the plan's training.
-        plan: whose buckets they are to replay.
-        padded: whether those of fewer tokens than the graphs' are padded to as many before, as a plan assumes whose
-            micro-batches differ in them.
+        plan: the plan whose buckets the micro-batches are to replay.
+        padded: whether micro-batches with fewer tokens than the graphs have are padded before, as a plan assumes whose
+            micro-batches differ in their number of tokens.
     """
-    captured = plan.graphs.buckets if plan.graphs.impl != "none" else []
-    shapes = tuple(sorted({Shape(b.max_seqs, b.max_seqlen, b.cp_size) for b in captured}))
-    choice = np.full(len(table), -1, dtype=np.int32)
     cp_size = _cp_size(table, plan)
-    tokens = table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens
-    of_rank = tokens // cp_size
-    right_tokens = of_rank <= plan.graph_tokens if padded else of_rank == plan.graph_tokens
-    right_tokens = np.broadcast_to(right_tokens, len(table))
-    for index in reversed(range(len(shapes))):  # the smallest that fits is written last
-        shape = shapes[index]
-        fits = (table.n_seqs <= shape.max_seqs) & (table.max_seqlen <= shape.max_seqlen) & right_tokens
-        choice[fits & (cp_size == shape.cp_size)] = index
-    eager = np.flatnonzero(choice < 0)
-    n_seqs, cp_size = table.n_seqs[eager], np.broadcast_to(cp_size, len(table))[eager]
-    most = np.zeros(len(eager), dtype=np.int64)  # documents of the largest bucket of the micro-batch's size
-    for shape in shapes:
-        most[cp_size == shape.cp_size] = shape.max_seqs
-    wrong = (most == 0, ~right_tokens[eager], n_seqs > most)
-    reason = np.select(wrong, range(len(wrong)), default=len(wrong)).astype(np.int8)
-    return Dispatched(shapes=shapes, choice=choice, eager=eager, reason=reason)
+    of_rank = (table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens) // cp_size
+    shapes = Shapes(
+        n_seqs=table.n_seqs,
+        max_seqlen=table.max_seqlen,
+        n_tokens=np.maximum(of_rank, plan.graph_tokens) if padded else of_rank,
+        cp_size=cp_size,
+    )
+    return decide_all(plan.captured, shapes)
 
 
 def _cp_size(table: MicrobatchTable, plan: Plan) -> NDArray[np.int32]:
-    """Context-parallel size of every micro-batch, shape [micro-batches] or, where all have the run's, []."""
+    """Context-parallel size of every micro-batch, shape [micro-batches], or [1] where all have the run's."""
     if table.groups is not None:
         return table.groups.cp_size
-    return np.array(plan.training.context_parallel_size, dtype=np.int32)
+    return np.array([plan.training.context_parallel_size], dtype=np.int32)
 
 
-def _bucket_uses(plan: Plan, dispatched: Dispatched) -> tuple[BucketUse, ...]:
-    counts = np.bincount(dispatched.choice + 1, minlength=len(dispatched.shapes) + 1)[1:]
-    planned = dict.fromkeys(dispatched.shapes, 0.0)
-    if dispatched.shapes:
-        for b in plan.graphs.buckets:
-            planned[Shape(b.max_seqs, b.max_seqlen, b.cp_size)] += b.share
+def _bucket_uses(plan: Plan, decisions: Decisions) -> tuple[BucketUse, ...]:
+    counts = np.bincount(decisions.choice + 1, minlength=len(decisions.buckets) + 1)[1:]
+    planned = plan.shares
     return tuple(
         BucketUse(
-            max_seqs=shape.max_seqs,
-            max_seqlen=shape.max_seqlen,
-            cp_size=shape.cp_size,
-            planned_share=planned[shape],
-            share=int(count) / len(dispatched.choice),
+            max_seqs=bucket.max_seqs,
+            max_seqlen=bucket.max_seqlen,
+            cp_size=bucket.cp_size,
+            planned_share=planned[bucket],
+            share=int(count) / len(decisions.choice),
         )
-        for shape, count in zip(dispatched.shapes, counts, strict=True)
+        for bucket, count in zip(decisions.buckets, counts, strict=True)
     )
 
 
-def _worst(table: MicrobatchTable, plan: Plan, dispatched: Dispatched) -> Overshoot | None:
+def _worst(table: MicrobatchTable, plan: Plan, decisions: Decisions) -> Overshoot | None:
     """The eager micro-batch that is over the largest documents, length or tokens by the largest factor."""
-    eager, shapes = dispatched.eager, dispatched.shapes
-    if not len(eager) or not shapes:
+    eager, buckets = decisions.eager, decisions.buckets
+    if not len(eager) or not buckets:
         return None
     cp_size = np.broadcast_to(_cp_size(table, plan), len(table))
     over = np.zeros(len(eager))
-    for size in {s.cp_size for s in shapes}:
+    for size in {b.cp_size for b in buckets}:
         here = np.flatnonzero(cp_size[eager] == size)
         at = eager[here]
-        fitting = [s for s in shapes if s.cp_size == size]
+        fitting = [b for b in buckets if b.cp_size == size]
         most = fitting[-1].max_seqs
-        lengths = np.maximum.accumulate([s.max_seqlen for s in reversed(fitting)])[::-1]  # of a bucket and those above
-        first = np.searchsorted([s.max_seqs for s in fitting], table.n_seqs[at])  # with room for the documents
+        lengths = np.maximum.accumulate([b.max_seqlen for b in reversed(fitting)])[::-1]  # of a bucket and those above
+        first = np.searchsorted([b.max_seqs for b in fitting], table.n_seqs[at])  # with room for the documents
         longest = lengths[np.minimum(first, len(fitting) - 1)]
         factors = (
             table.n_seqs[at] / most,
@@ -314,7 +262,7 @@ def _worst(table: MicrobatchTable, plan: Plan, dispatched: Dispatched) -> Oversh
         max_seqlen=int(table.max_seqlen[index]),
         n_tokens=int(table.n_tokens[index]),
         cp_size=int(cp_size[index]),
-        reason=dispatched.reason_of(index),
+        reason=decisions.reason_of(index),
     )
 
 
@@ -332,12 +280,12 @@ def _slots(plan: Plan, table: MicrobatchTable) -> list[list[int]]:
 def _notes(
     plan: Plan,
     table: MicrobatchTable,
-    dispatched: Dispatched,
+    decisions: Decisions,
     unpadded: FallbackRate | None,
     needed: list[list[int]],
 ) -> list[str]:
     found = []
-    if not dispatched.shapes:
+    if not decisions.buckets:
         found.append("the plan captures no graphs: all micro-batches run eagerly by its own advice, whatever the data")
     elif unpadded is not None:
         found.append(
@@ -351,7 +299,7 @@ def _notes(
             f"graphs.tail_policy {plan.graphs.tail_policy} is not the training settings' "
             f"{plan.training.tail_policy}, with which micro-batches were replayed: analyse again"
         )
-    if dispatched.shapes and plan.graphs.slots != needed:
+    if decisions.buckets and plan.graphs.slots != needed:
         had = {(r, c): n for r, rank in enumerate(plan.graphs.slots) for c, n in enumerate(rank)}
         lacking = sum(n > had.get((r, c), 0) for r, rank in enumerate(needed) for c, n in enumerate(rank))
         if lacking:

@@ -47,8 +47,8 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                 "exact": analysis.microbatches.exact,
                 "count": len(analysis.microbatches),
                 "steps": analysis.steps,
-                "n_seqs": asdict(analysis.n_seqs),
-                "max_seqlen": asdict(analysis.max_seqlen),
+                "n_seqs": analysis.n_seqs,
+                "max_seqlen": analysis.max_seqlen,
                 "n_tokens_max": analysis.n_tokens_max,
                 "n_tokens_constant": analysis.share_of_full_size == 1.0,
             },
@@ -59,14 +59,14 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                     {
                         "max_seqs": b.max_seqs,
                         "max_seqlen": b.max_seqlen,
-                        "cp_size": b.cp_size or settings.context_parallel_size,
+                        "cp_size": b.cp_size,
                         "share": share,
                     }
                     for b, share in zip(chosen.buckets, chosen.shares, strict=True)
                 ],
                 "one_cap": None
                 if one_cap is None
-                else {"max_seqs": one_cap.max_seqs, "fallback_rate": asdict(one_cap.fallback_rate)},
+                else {"max_seqs": one_cap.max_seqs, "fallback_rate": one_cap.fallback_rate},
                 "slots": analysis.slots,
                 "tail_policy": settings.tail_policy,
                 "offload": None
@@ -78,7 +78,7 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                 },
             },
             "predictions": {
-                "fallback_rate": asdict(chosen.fallback_rate),
+                "fallback_rate": chosen.fallback_rate,
                 "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
                 "relative_step_time": chosen.relative_step_time,
                 "step_ms": chosen.step_ms,

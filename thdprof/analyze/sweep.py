@@ -8,10 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thdprof.analyze.analysis import DatasetSummary, Progress, analyze_read, summary_of
+from thdprof.analyze.analysis import Progress, analyze_read
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.schedule.memo import Memo
+from thdprof.analyze.schedule.replay import DatasetSummary
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.settings.sweep_axes import Axis
@@ -127,7 +128,7 @@ def sweep(
         else:
             done[index] = _analysed(wanted[index], request, dataset, costs, impl, memo, show)
     return Sweep(
-        dataset=summary_of(dataset),
+        dataset=DatasetSummary.of(dataset),
         names=names,
         combinations=tuple(done[index] for index in range(len(wanted))),
         notes=tuple(dict.fromkeys(note for r in requests if isinstance(r, Request) for note in r.notes)),

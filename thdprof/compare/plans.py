@@ -96,9 +96,8 @@ def _values(plan: Plan) -> dict[str, Any]:
     """The plan's fields as a dict, its buckets as shares by shape."""
     values = plan.model_dump(mode="json", by_alias=True)
     shares: dict[str, float] = {}
-    for b in sorted(plan.graphs.buckets, key=lambda b: (b.cp_size, b.max_seqs, b.max_seqlen)):
-        name = f"{b.max_seqs}x{b.max_seqlen}" + (f"/cp{b.cp_size}" if b.cp_size > 1 else "")
-        shares[name] = shares.get(name, 0.0) + b.share
+    for b, share in sorted(plan.shares.items(), key=lambda item: (item[0].cp_size, item[0])):
+        shares[f"{b.max_seqs}x{b.max_seqlen}" + (f"/cp{b.cp_size}" if b.cp_size > 1 else "")] = share
     values["graphs"]["buckets"] = shares
     return values
 

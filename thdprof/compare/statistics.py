@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, FallbackReason
+from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
 from thdprof.errors import DataError
 from thdprof.plan import Plan
 
@@ -198,17 +198,17 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
 
 def _shares(plan: Plan, decisions: _Decisions, dispatched: int) -> tuple[BucketShares, ...]:
     """Shares of the plan's buckets and of any others that the run replayed, ascending."""
-    predicted = {(b.max_seqs, b.max_seqlen, b.cp_size): b.share for b in plan.graphs.buckets}
-    counts = {(r.max_seqs, r.max_seqlen, r.cp_size): r.count for r in decisions.replays}
+    predicted = plan.shares
+    counts = {Bucket(r.max_seqs, r.max_seqlen, plan.graph_tokens, r.cp_size): r.count for r in decisions.replays}
     return tuple(
         BucketShares(
-            max_seqs=key[0],
-            max_seqlen=key[1],
-            cp_size=key[2],
-            predicted_share=predicted.get(key, 0.0),
-            observed_share=counts.get(key, 0) / dispatched,
+            max_seqs=bucket.max_seqs,
+            max_seqlen=bucket.max_seqlen,
+            cp_size=bucket.cp_size,
+            predicted_share=predicted.get(bucket, 0.0),
+            observed_share=counts.get(bucket, 0) / dispatched,
         )
-        for key in sorted({*predicted, *counts})
+        for bucket in sorted({*predicted, *counts})
     )
 
 

@@ -34,20 +34,17 @@ class Prediction:
 
     fallback_rate: float
     """Share of micro-batches whose shape fits no bucket."""
-    shares: Mapping[tuple[int, int, int], float]
-    """Share of micro-batches that replay a bucket, by (max_seqs, max_seqlen, cp_size)."""
+    shares: Mapping[Bucket, float]
+    """Share of micro-batches that replay each bucket."""
 
     @classmethod
     def of(cls, plan: Plan) -> Prediction:
         """The prediction of `plan`."""
-        return cls(
-            fallback_rate=plan.predictions.fallback_rate.microbatch,
-            shares={(b.max_seqs, b.max_seqlen, b.cp_size): b.share for b in plan.graphs.buckets},
-        )
+        return cls(fallback_rate=plan.predictions.fallback_rate.microbatch, shares=plan.shares)
 
     def share(self, bucket: Bucket) -> float:
         """Predicted share of `bucket`; 0 where the plan has none such."""
-        return self.shares.get((bucket.max_seqs, bucket.max_seqlen, bucket.cp_size), 0.0)
+        return self.shares.get(bucket, 0.0)
 
 
 @dataclass(slots=True)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.statistics import PERCENTILES, FallbackRate, Profile, upper_bound
-from thdprof.analyze.buckets.step_costs import Bucket, StepCosts
+from thdprof.analyze.buckets.statistics import PERCENTILES, Profile, upper_bound
+from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
+from thdprof.plan import FallbackRate
 
 LEAST_GAIN = 0.02
 """Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
@@ -24,7 +26,6 @@ _SEARCH_WORK = 4_000_000_000
 """Multiplications that the search over subsets may take; beyond it, it looks at evenly spaced steps."""
 _SLOWNESS_BY_ROUND = 8
 """How many multiplications a micro-batch and choice take the time of, under dynamic context parallelism."""
-_ANY = 2**31
 _MOST_CHOICES = 50_000
 
 
@@ -115,13 +116,15 @@ def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int)
     return sorted({min(top, max(1, math.ceil(n / step) * step)) for n in quantiles} | {top})
 
 
-def longest_captured(
-    profiles: Mapping[int | None, Profile], longest_possible: int, n_tokens_per_rank: int
-) -> dict[int | None, int]:
-    """The longest document that one cap's graph of each context-parallel size is captured for, in tokens."""
+def longest_captured(profiles: Mapping[int, Profile], longest_possible: Mapping[int, int]) -> dict[int, int]:
+    """The longest document, in tokens, that one cap's graph of each context-parallel size is captured for.
+
+    Args:
+        profiles: micro-batches of each context-parallel size.
+        longest_possible: tokens of the longest document that a micro-batch of each size can hold.
+    """
     return {
-        cp_size: max(min(longest_possible, (cp_size or _ANY) * n_tokens_per_rank), part.max_seqlen.percentile(100.0))
-        for cp_size, part in profiles.items()
+        cp_size: max(longest_possible[cp_size], part.max_seqlen.percentile(100.0)) for cp_size, part in profiles.items()
     }
 
 
@@ -130,7 +133,7 @@ def recommend(
     profile: Profile,
     costs: CostTable,
     *,
-    longest_possible: int,
+    longest_possible: Mapping[int, int],
     pipeline_size: int,
     num_slots: float,
     n_tokens_per_rank: int,
@@ -140,28 +143,38 @@ def recommend(
     """Choose buckets for `table`.
 
     Args:
-        longest_possible: tokens of the longest document that a row can hold.
+        longest_possible: tokens of the longest document that a micro-batch of each context-parallel size can hold; the
+            run's size alone without dynamic context parallelism.
         pipeline_size: pipeline-parallel size, for the bubble.
         num_slots: slots of the pipeline rank that needs most, in whole models, for the memory.
-        n_tokens_per_rank: tokens of a micro-batch on one context-parallel rank, for the memory.
+        n_tokens_per_rank: tokens of a graph's micro-batches on one context-parallel rank.
         independent: micro-batches of `table` that are independent draws, for the confidence bound.
 
     Raises:
         UsageError: no choice keeps to `limits`.
     """
     caps = candidate_caps(profile, costs)
-    profiles = Profile.by_cp_size(table)
+    run_cp_size = min(longest_possible)
+    profiles = Profile.by_cp_size(table, run_cp_size)
     shapes = {
         cp_size: [
-            Bucket(n, s, cp_size)
+            Bucket(n, s, n_tokens_per_rank, cp_size)
             for n in candidate_caps(part, costs)
-            for s in candidate_lengths(part, costs, min(longest_possible, (cp_size or _ANY) * n_tokens_per_rank))
+            for s in candidate_lengths(part, costs, longest_possible[cp_size])
         ]
         for cp_size, part in profiles.items()
     }
     every = [bucket for part in shapes.values() for bucket in part]
     lengths = sorted({b.max_seqlen for b in every})
-    step_costs = StepCosts(table, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths, pipeline_size)
+    step_costs = StepCosts(
+        table,
+        costs,
+        sorted({*caps, *(b.max_seqs for b in every)}),
+        lengths,
+        pipeline_size,
+        n_tokens=n_tokens_per_rank,
+        cp_size=run_cp_size,
+    )
     eager_ms = float(step_costs.step_ms([()])[0])
     least = 1 - LEAST_GAIN
 
@@ -175,8 +188,8 @@ def recommend(
     times = step_costs.step_ms(choices, stride)
     within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
     chosen = _best(choices, np.where(within, times, np.inf), step_costs, limits.max_fallback_rate)
-    longest = longest_captured(profiles, longest_possible, n_tokens_per_rank)
-    options = [tuple(Bucket(n, longest[cp_size], cp_size) for cp_size in shapes) for n in caps]
+    longest = longest_captured(profiles, longest_possible)
+    options = [tuple(Bucket(n, longest[size], n_tokens_per_rank, size) for size in shapes) for n in caps]
     curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
@@ -229,7 +242,7 @@ def _choices(shapes: Sequence[Sequence[Bucket]], most: int, costs: StepCosts) ->
         for index in np.argsort(times, kind="stable"):
             quickest.setdefault(len(of_part[index]), int(index))
         saves = [i for n, i in quickest.items() if all(times[i] < times[quickest[fewer]] for fewer in range(n))]
-        fits_all = Bucket(max(b.max_seqs for b in part), max(b.max_seqlen for b in part), part[0].cp_size)
+        fits_all = replace(part[0], max_seqs=max(b.max_seqs for b in part), max_seqlen=max(b.max_seqlen for b in part))
         short.append([*dict.fromkeys([*(of_part[i] for i in saves), (fits_all,)])])
     count = math.prod(len(part) for part in short)
     if count > _MOST_CHOICES:

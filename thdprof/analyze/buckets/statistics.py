@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.plan import FallbackRate, Percentiles
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9, "max": 100.0}
 
@@ -48,6 +49,10 @@ class Histogram:
         rank = max(0, math.ceil(index))
         return int(np.searchsorted(np.cumsum(self.counts), rank, side="right"))
 
+    def percentiles(self) -> Percentiles:
+        """The mean and the percentiles that plans and reports show."""
+        return Percentiles(mean=self.mean, **{name: self.percentile(p) for name, p in PERCENTILES.items()})
+
     def share_up_to(self, value: int) -> float:
         """Share of values that are at most `value`."""
         return float(self.counts[: value + 1].sum()) / self.total
@@ -68,10 +73,13 @@ class Profile:
         return cls(n_seqs=Histogram.of(table.n_seqs), max_seqlen=Histogram.of(table.max_seqlen))
 
     @classmethod
-    def by_cp_size(cls, table: MicrobatchTable) -> dict[int | None, Profile]:
-        """The profile of the micro-batches of each context-parallel size, ascending; None: all have the run's."""
+    def by_cp_size(cls, table: MicrobatchTable, run_cp_size: int) -> dict[int, Profile]:
+        """The profile of the micro-batches of each context-parallel size, ascending.
+
+        All have the run's size `run_cp_size` without dynamic context parallelism.
+        """
         if table.groups is None:
-            return {None: cls.of(table)}
+            return {run_cp_size: cls.of(table)}
         sizes = table.groups.cp_size
         return {
             int(size): cls(
@@ -84,18 +92,6 @@ class Profile:
     def merge(self, other: Profile) -> Profile:
         """The profile of both tables together."""
         return Profile(n_seqs=self.n_seqs.merge(other.n_seqs), max_seqlen=self.max_seqlen.merge(other.max_seqlen))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FallbackRate:
-    """Shares that run eagerly."""
-
-    microbatch: float
-    """Of micro-batches."""
-    rank_step: float
-    """Of (rank, step) pairs with at least one."""
-    step: float
-    """Of steps with at least one on any rank: a synchronous step waits for it."""
 
 
 def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> FallbackRate:

@@ -8,99 +8,98 @@ a step costs the sum over its rounds of the slowest group's sum, and a bucket fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.statistics import FallbackRate, fallback_rate
+from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
+from thdprof.dispatch import Bucket, Shapes, holds
+from thdprof.plan import FallbackRate
 
 _CHUNK = 1 << 22
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Bucket:
-    """One static shape; buckets order as they are tried."""
-
-    max_seqs: int
-    max_seqlen: int
-    cp_size: int | None = None
-    """Context-parallel size under dynamic context parallelism; None: the run's."""
 
 
 class StepCosts:
     """Expected step times of any buckets made of given caps, from counts of micro-batches in classes.
 
     A class holds the micro-batches of one context-parallel size whose smallest fitting caps are the same pair; all of
-    a class share their bucket.
+    a class share their bucket. Every micro-batch is counted as padded to the tokens of the graphs.
     """
 
     def __init__(
-        self, table: MicrobatchTable, costs: CostTable, caps: Sequence[int], lengths: Sequence[int], pipeline: int
+        self,
+        table: MicrobatchTable,
+        costs: CostTable,
+        caps: Sequence[int],
+        lengths: Sequence[int],
+        pipeline: int,
+        *,
+        n_tokens: int,
+        cp_size: int = 1,
     ) -> None:
+        """Step costs of `table`.
+
+        Args:
+            table: the micro-batches.
+            costs: the cost table.
+            caps: values of max_seqs that buckets are made of, ascending.
+            lengths: values of max_seqlen that buckets are made of, ascending.
+            pipeline: pipeline-parallel size, for the bubble.
+            n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+            cp_size: the run's context-parallel size; `table.groups` has the micro-batches' own sizes, if any.
+        """
         self._table, self._costs, self._pipeline = table, costs, pipeline
-        self.caps, self.lengths = list(caps), list(lengths)
-        width = len(self.lengths) + 1
+        width, height = len(lengths) + 1, len(caps) + 1
         numbers = np.arange(int(table.n_seqs.max()) + 1)
         kind: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
-        pair = (np.searchsorted(self.caps, numbers) * width).astype(kind)[table.n_seqs]
-        if int(table.max_seqlen.max()) > self.lengths[0]:
+        pair = (np.searchsorted(caps, numbers) * width).astype(kind)[table.n_seqs]
+        if int(table.max_seqlen.max()) > lengths[0]:
             sizes = np.arange(int(table.max_seqlen.max()) + 1)
-            pair += np.searchsorted(self.lengths, sizes).astype(kind)[table.max_seqlen]
-        cp_sizes: list[int | None] = [None]
+            pair += np.searchsorted(lengths, sizes).astype(kind)[table.max_seqlen]
+        cp_sizes = np.array([cp_size])
         if table.groups is not None:
-            found, index = np.unique(table.groups.cp_size, return_inverse=True)
-            cp_sizes = [int(size) for size in found]
-            pair += (index * ((len(self.caps) + 1) * width)).astype(kind)
+            cp_sizes, index = np.unique(table.groups.cp_size, return_inverse=True)
+            pair += (index * (height * width)).astype(kind)
         used = np.flatnonzero(np.bincount(pair))
-        self._pairs = [divmod(int(p) % ((len(self.caps) + 1) * width), width) for p in used]
-        self._cp_sizes = [cp_sizes[int(p) // ((len(self.caps) + 1) * width)] for p in used]
+        seqs, length = np.divmod(used % (height * width), width)
+        self._asked = Shapes(
+            n_seqs=np.append(caps, caps[-1] + 1)[seqs],
+            max_seqlen=np.append(lengths, lengths[-1] + 1)[length],
+            n_tokens=np.array([n_tokens]),
+            cp_size=cp_sizes[used // (height * width)],
+        )
+        """The largest micro-batch of each class, arrays of shape [classes]; past the last cap any larger one."""
         renumber = np.zeros(int(used[-1]) + 1, dtype=np.int16)
         renumber[used] = np.arange(len(used))
         self._class = renumber[pair]
         self.class_counts = np.bincount(self._class, minlength=len(used))
         self._eager_ms = costs.eager_ms(numbers)
 
-    def bucket_of_class(self, buckets: Sequence[Bucket]) -> list[int | None]:
-        """Index of the first bucket that fits each class, or None: it falls back."""
-        found: list[int | None] = []
-        for (seqs, length), cp_size in zip(self._pairs, self._cp_sizes, strict=True):
-            fits = (
-                i
-                for i, b in enumerate(buckets)
-                if seqs < len(self.caps)
-                and length < len(self.lengths)
-                and self.caps[seqs] <= b.max_seqs
-                and self.lengths[length] <= b.max_seqlen
-                and b.cp_size == cp_size
-            )
-            found.append(next(fits, None))
+    def bucket_of_class(self, buckets: Sequence[Bucket]) -> NDArray[np.int64]:
+        """Index of the first of `buckets` that fits each class, or -1: it falls back; shape [classes]."""
+        found = np.full(len(self.class_counts), -1)
+        for index in reversed(range(len(buckets))):  # the first that fits is written last
+            found[holds(buckets[index], self._asked)] = index
         return found
 
     def falls_back(self, buckets: Sequence[Bucket]) -> NDArray[np.bool_]:
         """Which micro-batches fit no bucket, shape [micro-batches]."""
-        uncovered = np.array([b is None for b in self.bucket_of_class(buckets)])
-        return np.asarray(uncovered[self._class])
+        return (self.bucket_of_class(buckets) < 0)[self._class]
 
     def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
         """The three rates under `buckets`."""
         table = self._table
         if table.num_steps == len(table):  # one micro-batch a step: the rates are the same, and classes tell them
-            chosen = self.bucket_of_class(buckets)
-            eager = sum(int(n) for n, b in zip(self.class_counts, chosen, strict=True) if b is None) / len(table)
+            eager = int(self.class_counts[self.bucket_of_class(buckets) < 0].sum()) / len(table)
             return FallbackRate(microbatch=eager, rank_step=eager, step=eager)
         return fallback_rate(table, self.falls_back(buckets))
 
     def shares(self, buckets: Sequence[Bucket]) -> tuple[float, ...]:
         """Share of micro-batches that replay each bucket."""
         chosen = self.bucket_of_class(buckets)
-        counts = [0] * len(buckets)
-        for bucket, count in zip(chosen, self.class_counts, strict=True):
-            if bucket is not None:
-                counts[bucket] += int(count)
-        return tuple(c / len(self._table) for c in counts)
+        return tuple(int(self.class_counts[chosen == i].sum()) / len(self._table) for i in range(len(buckets)))
 
     def step_ms(self, choices: Sequence[Sequence[Bucket]], stride: int = 1) -> NDArray[np.float64]:
         """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, [choices]."""
@@ -137,7 +136,7 @@ class StepCosts:
         lane = groups.round[order] * self._table.data_parallel_size + groups.first_rank[order]
         lanes = np.flatnonzero(np.diff(lane, prepend=-1))
         rounds = np.flatnonzero(np.diff(groups.round[order][lanes], prepend=-1))
-        kind, classes = self._class[order], len(self._pairs)
+        kind, classes = self._class[order], len(self.class_counts)
         eager = self._eager_ms[self._table.n_seqs[order]][:, None]
         sums = np.empty(weights.shape[1])
         at_once = max(1, _CHUNK // len(order))
@@ -150,15 +149,17 @@ class StepCosts:
 
     def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
         """What to multiply counts (first half) and eager milliseconds (second) of the classes with, [2c, choices]."""
-        classes = len(self._pairs)
+        classes = len(self.class_counts)
         weights = np.zeros((2 * classes, len(choices)))
-        replay = {b: self._costs.replay_ms(b.max_seqs, b.max_seqlen) for choice in choices for b in choice}
+        distinct = {bucket for choice in choices for bucket in choice}
+        replay = {b: self._costs.replay_ms(b.max_seqs, b.max_seqlen) for b in distinct}
+        held = {b: holds(b, self._asked) for b in distinct}
         for column, choice in enumerate(choices):
-            for row, bucket in enumerate(self.bucket_of_class(choice)):
-                if bucket is None:
-                    weights[classes + row, column] = 1.0
-                else:
-                    weights[row, column] = replay[choice[bucket]]
+            falls_back = np.ones(classes, dtype=np.bool_)
+            for bucket in reversed(choice):  # the first that fits is written last
+                weights[:classes, column][held[bucket]] = replay[bucket]
+                falls_back &= ~held[bucket]
+            weights[classes:, column] = falls_back
         return weights
 
     def _counts(self, cells: NDArray[np.integer], groups: int, n_seqs: NDArray[np.int32]) -> NDArray[np.float64]:
@@ -166,7 +167,7 @@ class StepCosts:
 
         A micro-batch with n_seqs[i] documents is counted in cells[i] = group * classes + class.
         """
-        shape = (groups, len(self._pairs))
+        shape = (groups, len(self.class_counts))
         counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
         if np.ptp(self._eager_ms) == 0:
             eager = counts * self._eager_ms[0]
@@ -176,7 +177,7 @@ class StepCosts:
 
     def _rank_step_counts(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Counts and eager milliseconds of every class on each rank of `steps`: [steps, ranks, 2 * classes]."""
-        table, classes = self._table, len(self._pairs)
+        table, classes = self._table, len(self.class_counts)
         ranks = table.data_parallel_size
         per_step = table.num_microbatches.astype(np.int64) * ranks
         starts = (np.cumsum(per_step) - per_step)[steps]
@@ -194,9 +195,21 @@ def one_cap_step_ms(
     costs: CostTable,
     caps: Sequence[int],
     *,
-    longest: Mapping[int | None, int],
+    longest: Mapping[int, int],
+    n_tokens: int,
     pipeline_size: int,
 ) -> NDArray[np.float64]:
-    """Mean step time under each of `caps` alone, captured for the `longest` documents, in milliseconds, [caps]."""
-    step_costs = StepCosts(table, costs, sorted(caps), sorted(set(longest.values())), pipeline_size)
-    return step_costs.step_ms([tuple(Bucket(n, length, size) for size, length in longest.items()) for n in caps])
+    """Mean step time under each of `caps` alone, in milliseconds, shape [caps].
+
+    Args:
+        table: the micro-batches.
+        costs: the cost table.
+        caps: documents that a graph of every context-parallel size is captured for.
+        longest: tokens of the longest document that it is captured for, by context-parallel size.
+        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+        pipeline_size: pipeline-parallel size, for the bubble.
+    """
+    lengths = sorted(set(longest.values()))
+    step_costs = StepCosts(table, costs, sorted(caps), lengths, pipeline_size, n_tokens=n_tokens, cp_size=min(longest))
+    options = [tuple(Bucket(n, length, n_tokens, size) for size, length in longest.items()) for n in caps]
+    return step_costs.step_ms(options)

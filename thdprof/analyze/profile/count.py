@@ -50,7 +50,12 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     frame.insert(0, "part", name)
     caps = _grid(analysis)
     times = one_cap_step_ms(
-        table, analysis.costs, [*caps], longest=analysis.longest, pipeline_size=settings.pipeline_parallel_size
+        table,
+        analysis.costs,
+        [*caps],
+        longest=analysis.longest,
+        n_tokens=analysis.graph_tokens,
+        pipeline_size=settings.pipeline_parallel_size,
     )
     return RunProfile(
         frame.astype(COLUMNS),

@@ -13,9 +13,9 @@ import numpy as np
 
 from thdprof import __version__
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.statistics import FallbackRate, Histogram
+from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.profile.file import CapTime, Metadata, PartOfRun, read_profile_file, write_profile_file
-from thdprof.plan import TrainingPart
+from thdprof.plan import FallbackRate, TrainingPart
 from thdprof.words import counted
 
 if TYPE_CHECKING:

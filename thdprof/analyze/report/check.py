@@ -136,7 +136,7 @@ def to_dict(check: Check) -> dict[str, Any]:
         },
         "fallback_rate_unpadded": None
         if check.fallback_rate_unpadded is None
-        else asdict(check.fallback_rate_unpadded),
+        else check.fallback_rate_unpadded.model_dump(),
         "dataset_changed": not check.same_data,
         "dataset": {
             "planned": plan.dataset.model_dump(mode="json"),
@@ -145,8 +145,8 @@ def to_dict(check: Check) -> dict[str, Any]:
         "exact": check.exact,
         "microbatches": {"planned": plan.microbatches.count, "now": check.microbatches},
         "steps": {"planned": plan.microbatches.steps, "now": check.steps},
-        "n_seqs": {"planned": plan.microbatches.n_seqs.model_dump(), "now": asdict(check.n_seqs)},
-        "max_seqlen": {"planned": plan.microbatches.max_seqlen.model_dump(), "now": asdict(check.max_seqlen)},
+        "n_seqs": {"planned": plan.microbatches.n_seqs.model_dump(), "now": check.n_seqs.model_dump()},
+        "max_seqlen": {"planned": plan.microbatches.max_seqlen.model_dump(), "now": check.max_seqlen.model_dump()},
         "n_tokens_max": {"planned": plan.microbatches.n_tokens_max, "now": check.n_tokens_max},
         "reasons": check.reasons,
         "buckets": [asdict(b) for b in check.buckets],

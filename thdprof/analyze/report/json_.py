@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.analysis import Analysis, CpSize
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.settings.experts import UP_TO_ROUTER, WHY
 
@@ -17,10 +17,14 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     return {
         "max_seqs": candidate.max_seqs,
         "coverage": candidate.coverage,
-        "fallback_rate": asdict(candidate.fallback_rate),
+        "fallback_rate": candidate.fallback_rate.model_dump(),
         "relative_step_time": candidate.relative_step_time,
         "padding_ms": candidate.padding_ms,
     }
+
+
+def _cp_size(size: CpSize) -> dict[str, Any]:
+    return {**asdict(size), "n_seqs": size.n_seqs.model_dump(), "max_seqlen": size.max_seqlen.model_dump()}
 
 
 def _captures(analysis: Analysis) -> dict[str, Any] | None:
@@ -41,10 +45,10 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         "exact": analysis.microbatches.exact,
         "microbatches": len(analysis.microbatches),
         "steps": analysis.steps,
-        "n_seqs": asdict(analysis.n_seqs),
-        "max_seqlen": asdict(analysis.max_seqlen),
+        "n_seqs": analysis.n_seqs.model_dump(),
+        "max_seqlen": analysis.max_seqlen.model_dump(),
         "n_tokens_max": analysis.n_tokens_max,
-        "cp_sizes": [asdict(size) for size in analysis.cp_sizes],
+        "cp_sizes": [_cp_size(size) for size in analysis.cp_sizes],
         "packing_efficiency": analysis.packing_efficiency,
         "packing_efficiency_without_cap": analysis.packing_efficiency_without_cap,
         "candidates": [_candidate(c) for c in chosen.candidates],
@@ -54,14 +58,14 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
                 {
                     "max_seqs": b.max_seqs,
                     "max_seqlen": b.max_seqlen,
-                    "cp_size": b.cp_size or analysis.settings.context_parallel_size,
+                    "cp_size": b.cp_size,
                     "share": share,
                 }
                 for b, share in zip(chosen.buckets, chosen.shares, strict=True)
             ],
             "captures": _captures(analysis),
             "slots": analysis.slots,
-            "fallback_rate": asdict(chosen.fallback_rate),
+            "fallback_rate": chosen.fallback_rate.model_dump(),
             "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
             "relative_step_time": chosen.relative_step_time,
             "step_ms": chosen.step_ms,

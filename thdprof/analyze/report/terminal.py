@@ -156,7 +156,7 @@ def sentence(analysis: Analysis) -> str:
             )
         return f"Do not use CUDA graphs here: none within the limits saves {LEAST_GAIN:.0%} of the eager step time."
     caps = [
-        f"{b.max_seqs} ({'' if b.cp_size is None else f'{_ranks(b.cp_size)}, '}{percent(share)})"
+        f"{b.max_seqs} ({f'{_ranks(b.cp_size)}, ' if analysis.cp_sizes else ''}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
     listed = caps[0] if len(caps) == 1 else ", ".join(caps[:-1]) + " and " + caps[-1]

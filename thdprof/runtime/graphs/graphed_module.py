@@ -217,12 +217,7 @@ class GraphedModule(DispatchedModule):
 
 def buckets_of(plan: Plan) -> list[Bucket]:
     """The buckets that `plan` captures; none where its `impl` is."""
-    if plan.graphs.impl == "none":
-        return []
-    return [
-        Bucket(max_seqs=b.max_seqs, max_seqlen=b.max_seqlen, n_tokens=plan.graph_tokens, cp_size=b.cp_size)
-        for b in plan.graphs.buckets
-    ]
+    return plan.captured
 
 
 def offload_of(plan: Plan) -> Choice | None:

@@ -1,0 +1,113 @@
+"""A dataset and training settings -> the settings completed, and the micro-batches that training forms under them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
+from thdprof.analyze.schedule.memo import FORGETFUL, Memo
+from thdprof.analyze.settings.resolve import Assumption, Kind, resolve_settings
+from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
+from thdprof.training import STEP_PACKERS, Loader, TrainingSettings
+
+_DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
+"""Format -> the sampler that its own training code uses by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSummary:
+    """The dataset that was read."""
+
+    format: str
+    """Name of the format."""
+    uris: tuple[str, ...]
+    """Files that were read, in order."""
+    fingerprint: str
+    """Digest of the data; a changed dataset has another."""
+    rows: int
+    """Stored rows (sequences, where the format stores no rows)."""
+    documents: int
+    """Stored documents."""
+    tokens: int
+    """Stored tokens, as training counts them."""
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> DatasetSummary:
+        """The summary of `dataset`."""
+        return cls(
+            format=dataset.format,
+            uris=dataset.uris,
+            fingerprint=dataset.fingerprint,
+            rows=dataset.num_rows(),
+            documents=dataset.num_documents(),
+            tokens=dataset.num_tokens(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The schedule of a dataset, and the settings that made it."""
+
+    kind: Kind
+    """What the dataset holds, which decides the settings that apply to it."""
+    settings: TrainingSettings
+    """The run's settings, complete."""
+    assumptions: tuple[Assumption, ...]
+    """Settings that nobody gave."""
+    schedule: Schedule
+    """The micro-batches, and notes on them."""
+    notes: tuple[str, ...]
+    """Settings that were given in vain."""
+
+
+def replay(
+    dataset: Dataset, given: Mapping[str, Any], tick: Tick = lambda done: None, memo: Memo = FORGETFUL
+) -> Replay:
+    """The micro-batches that training forms of `dataset` under the settings `given`, by name.
+
+    Raises:
+        DataError: the data cannot be trained on as it is.
+        UsageError: settings that cannot be.
+    """
+    kind = _kind(dataset)
+    settings, assumptions, vain = resolve_settings(
+        given,
+        pack_tokens=_pack_tokens(dataset),
+        dataset_format=dataset.format,
+        default_loader=_default_loader(dataset, given),
+        num_datasets=len(dataset.uris),
+        kind=kind,
+    )
+    tick(0.0)
+    schedule = build_schedule(dataset, settings, tick, memo)
+    return Replay(kind=kind, settings=settings, assumptions=assumptions, schedule=schedule, notes=vain)
+
+
+def _default_loader(dataset: Dataset, given: Mapping[str, Any]) -> Loader | None:
+    """The sampler that the format's own training code uses by default; None where the order is not known."""
+    if isinstance(dataset.content, UnpackedDocuments) and given.get("packer") in STEP_PACKERS:
+        return "single"
+    return _DEFAULT_LOADERS.get(dataset.format)
+
+
+def _kind(dataset: Dataset) -> Kind:
+    match dataset.content:
+        case PackedRows(rule="bridge"):
+            return "bridge"
+        case PackedRows(rule="trl"):
+            return "trl"
+        case PackedRows():
+            return "packs"
+        case UnpackedDocuments():
+            return "documents"
+        case _:
+            return "streams"
+
+
+def _pack_tokens(dataset: Dataset) -> int | None:
+    """The dataset's pack size in tokens: from its files where they say it, else the tokens of its fullest row."""
+    if dataset.pack_tokens is None and isinstance(dataset.content, PackedRows):
+        return max(1, int(dataset.content.num_tokens().max()))
+    return dataset.pack_tokens
