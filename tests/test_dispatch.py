@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -130,16 +128,31 @@ def test_a_table_is_decided_on_as_its_micro_batches_are(rng):
     assert checked == 2000
 
 
-def test_a_decision_takes_under_20_microseconds():
+class Watched:
+    """A shape that counts how often its numbers are read."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape, self.reads = shape, 0
+
+    def __getattr__(self, name: str) -> int:
+        self.reads += 1
+        return getattr(self.shape, name)
+
+
+def test_a_decision_compares_each_bucket_a_few_times_at_most():
+    """Training waits for every decision; benchmarks/runtime.py measures its time."""
     dispatcher = Dispatcher(Bucket(n, s, 4096) for n in range(8, 33, 8) for s in (1024, 4096))
-    shapes = [Shape(8, 1024, 4096), Shape(33, 1, 4096), Shape(32, 4097, 4096), Shape(1, 1, 1), Shape(1, 1, 4096, 2)]
-    took = []
-    for i in range(10_000):
-        shape = shapes[i % len(shapes)]
-        began = time.perf_counter_ns()
-        dispatcher.decide(shape)
-        took.append(time.perf_counter_ns() - began)
-    assert statistics.median(took) < 20_000
+    assert len(dispatcher.buckets) == 8
+    for shape in (
+        Shape(8, 1024, 4096),
+        Shape(33, 1, 4096),
+        Shape(32, 4097, 4096),
+        Shape(1, 1, 1),
+        Shape(1, 1, 4096, 2),
+    ):
+        watched = Watched(shape)
+        assert dispatcher.decide(watched) == dispatcher.decide(shape)
+        assert 4 <= watched.reads <= 8 * len(dispatcher.buckets)
 
 
 SHAPE = Shape(40, 600, 1000, 4)

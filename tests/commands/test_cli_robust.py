@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -30,10 +31,20 @@ def analyze(thdprof, packs, *more, **options):
     return thdprof("analyze", packs, "--loader", "single", "--seq-length", 8, *more, **options)
 
 
-def obey_permissions():
-    """In the child: let even root obey file modes, by giving up the capabilities that pass over them."""
-    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
-        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+@contextlib.contextmanager
+def permissions_obeyed():
+    """Let even root obey file modes: its thread does without the capabilities that pass over them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3, this thread
+    assert libc.capget(header, data) == 0
+    effective = data[0]
+    data[0] = effective & ~0b110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(header, data) == 0
+    try:
+        yield
+    finally:
+        data[0] = effective
+        assert libc.capset(header, data) == 0
 
 
 def refused(done, code, *texts):
@@ -205,34 +216,39 @@ def test_a_signal_leaves_no_temporary_file(tmp_path, number):
 # Files that cannot be read
 
 
-def test_unreadable_files_say_so(thdprof_process, packs, tmp_path):
+@pytest.fixture
+def obedient(thdprof):
+    """Runs the command line with the rights that file modes give, also as root."""
+
+    def run(*args):
+        with permissions_obeyed():
+            return thdprof(*args)
+
+    return run
+
+
+def test_unreadable_files_say_so(obedient, packs, tmp_path):
     packs.chmod(0)
     for where in (packs, tmp_path):
-        done = analyze(thdprof_process, where, preexec_fn=obey_permissions)
-        refused(done, 1, f"{packs}: cannot be read: Permission denied")
-    done = thdprof_process("export", packs, "--to", "json", preexec_fn=obey_permissions)
-    refused(done, 1, packs, "Permission denied")
+        refused(analyze(obedient, where), 1, f"{packs}: cannot be read: Permission denied")
+    refused(obedient("export", packs, "--to", "json"), 1, packs, "Permission denied")
     for flag in ("--settings", "--megatron-args", "--cost-table"):
-        done = thdprof_process("analyze", "x", flag, packs, preexec_fn=obey_permissions)
-        refused(done, 1, f"{flag} {packs}: cannot be read: Permission denied")
+        refused(obedient("analyze", "x", flag, packs), 1, f"{flag} {packs}: cannot be read: Permission denied")
 
 
-def test_directories_that_cannot_be_searched(thdprof, thdprof_process, packs, tmp_path):
+def test_directories_that_cannot_be_searched(thdprof, obedient, packs, tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir()
     (closed / "packs.jsonl").write_text(PACKS)
     closed.chmod(0)
     for where in (closed, closed / "packs.jsonl", closed / "prefix"):
-        refused(thdprof_process("analyze", where, preexec_fn=obey_permissions), 1, where, "Permission denied")
-    done = analyze(thdprof_process, packs, "-o", closed / "plan.yaml", preexec_fn=obey_permissions)
-    refused(done, 1, closed / "plan.yaml", "Permission denied")
+        refused(obedient("analyze", where), 1, where, "Permission denied")
+    refused(analyze(obedient, packs, "-o", closed / "plan.yaml"), 1, closed / "plan.yaml", "Permission denied")
     assert analyze(thdprof, packs, "-o", tmp_path / "plan.yaml").returncode == 0
-    done = thdprof_process(
-        "export", tmp_path / "plan.yaml", "--to", "json", "-o", closed / "out", preexec_fn=obey_permissions
-    )
+    done = obedient("export", tmp_path / "plan.yaml", "--to", "json", "-o", closed / "out")
     refused(done, 1, closed / "out", "Permission denied")
     closed.chmod(0o300)  # searched, not listed
-    assert analyze(thdprof_process, closed / "packs.jsonl", preexec_fn=obey_permissions).returncode == 0
+    assert analyze(obedient, closed / "packs.jsonl").returncode == 0
     closed.chmod(0o700)
 
 

@@ -24,6 +24,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict
+from support.command import run_in_process
 from support.paths import ROOT
 
 from thdprof.analyze.demo import write_demo
@@ -107,7 +108,7 @@ def demo(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def shell(tmp_path):
-    """Runs a line as somebody would who has thdprof installed."""
+    """Runs a line as somebody would who has thdprof installed; a line that needs no shell, without one."""
     binaries = tmp_path / "bin"
     binaries.mkdir()
     (binaries / "thdprof").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m thdprof "$@"\n')
@@ -117,6 +118,8 @@ def shell(tmp_path):
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
 
     def run(line: str, where: Path) -> subprocess.CompletedProcess:
+        if re.fullmatch(r"thdprof [\w ./:=,%'\"-]+\n?", line):
+            return run_in_process(*shlex.split(line)[1:], cwd=where, env=environment)
         return subprocess.run(
             ["bash", "-c", line], cwd=where, env=environment, capture_output=True, text=True, timeout=120
         )

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from support.paths import ROOT
+from support.command import run_in_process, run_script
 
 pytest.importorskip("torch")
 
@@ -31,31 +29,18 @@ HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 needs_megatron = pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core")
 
 
-def python(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "COLUMNS": "120",
-        "NO_COLOR": "1",
-        "TERM": "dumb",
-    }
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, env=environment, timeout=240
-    )
-
-
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("example")
-    assert python("-m", "thdprof", "demo", "demo", cwd=directory).returncode == 0
+    assert run_in_process("demo", "demo", cwd=directory).returncode == 0
     (directory / "costs.yaml").write_text(COSTS)
     return directory
 
 
 def analyze(directory: Path, name: str, *more: object) -> Path:
     """A plan whose buckets leave some micro-batches out; its table lies beside it."""
-    done = python(
-        "-m", "thdprof", "analyze", "demo/megatron", "--seq-length", 128, "--micro-batch-size", 2,
+    done = run_in_process(
+        "analyze", "demo/megatron", "--seq-length", 128, "--micro-batch-size", 2,
         "--data-parallel-size", 2, "--global-batch-size", 8, "--cost-table", "costs.yaml",
         "-o", f"{name}.yaml", "--microbatches", f"{name}.parquet", *more,
         cwd=directory,
@@ -65,7 +50,7 @@ def analyze(directory: Path, name: str, *more: object) -> Path:
 
 
 def train(directory: Path, plan: Path, stats: str, *more: object) -> subprocess.CompletedProcess:
-    return python(ROOT / "examples" / "train_packed.py", "--plan", plan, "--stats", stats, *SMALL, *more, cwd=directory)
+    return run_script("examples/train_packed.py", "--plan", plan, "--stats", stats, *SMALL, *more, cwd=directory)
 
 
 def lines(path: Path) -> list[dict]:
@@ -95,7 +80,7 @@ def test_training_sees_what_the_plan_predicts(demo, source, loader):
     seen = [shape for x in written for shape in x["shapes"]]
     assert seen == [[row["n_seqs"], row["max_seqlen"], row["n_tokens"]] for row in table]
     assert len(seen) == 40
-    compared = python("-m", "thdprof", "compare", plan, f"{name}.jsonl", "--tolerance", 0, cwd=demo)
+    compared = run_in_process("compare", plan, f"{name}.jsonl", "--tolerance", 0, cwd=demo)
     assert compared.returncode == 0, compared.stdout + compared.stderr
     assert done.stdout.endswith(compared.stdout)  # importing megatron-core sends warnings to stdout
 

@@ -1,4 +1,4 @@
-"""Runs the command line inside the test's own process, as a process of its own would run it.
+"""Runs the command line, and scripts of the project, inside the test's own process as in one of their own.
 
 Standard streams are pipes on descriptors 0, 1 and 2, so a test sees bytes that went past `sys.stdout` too. Everything
 that a process would take with it when it ends is put back: streams, arguments, directory, environment, signal
@@ -8,6 +8,7 @@ handlers, warnings and matplotlib's settings.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import select
@@ -18,7 +19,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -40,6 +41,55 @@ def run_in_process(
         input: text on its standard input, at most a pipe's buffer of 64 KiB; without it the input is empty.
         env: the whole environment; the test's own with `ENVIRONMENT` unless given.
     """
+    from thdprof.cli import main
+
+    program = ROOT / "thdprof" / "__main__.py"
+    return call_as_program(main, program, *args, package="thdprof", cwd=cwd, input=input, env=env)
+
+
+def run_script(path: str, *args: object, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The exit code and output of `python PATH ARGS` for a script of the project that has a function `main`.
+
+    Args:
+        path: the script's path below the project's directory.
+        args: the script's arguments, each turned into a string.
+        cwd: directory in which the script runs.
+        variables: environment variables beside the test's own and `ENVIRONMENT`.
+    """
+    module = load_script(path, f"run_{Path(path).stem}")
+    env = {**os.environ, **ENVIRONMENT, **variables}
+    return call_as_program(module.main, ROOT / path, *args, cwd=cwd, env=env)
+
+
+def load_script(path: str, name: str) -> types.ModuleType:
+    """The project's script at `path` as a new module called `name`; it is not run as a program."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def call_as_program(
+    main: Callable[[], object],
+    program: Path,
+    *args: object,
+    package: str = "",
+    cwd: Path = ROOT,
+    input: str | None = None,
+    env: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """The exit code and output of `main` as if it were the program of a process.
+
+    Args:
+        main: returns the exit code, or raises SystemExit.
+        program: the file that the process would run, the first of `sys.argv`.
+        args: the program's arguments, each turned into a string.
+        package: for a program that is run by `python -m`, the name of its package.
+        cwd, input, env: as of `run_in_process`.
+    """
     arguments = list(map(str, args))
     environment = {**os.environ, **ENVIRONMENT} if env is None else env
     with contextlib.ExitStack() as stack:
@@ -47,29 +97,27 @@ def run_in_process(
         stack.enter_context(_given(input))
         stack.enter_context(contextlib.chdir(cwd))
         stack.enter_context(mock.patch.dict(os.environ, environment, clear=True))
-        stack.enter_context(_as_a_module(arguments))
+        stack.enter_context(_as_program(program, package, arguments))
         stack.enter_context(_signals_kept())
         stack.enter_context(_warnings_of_a_process())
         stack.enter_context(_drawing_kept())
-        code = _exit_code()
+        code = _exit_code(main)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-    return subprocess.CompletedProcess(["thdprof", *arguments], code, _text(out), _text(error))
+    return subprocess.CompletedProcess([str(program), *arguments], code, _text(out), _text(error))
 
 
-def _exit_code() -> int:
+def _exit_code(main: Callable[[], object]) -> int:
     """Run `main` and return its exit code: 1, with the traceback on stderr, for an exception that it lets pass."""
-    from thdprof.cli import main
-
     try:
-        main()
+        code = main()
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        code = end.code
     except Exception:
         traceback.print_exc()
         return 1
-    return 0
+    return code if isinstance(code, int) else int(code is not None)
 
 
 def _text(read: bytearray) -> str:
@@ -143,13 +191,16 @@ def _given(text: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_a_module(arguments: list[str]) -> Iterator[None]:
-    """Make the arguments, and the program's name in messages, those of `python -m thdprof`."""
+def _as_program(program: Path, package: str, arguments: list[str]) -> Iterator[None]:
+    """Make the arguments, and the program's name in messages, those of a process that runs `program`."""
     main = types.ModuleType("__main__")
-    main.__package__ = "thdprof"
-    program = str(ROOT / "thdprof" / "__main__.py")
-    with mock.patch.object(sys, "argv", [program, *arguments]), mock.patch.dict(sys.modules, {"__main__": main}):
-        yield
+    main.__package__ = package
+    before, sys.modules["__main__"] = sys.modules["__main__"], main
+    try:
+        with mock.patch.object(sys, "argv", [str(program), *arguments]):
+            yield
+    finally:
+        sys.modules["__main__"] = before
 
 
 @contextlib.contextmanager
