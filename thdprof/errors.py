@@ -2,17 +2,17 @@
 
 
 class ThdprofError(Exception):
-    """Something that the user can mend; its text says what is wrong, where, and what to do."""
+    """An error that the user can mend. Its text says what is wrong, where, and what to do."""
 
     exit_code = 1
 
 
 class DataError(ThdprofError):
-    """A dataset, plan or cost table that cannot be read or does not hold what it must."""
+    """A dataset, plan or cost table cannot be read, or lacks something that it must hold."""
 
 
 class UsageError(ThdprofError):
-    """Settings that cannot be, alone or together."""
+    """A setting has an impossible value, or settings contradict each other."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, never over what is read; YAML whose faults are told with file and line."""
+"""Files: an output is written whole or not at all, and never over an input; errors in YAML name the file and line."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from thdprof.errors import DataError, UsageError
 
 
 def check_targets(paths: Sequence[Path], *, force: bool) -> None:
-    """Refuse, before the work and not after it, files that cannot be written or must not be replaced.
+    """Refuse output files that cannot be written or must not be replaced. Called before the work, not after it.
+
+    Args:
+        paths: the output files.
+        force: whether existing files may be replaced.
 
     Raises:
-        UsageError: a path is another's, a directory, a device or a pipe, in no directory, or exists without `force`.
-        OSError: it cannot be looked at.
+        UsageError: two paths are one file; or a path is a directory, a device or a pipe; or its directory does not
+            exist; or the file exists and `force` is false.
+        OSError: a path cannot be looked at.
     """
     targets = [Path(os.path.realpath(path)) for path in paths]
     if len(set(targets)) < len(targets):
@@ -35,13 +40,14 @@ def check_targets(paths: Sequence[Path], *, force: bool) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place, after an fsync, when the block ends well.
+    """A temporary file beside `path`. When the block ends without an error, it is fsynced and takes the place of
+    `path`.
 
-    A symbolic link is followed: its target is replaced. If the block fails or the process is killed, `path` stays
-    as it was.
+    If `path` is a symbolic link, its target is replaced. If the block fails or the process is killed, `path` stays as
+    it was.
 
     Raises:
-        DataError: the directory does not exist or cannot be written, or `path` is a device or a pipe.
+        DataError: the directory does not exist or cannot be written to, or `path` is a device or a pipe.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -85,7 +91,7 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 
 
 def check_not_inputs(outputs: Iterable[Path], inputs: Iterable[Path | None]) -> None:
-    """Refuse, whatever `--force` says, to replace a file that is read; links are followed.
+    """Refuse to replace a file that is read, even with `--force`. Links are followed.
 
     Raises:
         UsageError: an output is one of the inputs.
@@ -99,19 +105,27 @@ def check_not_inputs(outputs: Iterable[Path], inputs: Iterable[Path | None]) -> 
 
 
 def read_yaml(path: Path | str, *, where: str) -> Any:
-    """What a YAML file holds; `where` names it in errors.
+    """The values in a YAML file.
+
+    Args:
+        path: the file.
+        where: the file's name in errors.
 
     Raises:
-        DataError: as `read_text` and `parse_yaml`.
+        DataError: see `read_text` and `parse_yaml`.
     """
     return parse_yaml(read_text(path, where=where), where=where)
 
 
 def read_text(path: Path | str, *, where: str) -> str:
-    """The text of a YAML file; `where` names it in errors.
+    """The text of a UTF-8 file.
+
+    Args:
+        path: the file.
+        where: the file's name in errors.
 
     Raises:
-        DataError: it cannot be read, or is no UTF-8.
+        DataError: the file cannot be read, or is not UTF-8.
     """
     try:
         return Path(path).read_text(encoding="utf-8")
@@ -122,15 +136,19 @@ def read_text(path: Path | str, *, where: str) -> str:
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """What YAML `text` holds; `where` names it in errors.
+    """The values in YAML text.
+
+    Args:
+        text: the text.
+        where: the file's name in errors.
 
     Raises:
-        DataError: it is no YAML, is nested too deeply, or holds a date, number or tag that cannot be.
+        DataError: the text is not YAML, is nested too deeply, or holds an impossible date, number or tag.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Tells the line of a value that cannot be, as YAML's own errors do."""
+        """Names the line of an impossible value, as YAML's own errors do."""
 
         def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
             try:

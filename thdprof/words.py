@@ -1,4 +1,4 @@
-"""How counts and names read, wherever they are told."""
+"""How counts, names and tables are written in messages and reports."""
 
 from __future__ import annotations
 
@@ -7,23 +7,31 @@ from html import escape
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """ "1 step", "2 steps"."""
+    """A number and its noun: "1 step", "2 steps".
+
+    Args:
+        number: the number.
+        one: the noun in the singular.
+        many: the plural; None: the singular with an s.
+    """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def printable(text: str) -> str:
-    """`text` on one line that any encoding of Unicode takes: characters that cannot be shown become U+FFFD."""
+    """`text` on one line that can be written in any encoding of Unicode: unprintable characters become U+FFFD."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 def shortened(text: str, most: int) -> str:
-    """`text` as `printable`, of at most `most` characters: what is left out of its begin is an ellipsis."""
+    """`text` as `printable`, in at most `most` characters: an ellipsis stands for the part of its begin that is left
+    out.
+    """
     shown = printable(text)
     return shown if len(shown) <= most else "…" + shown[1 - most :]
 
 
 def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table of text, numbers and nothing else; every cell is escaped, numbers stand to the right."""
+    """An HTML table of text and numbers. Every cell is escaped; numbers are aligned to the right."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
     body = "".join("<tr>" + "".join(_cell(value) for value in row) + "</tr>" for row in rows)
     thead = f"<thead><tr>{head}</tr></thead>" if columns else ""

@@ -1,1 +1,1 @@
-"""Holding a plan against what happened, or against another plan."""
+"""Comparisons of a plan: with the statistics of a run, and with another plan."""

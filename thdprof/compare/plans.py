@@ -1,4 +1,4 @@
-"""What differs between two plans, how much of it counts, and what the two reporters show."""
+"""The differences between two plans, and which of them exceed a tolerance."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _RELATIVE = frozenset(
     )
 )
 _SNIFFED_BYTES = 2**16
+"""Bytes at the begin of a file by which its kind is recognised."""
 _JSON_PLAN = re.compile(r'\s*\{\s*"schema"\s*:\s*"thdprof\.plan/')
 _OBJECT = re.compile(r"^[ \t]*\{", re.MULTILINE)
 _SCHEMA = re.compile(r"""^["']?schema["']?\s*:""", re.MULTILINE)
@@ -38,16 +39,17 @@ class Difference:
     """A field in which two plans differ."""
 
     field: str
-    """Its path in the plan file; of a bucket, its shape."""
+    """The field's path in the plan file; for a bucket, its shape."""
     before: Any
-    """In the first plan; None where it has none."""
+    """The value in the first plan; None if it has none."""
     after: Any
-    """In the second plan; None where it has none."""
+    """The value in the second plan; None if it has none."""
     measure: Literal["absolute", "relative"] | None
-    """How `change` is meant: the difference, or the difference divided by the larger of both; None for a field that
-    is listed and does not count."""
+    """The unit of `change`: the difference of both values, or that difference divided by the larger value. None: the
+    field is listed, but is not compared with the tolerance.
+    """
     change: float | None
-    """Size of the difference, at least 0, where it counts."""
+    """Size of the difference, at least 0; None if `measure` is None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,34 +57,39 @@ class PlanComparison:
     """Two plans side by side."""
 
     same_data: bool
-    """Whether both were made from data of one fingerprint."""
+    """Whether both plans were made from data with the same fingerprint."""
     differences: tuple[Difference, ...]
-    """In the order of the plan file."""
+    """The differences, in the order of the plan file."""
     tolerance: float
-    """Largest change that is let pass."""
+    """Largest change that passes."""
 
     @property
     def largest_change(self) -> float:
-        """The largest change that counts."""
+        """The largest change; 0 if no difference has one."""
         return max((d.change for d in self.differences if d.change is not None), default=0.0)
 
     @property
     def past_tolerance(self) -> tuple[Difference, ...]:
-        """The differences that are too large."""
+        """The differences whose change is larger than the tolerance."""
         limit = self.tolerance + _ROUNDING
         return tuple(d for d in self.differences if d.change is not None and d.change > limit)
 
     @property
     def holds(self) -> bool:
-        """Whether no difference is too large."""
+        """Whether no change is larger than the tolerance."""
         return not self.past_tolerance
 
 
 def compare_plans(first: Plan, second: Plan, *, tolerance: float) -> PlanComparison:
-    """Every field in which two plans differ.
+    """All differences between two plans.
 
-    The predicted step times and the percentiles from P50 on count by their relative change, the fallback rates by their
-    difference; everything else is listed and does not count. The plans' order makes no difference to either.
+    For predicted step times, and for percentiles from P50 on, the change is relative; for fallback rates it is the
+    difference of both rates. All other fields are listed without a change. Exchanging the plans gives the same changes.
+
+    Args:
+        first: one plan.
+        second: another plan.
+        tolerance: largest change that passes.
     """
     found = _fields("", _values(first), _values(second))
     return PlanComparison(
@@ -93,7 +100,7 @@ def compare_plans(first: Plan, second: Plan, *, tolerance: float) -> PlanCompari
 
 
 def _values(plan: Plan) -> dict[str, Any]:
-    """The plan's fields as a dict, its buckets as shares by shape."""
+    """The plan's fields as a dict, with its buckets as shares by shape."""
     values = plan.model_dump(mode="json", by_alias=True)
     shares: dict[str, float] = {}
     for b, share in sorted(plan.shares.items(), key=lambda item: (item[0].cp_size, item[0])):
@@ -103,7 +110,7 @@ def _values(plan: Plan) -> dict[str, Any]:
 
 
 def _fields(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Paths below `path` whose values differ, with both."""
+    """Paths below `path` at which the values differ, each with both values."""
     if isinstance(before, dict) or isinstance(after, dict):
         before, after = before or {}, after or {}
         names = list(before) + [name for name in after if name not in before]
@@ -114,13 +121,13 @@ def _fields(path: str, before: Any, after: Any) -> Iterator[tuple[str, Any, Any]
 
 
 def _alike(before: Any, after: Any) -> bool:
-    """Whether two numbers differ by rounding alone."""
+    """Whether two numbers differ only by rounding."""
     numbers = isinstance(before, float) and isinstance(after, float)
     return numbers and math.isclose(before, after, rel_tol=_ROUNDING, abs_tol=_ROUNDING)
 
 
 def _shape(name: str) -> list[int]:
-    """Numbers of a bucket's name: its context-parallel size, documents, tokens."""
+    """The numbers in a bucket's name: its context-parallel size, documents and tokens."""
     numbers = [int(n) for n in re.findall(r"\d+", name)]
     return [*numbers[2:], 1][:1] + numbers[:2]
 
@@ -136,10 +143,10 @@ def _difference(field: str, before: Any, after: Any) -> Difference:
 
 
 def kind_of(path: Path) -> Literal["plan", "statistics"]:
-    """What a file holds, by its beginning: a plan, or what is to be read as statistics of a run.
+    """Whether a file looks like a plan or like statistics of a run, by its beginning.
 
     Raises:
-        DataError: it cannot be read, or looks like neither.
+        DataError: the file cannot be read, or looks like neither.
     """
     try:
         with path.open("rb") as file:
@@ -169,7 +176,7 @@ def to_json(comparison: PlanComparison) -> str:
 
 
 def print_plan_comparison(comparison: PlanComparison, console: Console) -> None:
-    """Write the comparison to `console`; changes past the tolerance are marked."""
+    """Write the comparison to `console`, and mark the changes that exceed the tolerance."""
     from rich.table import Table
 
     if not comparison.differences:

@@ -1,4 +1,4 @@
-"""Did training do what the plan predicted? A plan beside the statistics of a run, and what the two reporters show."""
+"""Did training do what the plan predicted? The comparison of a plan with the statistics of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Milliseconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Part(BaseModel):
-    """A part of a statistics line; what a caller adds to it (step, loss) is passed over."""
+    """A part of a line of statistics. Fields that the run has added, such as step and loss, are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -42,7 +42,7 @@ class _Decisions(_Part):
     fallbacks: dict[FallbackReason, Count]
 
     def asked(self) -> int:
-        """Micro-batches whose shape was looked at."""
+        """Number of micro-batches whose shape was looked at."""
         fallbacks = sum(n for reason, n in self.fallbacks.items() if reason not in SHAPE_NOT_ASKED)
         return fallbacks + sum(r.count for r in self.replays)
 
@@ -53,71 +53,76 @@ class Observed(_Decisions):
     schema_: Literal["thdprof.stats/1"] = Field(alias="schema")
     microbatches: Count
     decided: _Decisions | None = None
-    """What shapes alone decide, where the run counted it."""
+    """Decisions by shape alone, if the run counted them."""
     replay_ms: Milliseconds | None = None
     eager_ms: Milliseconds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketShares:
-    """One bucket's share of micro-batches."""
+    """The predicted and the observed share of one bucket, among all micro-batches whose shape was looked at."""
 
     max_seqs: int
     max_seqlen: int
     cp_size: int
     predicted_share: float
-    """0 where the plan has no such bucket."""
+    """The plan's share; 0 if the plan has no such bucket."""
     observed_share: float
+    """The run's share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A plan's prediction beside what happened."""
+    """A plan's prediction beside a run's statistics."""
 
     basis: Literal["replayed", "decided"]
-    """Whether micro-batches replayed, or only their shapes were decided on, as on a machine without CUDA."""
+    """Whether micro-batches were replayed, or only their shapes were decided on, as on a machine without CUDA."""
     microbatches: int
-    """Micro-batches that the run counted."""
+    """Number of micro-batches that the run counted."""
     dispatched: int
-    """Those whose shape was looked at; the observed shares are of them."""
+    """Number of micro-batches whose shape was looked at; observed shares are shares of this number."""
     plan_microbatches: int
+    """Number of micro-batches from which the plan was made."""
     predicted_fallback_rate: float
-    """Share of micro-batches whose shape fits no bucket."""
+    """The plan's share of micro-batches whose shape fits no bucket."""
     observed_fallback_rate: float
+    """The run's share of micro-batches that fell back because of their shape."""
     fallbacks: dict[FallbackReason, int]
-    """Fallbacks that the data alone gives, by reason."""
+    """Number of fallbacks that the data alone explains, by reason."""
     other_fallbacks: dict[FallbackReason, int]
-    """Fallbacks that no plan predicts, by reason."""
+    """Number of fallbacks that no plan predicts, by reason."""
     buckets: tuple[BucketShares, ...]
+    """The shares of every bucket of the plan or the run, in ascending order."""
     replay_ms: float | None
-    """Mean of a replayed micro-batch's forward and backward."""
+    """Mean milliseconds of a replayed micro-batch's forward and backward; None if none was timed."""
     eager_ms: float | None
-    """Mean of an eager micro-batch's forward and backward."""
+    """Mean milliseconds of an eager micro-batch's forward and backward; None if none was timed."""
     plan_step_ms: float
-    """Of the cost table's model: a step of all micro-batches of a rank."""
+    """The plan's milliseconds of a step, that is, of all micro-batches of a rank, for the model of its cost table."""
     plan_eager_step_ms: float
-    """The same, all eagerly."""
+    """The plan's milliseconds of a step in which all micro-batches run eagerly."""
     plan_costs: str
-    """What the cost table measured."""
+    """Name and hardware of the plan's cost table."""
     tolerance: float
+    """Largest absolute difference of a share that passes."""
 
     @property
     def largest_difference(self) -> float:
-        """Largest absolute difference of a share from its prediction."""
+        """Largest absolute difference between an observed share and its prediction."""
         shares = [abs(b.observed_share - b.predicted_share) for b in self.buckets]
         return max([abs(self.observed_fallback_rate - self.predicted_fallback_rate), *shares])
 
     @property
     def holds(self) -> bool:
-        """Whether every share is within the tolerance."""
+        """Whether no difference is larger than the tolerance."""
         return self.largest_difference <= self.tolerance + _ROUNDING
 
 
 def read_stats(path: Path) -> Observed:
-    """The last line of a statistics file: the counters at the run's end.
+    """The last line of a statistics file: the counters at the end of the run.
 
     Raises:
-        DataError: it cannot be read, is empty, or its last line is not statistics.
+        DataError: the file cannot be read or is empty, or its last line is not statistics.
     """
     last, number = "", 0
     try:
@@ -155,13 +160,13 @@ def _parse(line: str, *, where: str) -> Observed:
 
 
 def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "statistics") -> Comparison:
-    """The plan's prediction beside what a run observed.
+    """The plan's prediction beside a run's statistics.
 
     Args:
-        plan: what `thdprof analyze` wrote.
+        plan: a plan that `thdprof analyze` wrote.
         observed: counters of the run.
-        tolerance: largest absolute difference of a share that is let pass.
-        where: names the statistics in errors.
+        tolerance: largest absolute difference of a share that passes.
+        where: name of the statistics in errors.
 
     Raises:
         DataError: no micro-batch's shape was looked at, so that there is nothing to compare.
@@ -197,7 +202,7 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
 
 
 def _shares(plan: Plan, decisions: _Decisions, dispatched: int) -> tuple[BucketShares, ...]:
-    """Shares of the plan's buckets and of any others that the run replayed, ascending."""
+    """Shares of the plan's buckets, and of any other buckets that the run replayed, in ascending order."""
     predicted = plan.shares
     counts = {Bucket(r.max_seqs, r.max_seqlen, plan.graph_tokens, r.cp_size): r.count for r in decisions.replays}
     return tuple(

@@ -1,1 +1,3 @@
-"""Which activations wait in host memory, and what that frees on the device. No torch in here."""
+"""Offloading of activations to host memory: the decision which tensors move, and the memory that this frees. No
+torch.
+"""

@@ -1,11 +1,11 @@
-"""What torch's caching allocator reserves for tensors that come and go: more than they hold, since it rounds.
+"""A model of torch's caching allocator: the bytes that it reserves for tensors that come and go.
 
-Sizes and rules are those of c10/cuda/CUDACachingAllocator in torch 2.11: a request takes the smallest free block that
-holds it, what is left of the block stays free beside it, and a new segment is reserved where none does. One stream,
-default settings.
+It reserves more than the tensors hold, because it rounds. Sizes and rules are those of c10/cuda/CUDACachingAllocator in
+torch 2.11: a request takes the smallest free block that holds it; the rest of the block stays free beside it; a new
+segment is reserved if no block is large enough. The model has one stream and default settings.
 
-A model of a pass knows its large tensors, not all that comes and goes between them and may use what is left of their
-segments. So `reserved` looks at both ends, nothing of it used and all, and takes the middle.
+A model of a pass knows its large tensors, but not the many that come and go between them and may use the rest of their
+segments. So `reserved` computes both extremes, the rest unused and the rest used up, and takes the middle.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 _ROUNDED_TO = 512
+"""Bytes: every request is rounded up to a multiple of this size."""
 _SMALL = 2**20
-"""Requests of up to this size have segments of their own."""
+"""Bytes: requests up to this size have segments of their own."""
 _SMALL_SEGMENT = 2 * 2**20
+"""Bytes of a segment for small requests."""
 _OWN_SEGMENT = 10 * 2**20
-"""Requests from this size on get a segment that is hardly larger."""
+"""Bytes: a request of this size or more gets a segment of its own, rounded up to `_SEGMENT_ROUNDED_TO`."""
 _SHARED_SEGMENT = 20 * 2**20
+"""Bytes of a segment that requests between `_SMALL` and `_OWN_SEGMENT` share."""
 _SEGMENT_ROUNDED_TO = 2 * 2**20
+"""Bytes: the size of a segment for one request is rounded up to a multiple of this size."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,22 +43,24 @@ class _Block:
 
 
 class Segments:
-    """Reserved memory and what of it is taken."""
+    """The segments that the allocator has reserved, and the blocks in them that are taken."""
 
     def __init__(self, *, shared: bool = True) -> None:
-        """Nothing is reserved.
+        """No segment is reserved.
 
         Args:
-            shared: whether tensors of 1 to 10 MiB share segments of 20 MiB, as they do; else each fits its own.
+            shared: whether requests of 1 to 10 MiB share segments of 20 MiB, as in torch; False: each gets a segment
+                that fits it.
         """
         self.reserved_bytes = 0
+        """Bytes of all segments."""
         self._own_from = _OWN_SEGMENT if shared else _SMALL_SEGMENT
         self._taken: dict[Hashable, _Block] = {}
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._blocks: list[_Block] = []
 
     def take(self, name: Hashable, nbytes: int) -> None:
-        """Allocate `nbytes` under a name that is not taken."""
+        """Allocate `nbytes` under `name`, which must not be taken."""
         rounded = max(_ROUNDED_TO, -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO)
         small = rounded <= _SMALL
         free = self._free[small]
@@ -72,7 +78,7 @@ class Segments:
         self._taken[name] = block
 
     def give_back(self, name: Hashable) -> None:
-        """Free what was allocated under the name; it becomes one block with free ones beside it."""
+        """Free the block that was allocated under `name`; it is joined with free blocks beside it."""
         block = self._taken.pop(name)
         if block.after is not None and block.after.free:
             self._swallow_next(block)
@@ -112,17 +118,17 @@ class Segments:
 
 
 GRADIENTS_AT_A_TIME = 3
-"""Gradients of saved tensors that a backward is taken to hold beside them."""
+"""Gradients of saved tensors that the model of a backward holds at a time, besides the saved tensors."""
 
 
 class Gradients:
-    """Those that a backward holds: each is as large as the saved tensor that it is of, and the oldest goes first."""
+    """The gradients that a backward holds. Each is as large as its saved tensor, and the oldest is freed first."""
 
     def __init__(self, segments: Segments) -> None:
         self._segments, self._held = segments, deque[object]()
 
     def take(self, nbytes: int) -> None:
-        """Allocate the next one."""
+        """Allocate the next gradient, of `nbytes` bytes."""
         self._held.append(object())
         self._segments.take(self._held[-1], nbytes)
         if len(self._held) > GRADIENTS_AT_A_TIME:
@@ -130,5 +136,10 @@ class Gradients:
 
 
 def reserved(passes: Callable[[bool], int]) -> int:
-    """Bytes between what `passes` reserves in segments that are shared and in such as fit, which it is called with."""
+    """Bytes that passes reserve: the mean of both extremes.
+
+    Args:
+        passes: returns the bytes that the passes reserve; its argument says whether segments are shared (see
+            `Segments`).
+    """
     return (passes(True) + passes(False)) // 2

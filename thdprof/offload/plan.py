@@ -1,8 +1,8 @@
-"""Which activations go to the host between a forward and its backward: a pure decision over what a pass saved.
+"""The decision which activations go to the host between a forward and its backward, from a record of one pass.
 
-A pass saves tensors for its backward in an order that does not change between runs of the same code. What is moved is
-whole storages: several saved tensors may be views of one. A storage is copied out when the last of its tensors is
-saved, because only then all of them hold their values.
+A pass saves tensors for its backward, in an order that does not change between runs of the same code. Whole storages
+are moved, because several saved tensors may be views of one storage. A storage is copied out when the last of its
+tensors is saved: only then do all of them hold their values.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from functools import partial
 from thdprof.offload.allocator import Gradients, Segments, reserved
 
 NOT_MOVED = -1
-"""In place of a storage's number: a saved tensor that is never moved, as a parameter."""
+"""Stands in place of a storage's number for a saved tensor that is never moved, such as a parameter."""
 ALIGNMENT = 512
-"""Bytes to whose multiple places in host memory are rounded up."""
+"""Bytes: the place of a storage in host memory is rounded up to a multiple of this size."""
 SLAB_BYTES = 256 * 2**20
-"""Host memory is pinned in pieces of this size, or of the power of two that holds what is left or does not fit."""
+"""Most bytes of a slab, the piece in which host memory is pinned, unless one storage is larger. The size of a slab is
+the power of two that holds its storages.
+"""
 WINDOW_BYTES = 128 * 2**20
-"""Most bytes that are on their way to the host, and back from it, at a time, unless one storage is larger."""
+"""Most bytes on their way to the host at a time, and most on their way back, unless one storage is larger."""
 WINDOW_SHARE = 8
-"""The same as one part in so many of what is moved, where that is less."""
+"""The window is also at most one part in so many of the bytes that are moved, unless one storage is larger."""
 
 
 MODULES: dict[str, tuple[str, ...]] = {
@@ -51,14 +53,15 @@ MODULES: dict[str, tuple[str, ...]] = {
     "moe_act": ("experts",),
     "expert_fc2": ("experts.linear_fc2",),
 }
-"""Name of a part of a Megatron layer -> how the names of the modules that save its tensors end. What the feed-forward
-network saves outside its linear layers, as routers do, is mlp_act."""
+"""Name of a part of a Megatron layer -> ends of the names of the modules that save its tensors. `mlp_act` is everything
+that the feed-forward network saves outside its linear layers, including routers.
+"""
 EXPERT_MODULES = ("expert_fc1", "moe_act")
-"""What megatron-core's own offloading moves inside experts."""
+"""Parts inside experts that megatron-core's own offloading moves."""
 CORE_MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp_norm", *EXPERT_MODULES)
-"""What it moves around graphs of layers: groups of tensors, named after what saves them."""
+"""Parts that megatron-core's own offloading moves around graphs of layers, as groups of tensors."""
 CORE_MODULES_WITH_EXPERTS = tuple(name for name in CORE_MODULES if name != "mlp_norm")
-"""The same where a layer is captured up to its experts: megatron-core then leaves that norm's input where it is."""
+"""Parts that it moves where a layer is captured up to its experts: the input of the norm before them then stays."""
 
 
 def _ends(path: str, end: str) -> bool:
@@ -67,23 +70,27 @@ def _ends(path: str, end: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What is to be moved."""
+    """The choice which activations are moved to the host."""
 
     modules: tuple[str, ...] = ("all",)
     """Keys of MODULES, ends of modules' names, or "all"."""
     fraction: float = 1.0
-    """Share of the eligible bytes; those that are saved first, and used last, are moved first."""
+    """Share of the eligible bytes that is moved. Storages that are saved first, and so used last, are moved first."""
     min_bytes: int = 2**20
-    """Smaller storages stay on the device."""
+    """Bytes: smaller storages stay on the device."""
 
     def whole(self) -> Choice:
-        """The same without a fraction."""
+        """This choice with a fraction of 1."""
         return replace(self, fraction=1.0)
 
     def takes(self, module: str) -> bool:
-        """Whether what `module` saves may be moved; its name as `named_modules` gives it.
+        """Whether tensors that `module` saves may be moved.
 
-        A module belongs to the innermost part of a layer that holds it; names that are no part's hold all below them.
+        A module belongs to the innermost part of a layer that contains it. A name that is no part's covers every module
+        below the modules that it names.
+
+        Args:
+            module: the module's name, as `named_modules` gives it.
         """
         if "all" in self.modules:
             return True
@@ -97,46 +104,50 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedStorage:
-    """One storage that a pass saved tensors of."""
+    """One storage of which a pass saved tensors."""
 
     nbytes: int
+    """Bytes of the storage."""
     modules: tuple[str, ...]
-    """Innermost modules that ran when its tensors were saved."""
+    """Names of the innermost modules that ran when its tensors were saved."""
     first: int
-    """Position of its first tensor among all saved ones."""
+    """Position of its first tensor among all saved tensors."""
     last: int
-    """Position of its last tensor."""
+    """Position of its last tensor among all saved tensors."""
     released: bool
-    """Whether nothing but the saved tensors kept it after the forward: else moving it frees nothing."""
+    """Whether only the saved tensors kept it alive after the forward; otherwise moving it frees nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where in host memory a storage goes."""
+    """The place of a storage in host memory."""
 
     slab: int
+    """Number of the slab."""
     offset: int
+    """Bytes between the begin of the slab and the storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """What is moved, where to, and what that frees."""
+    """The storages that a pass moves, their places in host memory, and the memory that moving them frees."""
 
     storage_at: tuple[int, ...]
-    """Number of the storage of each saved tensor, in order; NOT_MOVED where it is not looked at."""
+    """Number of the storage of each saved tensor, in order; NOT_MOVED for tensors that are skipped."""
     storages: tuple[SavedStorage, ...]
+    """The storages, by number."""
     places: tuple[Place | None, ...]
-    """Of each storage in host memory; None: it stays on the device."""
+    """Place of each storage in host memory; None: it stays on the device."""
     slabs: tuple[int, ...]
-    """Bytes of each piece of host memory."""
+    """Bytes of each slab of host memory."""
     window_bytes: int
-    """Most bytes on their way in either direction."""
+    """Most bytes on their way to the host at a time, and most on their way back."""
     min_bytes: int = 1
-    """Smaller storages are not looked at."""
+    """Bytes: smaller storages are skipped."""
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that a pass keeps for its backward alone."""
+        """Bytes that only the backward keeps alive."""
         return sum(s.nbytes for s in self.storages if s.released)
 
     @property
@@ -146,35 +157,39 @@ class OffloadPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that is pinned."""
+        """Bytes of pinned host memory."""
         return sum(self.slabs)
 
     @property
     def device_bytes_freed(self) -> int:
-        """By how much the memory that a pass reserves becomes less."""
+        """Bytes by which offloading reduces the memory that a pass reserves."""
         return freed_in_turn([self])
 
     def released_at_first(self) -> dict[int, int]:
-        """Numbers of the storages that nothing else keeps, by the position of their first tensor."""
+        """Position of a storage's first tensor -> number of the storage, for storages that only the saved tensors keep
+        alive.
+        """
         return {s.first: n for n, s in enumerate(self.storages) if s.released}
 
     def released_at_last(self) -> dict[int, int]:
-        """The same by the position of their last tensor."""
+        """Position of a storage's last tensor -> number of the storage, for storages that only the saved tensors keep
+        alive.
+        """
         return {s.last: n for n, s in enumerate(self.storages) if s.released}
 
     def reload_order(self) -> list[int]:
-        """Numbers of the moved storages as a backward wants them: those saved last first."""
+        """Numbers of the moved storages in the order in which a backward needs them: those saved last come first."""
         moved = [n for n, place in enumerate(self.places) if place is not None]
         return sorted(moved, key=lambda n: -self.storages[n].last)
 
 
 def plan_offload(storage_at: Sequence[int], storages: Sequence[SavedStorage], choice: Choice) -> OffloadPlan:
-    """What of the `storages` that a pass saved is moved.
+    """The plan of one pass.
 
     Args:
         storage_at: number of the storage of each saved tensor, in order, or NOT_MOVED.
-        storages: by number.
-        choice: what is to be moved.
+        storages: the storages, by number.
+        choice: the choice which storages are moved.
     """
     eligible = [
         n
@@ -201,11 +216,11 @@ def plan_offload(storage_at: Sequence[int], storages: Sequence[SavedStorage], ch
 
 
 def plan_in_turn(parts: Sequence[OffloadPlan], choice: Choice) -> list[OffloadPlan]:
-    """Plans of passes that run one after the other, as layers do; the fraction is of all of them together.
+    """Plans of passes that run one after the other, as layers do. The fraction is a share of all their bytes together.
 
     Args:
-        parts: plans of the same choice without its fraction.
-        choice: what is to be moved.
+        parts: plans of the passes for the same choice, with a fraction of 1.
+        choice: the choice which storages are moved.
     """
     left = choice.fraction * sum(part.offloaded_bytes for part in parts)
     made = []
@@ -218,13 +233,19 @@ def plan_in_turn(parts: Sequence[OffloadPlan], choice: Choice) -> list[OffloadPl
 
 
 def freed_in_turn(parts: Sequence[OffloadPlan]) -> int:
-    """By how much the memory that passes reserve becomes less, which run one after the other and backwards again."""
+    """Bytes by which offloading reduces the memory reserved by passes that run in turn, and backwards in reverse."""
     kept, moved = (reserved(partial(_reserved, parts, moving)) for moving in (False, True))
     return max(0, kept - moved)
 
 
 def _reserved(parts: Sequence[OffloadPlan], moving: bool, shared: bool) -> int:
-    """Bytes that the allocator reserves for what is saved, and for gradients on the way back."""
+    """Bytes that the allocator reserves for saved tensors, and for gradients during the backward.
+
+    Args:
+        parts: plans of the passes, in order.
+        moving: whether the plans are followed; False: all storages stay.
+        shared: whether requests share segments (see `Segments`).
+    """
     segments = Segments(shared=shared)
     for number, part in enumerate(parts):
         _forward(part, number, segments, moving=moving)
@@ -285,7 +306,7 @@ def _backward(part: OffloadPlan, number: int, segments: Segments, gradients: Gra
 
 
 def _laid_out(sizes: Sequence[int]) -> tuple[list[Place], tuple[int, ...]]:
-    """Places for storages of `sizes` bytes one after the other, and the sizes of the slabs that hold them."""
+    """Places for storages of `sizes` bytes, one after the other, and the bytes of the slabs that hold them."""
     places: list[Place] = []
     used: list[int] = []
     for size in sizes:

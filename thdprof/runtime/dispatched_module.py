@@ -177,11 +177,14 @@ class DispatchedModule(nn.Module):
         packs = [v for v in values if isinstance(v, PackedSequence)]
         tensors = tuple(v for v in values if isinstance(v, torch.Tensor))
         if len(packs) != 1 or not tensors:
-            raise TypeError("call with tensors and one thdprof.runtime.pack(...), all at the top level")
+            raise TypeError(
+                f"got {len(tensors)} tensors and {len(packs)} PackedSequence arguments: call with tensors "
+                "and one thdprof.runtime.pack(...), all at the top level"
+            )
         packed = packs[0]
         if packed.host is None and not packed.cu_seqlens.is_cuda:
             raise TypeError("the PackedSequence was not made by thdprof.runtime.pack")
-        # tokens of this rank; the boundaries are of all ranks that share the rows
+        # tokens of this rank; the boundaries cover the tokens of all ranks that share the rows
         n_tokens = tensors[0].shape[self._token_dim] * self._token_shards
         boundaries = boundaries_of(packed, n_tokens * packed.cp_size, self._policy)
         return Call(
@@ -200,7 +203,7 @@ class DispatchedModule(nn.Module):
         if not tensors[0].is_cuda:
             return FallbackReason.no_cuda
         if any(t.device != tensors[0].device for t in tensors):
-            return FallbackReason.input_differs  # a graph would read the value that a host tensor had at capture
+            return FallbackReason.input_differs  # a graph would use the value that the host tensor had at the capture
         if not self.module.training or (self._no_grad == "eager" and not torch.is_grad_enabled()):
             return FallbackReason.not_training
         choice = self._dispatcher.decide(call.shape)

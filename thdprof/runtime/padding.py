@@ -129,7 +129,10 @@ def with_tail(host: NDArray[np.int32], n_tokens: int, policy: TailPolicy) -> NDA
     """
     end = int(host[-1])
     if end > n_tokens:
-        raise ValueError(f"cu_seqlens ends at {end}, but the micro-batch has {n_tokens} tokens")
+        raise ValueError(
+            f"cu_seqlens ends at {end}, but the micro-batch has {n_tokens} tokens: give the boundaries "
+            "of its own documents"
+        )
     if end == n_tokens or policy == "none":
         return host
     if policy == "append_dummy_seq" or len(host) == 1:
@@ -157,7 +160,10 @@ def boundaries_of(packed: PackedSequence, n_tokens: int, policy: TailPolicy) -> 
                 "thdprof.runtime.pack, or thdprof.runtime.megatron.packed_seq_params"
             )
         if packed.seq_idx is not None and packed.seq_idx.numel() != n_tokens:
-            raise ValueError(f"seq_idx is of {packed.seq_idx.numel()} tokens, but the micro-batch has {n_tokens}")
+            raise ValueError(
+                f"seq_idx has {packed.seq_idx.numel()} tokens, but the micro-batch has {n_tokens}: give one entry "
+                "a token"
+            )
         return Boundaries(valid=packed.cu_seqlens, padded=packed.cu_seqlens_padded, seq_idx=packed.seq_idx)
     if packed.host_padded is None:
         return Boundaries(valid=with_tail(packed.host, n_tokens, policy))
@@ -179,7 +185,7 @@ def shape_of(packed: PackedSequence, boundaries: Boundaries, n_tokens: int) -> S
     longest, memory = packed.max_seqlen, boundaries.in_memory
     before_tail = packed.host if packed.host_padded is None else packed.host_padded
     if isinstance(memory, np.ndarray) and before_tail is not memory and len(memory) > 1:
-        longest = max(longest, int(memory[-1] - memory[-2]))  # the tail policy made or grew the last document
+        longest = max(longest, int(memory[-1] - memory[-2]))  # the tail policy added or lengthened the last document
     return Shape(n_seqs=boundaries.n_seqs, max_seqlen=longest, n_tokens=n_tokens, cp_size=packed.cp_size)
 
 

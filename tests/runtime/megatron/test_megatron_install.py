@@ -511,11 +511,11 @@ def test_packed_seq_params_keep_their_boundaries_on_the_host():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"cu_seqlens_padded": [0, 8]}, "3 entries in cu_seqlens, 2 in the padded ones"),
-        ({"cu_seqlens_padded": [0, 2, 8]}, "document 0 has more tokens in cu_seqlens than in the padded ones"),
+        ({"cu_seqlens_padded": [0, 8]}, "cu_seqlens has 3 entries and cu_seqlens_padded 2"),
+        ({"cu_seqlens_padded": [0, 2, 8]}, "document 0 has more tokens in cu_seqlens than in cu_seqlens_padded"),
         (
             {"cu_seqlens_padded": [0, 4, 9], "pad_between_seqs": False},
-            "pad_between_seqs is False, but cu_seqlens and the",
+            "pad_between_seqs is False, but cu_seqlens and cu_seqlens_padded differ",
         ),
         ({"max_seqlen": 5.5}, "max_seqlen 5.5: must be a whole number"),
         ({"max_seqlen": 4}, "max_seqlen 4 is less than the longest document, 5"),

@@ -222,7 +222,7 @@ def test_documents_of_tokens_can_come_from_the_device_alone():
         assert packed_seq_params.write(packed, given).seq_idx.tolist() == idx.tolist()
     unchanged = to_device(read, bounds, TOKENS, CPU)
     assert packed_seq_params.write(unchanged, given) is given
-    with pytest.raises(ValueError, match=r"seq_idx is of 16 tokens, but the micro-batch has 32"):
+    with pytest.raises(ValueError, match=r"seq_idx has 16 tokens, but the micro-batch has 32"):
         boundaries_of(read, 2 * TOKENS, "none")
 
 

@@ -123,7 +123,7 @@ def test_a_graph_reads_no_table_that_may_make_way(monkeypatch):
     module.get_cached_cos_sin(9, packed_seq=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="a graph wants 9 positions of a rotary table, and 8 are kept"):
+    with pytest.raises(RuntimeError, match="a graph asks for 9 positions of a rotary table, but only 8 are kept"):
         module.get_cached_cos_sin(9, packed_seq=True)
 
 
@@ -141,7 +141,7 @@ def test_a_table_is_not_made_inside_a_capture(monkeypatch):
     KeptTables(module, 32)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="a rotary table of 32 positions was asked for first inside a capture"):
+    with pytest.raises(RuntimeError, match="a rotary table of 32 positions was first asked for inside a capture"):
         module.get_cached_cos_sin(5, packed_seq=True)
 
 

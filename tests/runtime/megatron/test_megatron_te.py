@@ -603,7 +603,7 @@ def test_a_failed_capture_runs_eagerly(caplog):
     assert torch.equal(y, forward(make_block(), inputs(1)[0], SMALL))
     assert run.stats().fallbacks == {FallbackReason.capture_failed: 1}
     assert (run.stats().captures, len(engine.calls)) == (0, 2)  # each bucket is tried once
-    assert "it will run eagerly: RuntimeError: operation not permitted when stream is capturing" in caplog.text
+    assert "run eagerly: RuntimeError: operation not permitted when stream is capturing" in caplog.text
     assert gc.isenabled()
     assert LayerPass.__call__ is nn.Module.__call__
 
@@ -927,7 +927,7 @@ def test_what_megatrons_split_does_not_pass_on_runs_eagerly(caplog):
     with caplog.at_level(logging.WARNING):
         block(hidden_states=inputs(1)[0].requires_grad_(), attention_mask=None, packed_seq_params=params)
     assert run.stats().fallbacks == {FallbackReason.capture_failed: 1}
-    assert "tokens_per_sample is 8, of 16 tokens" in caplog.text
+    assert "tokens_per_sample is 8, and there are 16 tokens" in caplog.text
 
 
 def test_a_replaced_forward_is_not_gone_past():

@@ -24,11 +24,12 @@ from thdprof.runtime.offload.passes import EagerOffload, PassOffload
 from thdprof.runtime.padding import PackedSequence
 
 logger = logging.getLogger(__name__)
-Call = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
+
+RunModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
 """The type of a function that runs the module on static tensors and static metadata."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BankOptions:
     """Settings of a bank."""
 
@@ -53,7 +54,9 @@ class BankOptions:
 class Bank:
     """All captured passes of one module. It owns the slots and the parameters' gradient buffers until `close`."""
 
-    def __init__(self, module: nn.Module, call: Call, tensors: Sequence[torch.Tensor], options: BankOptions) -> None:
+    def __init__(
+        self, module: nn.Module, call: RunModule, tensors: Sequence[torch.Tensor], options: BankOptions
+    ) -> None:
         """A bank without graphs.
 
         Args:
@@ -66,7 +69,7 @@ class Bank:
         self._module, self._call, self._options = module, call, options
         self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
-        self._placement: Placement | None = None  # layers may make buffers in the first pass
+        self._placement: Placement | None = None  # made after the first capture: layers may make buffers in it
         self.slots = [
             Slot(
                 tensors,
@@ -111,7 +114,7 @@ class Bank:
         except Exception as error:
             refuse_half_a_pass(error, self._options.surroundings)
             self.failures[bucket] = f"{type(error).__name__}: {error}"
-            logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self.failures[bucket])
+            logger.warning("capture of %s failed, its micro-batches run eagerly: %s", bucket, self.failures[bucket])
             return None
         self._placement = self._placement or Placement(self._module)
         logger.info("captured %s: %.1f MiB", bucket, slot.passes[bucket].pool_bytes / 2**20)

@@ -29,7 +29,7 @@ class WarmupError(RuntimeError):
     """A pass before the capture failed. Unlike a failed capture, it has run up to there, and perhaps communicated."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPass:
     """Two graphs. Write the static inputs and replay `forward`; write the output gradients and replay `backward`."""
 
@@ -108,7 +108,7 @@ def capture_pass(
                         warm_outputs = _tensors(call())
                     heads = _heads(warm_outputs)
                     del warm_outputs
-                    # a backward runs outside the forward's autocast
+                    # training runs the backward outside the forward's autocast
                     with torch.autocast("cuda", enabled=False), moves.backward():
                         torch.autograd.backward(heads, static_output_grads(heads))
                     del heads
@@ -121,7 +121,7 @@ def capture_pass(
         before = pool_bytes(device, pool)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         for generator in generators:
-            if generator is not torch.cuda.default_generators[device.index]:  # which registers itself
+            if generator is not torch.cuda.default_generators[device.index]:  # torch registers that one itself
                 forward.register_generator_state(generator)
                 backward.register_generator_state(generator)
         with torch.cuda.graph(forward, pool=pool, stream=stream, capture_error_mode="thread_local"), moves.forward():

@@ -34,7 +34,7 @@ class GradientBuffers:
         `.grad`.
         """
         accumulators = cls(list(parameters))
-        _fires_without_gradient()  # asked outside any backward
+        _fires_without_gradient()  # cached here: the check runs a backward, and must not run inside another one
         for parameter in accumulators.parameters:
             main_grad = getattr(parameter, "main_grad", None)
             accumulators.uses_main_grad.append(main_grad is not None)

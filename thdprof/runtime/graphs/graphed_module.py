@@ -169,7 +169,7 @@ class GraphedModule(DispatchedModule):
         default = torch.cuda.default_generators[device.index]
         generators = [default, *(g for g in self._generators if g is not default)]
 
-        sample = call.without_values()  # lives as long as the bank
+        sample = call.without_values()  # kept as long as the bank, so it must hold no memory
 
         def run(static: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
             args, kwargs = sample.substitute(static, metadata)
@@ -198,7 +198,7 @@ class GraphedModule(DispatchedModule):
         self._stats.captures += 1
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
-        assert self._bank is not None  # opened before any bucket is chosen
+        assert self._bank is not None  # `_open` has made it
         lease = self._bank.lease(bucket)
         if isinstance(lease, FallbackReason):
             return lease
@@ -230,7 +230,9 @@ def offload_of(plan: Plan) -> Choice | None:
     if asked is None:
         return None
     if asked.delayed_commit:
-        raise ValueError("graphs.offload.delayed_commit: copies are part of the graphs; set it to false")
+        raise ValueError(
+            "graphs.offload.delayed_commit is true: copies inside graphs cannot be delayed; set it to false"
+        )
     return Choice(modules=tuple(asked.modules), fraction=asked.fraction, min_bytes=asked.min_bytes)
 
 
@@ -259,8 +261,8 @@ def graphed(
     graphs = plan.graphs
     if graphs.modules:
         raise ValueError(
-            f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which "
-            "thdprof.runtime.megatron.install does; a module is captured whole, set it to []"
+            f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which only "
+            "thdprof.runtime.megatron.install can do; set it to [] to capture this module whole"
         )
     graphed_module = GraphedModule(
         module,

@@ -83,7 +83,7 @@ class Metadata:
             return
         staging = self._staging[self._next]
         self._next = (self._next + 1) % _STAGING_BUFFERS
-        staging.copied.synchronize()  # the pinned memory may be written again
+        staging.copied.synchronize()  # the last copy out of this pinned buffer has ended
         used = bucket.max_seqs + 1
         fill_padded(staging.array[:used], valid)
         if self._with_padded:
@@ -102,7 +102,7 @@ class Metadata:
         if static.cu_seqlens_padded is not None:
             pairs.append((static.cu_seqlens_padded, boundaries.in_memory))
         if static.seq_idx is not None:
-            assert boundaries.seq_idx is not None  # whoever wants it says so in every micro-batch
+            assert boundaries.seq_idx is not None  # a module that reads it gets it with every micro-batch
             static.seq_idx.copy_(boundaries.seq_idx)
         for target, source in pairs:
             assert isinstance(source, torch.Tensor)

@@ -31,7 +31,7 @@ class PackedDecoder(nn.Module):
         self.block = model.decoder
         self._rope = rope_of(model)
         self._shards = shards
-        self._tables: dict[int, torch.Tensor] = {}  # graphs read them where they lie
+        self._tables: dict[int, torch.Tensor] = {}  # kept: graphs read them at their address
 
     def forward(self, x: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
         """Hidden states after the decoder's layers: shape [tokens of this rank, hidden size], dtype and device of
@@ -108,7 +108,7 @@ def measure_decoder(
 
     with ExitStack() as stack:
         no_sync: Any = getattr(model_chunk, "no_sync", nullcontext)
-        stack.enter_context(no_sync())  # else each of many backward passes would count as a step's last
+        stack.enter_context(no_sync())  # else every backward would reduce gradients as a step's last one does
         for tables in keep_tables(model.decoder, max(grid.n_tokens, *grid.max_seqlen)):
             stack.callback(tables.detach)
         return calibrate.measure(

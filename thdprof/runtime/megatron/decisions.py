@@ -49,14 +49,14 @@ class Decisions:
 
         group = parallel_state.get_model_parallel_group()
         context = parallel_state.get_context_parallel_group()
-        # of all chunks, which see the same micro-batches; the largest of d and of -d show whether all d are the same
+        # one chunk stands for all, which see the same micro-batches; max(d) == -max(-d) only if all digests d are equal
         here = torch.tensor([self.digests[0], -self.digests[0]], device="cuda")
         for ranks in (group, context) if self._across_context and context.size() > 1 else (group,):
             torch.distributed.all_reduce(here, op=torch.distributed.ReduceOp.MAX, group=ranks)
         most, least = here.tolist()
         if most != -least:
             raise RuntimeError(
-                "ranks of one model-parallel group decided otherwise about the same micro-batches: give all of them "
+                "ranks of one model-parallel group decided differently about the same micro-batches: give all of them "
                 "the same boundaries and max_seqlen"
             )
 

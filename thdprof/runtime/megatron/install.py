@@ -77,7 +77,7 @@ class Installation:
 
     def close(self) -> None:
         """Free all graphs and give the decoders their own forward back. Call it before destroying process groups."""
-        with ExitStack() as stack:  # all of it, whatever fails
+        with ExitStack() as stack:  # runs every callback, even after one fails
             for run, decoder in zip(self._runs, self._decoders, strict=True):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
@@ -90,10 +90,12 @@ class Installation:
 
 
 class PaddedEager(DispatchedModule):
-    """Pads as a graph would have it, and runs eagerly: what a replay is to be compared with."""
+    """Pads micro-batches as their graphs would have them, and runs them eagerly: the run to compare a replaying run
+    with.
+    """
 
     def _open(self, call: Call) -> None:
-        """There is nothing to make."""
+        """Does nothing: there are no graphs."""
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         args, kwargs = call.substitute(call.tensors, packed_seq_params.padded(call, bucket))
@@ -111,22 +113,23 @@ def install(
     replay: bool = True,
     debug: bool = False,
 ) -> Installation:
-    """Make training follow `plan`; after the model is built and wrapped, before the first step.
+    """Make training follow `plan`. Call it after the model is built and wrapped, before the first step.
 
-    Micro-batches with PackedSeqParams that fit a bucket replay graphs in training mode, all others run as before. Give
-    the decoder whole micro-batches: `thdprof.runtime.megatron.packed_seq_params` makes PackedSeqParams that keep their
-    boundaries on the host.
+    Micro-batches with PackedSeqParams that fit a bucket replay graphs in training mode; all others run as before. Call
+    the decoder with whole micro-batches. `thdprof.runtime.megatron.packed_seq_params` makes PackedSeqParams that keep
+    their boundaries on the host.
 
     Args:
-        model_chunks: GPTModel or HybridModel, as megatron-core's DistributedDataParallel wraps them; this rank's.
-        plan: what `thdprof analyze` wrote; `graphs.impl` chooses chunk, local or transformer_engine.
-        config: their TransformerConfig.
-        replay: False pads as the plan has it but runs eagerly: what to compare a run with.
-        debug: let `Installation.check_decisions` compare the ranks.
+        model_chunks: this rank's model chunks: GPTModel or HybridModel, as megatron-core's DistributedDataParallel
+            wraps them.
+        plan: a plan that `thdprof analyze` wrote; its `graphs.impl` chooses chunk, local or transformer_engine.
+        config: the models' TransformerConfig.
+        replay: False: pad as the plan says but run eagerly, for a run to compare with.
+        debug: whether `Installation.check_decisions` compares the ranks.
 
     Raises:
         SettingsError: settings that graphs cannot serve, each with the value to use.
-        VersionError: versions of megatron-core or Transformer Engine that nothing was checked on.
+        VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
     """
     from megatron.core import parallel_state
 
@@ -161,7 +164,9 @@ def install(
         decoders.append(decoder)
         runs.append(run)
     cp_size = config.context_parallel_size
-    for decoder, run, own in zip(decoders, runs, groups, strict=True):  # nothing can fail any more
+    for decoder, run, own in zip(
+        decoders, runs, groups, strict=True
+    ):  # changes begin only here, after all that can fail
         decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
     return Installation(decoders, runs, decisions)
 
@@ -212,7 +217,7 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
                 **common,
             )
         case other:
-            raise settings.SettingsError(f"graphs.impl {other} is not known here")
+            raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:

@@ -55,7 +55,7 @@ class Discovery:
         """
         with self._names(), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
-        gc.collect()  # what only a cycle keeps is not kept
+        gc.collect()  # free storages that only reference cycles keep alive
         self.plan = plan_offload(self._at, self._storages(), self._choice)
 
     def begin_backward(self) -> None:
@@ -114,7 +114,9 @@ class Discovery:
         whole = bytes_of(storage)
         if number not in self._hosts:
             self._hosts[number] = torch.empty(len(whole), dtype=torch.uint8)
-        self._hosts[number].copy_(whole)  # again for every tensor of it: others may have been written since
+        self._hosts[number].copy_(
+            whole
+        )  # copied anew for every tensor of the storage, whose other parts may have been written since
         entry = MovedStorage(host=self._hosts[number])
         return handle_of(entry, tensor)
 

@@ -62,7 +62,7 @@ class PassOffload:
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Run every backward of the pass inside this context."""
-        assert self._now is not None  # after a forward
+        assert self._now is not None  # a forward has run
         with self._tidy():
             self._now.begin_backward()
             yield
@@ -116,7 +116,7 @@ class EagerOffload:
         if not self._free:
             self._free.append(HostBuffers())
             self._all.append(self._free[0])
-        self._free[-1].reserve(mover, plan.slabs)  # where there is no memory, they are not lost
+        self._free[-1].reserve(mover, plan.slabs)  # before the pop: if pinning fails, the buffers stay in the list
         buffers = self._free.pop()
         return EagerPass(plan, buffers, mover, inputs, self._free).forward()
 

@@ -69,7 +69,8 @@ class PlannedMoves:
         self._arrive(0)
         if self._strict and self._position != len(self._plan.storage_at):
             raise OffloadError(
-                f"{self._position} tensors were saved for backward, {len(self._plan.storage_at)} in the pass before"
+                f"{self._position} tensors were saved for backward, {len(self._plan.storage_at)} in the pass before: a "
+                "module must save the same tensors in every pass"
             )
 
     def begin_backward(self) -> None:
@@ -103,7 +104,7 @@ class PlannedMoves:
             host = self._hosts[place.slab][place.offset :][: planned.nbytes]
             entry = self._entries[number] = MovedStorage(host=host, device=bytes_of(storage))
         if position == planned.last:
-            assert entry.device is not None  # held since its first tensor
+            assert entry.device is not None  # set when the storage's first tensor was saved
             entry.copied = self._mover.out(entry.host, entry.device)
             self._outward.append(entry)
             self._outward_bytes += planned.nbytes
@@ -116,15 +117,18 @@ class PlannedMoves:
             self._agrees = False
             if self._strict:
                 raise OffloadError(
-                    f"saved tensor {position} is of storage {number}, of {expected} in the pass before: what a pass "
-                    "saves must not change"
+                    f"saved tensor {position} is of storage {number}, in the pass before of {expected}: a module must "
+                    "save the same tensors in every pass"
                 )
 
     def _fits(self, storage: torch.UntypedStorage, planned: SavedStorage) -> bool:
         if storage.nbytes() == planned.nbytes:
             return True
         if self._strict:
-            raise OffloadError(f"{storage.nbytes()} bytes were saved, {planned.nbytes} in the pass before")
+            raise OffloadError(
+                f"a storage of {storage.nbytes()} bytes was saved, {planned.nbytes} bytes in the pass before: a "
+                "module must save the same tensors in every pass"
+            )
         return False
 
     def _arrive(self, allowed_bytes: int) -> None:
@@ -155,7 +159,7 @@ class PlannedMoves:
                 saved.asked = True
                 entry.views -= 1
             if entry.views == 0:
-                entry.device = None  # what was asked for keeps it
+                entry.device = None  # the tensors that the backward asked for keep the memory
             self._look_ahead()
         return tensor
 

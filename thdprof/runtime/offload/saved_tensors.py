@@ -91,7 +91,7 @@ class StorageNumbers:
         self._mover, self._min_bytes = mover, max(1, min_bytes)
         self._inputs = {t.untyped_storage()._cdata for t in inputs}
         self._seen: dict[int, int] = {}
-        self.references: list[StorageWeakRef] = []  # each also keeps its address from being given to another storage
+        self.references: list[StorageWeakRef] = []
         """Weak references to the storages, by number. Each also keeps the storage's address from being given to another
         one.
         """
@@ -112,7 +112,7 @@ class StorageNumbers:
         return self._seen[key]
 
     def _movable(self, tensor: torch.Tensor) -> bool:
-        # a view that a function's forward made of its input passes for a leaf: what it is a view of tells
+        # a view that a function's forward made of its input looks like a leaf; its base tells whether it is one
         source = tensor._base if tensor._base is not None else tensor
         leaf = source.is_leaf and source.requires_grad
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided

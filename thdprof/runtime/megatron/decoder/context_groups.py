@@ -2,7 +2,8 @@
 
 megatron-core 0.19 takes the group of a micro-batch from `PackedSeqParams.local_cp_size` and `cp_group` in its
 attention; but its layers compute the positions of packed tokens from the group with which the model was built. Here the
-layers get the micro-batch's own group for the time of a forward. A backward needs no group: it has saved the positions.
+layers get the micro-batch's own group for the time of a forward. A backward needs no such change: it uses the values
+that its forward saved.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def context_group(size: int) -> Any:
     try:
         group = parallel_state.get_hybrid_data_context_parallel_groups(group_size=size)
         members = torch.distributed.get_process_group_ranks(group)
-    except KeyError:  # none of that size, or one that was destroyed
+    except KeyError:  # there is no group of that size, or it was destroyed
         members = []
     if members != ranks[first : first + size] or len(members) != size:
         raise SettingsError(
@@ -134,7 +135,7 @@ def groups_of(plan: Plan, block: nn.Module) -> ContextGroups | None:
         return None
     groups = {size: context_group(size) for size in sorted({1, *(b.cp_size for b in plan.graphs.buckets)})}
     ranks = plan.training.data_parallel_size * plan.training.context_parallel_size
-    for size in group_sizes(ranks):  # those without a bucket run eagerly
+    for size in group_sizes(ranks):  # sizes without a bucket run eagerly, and need a group, too
         if size not in groups:
             try:
                 groups[size] = context_group(size)

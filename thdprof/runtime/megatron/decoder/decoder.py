@@ -84,7 +84,7 @@ class Decoder(nn.Module):
             with_rope: whether the layers take rotary embeddings; they then cover the whole buffer.
             kwargs: all other arguments with which the model calls its decoder.
         """
-        assert self._like is not None  # set by what `attach` puts in
+        assert self._like is not None  # set by the forward that `attach` installs
         params = packed_seq_params.write(packed, self._like)
         if self._groups is not None:
             params = self._groups.of_size(params, packed.cp_size)

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Documents of one micro-batch in memory: each is followed by its padding, and the last one is a dummy without
-    tokens.
+    """Documents of one micro-batch in memory, each followed by its padding; room at the end is a dummy without tokens.
 
     Give `cu_seqlens` and `cu_seqlens_padded` to `packed_seq_params` with `pad_between_seqs=True`.
     """

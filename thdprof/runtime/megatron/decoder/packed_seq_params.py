@@ -104,13 +104,15 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_id
     """
     longest = params.max_seqlen_q
     if longest is None:
-        raise TypeError("PackedSeqParams.max_seqlen_q is None: give the tokens of the longest document")
+        raise TypeError("PackedSeqParams.max_seqlen_q is None: set it to the number of tokens of the longest document")
     if isinstance(longest, torch.Tensor):
         if longest.is_cuda:
             raise TypeError("PackedSeqParams.max_seqlen_q is on the GPU: give the data loader's own integer")
         longest = int(longest)
     if params.cu_seqlens_kv is not params.cu_seqlens_q and params.cu_seqlens_kv.shape != params.cu_seqlens_q.shape:
-        raise TypeError("cu_seqlens_q and cu_seqlens_kv differ: cross-attention is not run through graphs")
+        raise TypeError(
+            "cu_seqlens_q and cu_seqlens_kv differ, as in cross-attention: graphs serve self-attention only"
+        )
     if tail != "none" and params.cu_seqlens_q_padded is not None and params.pad_between_seqs is False:
         raise ValueError(f"pad_between_seqs is False, but the tail policy {tail} adds padding: set it to True")
     host, host_padded = getattr(params, _HOST, (None, None))
@@ -180,7 +182,7 @@ def padded(call: Call, bucket: Bucket) -> PackedSequence:
     in_memory, idx = call.boundaries.padded, call.boundaries.seq_idx
     if call.packed.seq_idx is not None and idx is None:
         memory = call.boundaries.in_memory
-        assert isinstance(memory, np.ndarray)  # else the boundaries came with it
+        assert isinstance(memory, np.ndarray)  # boundaries on the GPU come with seq_idx
         idx = moved(document_of_tokens(memory, bucket.n_tokens * bucket.cp_size), device)
     return PackedSequence(
         cu_seqlens=pad(call.boundaries.valid),
@@ -211,12 +213,19 @@ def _check_padding(packed: PackedSequence, memory: PackedSequence, *, pad_betwee
     assert packed.host is not None
     assert memory.host is not None
     if len(memory.host) != len(packed.host):
-        raise ValueError(f"{len(packed.host)} entries in cu_seqlens, {len(memory.host)} in the padded ones")
+        raise ValueError(
+            f"cu_seqlens has {len(packed.host)} entries and cu_seqlens_padded {len(memory.host)}: give equally many"
+        )
     short = np.flatnonzero(np.diff(memory.host) < np.diff(packed.host))
     if len(short):
-        raise ValueError(f"document {short[0]} has more tokens in cu_seqlens than in the padded ones")
+        raise ValueError(
+            f"document {short[0]} has more tokens in cu_seqlens than in cu_seqlens_padded: its padding must "
+            "be counted there"
+        )
     if pad_between_seqs is False and not np.array_equal(memory.host, packed.host):
-        raise ValueError("pad_between_seqs is False, but cu_seqlens and the padded ones differ: leave it out")
+        raise ValueError(
+            "pad_between_seqs is False, but cu_seqlens and cu_seqlens_padded differ: leave pad_between_seqs out"
+        )
 
 
 def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -57,7 +57,9 @@ class KeptTables:
         key = offset, dtype or torch.get_default_dtype(), packed_seq
         longer = seq_len > self._length
         if longer and _capturing():
-            raise RuntimeError(f"a graph wants {seq_len} positions of a rotary table, and {self._length} are kept")
+            raise RuntimeError(
+                f"a graph asks for {seq_len} positions of a rotary table, but only {self._length} are kept"
+            )
         tables = self._longer if longer else self._kept
         table = tables.get(key)
         if table is None or len(table[0]) - 1 < seq_len:
@@ -67,7 +69,9 @@ class KeptTables:
 
     def _made(self, length: int, offset: int, dtype: torch.dtype, packed_seq: bool) -> Table:
         if _capturing():
-            raise RuntimeError(f"a rotary table of {length} positions was asked for first inside a capture")
+            raise RuntimeError(
+                f"a rotary table of {length} positions was first asked for inside a capture, which cannot make it"
+            )
         module = self._module
         buffers = {name: getattr(module, name) for name in _BUFFERS}
         state = {name: getattr(module, name) for name in _STATE}

@@ -1,4 +1,4 @@
-"""`graphs.impl: chunk`: every model chunk's decoder is one graph pair a bucket and slot, replayed from the bank."""
+"""`graphs.impl: chunk`: every model chunk's decoder is one graph pair per bucket and slot, replayed from the bank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thdprof.runtime.megatron.surroundings import gather_parameters, generators
 
 
 class ChunkGraphs(GraphedModule):
-    """A decoder run through a bank; Megatron's parameter gathering and gradient reduction go on around it."""
+    """A decoder run through a bank of graphs. Megatron's parameter gathering and gradient reduction go on around it."""
 
     def _open(self, call: Call) -> None:
         self._generators = generators()
@@ -23,7 +23,7 @@ class ChunkGraphs(GraphedModule):
         return super()._replay(bucket, call)
 
     def close(self) -> None:
-        """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
+        """Free all graphs; the decoder runs eagerly from here on. Call it before destroying process groups."""
         super().close()
         for parameter in self.module.parameters():
             vars(parameter).pop("_cudagraph_wgrad_ready_event", None)

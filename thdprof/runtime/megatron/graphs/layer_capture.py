@@ -106,7 +106,7 @@ class LayerCapture:
                     pool=slot.pool,
                     _order=[1, -1],
                     _num_layers_per_chunk=[len(self._layers)],
-                    _reuse_graph_input_output_buffers=True,  # frees what the next bucket's graphs can use
+                    _reuse_graph_input_output_buffers=True,  # leaves memory for the next bucket's graphs
                     post_warmup_hook=warmed_up,
                 )
         return LayerReplays(
@@ -163,7 +163,9 @@ class LayerCapture:
             torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
         torch.cuda.synchronize(self._device)
         if len(recorded) < len(self._layers):
-            raise RuntimeError(f"the decoder called {len(recorded)} of its {len(self._layers)} layers")
+            raise RuntimeError(
+                f"the decoder called {len(recorded)} of its {len(self._layers)} layers in a pass before the capture"
+            )
         if slot.moves is not None:
             slot.moves.settle()
         return [recorded[number] for number in range(len(self._layers))], touched

@@ -1,4 +1,6 @@
-"""What graphs of single layers are captured from and replayed over: a layer's pass, the slots, and their leases."""
+"""Slots and leases of graphs of single layers: the captured modules, the static memory, and the replays of a
+micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +17,31 @@ from thdprof.runtime.graphs.slots import SlotLease, SlotMemory
 from thdprof.runtime.megatron.offload.layers import LayerMoves
 
 Moves = Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]
-"""Runs a layer on hidden states and moves what it saves to the host."""
+"""The type of a function that runs a layer on its hidden states and moves the tensors that the layer saves to the
+host.
+"""
 
 
 class LayerPass(nn.Module):
-    """One layer as Transformer Engine captures it: hidden states in, its outputs out, all else static.
+    """One layer as Transformer Engine captures it: it takes hidden states and returns its outputs; all else is static.
 
-    The layer's parameters are arguments too, and not this module's own: a replay then takes the model's parameters,
-    although the capture ran over aliases of them.
+    The layer's parameters are arguments, too, and not parameters of this module: a replay then takes the model's
+    parameters, although the capture ran over aliases of them.
     """
 
     def __init__(self, captured: Callable[..., Any], constants: dict[str, Any], moves: Moves | None = None) -> None:
+        """A layer to capture.
+
+        Args:
+            captured: runs the part of the layer that is captured.
+            constants: the layer's other arguments, over static tensors.
+            moves: moves the tensors that the layer saves to the host; None: they stay on the device.
+        """
         super().__init__()
         self._captured, self._constants, self._moves = captured, constants, moves
 
     def forward(self, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> Any:
-        """Hidden states after the layer, or what of it is captured gives out."""
+        """The outputs of the captured part of the layer."""
         return self._run(hidden_states) if self._moves is None else self._moves(hidden_states, self._run)
 
     def _run(self, hidden_states: torch.Tensor) -> Any:
@@ -39,24 +50,28 @@ class LayerPass(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What one layer was called with."""
+    """The arguments that one layer was called with."""
 
     hidden: torch.Tensor
-    """Zeros like its hidden states."""
+    """Zeros of the shape, dtype and device of the layer's hidden states."""
     constants: dict[str, Any]
-    """Its other arguments, over static tensors."""
+    """The layer's other arguments, over static tensors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerReplays:
-    """The graphs of one bucket in one slot; the static memory that they share is the slot's."""
+    """The graphs of one bucket in one slot. The slot owns the static memory that they share."""
 
     graphs: tuple[Callable[..., Any], ...]
-    """One a layer, in order: takes hidden states and the layer's parameters, gives the graph's own output buffers."""
+    """One for each layer, in order. Each takes hidden states and the layer's parameters, and returns the graph's own
+    outputs.
+    """
     parameters: tuple[tuple[nn.Parameter, ...], ...]
-    """The model's parameters that each layer gives a gradient to."""
+    """For each layer, the model's parameters that it gives a gradient to."""
     fused: dict[int, tuple[nn.Parameter, torch.Tensor, int]]
-    """Those whose gradient the graphs add to `main_grad`, that and where it lay, by identity; autograd gets a dummy."""
+    """The parameters whose gradient the graphs add to `main_grad`, by id: the parameter, its `main_grad`, and the
+    address of that. Autograd gets a dummy for them.
+    """
 
     def reset(self) -> None:
         """Free the graphs."""
@@ -65,7 +80,7 @@ class LayerReplays:
 
 
 class LayerSlot(SlotMemory):
-    """Static tensors and one memory pool for the graphs of all buckets. Only one bucket is alive at a time."""
+    """A slot whose graphs hold single layers: static tensors, and the graphs of all layers for each bucket."""
 
     def __init__(
         self,
@@ -76,23 +91,37 @@ class LayerSlot(SlotMemory):
         with_seq_idx: bool,
         device: torch.device,
     ) -> None:
+        """A slot without graphs.
+
+        Args:
+            tensors: the tensor arguments of one micro-batch; the first is the hidden states.
+            buckets: the shapes whose graphs the slot will hold.
+            with_padded: whether micro-batches come with `cu_seqlens_padded`.
+            with_seq_idx: whether layers read the document of every token.
+            device: the GPU on which the buffers are allocated.
+        """
         super().__init__(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
         self.others = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[1:]]
-        """The decoder's other tensors, static: every layer may read them."""
+        """Static copies of the decoder's tensor arguments besides the hidden states; every layer may read them."""
         self.hidden: list[torch.Tensor] = []
-        """Static input of every layer."""
+        """The static input of every layer: shape [tokens of this rank, 1, hidden size]; empty before the first
+        capture.
+        """
         self.replays: dict[Bucket, LayerReplays] = {}
+        """The graphs of every bucket that has been captured."""
         self.moves: LayerMoves | None = None
-        """What the layers move to the host; None where all stays on the device."""
+        """Moves the tensors that the layers save to the host; None: they stay on the device."""
 
     def inputs_like(self, recorded: Sequence[Recorded]) -> list[torch.Tensor]:
-        """Static inputs of the layers, the same for every bucket."""
+        """The static inputs of the layers, which all buckets share; made at the first capture."""
         if not self.hidden:
             self.hidden = [r.hidden.requires_grad_() for r in recorded]
         return self.hidden
 
     def stage(self, call: Call, bucket: Bucket) -> None:
-        """Queue one micro-batch's metadata and other tensors into the static ones."""
+        """Queue the copies of one micro-batch's metadata, and of its tensors besides the hidden states, into the static
+        ones.
+        """
         self.metadata.stage(call.boundaries, bucket)
         for static, tensor in zip(self.others, call.tensors[1:], strict=True):
             static.copy_(tensor)
@@ -102,7 +131,7 @@ class LayerSlot(SlotMemory):
         return sum(t.numel() * t.element_size() for t in (*self.hidden, *self.others))
 
     def close(self) -> None:
-        """Free the graphs; a backward still to come raises."""
+        """Free the graphs. A backward that is still to come raises."""
         self.closed = True
         for replays in self.replays.values():
             replays.reset()
@@ -112,12 +141,19 @@ class LayerSlot(SlotMemory):
 
 
 class LayerLease(SlotLease):
-    """A slot held by one micro-batch from its forward to the end of its backward, or until it is dropped."""
+    """A lease of a slot of single layers: replays the layers of one micro-batch one by one."""
 
     slot: LayerSlot
     """The slot that is held."""
 
     def __init__(self, slot: LayerSlot, bucket: Bucket, anchor: torch.Tensor) -> None:
+        """Hold `slot` for a micro-batch that fits `bucket`.
+
+        Args:
+            slot: a free slot in which `bucket` has been captured.
+            bucket: the shape to replay.
+            anchor: a scalar that takes a gradient, so that there is a backward even if the hidden states take none.
+        """
         self.replays = slot.replays[bucket]
         self._anchor = anchor
         super().__init__(slot)
@@ -133,18 +169,19 @@ class LayerLease(SlotLease):
         return self.replays.graphs[number](hidden, *arguments)
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states after the last layer, copied for the caller to keep."""
+        """A copy of the hidden states after the last layer, which the caller may keep."""
         output: torch.Tensor = _Leave.apply(self, hidden)
         return output
 
     def begin_backward(self) -> None:
-        """Before any layer's backward graph is replayed.
+        """Prepare the backward, before any layer's backward graph is replayed.
 
-        Weights whose gradient a graph adds to `main_grad` are marked as the captured kernels would mark them: what
-        Megatron's gradient reduction then finds in `.grad` is a dummy.
+        Parameters whose gradient a graph adds to `main_grad` are marked as the captured kernels would mark them: the
+        tensor that Megatron's gradient reduction then finds in `.grad` is a dummy.
 
         Raises:
-            RuntimeError: a second backward of the same micro-batch: its activations may be overwritten by now.
+            RuntimeError: the slot no longer holds this micro-batch's activations; or a `main_grad` was replaced or
+                moved since the captures.
         """
         self.check_backward()
         for parameter, main_grad, pointer in self.replays.fused.values():
@@ -157,9 +194,9 @@ class LayerLease(SlotLease):
 
 
 class _Enter(torch.autograd.Function):
-    """Before the first layer: its backward runs after all of theirs, and gives the slot back.
+    """Runs before the first layer. Its backward runs after those of all layers, and gives the slot back.
 
-    The anchor takes a gradient, so that there is a backward even where the hidden states take none.
+    The anchor takes a gradient, so that there is a backward even if the hidden states take none.
     """
 
     @staticmethod
@@ -170,13 +207,15 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        copied = grad.clone()  # out of the graph's memory
+        copied = grad.clone()  # the graph's own memory is overwritten by the next replay
         ctx.lease.release()
         return None, None, copied
 
 
 class _Leave(torch.autograd.Function):
-    """After the last layer: copies its output out of the graph's memory; its backward runs before all of theirs."""
+    """Runs after the last layer, and copies its output out of the graph's memory. Its backward runs before those of all
+    layers.
+    """
 
     @staticmethod
     def forward(ctx: Any, lease: LayerLease, hidden: torch.Tensor) -> torch.Tensor:
@@ -193,8 +232,8 @@ class _Leave(torch.autograd.Function):
 class _Copied(torch.autograd.Function):
     """Parameters whose gradients are copied out of the graph's memory before autograd keeps or adds them.
 
-    Applied right before the layer, its backward runs right after the layer's, before another graph overwrites them;
-    what accumulates them may run on another stream.
+    It is applied right before the layer, so that its backward runs right after the layer's, before another graph
+    overwrites the gradients. Autograd may accumulate them on another stream.
     """
 
     @staticmethod

@@ -1,8 +1,9 @@
 """`graphs.impl: local`: Megatron's own graphs of whole layers, led by a plan's buckets.
 
-Megatron records its layers' calls during the first training step, which runs eagerly, and makes all graphs at the end
-of it (`create_cudagraphs`, which its schedules call). A call that was not recorded by then stops training. So as many
-buckets as the step has micro-batches are recorded, and what has no graph goes past Megatron's managers.
+Megatron records its layers' calls during the first training step, which runs eagerly (the recording step), and makes
+all graphs at its end (`create_cudagraphs`, which its schedules call). A call that was not recorded by then stops
+training. Therefore as many buckets are recorded as the step has micro-batches, and a micro-batch without a graph
+bypasses Megatron's graph managers.
 """
 
 from __future__ import annotations
@@ -25,51 +26,53 @@ from thdprof.runtime.stats import Stats
 logger = logging.getLogger(__name__)
 
 _ASKED = "_should_call_local_cudagraph"
-"""What every layer's `__call__` asks before it goes to its graph manager."""
+"""The method by which every layer's `__call__` decides whether to go to its graph manager."""
 
 
 class LocalGraphs(DispatchedModule):
-    """A decoder whose layers replay Megatron's graphs, or run eagerly, all of them alike.
+    """A decoder whose layers all replay Megatron's graphs, or all run eagerly.
 
-    Micro-batches of the recording step are padded as a replay would be, and count as replays. A replay counts for the
-    bucket that the plan has for the micro-batch, also where it takes a larger one whose graphs exist.
+    Micro-batches of the recording step are padded as a replay would be, and count as replays. A micro-batch may replay
+    a larger bucket than the plan has for it, if only that one has graphs; it counts for the bucket of the plan.
 
-    Only one micro-batch at a time may be between its forward and its backward: all graphs share one memory pool. While
-    one is, others run eagerly (`no_free_slot`). Megatron does not restore its RNG states after its warm-up: with
-    dropout, a run draws other numbers than an eager one from the second step on.
+    Only one micro-batch at a time may be between its forward and its backward, because all graphs share one memory
+    pool. Until its backward is over, others run eagerly (`no_free_slot`). Megatron does not restore its RNG states
+    after its warm-up: with dropout, a run draws other numbers than an eager run from the second step on.
 
-    Megatron keeps graphs for the whole process: closing this frees all that it holds, those of other models too.
+    Megatron keeps graphs for the whole process. Closing this object frees all of them, also those of other models.
     """
 
     def __init__(self, decoder: Decoder, buckets: Sequence[Bucket], **options: Any) -> None:
         """A decoder over `buckets`.
 
         Args:
-            decoder: its layers were built with cuda_graph_impl "local".
-            buckets: shapes to record.
-            options: of DispatchedModule.
+            decoder: a decoder whose layers were built with cuda_graph_impl "local".
+            buckets: the shapes to record.
+            options: further arguments of DispatchedModule.
 
         Raises:
-            SettingsError: the layers have no graph managers, or Megatron has made its graphs.
+            SettingsError: the layers have no graph managers, or Megatron has recorded graphs already.
         """
         from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 
         super().__init__(decoder, buckets, **options)
         self._renew_tables = decoder.renew_tables
-        inside = (m for m in decoder.block.modules() if m is not decoder.block)  # whose own manager is for inference
+        inside = (
+            m for m in decoder.block.modules() if m is not decoder.block
+        )  # the block's own manager is for inference
         self._layers = tuple(m for m in inside if hasattr(m, "cudagraph_manager"))
         self._managers: tuple[Any, ...] = tuple(layer.cudagraph_manager for layer in self._layers)
         self._recorded: list[Bucket] = []
         self._announced = self._closed = False
         for layer in self._layers:
-            layer.__dict__.pop(_ASKED, None)  # of an installation that was closed
+            layer.__dict__.pop(_ASKED, None)  # an installation that was closed has left it there
         if not self._layers:
             raise SettingsError("no layer has a graph manager: build the model with cuda_graph_impl 'local'")
         if _CudagraphGlobalRecord.cudagraph_created or any(m.cudagraph_runners for m in self._managers):
             raise SettingsError("Megatron has recorded graphs already: install before the first training step")
 
     def _open(self, call: Call) -> None:
-        """Megatron makes the graphs."""
+        """Does nothing: Megatron makes the graphs."""
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         if self._in_flight():
@@ -83,7 +86,7 @@ class LocalGraphs(DispatchedModule):
         else:
             taken = bucket_to_record(call.shape, self._dispatcher.buckets, self._recorded)
             if taken not in self._recorded:
-                # buckets must not record the same tensor: Megatron counts its uses up to the next backward
+                # two buckets must not record one tensor: Megatron counts a tensor's uses up to the next backward
                 self._renew_tables()
                 tensors = tuple(t if t.requires_grad else t.clone() for t in tensors)
                 self._recorded.append(taken)
@@ -98,13 +101,15 @@ class LocalGraphs(DispatchedModule):
             return super()._run_eagerly(call, timed=timed)
 
     def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch without packed-sequence metadata past Megatron's managers, which recorded no such one."""
+        """Run a micro-batch without packed-sequence metadata past Megatron's managers, which have recorded no such
+        call.
+        """
         with self._past_managers():
             return function(*args, **kwargs)
 
     @contextmanager
     def _past_managers(self) -> Iterator[None]:
-        """Let the layers run as if they had no graph manager."""
+        """Let the layers run, inside the block, as if they had no graph manager."""
         for layer in self._layers:
             layer.__dict__[_ASKED] = _no
         try:
@@ -120,13 +125,13 @@ class LocalGraphs(DispatchedModule):
         return bool(_CudagraphGlobalRecord.cudagraph_created)
 
     def _in_flight(self) -> bool:
-        """Whether any layer waits for its backward."""
+        """Whether any layer waits for a backward."""
         from megatron.core.transformer.cuda_graphs import _GraphStatus
 
         return any(r.status is not _GraphStatus.FWD_READY for m in self._managers for r in m.cudagraph_runners)
 
     def _announce(self) -> None:
-        """Count the graphs once they are made, and say which buckets have none."""
+        """Count the graphs once Megatron has made them, and warn of buckets that have none."""
         if self._announced or not self._recorded or not self._created():
             return
         self._announced = True
@@ -141,12 +146,12 @@ class LocalGraphs(DispatchedModule):
             )
 
     def stats(self) -> Stats:
-        """Counters so far; times are those of passes that have ended."""
+        """The counters so far; times are those of passes that the GPU has ended."""
         self._announce()
         return super().stats()
 
     def pool_bytes(self) -> int:
-        """Bytes of Megatron's graph memory pool."""
+        """Bytes of GPU memory in Megatron's pool of graph memory."""
         from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
         pool = CudaGraphManager.global_mempool
@@ -159,7 +164,7 @@ class LocalGraphs(DispatchedModule):
         from megatron.core.transformer.cuda_graphs import CudaGraphManager, _CudagraphGlobalRecord
 
         self._free()
-        # as a manager's constructor does it
+        # Megatron's managers do the following in their constructor
         CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -167,10 +172,10 @@ class LocalGraphs(DispatchedModule):
         _CudagraphGlobalRecord._enable_saved_tensors_observer()
 
     def close(self) -> None:
-        """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
+        """Free all graphs; the decoder runs eagerly from here on. Call it before destroying process groups."""
         self._free()
         self.enabled, self._closed = False, True
-        for layer in self._layers:  # Megatron's managers would record anew
+        for layer in self._layers:  # else Megatron's managers would record graphs anew
             layer.__dict__[_ASKED] = _no
 
     def _free(self) -> None:
@@ -178,16 +183,23 @@ class LocalGraphs(DispatchedModule):
 
         super().recapture()
         for manager in self._managers:
-            manager.cudagraph_runners.clear()  # Megatron resets only those whose graphs are not made yet
+            manager.cudagraph_runners.clear()  # Megatron itself clears only runners without graphs
         delete_cuda_graphs()
         self._recorded, self._announced = [], False
 
 
 def bucket_to_record(shape: Shape, buckets: Sequence[Bucket], recorded: Collection[Bucket]) -> Bucket:
-    """The bucket of `buckets` that a micro-batch of the recording step takes; one holds it.
+    """The bucket that a micro-batch of the recording step is padded to; at least one of `buckets` must hold the
+    micro-batch.
 
-    First those that no recorded one could stand in for, the largest first; then the smallest that is not recorded; then
-    the smallest. This follows from the shapes alone, so that ranks that communicate inside a layer record alike.
+    Among the buckets that hold it, first come those that no recorded bucket could stand in for, the largest first; then
+    the smallest that is not recorded; then the smallest. The choice follows from the shapes alone, so that ranks that
+    communicate inside a layer record alike.
+
+    Args:
+        shape: the micro-batch's shape.
+        buckets: the plan's buckets, in ascending order.
+        recorded: buckets that have been recorded.
     """
     holding = [b for b in buckets if _holds(b, shape)]
     new = [b for b in holding if b not in recorded]
@@ -196,7 +208,7 @@ def bucket_to_record(shape: Shape, buckets: Sequence[Bucket], recorded: Collecti
 
 
 def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) -> Bucket | None:
-    """`bucket` if it was recorded, else the smallest recorded one that holds `shape`; None: there is none."""
+    """`bucket` if it was recorded, else the smallest recorded bucket that holds `shape`; None if there is none."""
     if bucket in recorded:
         return bucket
     choice = Dispatcher(recorded).decide(shape)
@@ -204,10 +216,12 @@ def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) 
 
 
 def _holds(bucket: Bucket, shape: Shape) -> bool:
+    """Whether `bucket` holds a micro-batch of `shape`."""
     return Dispatcher([bucket]).decide(shape) == bucket
 
 
 def _largest(bucket: Bucket) -> Shape:
+    """The shape of the largest micro-batch that `bucket` holds."""
     return Shape(bucket.max_seqs, bucket.max_seqlen, bucket.n_tokens, bucket.cp_size)
 
 

@@ -1,4 +1,4 @@
-"""Graphs of dynamic context parallelism, one or more for every size."""
+"""Chunk graphs of dynamic context parallelism: at least one bucket for every context-parallel size."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
 class SizedChunkGraphs(ChunkGraphs):
     """Chunk graphs of several context-parallel sizes.
 
-    All ranks capture all sizes at their first micro-batch in training, in one order, whatever it is like: ranks of a
-    group communicate in a capture, and first micro-batches are of different sizes.
+    At the first micro-batch in training, whatever its shape, every rank captures all sizes in the same order: ranks of
+    a group communicate in a capture, and the ranks' first micro-batches are of different sizes.
     """
 
     def _opens_at(self, shape: Shape) -> bool:
         return bool(self._buckets) and self._capture == "startup"
 
     def _opening(self, call: Call) -> Call:
-        """`call` with hidden states of the buckets' size, where its own are of another."""
+        """The call that shows shapes to the captures: `call`, with hidden states of the buckets' size."""
         hidden, rest = call.tensors[0], call.tensors[1:]
         tokens = self._buckets[0].n_tokens // self._token_shards
         if hidden.shape[self._token_dim] == tokens:

@@ -1,10 +1,11 @@
-"""`graphs.impl: transformer_engine`: every layer is a graph pair made by Transformer Engine, one set a bucket and slot.
+"""`graphs.impl: transformer_engine`: every layer is a graph pair made by Transformer Engine, one set per bucket and
+slot.
 
 The graphs come from `transformer_engine.pytorch.make_graphed_callables`. megatron-core replays such graphs itself, but
-for dense input alone; here its layers keep running eagerly as far as it knows (their `cuda_graphs` stay empty), and
-while a micro-batch holds a slot, the layers' `forward` is replaced on the instances by the slot's graphs. A layer that
-is neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so does the final layer norm. Of a layer
-with dropless experts the graph ends at the router (`split`).
+only for dense input. Here megatron-core believes that its layers run eagerly (their `cuda_graphs` stay empty); while a
+micro-batch holds a slot, the layers' `forward` is replaced, on the instances, by the slot's graphs. A layer that is
+neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so does the final layer norm. In a layer with
+dropless experts the graph ends at the router (`split`).
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ logger = logging.getLogger(__name__)
 class LayerGraphs(DispatchedModule):
     """A decoder whose layers are replayed one by one, through Transformer Engine's graphed callables.
 
-    Gradients reach the model's parameters through autograd, so that what Megatron hangs on their accumulation runs as
-    it does eagerly. Its waiting for gathered parameters, in hooks that a replay does not run, is done layer by layer.
+    Gradients reach the model's parameters through autograd, so that Megatron's hooks on their accumulation run as they
+    do eagerly. Megatron waits for gathered parameters in hooks that a replay does not run; that waiting is done here,
+    layer by layer.
     """
 
     def __init__(
@@ -68,19 +70,19 @@ class LayerGraphs(DispatchedModule):
 
         Args:
             decoder: a TransformerBlock or HybridStack.
-            buckets: shapes to capture.
-            num_slots: copies of every bucket's graphs.
-            modules: what of a layer is captured, by megatron-core's names; none: whole layers.
-            generators: gives the CUDA generators of Megatron's tracker.
-            surroundings: what the decoder touches outside itself.
-            make: make_graphed_callables; None: Transformer Engine's.
-            offload: what moves activations to the host; None: all stay.
-            options: as DispatchedModule takes them.
+            buckets: the shapes to capture.
+            num_slots: number of slots: micro-batches that can be between forward and backward at a time.
+            modules: the parts of a layer that are captured, by megatron-core's names; empty: whole layers.
+            generators: returns the CUDA generators of Megatron's tracker.
+            surroundings: the state that the decoder's passes change outside it.
+            make: `make_graphed_callables`; None: Transformer Engine's.
+            offload: moves activations to the host; None: all stay on the device.
+            options: further arguments of DispatchedModule.
 
         Raises:
-            SettingsError: no layer that could be captured, a parameter that two layers share, or a tracker of random
-                states that Transformer Engine does not know.
-            ValueError: no slot.
+            SettingsError: no layer can be captured, two layers share a parameter, or the tracker of random states is
+                not Transformer Engine's.
+            ValueError: `num_slots` is less than 1.
         """
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
@@ -99,7 +101,7 @@ class LayerGraphs(DispatchedModule):
         self._layer_capture: LayerCapture | None = None
 
     def pool_bytes(self) -> int:
-        """Bytes of the graphs' memory pools and of the layers' static inputs."""
+        """Bytes of GPU memory in the graphs' memory pools and in the layers' static inputs."""
         return sum(pool_bytes(self._device, slot.pool) + slot.static_bytes() for slot in self._slots)
 
     def host_bytes(self) -> int:
@@ -108,17 +110,20 @@ class LayerGraphs(DispatchedModule):
         return of_slots + (self._offload.host_bytes() if self._offload is not None else 0)
 
     def offload_freed_bytes(self) -> int:
-        """By how much the graphs' memory should be less than without offloading, all slots together."""
+        """Bytes by which offloading should reduce the graphs' memory, over all slots."""
         return sum(slot.moves.freed_bytes() for slot in self._slots if slot.moves is not None)
 
     @property
     def _device(self) -> torch.device:
-        assert self._anchor is not None  # made when the graphs are opened
+        assert self._anchor is not None  # `_open` has made it
         return self._anchor.device
 
     def _open(self, call: Call) -> None:
         if any(t.requires_grad for t in call.tensors[1:]):
-            raise TypeError("a tensor besides the hidden states takes a gradient, which a layer's graph does not give")
+            raise TypeError(
+                "a tensor argument besides the hidden states takes a gradient, which graphs of layers do not return: "
+                "detach it, or set graphs.impl to chunk"
+            )
         device = call.tensors[0].device
         gather_parameters(self.module)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -146,7 +151,7 @@ class LayerGraphs(DispatchedModule):
                 slot.moves = self._offload.slot(self._layers, device)
         if self._capture == "startup":
             for slot in self._slots:
-                for bucket in sorted(self._buckets, reverse=True):  # smaller ones fit into the largest's memory
+                for bucket in sorted(self._buckets, reverse=True):  # the smaller fit into the largest's memory
                     self._captured(slot, bucket)
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
@@ -156,7 +161,7 @@ class LayerGraphs(DispatchedModule):
             return lease
         lease.slot.stage(call, bucket)
         packed = lease.slot.metadata.packed(bucket)
-        if not self._all_graphed:  # what runs eagerly may keep it beyond the lease
+        if not self._all_graphed:  # layers that run eagerly may keep the metadata beyond the lease
             n_tokens = call.shape.n_tokens * call.packed.cp_size
             packed = to_device(call.packed, call.boundaries, n_tokens, call.tensors[0].device)
         args, kwargs = call.substitute(call.tensors, packed)
@@ -167,7 +172,7 @@ class LayerGraphs(DispatchedModule):
             output = split.replay(partial(lease.run, number), hidden)
             if number == len(self._layers) - 1:
                 output = lease.leave(output)
-            return output if is_mamba(split.layer) else (output, None)  # as the layer itself would
+            return output if is_mamba(split.layer) else (output, None)  # the layer's own return type
 
         around = self._offload.replaying() if self._offload is not None else nullcontext()
         with around, self._timed(call.tensors, replayed=True) as outputs, layers_run(self._layers, replayed):
@@ -190,12 +195,12 @@ class LayerGraphs(DispatchedModule):
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def _captured(self, slot: LayerSlot, bucket: Bucket) -> bool:
-        """Whether `slot` has graphs of `bucket`, captured now if they are not yet."""
+        """Whether `slot` has graphs of `bucket`; they are captured now if they were not before."""
         if bucket in slot.replays:
             return True
         if bucket in self._failures:
             return False
-        assert self._layer_capture is not None  # made when the graphs are opened
+        assert self._layer_capture is not None  # `_open` has made it
         collecting = gc.isenabled()
         try:
             slot.replays[bucket] = self._layer_capture.capture(slot, bucket)
@@ -203,14 +208,14 @@ class LayerGraphs(DispatchedModule):
             tidy_after_failure(collecting)
             refuse_half_a_pass(WarmupError(f"{type(error).__name__}: {error}"), self._surroundings)
             self._failures[bucket] = f"{type(error).__name__}: {error}"
-            logger.warning("capture of %s failed, it will run eagerly: %s", bucket, self._failures[bucket])
+            logger.warning("capture of %s failed, its micro-batches run eagerly: %s", bucket, self._failures[bucket])
             return False
         self._placement = self._placement or Placement(self.module)
         self._stats.captures += 1
         return True
 
     def _refuse_megatrons_own(self) -> None:
-        """Make sure that megatron-core has not captured the layers too.
+        """Make sure that megatron-core has not captured the layers, too.
 
         Raises:
             RuntimeError: it has; its graphs do not take packed input.
@@ -242,7 +247,7 @@ def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
     """The layers that are captured.
 
     Raises:
-        SettingsError: there are layers, but none that can be, or two of them share a parameter.
+        SettingsError: no layer can be captured, or two of them share a parameter.
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 

@@ -1,1 +1,1 @@
-"""Activations of Megatron's layers in host memory."""
+"""Activations of Megatron's layers in host memory between forward and backward."""

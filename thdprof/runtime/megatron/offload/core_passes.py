@@ -118,12 +118,13 @@ class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
         group = next((group for group in reversed(self._ended) if group._name == name), None)
         if group is None:
             raise RuntimeError(
-                f"{name} was backpropagated a second time; megatron-core's offloading keeps nothing then"
+                f"{name} was backpropagated a second time, but megatron-core's offloading keeps its tensors for one "
+                "backward only"
             )
         self._ended.remove(group)
         if group in self._groups_to_reload:
             self._groups_to_reload.remove(group)
-            self._groups_to_reload.append(group)  # the last is what is reloaded
+            self._groups_to_reload.append(group)  # bulk_reload_group reloads the last one
             self.h2d_stream.wait_stream(torch.cuda.current_stream())
             self.bulk_reload_group()
         if group in self._reloading_group:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from thdprof.plan import OffloadPart, Plan
 
 Stays = frozenset[tuple[str, int]]
-"""Groups that stay on the device: their name, and how many of that name came before in the pass."""
+"""Groups that stay on the device: their name, and how many groups of that name came before in the pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +28,23 @@ class Group:
     """Tensors of one layer that megatron-core moves together."""
 
     name: str
+    """The name of the part of the layer that saves them."""
     copies: tuple[int, ...] | None
     """Bytes of each tensor that would be moved; None: not known beforehand."""
     frees: tuple[int, ...] = ()
-    """Bytes of each storage that nothing else keeps then."""
+    """Bytes of each storage that moving the group frees."""
 
 
 def staying(groups: Sequence[Group], fraction: float) -> Stays:
-    """Which groups stay on the device.
+    """The groups that stay on the device.
 
-    As megatron-core 0.19 decides (`PipelineOffloadManager.post_warmup_callback`): the last of each name, since its
-    backward would wait for it, and of those that hold anything the last int(count * (1 - fraction)).
+    megatron-core 0.19 decides so (`PipelineOffloadManager.post_warmup_callback`): the last group of each name stays,
+    because its backward would have to wait for it; and of the other groups that hold any tensor, the last int(count *
+    (1 - fraction)) stay.
 
     Args:
-        groups: of one pass, in order.
-        fraction: of groups that are moved.
+        groups: all groups of one pass, in order.
+        fraction: share of the groups that is moved.
     """
     numbered = _numbered(groups)
     last = set({name: (name, count) for _, (name, count) in numbered}.values())
@@ -52,10 +54,10 @@ def staying(groups: Sequence[Group], fraction: float) -> Stays:
 
 
 def freed_bytes(layers: Sequence[Sequence[Group]], stays: Stays) -> int:
-    """By how much the memory that graphs of layers reserve becomes less.
+    """Bytes by which offloading reduces the memory that graphs of layers reserve.
 
-    What a layer moves is there until its graph ends, and what comes back, a group ahead, is reserved beside all else:
-    megatron-core allocates it on the stream that copies it.
+    The tensors that a layer moves stay on the device until its graph ends. Those that come back, one group ahead, take
+    memory besides all else, because megatron-core allocates it on the stream that copies.
 
     Args:
         layers: groups of each layer, in order.
@@ -77,7 +79,11 @@ def _numbered(groups: Sequence[Group]) -> list[tuple[Group, tuple[str, int]]]:
 
 
 def _reserved(layers: Sequence[Sequence[tuple[Group, bool]]]) -> int:
-    """Bytes that are reserved for groups, each with whether it stays, and for gradients on the way back."""
+    """Bytes reserved for the groups' tensors, and for gradients during the backward.
+
+    Args:
+        layers: for each layer, its groups, each with whether it stays on the device.
+    """
     here, back = Segments(), Segments()
     for number, layer in enumerate(layers):
         names = [((number, i, j), nbytes) for i, (g, _) in enumerate(layer) for j, nbytes in enumerate(g.frees)]

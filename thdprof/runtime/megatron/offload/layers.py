@@ -1,4 +1,4 @@
-"""Activations on the host in graphs of single layers: saved tensors, whose copies end in the graph they began in."""
+"""Offloading in graphs of single layers. Every copy ends in the graph in which it began."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from thdprof.runtime.offload.planned_moves import PlannedMoves
 
 
 class AtLayerInput(torch.autograd.Function):
-    """At a layer's input: made first, its backward runs last, when nothing of the layer may be under way any more.
+    """Runs at a layer's input and calls a function in its backward.
 
-    It then calls what it is given.
+    It comes first in the layer, so that its backward comes last, when no copy of the layer may be under way any more.
     """
 
     @staticmethod
     def forward(ctx: Any, at_end: Callable[[], None], hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states."""
+        """The hidden states; `at_end` takes no argument and is called in the backward."""
         ctx.at_end = at_end
         return hidden.view_as(hidden)
 
@@ -36,93 +36,107 @@ class AtLayerInput(torch.autograd.Function):
 
 
 class LayerMoves(Protocol):
-    """What the layers of one slot move in their graphs. One bucket after the other is rehearsed and captured."""
+    """Moves the tensors that the layers of one slot save in their graphs. Buckets are rehearsed and captured one by
+    one.
+    """
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Around a bucket's rehearsal, warm-up and captures."""
+        """A context around a bucket's rehearsal, warm-up and captures."""
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
-        """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""
+        """Run layer `number` eagerly to see which tensors it saves; returns the layer's output.
+
+        Args:
+            number: the layer's position among the captured ones.
+            layer: the layer.
+            hidden: its hidden states.
+            run: runs the layer on hidden states.
+        """
 
     def settle(self) -> None:
-        """After all layers were rehearsed: decide what is moved."""
+        """Decide what is moved, after all layers were rehearsed."""
 
     def begin(self) -> None:
-        """After the warm-up: what runs from now on is captured."""
+        """Begin the captures, after the warm-up."""
 
     def layer(self, number: int) -> Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]:
-        """What runs layer `number` in a warm-up or a capture; it takes the hidden states and what runs the layer."""
+        """The function that runs layer `number` in a warm-up or a capture.
+
+        It takes the hidden states and a function that runs the layer on them.
+        """
 
     def freed_bytes(self) -> int:
-        """By how much the slot's graph memory should be less than without offloading."""
+        """Bytes by which offloading should reduce the slot's graph memory."""
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory."""
 
 
 class Offloading(Protocol):
-    """What moves activations of one decoder to the host."""
+    """Moves activations of one decoder to the host."""
 
     def slot(self, layers: Sequence[nn.Module], device: torch.device) -> LayerMoves:
-        """What the `layers` of a new slot move."""
+        """The moves of the `layers` of a new slot."""
 
     def eagerly(self) -> AbstractContextManager[None]:
-        """Around the forward of an eager micro-batch."""
+        """A context around the forward of an eager micro-batch."""
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Around a replayed forward, and what runs eagerly in it."""
+        """A context around a replayed forward, and the parts of it that run eagerly."""
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory besides the slots'."""
 
     def close(self) -> None:
-        """No graph is left."""
+        """Clean up, after all graphs were freed."""
 
 
 class SavedTensors:
-    """Moves saved tensors in graphs; eager micro-batches keep theirs."""
+    """Offloading by saved tensors, in graphs only: eager micro-batches keep their activations on the device."""
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
         self._streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
 
     def slot(self, layers: Sequence[nn.Module], device: torch.device) -> LayerMoves:
-        """What the `layers` of a new slot move."""
+        """The moves of the `layers` of a new slot; all slots copy on the same two streams."""
         self._streams = self._streams or (torch.cuda.Stream(device), torch.cuda.Stream(device))
         return LayerOffload.on_cuda(self._choice, len(layers), self._streams)
 
     def eagerly(self) -> AbstractContextManager[None]:
-        """Around the forward of an eager micro-batch."""
+        """An empty context."""
         return nullcontext()
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Around a replayed forward."""
+        """An empty context."""
         return nullcontext()
 
     def host_bytes(self) -> int:
-        """None besides the slots'."""
+        """Always 0: all pinned memory is the slots'."""
         return 0
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing."""
 
 
 class LayerOffload:
-    """What the layers of one slot move: found out when they are rehearsed, followed in their captures.
+    """The moves of the layers of one slot: chosen in a rehearsal, followed in the captures.
 
-    One bucket after the other is rehearsed and captured; all share the host memory.
+    Buckets are rehearsed and captured one by one, and share the host memory, which this object owns.
     """
 
     def __init__(self, choice: Choice, num_layers: int, mover: Callable[[], Mover]) -> None:
-        """Nothing yet.
+        """Moves that are not chosen yet.
 
         Args:
-            choice: what is to be moved.
-            num_layers: layers that are captured.
-            mover: one that computes on the current stream.
+            choice: which storages may be moved.
+            num_layers: number of captured layers.
+            mover: returns a mover that computes on the current stream.
         """
         self._choice, self._mover = choice, mover
-        self._buffers = [HostBuffers() for _ in range(num_layers)]  # all layers' activations are there at a time
+        self._buffers = [
+            HostBuffers() for _ in range(num_layers)
+        ]  # one a layer: all layers' activations are there together
         self._found: list[OffloadPlan | None] = [None] * num_layers
         self._plans: list[OffloadPlan] = []
         self._hosts: list[list[torch.Tensor]] = []
@@ -130,20 +144,22 @@ class LayerOffload:
 
     @classmethod
     def on_cuda(cls, choice: Choice, num_layers: int, streams: Sequence[torch.cuda.Stream]) -> LayerOffload:
-        """Copies on two side streams, outwards and inwards."""
+        """Moves that copy on two side streams: to the host, and back."""
         outwards, inwards = streams
         return cls(choice, num_layers, lambda: CudaMover(torch.cuda.current_stream(outwards.device), outwards, inwards))
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Around a bucket's rehearsal, warm-up and captures."""
+        """An empty context."""
         return nullcontext()
 
     def begin(self) -> None:
-        """After the warm-up, which moves as captures do."""
+        """Does nothing: the warm-up moves the same storages as the captures."""
 
     def rehearse(self, number: int, layer: nn.Module, hidden: torch.Tensor, run: Callable[[torch.Tensor], Any]) -> Any:
-        """Run layer `number` eagerly to see what it saves; `run` takes the hidden states and gives its output."""
-        layer_input = hidden if hidden.requires_grad else hidden.detach().requires_grad_()  # as in its capture
+        """Run layer `number` eagerly to see which tensors it saves; returns the layer's output."""
+        layer_input = (
+            hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+        )  # its capture takes a gradient, too
         discovery = Discovery(layer, self._mover(), self._choice.whole(), [layer_input])
         with discovery.forward():
             output = run(layer_input)
@@ -151,7 +167,7 @@ class LayerOffload:
         return output
 
     def settle(self) -> None:
-        """After all layers were rehearsed: decide what is moved and pin the memory for it."""
+        """Decide what is moved, after all layers were rehearsed, and pin the memory for it."""
         plans = [plan for plan in self._found if plan is not None]
         assert len(plans) == len(self._found)
         mover = self._mover()
@@ -162,10 +178,10 @@ class LayerOffload:
         self._hosts = [b.reserve(mover, p.slabs) for b, p in zip(self._buffers, self._plans, strict=True)]
 
     def layer(self, number: int) -> Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]:
-        """What runs layer `number` in a warm-up or a capture, on the current stream.
+        """The function that runs layer `number` in a warm-up or a capture, on the current stream.
 
-        It takes the hidden states and what runs the layer on them, and raises OffloadError where that saves other
-        tensors than in its rehearsal.
+        It takes the hidden states and a function that runs the layer on them. It raises OffloadError if the layer saves
+        other tensors than in its rehearsal.
         """
         plan, hosts = self._plans[number], self._hosts[number]
 
@@ -179,7 +195,7 @@ class LayerOffload:
         return run
 
     def freed_bytes(self) -> int:
-        """By how much the slot's graph memory should be less than without offloading."""
+        """Bytes by which offloading should reduce the slot's graph memory."""
         return self._freed_bytes
 
     def host_bytes(self) -> int:
