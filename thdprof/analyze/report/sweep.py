@@ -41,7 +41,7 @@ def _parts(sweep: Sweep) -> Iterator[str | Table | Text]:
 
 
 def _by_row(sweep: Sweep, texts: list[list[str]]) -> Iterator[tuple[str, str]]:
-    """Each text of `texts` (a list for each row) once, with its rows; rows are left out where all analysed rows have it."""
+    """Each text of `texts` (a list for each row) once, with its rows, or with none where all analysed rows have it."""
     all_rows = [n for n, c in enumerate(sweep.combinations, start=1) if c.plan is not None]
     rows: dict[str, list[int]] = {}
     for number, of_row in enumerate(texts, start=1):
