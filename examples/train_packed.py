@@ -28,11 +28,12 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional
 
+from thdprof.analyze.report.comparison import print_comparison
 from thdprof.analyze.schedule import samplers
 from thdprof.analyze.schedule.gpt_dataset import train_share
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.compare.statistics import compare, print_comparison, read_stats
+from thdprof.compare.statistics import compare, read_stats
 from thdprof.dispatch import BY_SHAPE, Dispatcher
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.plan import Plan, load_plan

@@ -377,9 +377,10 @@ def merge(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Join profiles of several datasets or shards; parts of one name are added up."""
-    from thdprof.analyze.profile.merge import describe, merge_profiles
-    from thdprof.analyze.profile.merge import to_json as as_json
+    from thdprof.analyze.profile.merge import merge_profiles
     from thdprof.analyze.profile.run_profile import load_profile
+    from thdprof.analyze.report.merged_profile import describe
+    from thdprof.analyze.report.merged_profile import to_json as as_json
     from thdprof.files import check_not_inputs, check_targets
 
     if str(output) == "-":
@@ -504,8 +505,9 @@ def compare(
 
 
 def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> None:
+    from thdprof.analyze.report.comparison import print_comparison, to_json
     from thdprof.compare.statistics import compare as run
-    from thdprof.compare.statistics import print_comparison, read_stats, to_json
+    from thdprof.compare.statistics import read_stats
 
     result = run(plan, read_stats(stats), tolerance=allowed, where=str(stats))
     with streams.of_a_gate():
@@ -521,7 +523,8 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
 
 
 def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, json: bool) -> None:
-    from thdprof.compare.plans import compare_plans, print_plan_comparison, to_json
+    from thdprof.analyze.report.plan_comparison import print_plan_comparison, to_json
+    from thdprof.compare.plans import compare_plans
 
     result = compare_plans(first, second, tolerance=allowed)
     with streams.of_a_gate():

@@ -1,4 +1,4 @@
-"""The command line's standard streams: lines, tables and a progress bar that fit any terminal, pipe or encoding."""
+"""The command line's output: lines, tables and a progress bar, on any terminal, pipe or encoding."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from thdprof.analyze.analysis import Progress
 
 _WIDE = 1000
-"""Columns of a console whose lines are never cut: the terminal wraps them."""
+"""Columns of the console for reports; so wide that rich never wraps or cuts a line, and the terminal wraps it."""
 
 
 def prepare_streams() -> None:
-    """Make both streams take any text: one that is closed swallows it, characters it lacks become escapes."""
+    """Make stdout and stderr accept any text: a closed stream drops it; characters outside its encoding are escaped."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
     if sys.stderr is None:
@@ -31,7 +31,7 @@ def prepare_streams() -> None:
 
 
 def discard_output() -> None:
-    """Send what stdout still holds nowhere, so that the interpreter's own flush at exit does not fail too."""
+    """Drop the text that stdout still buffers, so that the interpreter's flush at exit does not fail as well."""
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -40,7 +40,7 @@ def discard_output() -> None:
 
 @contextlib.contextmanager
 def of_a_gate() -> Iterator[None]:
-    """For the output of a command whose exit code is its answer: a reader that leaves early does not change it."""
+    """Keep a gate's exit code when its output pipe closes: `thdprof check ... | head -1` must still return 3."""
     try:
         yield
         sys.stdout.flush()
@@ -55,7 +55,7 @@ def write(text: str) -> None:
 
 
 def say(line: str) -> None:
-    """Write a line to stderr as it is; nobody may be there to read it."""
+    """Write a line to stderr as it is; a closed stderr is no error."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
@@ -66,7 +66,7 @@ def console(*, stderr: bool) -> Console:
     from rich.console import Console
 
     class Plain(Console):
-        def on_broken_pipe(self) -> None:  # whose own ends the process
+        def on_broken_pipe(self) -> None:  # rich would end the process
             raise BrokenPipeError
 
     return Plain(stderr=stderr, width=_WIDE, height=25, emoji=False)
@@ -74,7 +74,7 @@ def console(*, stderr: bool) -> Console:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Shows the stage, a rate and the time left on a terminal, and nothing elsewhere."""
+    """A progress bar on stderr that shows the stage, documents a second and the time left; nothing off a terminal."""
     if not sys.stderr.isatty():
         yield lambda stage, done, documents: None
         return

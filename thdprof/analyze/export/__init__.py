@@ -1,4 +1,4 @@
-"""Plan -> the flags and files of other systems: one module a target."""
+"""Turns a plan into flags and files of other training systems; each system is a module."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["TARGETS", "Exported", "Target", "export_plan"]
 
 
 def export_plan(plan: Plan, target: str, max_seqs: int | None = None) -> Exported:
-    """`plan` in the words of the system `target`, a key of TARGETS.
+    """The flags or files that make the system `target`, a key of TARGETS, train by `plan`.
 
-    `max_seqs` overrides the cap (documents, a dummy tail included).
+    `max_seqs` takes the place of the plan's cap: documents of one micro-batch, a dummy tail included.
 
     Raises:
-        UsageError: an unknown target, or a cap under which the system would fail.
+        UsageError: the target is unknown, or training in that system would fail under the cap.
     """
     if target not in TARGETS:
         raise UsageError(f"--to {target}: unknown; choose one of {', '.join(TARGETS)}")

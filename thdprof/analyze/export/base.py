@@ -1,4 +1,4 @@
-"""What every export target shares: its description, its result, and the choice of the cap."""
+"""The parts that all export targets share: a target's description, the result, and the choice of the cap."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from thdprof.errors import UsageError
 from thdprof.plan import Plan
 
 Flag = tuple[str, ...]
-"""A flag and its values, one shell word each."""
+"""A flag and its values; each string is one word of a shell command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A plan in the words of another system."""
+    """A plan as flags or files of another system."""
 
     text: str
     """The export itself, ending in a newline."""
     extra_files: Mapping[str, str] = field(default_factory=dict)
-    """Further files that the text refers to or that say the same in another form: name to content."""
+    """Contents of further files by name: files that the text refers to, and other forms of the text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,28 +28,29 @@ class Target:
     """A system that a plan can be exported to."""
 
     name: str
+    """Name that `thdprof export --to` takes."""
     summary: str
     """One line for the documentation."""
     main_file: str
-    """Name that the export's text is written under."""
+    """File name under which the export's text is written."""
     files: tuple[str, ...]
-    """Names of the extra files that an export can give."""
+    """Names of the extra files that an export can have."""
     one_cap: bool
-    """Whether the system takes a single cap, not a list of buckets."""
+    """Whether the system takes one cap in place of a list of buckets."""
     needs_maximum: bool
-    """Whether a micro-batch over the cap fails, or goes wrong silently, instead of running eagerly."""
+    """Whether a micro-batch over the cap stops training or gives wrong results, where others run it eagerly."""
     render: Callable[[Plan, int | None], Exported]
-    """The export under a cap in documents, a dummy tail included; None: run eagerly."""
+    """Makes the export for a cap in documents, a dummy tail included; with None, training runs without graphs."""
     least_cap: Callable[[Plan], int] | None = None
-    """Documents of the fullest micro-batch as this system forms it; given where `needs_maximum`."""
+    """Documents of the fullest micro-batch as this system forms it; set where `needs_maximum` is true."""
 
 
 def choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
-    """The cap in documents that `target` is given; None: run eagerly.
+    """The cap in documents for `target`: `max_seqs` if the user gave it, else the plan's; None: run without graphs.
 
     Raises:
-        UsageError: `max_seqs` cannot be, or is less than the target can survive; or the plan is of dynamic context
-            parallelism, which the target knows no graphs for.
+        UsageError: `max_seqs` is out of range, or so small that training would fail; or the plan is for dynamic
+            context parallelism, under which the target has no graphs.
     """
     if max_seqs is not None and not target.one_cap:
         raise UsageError(
@@ -78,12 +79,12 @@ def choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
 
 
 def one_line(text: str) -> str:
-    """`text` on one line of printable characters, safe behind a comment sign."""
+    """`text` as one line of printable characters, which can stand behind a comment sign."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def header(plan: Plan, name: str) -> list[str]:
-    """Comment lines on where an export comes from and for which run its cap holds."""
+    """Comment lines that say from which plan an export comes, and for which run its cap holds."""
     training = plan.training
     exact = "exact" if plan.microbatches.exact else "drawn by simulation"
     offload = ["graphs.offload is left out, and its memory figures do not hold"]
@@ -98,14 +99,14 @@ def header(plan: Plan, name: str) -> list[str]:
 
 
 def eager_reason(plan: Plan) -> str:
-    """Why a plan without a cap has none."""
+    """Why a plan has no cap, for a comment."""
     if plan.graphs.impl == "none" and plan.graphs.one_cap is not None:
         return "the plan asks for no graphs (graphs.impl: none)"
     return "no cap makes a step faster than running eagerly, by the plan's cost table"
 
 
 def shell_export(flags: Sequence[Flag], comments: Sequence[str], file: str) -> Exported:
-    """`flags` as a bash array under `comments`, and on one line as `file`."""
+    """An export of `flags` as a bash array below `comments`; its extra file `file` has them on one line."""
     lines = [" ".join(shlex.quote(word) for word in flag) for flag in flags]
     text = "".join(f"# {one_line(comment)}\n" for comment in comments)
     text += "THDPROF_ARGS=(\n" + "".join(f"    {line}\n" for line in lines) + ")\n"

@@ -9,7 +9,7 @@ from thdprof.plan import Plan
 
 
 def render(plan: Plan, cap: int | None) -> Exported:
-    """The whole plan, with the keys of the plan file; `cap` plays no part."""
+    """The whole plan, with the keys of the plan file; `cap` makes no difference."""
     del cap
     return Exported(text=json.dumps(plan.model_dump(mode="json", by_alias=True), indent=2) + "\n")
 

@@ -1,8 +1,9 @@
-"""Megatron-Bridge 0.6, offline packed SFT: overrides, and the metadata that says how far to pad `cu_seqlens`.
+"""Exports to Megatron-Bridge 0.6 with offline packing: overrides, and metadata on how far to pad `cu_seqlens`.
 
-With `pad_cu_seqlens`, Bridge's collate_fn pads every row to max_samples_per_bin + 2 entries, the largest
-max_samples_per_bin of the metadata's list. That is max_samples_per_bin + 1 documents: room for that many
-stored documents and a tail. A row with more goes silently unpadded: the cap is never under the fullest row.
+With `pad_cu_seqlens`, Bridge's collate_fn takes the largest max_samples_per_bin of the metadata's list and pads
+`cu_seqlens` of every row to max_samples_per_bin + 2 entries. So a row has room for max_samples_per_bin stored
+documents and one tail. Bridge leaves a row with more documents unpadded, without a warning; therefore the cap is
+never below the documents of the fullest row.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ Value = bool | int | str | list[str] | _Tree
 
 
 def least_cap(plan: Plan) -> int:
-    """Documents of the fullest row under pad_to_max_length, which pad_cu_seqlens requires."""
+    """Documents of the fullest row, its tail included; pad_cu_seqlens requires pad_to_max_length, which adds tails."""
     return plan.microbatches.n_seqs.max + (0 if _tails_counted(plan) else 1)
 
 
 def _tails_counted(plan: Plan) -> bool:
-    """Whether the plan's counts and lengths hold every row's tail, up to the pack size."""
+    """Whether the plan's counts and lengths include the tail that fills a row up to the pack size."""
     if plan.dataset.format.startswith("bridge"):
         return plan.training.pad_to_max_length
     return plan.training.tail_policy == "append_dummy_seq"
 
 
 def metadata(plan: Plan, cap: int) -> dict[str, int | float]:
-    """One object of the metadata list, with every key that Bridge writes; it reads back the first three.
+    """One object of the metadata list, with every key that Bridge writes; Bridge reads only the first three.
 
-    Bridge captures max(dataset_max_seqlen, pack size - min_packed_seqlen) as the longest document, the second
-    being the longest tail. The plan's longest document covers the tails that it counted, so min_packed_seqlen
-    is the least value that adds nothing to it, a lower bound of the true one. Where the plan did not count
-    tails it is 0, which captures the pack size: no document is longer.
+    Bridge captures max(dataset_max_seqlen, pack size - min_packed_seqlen) as the longest document; the difference
+    is the longest tail. Where the plan counted tails, its longest document covers them, and min_packed_seqlen is the
+    smallest value that does not prolong it: a lower bound of the true value. Where the plan did not count tails,
+    min_packed_seqlen is 0, so that Bridge captures the pack size, and no document is longer.
     """
     pack = plan.training.seq_length
     longest = min(plan.microbatches.max_seqlen.max, pack)
@@ -56,7 +57,7 @@ def metadata(plan: Plan, cap: int) -> dict[str, int | float]:
 
 
 def render(plan: Plan, cap: int | None) -> Exported:
-    """Overrides and metadata under `cap` documents, the tail included; None: the override to no graphs."""
+    """Overrides and metadata for a cap of `cap` documents, the tail included; None: an override to no graphs."""
     comments = header(plan, "Megatron-Bridge overrides")
     if cap is None:
         comments.append(f"no graphs: {eager_reason(plan)}")
@@ -95,7 +96,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
 
 
 def _is_text(path: str) -> bool:
-    """Whether the bytes of `path` are UTF-8, as the files of overrides are."""
+    """Whether `path` can be written into a file of overrides, which is UTF-8."""
     return not any("\ud800" <= c <= "\udfff" for c in path)
 
 

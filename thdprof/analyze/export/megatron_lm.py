@@ -1,7 +1,7 @@
-"""Megatron-LM with packed-sequence CUDA graphs (pull requests 3869 and 5046): flags with one cap.
+"""Exports flags with one cap to Megatron-LM with packed-sequence CUDA graphs (pull requests 3869 and 5046).
 
-Both take `--cuda-graph-max-packed-seqs N`, pad `cu_seqlens` to N + 1 entries and run a micro-batch with more
-documents eagerly, so any cap is safe. The other flags are those of released megatron-core 0.19.2.
+Both pull requests take `--cuda-graph-max-packed-seqs N`, pad `cu_seqlens` to N + 1 entries and run a micro-batch
+with more than N documents eagerly, so every cap is safe. The other flags are in the released megatron-core 0.19.2.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ FILE = "megatron_lm_args.txt"
 
 
 def render(plan: Plan, cap: int | None) -> Exported:
-    """The flags under `cap` documents; `--cuda-graph-impl none` without one."""
+    """The flags for a cap of `cap` documents; without a cap, `--cuda-graph-impl none`."""
     comments = header(plan, "Megatron-LM flags")
     flags: list[Flag] = []
     if plan.dataset.format == "megatron":
-        # Without it GPTDataset gives no cu_seqlens: each row is one document.
+        # Without this flag GPTDataset gives no cu_seqlens: each row is one document.
         flags.append(("--dataloader-inter-document-masking",))
     if cap is None:
         comments.append(f"no graphs: {eager_reason(plan)}")
@@ -43,6 +43,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
 
 
 def _cap_comments(plan: Plan, cap: int) -> list[str]:
+    """Comments on how the cap was chosen, what runs eagerly under it, and when graphs need padded rows."""
     comments = []
     best = plan.graphs.one_cap
     if best is not None and best.max_seqs == cap:

@@ -1,9 +1,10 @@
-"""Megatron-LM's dev branch: a capacity that the packer keeps to and training asserts, never eager above it.
+"""Exports to Megatron-LM's dev branch, which has a capacity in documents and no eager fallback.
 
-`--thd-max-packed-sequences` counts the dummy document. `--pad-packed-seq-alignment max` gives a micro-batch
-`--max-seqlen-per-dp-cp-rank` tokens a rank, so an unused tail becomes a document (`append_dummy_seq`, the
-default) or part of the last one (`extend_last`). Under `append_dummy_seq` the packer keeps one of the N for
-the dummy, whether a row has a tail or not.
+The packer of that branch keeps to the capacity, `--thd-max-packed-sequences`, and training stops above it. The
+capacity counts the dummy document. `--pad-packed-seq-alignment max` makes every micro-batch as long as
+`--max-seqlen-per-dp-cp-rank` tokens a rank: its unused tail becomes a document of its own, the dummy
+(`append_dummy_seq`, the default), or part of the last document (`extend_last`). Under `append_dummy_seq` the packer
+keeps one document of the capacity for the dummy, even in a row without a tail.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ FILE = "megatron_lm_dev_args.txt"
 
 
 def least_cap(plan: Plan) -> int:
-    """Documents of the fullest micro-batch once the dev branch has padded it.
+    """Documents of the fullest micro-batch after the dev branch has padded it, by the plan's tail policy.
 
-    - `append_dummy_seq`: the plan's counts hold the dummy wherever a row has a tail. Where the plan's packer
-      was held at a limit, the fullest rows may be full ones, and the packer needs one more to form them.
-    - `extend_last`: no dummy.
-    - `none`: the plan's rows have none, and the dev branch appends one to every row that is not full.
+    - `append_dummy_seq`: the plan's counts include the dummy of each row with a tail. Where the plan's packer had a
+      limit of documents, the fullest rows may have no tail, and the packer needs room for one more to form them.
+    - `extend_last`: there is no dummy.
+    - `none`: the plan's rows have no dummy, and the dev branch appends one to every row that is not full.
     """
     most = plan.microbatches.n_seqs.max
     if plan.graphs.tail_policy == "extend_last":
@@ -30,11 +31,11 @@ def least_cap(plan: Plan) -> int:
     limit = plan.training.max_docs_per_pack
     if plan.training.packer == "dp_balanced" and limit is not None:
         most = max(most, min(limit, most + 1))
-    return max(most, 2)  # one real document and the dummy: the scheduler refuses less
+    return max(most, 2)  # one real document and the dummy: the scheduler refuses a smaller capacity
 
 
 def render(plan: Plan, cap: int | None) -> Exported:
-    """The flags under `cap` documents, a dummy included; `--cuda-graph-impl none` without one."""
+    """The flags for a cap of `cap` documents, a dummy included; without a cap, `--cuda-graph-impl none`."""
     training = plan.training
     comments = header(plan, "Megatron-LM flags (dev branch)")
     packed_tokens = training.seq_length * training.micro_batch_size

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.profile.file import COLUMNS, SCHEMA, PartOfRun
+from thdprof.analyze.profile.file import COLUMNS, PartOfRun
 from thdprof.analyze.profile.run_profile import RunProfile, combine_caps
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import TrainingPart
-from thdprof.words import counted, printable
 
 _OF_THE_DATA = ("train_samples", "weights")
 """Training settings that say how much data a run takes, not how a step is formed: they may differ."""
@@ -94,30 +92,3 @@ def _added(parts: Sequence[PartOfRun], costs: CostTable) -> PartOfRun:
         caps=caps,
         warnings=list(dict.fromkeys(w for p in parts for w in p.warnings)),
     )
-
-
-def describe(profile: RunProfile) -> str:
-    """A line a part."""
-    lines = []
-    for part in profile.parts:
-        documents = profile.histogram(part=part.name)
-        many = counted(part.microbatches, "micro-batch", "micro-batches")
-        data = f"{len(part.fingerprints)} datasets added up, " if len(part.fingerprints) > 1 else ""
-        lines.append(
-            f"{printable(part.name)}: {data}{many} in {counted(part.steps, 'step')}, documents P50 "
-            f"{documents.percentile(50.0):,}, P99 {documents.percentile(99.0):,}, max {documents.percentile(100.0):,}\n"
-        )
-    return "".join(lines)
-
-
-def to_json(profile: RunProfile) -> str:
-    """The profile without its counts as JSON text, schema `thdprof.profile/1`."""
-    value = {
-        "schema": SCHEMA,
-        "microbatches": profile.microbatches,
-        "steps": profile.steps,
-        "exact": profile.exact,
-        "parts": [part.model_dump(mode="json", exclude={"caps", "warnings"}) for part in profile.parts],
-        "candidates": profile.curve().to_dict("records"),
-    }
-    return json.dumps(value, indent=2, allow_nan=False)

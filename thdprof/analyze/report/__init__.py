@@ -1,4 +1,4 @@
-"""Reporters: they lay out what was analysed and compute nothing but the sentences and curves of `findings`.
+"""Reporters: they show the results of an analysis. Only `findings` computes anything: sentences and curves.
 
 from thdprof.analyze.report import figures, open_report
 
@@ -18,7 +18,7 @@ __all__ = ["Report", "figures", "open_report"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: the terminal's reporter needs no figures."""
+    """Import a name on its first use: the report for a terminal needs no figures."""
     from importlib import import_module
 
     if name == "figures":

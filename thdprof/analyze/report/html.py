@@ -1,4 +1,4 @@
-"""The executed notebook as one HTML file that loads nothing."""
+"""Turns the executed notebook into one HTML file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ li { color: var(--faint); }
 
 
 def to_html(notebook: NotebookNode, *, title: str) -> str:
-    """The page: text and outputs of the notebook, not its code; no scripts, fonts or pictures from elsewhere.
+    """The HTML page: the notebook's text and outputs without its code. It has no scripts, and loads no fonts or images.
 
     Raises:
         UsageError: nbconvert is not installed.

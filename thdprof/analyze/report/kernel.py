@@ -1,7 +1,8 @@
-"""Runs a notebook so that a signal ends it at once: the kernel is gone, and nothing but the signal's error is raised.
+"""Runs a notebook so that a signal such as Ctrl-C ends the kernel at once and raises only the signal's own error.
 
-nbclient takes the signals of the main thread for itself, and leaves an event loop in pieces where one raises. So it
-runs in a thread of its own, which gets no signals; the main thread waits, and on any error ends kernel and thread.
+In the main thread, nbclient would replace the signal handlers, and its event loop would break when a handler raises.
+Therefore nbclient runs in a thread of its own, which receives no signals. The main thread waits for it, and ends the
+kernel and the thread when an error is raised in the meantime.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from nbclient import NotebookClient
 
 _END_SECONDS = 10.0
-"""How long the thread may take to end once its kernel is killed."""
+"""Seconds that the thread may take to end after its kernel was killed."""
 
 
 def run_apart(client: NotebookClient, *, env: dict[str, str]) -> None:
-    """Execute the notebook of `client` with the kernel's environment `env`; raises what executing it raises."""
+    """Execute the notebook of `client`; `env` is the environment of the kernel. Errors of nbclient are raised here."""
     run = _Run(client, env)
     run.start()
     try:
@@ -49,10 +50,10 @@ class _Run(threading.Thread):
         self._task: asyncio.Task[Any] | None = None
 
     def run(self) -> None:
-        """Execute; the error, if any, is kept."""
+        """Execute the notebook, and keep the error if there is one."""
         try:
             asyncio.run(self._execute())
-        except BaseException as error:  # raised again where the notebook was asked for
+        except BaseException as error:  # `run_apart` raises it in the main thread
             self.error = error
         finally:
             self.ended.set()
@@ -64,7 +65,7 @@ class _Run(threading.Thread):
             await self._client.async_execute(env=self._env)
 
     def end(self) -> None:
-        """Kill the kernel, and wait until the thread has ended, in silence."""
+        """Kill the kernel and wait until the thread has ended; nothing is logged meanwhile."""
         self._ending = True
         for name in ("asyncio", "traitlets", "tornado"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
@@ -78,10 +79,10 @@ class _Run(threading.Thread):
             self._kill()
             self.ended.wait(_END_SECONDS)
         self._kill()
-        atexit.unregister(self._client._cleanup_kernel)  # there is nothing left for nbclient to end
+        atexit.unregister(self._client._cleanup_kernel)  # the kernel is gone, so nbclient must not end it at exit
 
     def _kill(self) -> None:
-        """End the kernel's process, if there still is one."""
+        """Kill the kernel's process if it still runs."""
         provisioner = getattr(self._client.km, "provisioner", None)
         if provisioner is None or not provisioner.has_process or provisioner.process.poll() is not None:
             return

@@ -1,7 +1,7 @@
-"""The notebook: the packaged template with this report's files and cap, executed.
+"""Makes the notebook of a report: the packaged template, filled with the report's files and cap, and executed.
 
-`notebooks/report.ipynb` is the template's place in the repository. Execution needs nbclient and ipykernel, which
-`thdprof[notebook]` installs. Two notebooks of the same files are the same bytes.
+In the repository the template is `notebooks/report.ipynb`. Execution needs nbclient and ipykernel, which
+`thdprof[notebook]` installs. Two notebooks made from one set of files are equal byte for byte.
 """
 
 from __future__ import annotations
@@ -19,16 +19,20 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 _CELL_SECONDS = 300
+"""Time that one cell may take."""
 _LONGEST_SOCKET = 90
-"""Characters; some systems take no more than 104, and a suffix comes on top."""
+"""Most characters of a socket's path; some systems allow 104 only, and the kernel appends a suffix."""
 
 
 def build_notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, beside: Path) -> NotebookNode:
-    """The notebook, not executed yet.
+    """The filled notebook before its execution.
 
     Args:
-        cap: the cap that it opens with.
-        beside: the directory that it is to lie in; files below it are named from there.
+        plan: plan file of the report.
+        profile: profile file of the report.
+        stats: file of a run's statistics to compare with; None: no comparison.
+        cap: documents of the cap with which the notebook opens.
+        beside: directory of the notebook; files in this directory are named relative to it.
 
     Raises:
         UsageError: nbformat is not installed.
@@ -37,25 +41,25 @@ def build_notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, b
     text = resources.files("thdprof.analyze.report").joinpath("report.ipynb").read_text(encoding="utf-8")
     notebook: NotebookNode = nbformat.reads(text, as_version=4)
     files = {"plan": plan, "profile": profile, "stats": stats}
-    named = {name: None if path is None else _from(beside, path) for name, path in files.items()}
-    _cell(notebook, "parameters")["source"] = "\n".join(f"{name} = {value!r}" for name, value in named.items())
+    paths = {name: None if path is None else _relative(beside, path) for name, path in files.items()}
+    _cell(notebook, "parameters")["source"] = "\n".join(f"{name} = {value!r}" for name, value in paths.items())
     cell = _cell(notebook, "cap")
     cell["source"] = cell["source"].replace("report.default_cap", str(cap))
     return notebook
 
 
 def execute(notebook: NotebookNode, *, directory: Path) -> None:
-    """Run all cells in `directory`; the outputs go into `notebook`.
+    """Run all cells in `directory`, and store their outputs in `notebook`.
 
     Raises:
-        DataError: a cell failed, took too long or ended the kernel; the kernel did not start.
+        DataError: a cell failed, took too long or ended the kernel, or the kernel did not start.
         UsageError: nbclient or ipykernel is not installed.
     """
     nbclient, traitlets = need("nbclient"), need("traitlets.config")
     need("ipykernel")
     with tempfile.TemporaryDirectory(prefix="thdprof-") as runtime:
         sockets = str(Path(runtime) / "kernel")
-        # files of ours, not ports that others can reach, where the system takes so long a name
+        # where the system allows so long a path, sockets in our own directory, not ports that others can reach
         channel = {"transport": "ipc", "ip": sockets} if len(sockets) < _LONGEST_SOCKET else {}
         client = nbclient.NotebookClient(
             notebook,
@@ -83,7 +87,7 @@ def execute(notebook: NotebookNode, *, directory: Path) -> None:
 
 
 def to_text(notebook: NotebookNode) -> str:
-    """The notebook as its file holds it."""
+    """The notebook as the text of its file."""
     text: str = need("nbformat").writes(notebook, version=4)
     return text + "\n"
 
@@ -92,7 +96,7 @@ def need(package: str) -> Any:
     """The imported optional package.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: the package is not installed.
     """
     from importlib import import_module
 
@@ -106,18 +110,19 @@ def need(package: str) -> Any:
 
 
 def _cell(notebook: NotebookNode, tag: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(c for c in notebook["cells"] if tag in c["metadata"].get("tags", ()))
-    return found
+    """The first cell of the notebook with the tag `tag`."""
+    cell: dict[str, Any] = next(c for c in notebook["cells"] if tag in c["metadata"].get("tags", ()))
+    return cell
 
 
-def _from(directory: Path, path: Path) -> str:
-    """`path` from `directory` where it is below, else in full."""
+def _relative(directory: Path, path: Path) -> str:
+    """`path` relative to `directory` if it lies below it, else the absolute path."""
     absolute, base = Path(os.path.abspath(path)), Path(os.path.abspath(directory))
     return str(absolute.relative_to(base)) if absolute.is_relative_to(base) else str(absolute)
 
 
 def _environment(scratch: str) -> dict[str, str]:
-    """The kernel's: this thdprof is found from any directory, and nothing is left in the home directory."""
+    """The kernel's environment: it finds this thdprof from any directory, and writes nothing to the home directory."""
     import thdprof
 
     home = str(Path(thdprof.__file__).parents[1])

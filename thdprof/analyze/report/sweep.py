@@ -1,4 +1,4 @@
-"""A sweep for a terminal, one row a combination, and as one JSON object, schema `thdprof.sweep/1`."""
+"""Shows a sweep on a terminal, with one row for each combination, and as JSON, schema `thdprof.sweep/1`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _parts(sweep: Sweep) -> Iterator[str | Table | Text]:
 
 
 def _by_row(sweep: Sweep, texts: list[list[str]]) -> Iterator[tuple[str, str]]:
-    """Each of the rows' `texts` once, with the rows that it is about where it is not about all that can be."""
+    """Each text of `texts` (a list for each row) once, with its rows, or with none where all analysed rows have it."""
     all_rows = [n for n, c in enumerate(sweep.combinations, start=1) if c.plan is not None]
     rows: dict[str, list[int]] = {}
     for number, of_row in enumerate(texts, start=1):
@@ -86,8 +86,8 @@ def plan_cells(plan: Plan) -> list[str]:
 
 
 def _caps(plan: Plan) -> str:
-    """The buckets' caps, each once: with its context-parallel size where that is not the run's, and with the longest
-    documents of its buckets where it has several."""
+    """The buckets' caps, each once. Dynamic context parallelism adds a cap's context-parallel size; a cap with several
+    buckets has the longest documents of each of them behind it."""
     lengths: dict[str, list[int]] = {}
     for bucket in plan.graphs.buckets:
         lengths.setdefault(_cap(plan, bucket), []).append(bucket.max_seqlen)

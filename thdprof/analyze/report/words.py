@@ -1,4 +1,4 @@
-"""How numbers read in every report."""
+"""Numbers and lists as words, alike in all reports."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from thdprof.words import counted, printable, shortened
 __all__ = ["apart", "counted", "listed", "memory_size", "percent", "percentile_name", "printable", "shortened"]
 
 _DECIMALS = 12
-"""Of a share; what differs further behind is rounding."""
+"""Decimals of a share that count; differences further behind come from rounding."""
 
 
 def percent(share: float) -> str:
-    """`share` in per cent; never 0% or 100% unless it is exactly that."""
+    """`share` in per cent. Only exactly 0 reads as 0.0%, and only exactly 1 as 100.0%."""
     text = f"{share:.1%}"
     if text == "100.0%" and share < 1:
         return ">99.9%"
@@ -21,7 +21,7 @@ def percent(share: float) -> str:
 
 
 def apart(*shares: float) -> list[str]:
-    """`shares` in per cent, with as many digits as it takes that those which differ read so, and none as 0% or 100%."""
+    """`shares` in per cent, with enough digits to tell unequal shares apart, and shares near 0% and 100% from these."""
     different = {0.0, 1.0, *(round(share, _DECIMALS) for share in shares)}
     for digits in range(1, _DECIMALS - 1):
         texts = {f"{share:.{digits}%}" for share in different}
@@ -31,15 +31,15 @@ def apart(*shares: float) -> list[str]:
 
 
 def percentile_name(name: str) -> str:
-    """ "p99_9" as P99.9, "max" as it is."""
+    """The name of a percentile's field in a report: "p99_9" reads as P99.9, and "max" stays."""
     return "max" if name == "max" else name.upper().replace("_", ".")
 
 
 def memory_size(gib: float) -> str:
-    """`gib` in GiB, or in MiB where that is little."""
+    """A size of `gib` GiB as text: in GiB, or in MiB below 0.1 GiB."""
     return f"{gib:.1f} GiB" if gib >= 0.1 else f"{gib * 1024:.1f} MiB"
 
 
 def listed(words: list[str]) -> str:
-    """ "a, b and c"."""
+    """The words as a list in a sentence, such as "a, b and c"."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]

@@ -1,4 +1,4 @@
-"""Writes a report: a notebook, a page, or a directory of figures."""
+"""Writes a report as a notebook, as an HTML page, or as a directory of figures."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ Form = Literal["notebook", "html", "figures"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What the command tells of a report."""
+    """The result of `thdprof report`: its findings, and the files that were written."""
 
     cap: int
-    """Documents of the single cap that the figures ask about."""
+    """Documents of the single cap that the figures are about."""
     findings: tuple[Sentence, ...]
+    """The sentences of the report."""
     files: tuple[Path, ...]
+    """The written files; empty where only the sentences were asked for."""
 
     def to_json(self) -> str:
         """One JSON object, schema `thdprof.report/1`."""
-        return json.dumps({**_told(self.cap, self.findings), "files": [str(path) for path in self.files]}, indent=2)
+        return json.dumps({**_as_dict(self.cap, self.findings), "files": [str(path) for path in self.files]}, indent=2)
 
 
 def form_of(output: Path) -> Form:
-    """What is to be written at `output`.
+    """The form of a report at `output`, by the file's suffix.
 
     Raises:
-        UsageError: its name says neither.
+        UsageError: `output` is stdout, or its suffix belongs to no form of report.
     """
     if str(output) == "-":
         raise UsageError("-o -: a report cannot go to stdout; name a file or directory (--json prints the sentences)")
@@ -61,16 +63,19 @@ def form_of(output: Path) -> Form:
 def write_report(
     plan: Path, *, profile: Path | None, stats: Path | None, cap: int | None, output: Path | None, force: bool
 ) -> Written:
-    """Make the report of `plan`.
+    """Make the report of the plan file `plan`.
 
     Args:
-        profile: None: beside the plan.
-        cap: single cap that the figures ask about; None: the plan's best.
-        output: a notebook, a page or a directory; None: only the sentences are made.
+        plan: plan file.
+        profile: profile file of the plan's data; None: the file beside the plan.
+        stats: file of a run's statistics to compare with; None: no comparison.
+        cap: documents of the single cap that the figures are about; None: the plan's best cap.
+        output: a notebook, an HTML page or a directory; None: make only the sentences.
+        force: whether existing files are replaced.
 
     Raises:
-        DataError: as `open_report`.
-        UsageError: `output` cannot be written or exists without `force`; nbconvert or ipykernel is missing.
+        DataError: `open_report` refuses a file.
+        UsageError: `output` cannot be written, or exists and `force` is false; or nbconvert or ipykernel is missing.
     """
     form = None if output is None else form_of(output)
     profile = default_profile(plan) if profile is None else profile
@@ -86,7 +91,7 @@ def write_report(
     findings = sentences(report, cap)
     files: tuple[Path, ...] = ()
     if output is not None and form == "figures":
-        check_not_inputs(_figures(findings, output), (plan, profile, stats))
+        check_not_inputs(_targets(findings, output), (plan, profile, stats))
         files = _write_figures(report, cap, findings, output, force=force)
     elif output is not None:
         directory = output.absolute().parent
@@ -102,34 +107,34 @@ def write_report(
 def _write_figures(
     report: Report, cap: int, findings: tuple[Sentence, ...], directory: Path, *, force: bool
 ) -> tuple[Path, ...]:
-    """Every figure as `{id}.svg`, and all sentences as `FINDINGS`; what is new goes again if they cannot all be."""
-    targets = _figures(findings, directory)
+    """Write every figure as `{id}.svg` and all sentences as `FINDINGS`; on an error, delete the new files again."""
+    targets = _targets(findings, directory)
     if directory.is_dir():
         check_targets(targets, force=force)
     drawn = (figure(report, cap) for figure in ALL)
     texts = [figure.standalone() for figure in drawn if isinstance(figure, Drawing)]
-    texts.append(json.dumps(_told(cap, findings), indent=2) + "\n")
-    new = [path for path in targets if not os.path.lexists(path)]
-    made = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
+    texts.append(json.dumps(_as_dict(cap, findings), indent=2) + "\n")
+    new_files = [path for path in targets if not os.path.lexists(path)]
+    new_directories = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for path, text in zip(targets, texts, strict=True):
             write_text(path, text, force=force)
     except BaseException:
-        for path in new:
+        for path in new_files:
             with contextlib.suppress(OSError):
                 path.unlink()
-        for path in made:
+        for path in new_directories:
             with contextlib.suppress(OSError):
                 path.rmdir()
         raise
     return tuple(targets)
 
 
-def _figures(findings: tuple[Sentence, ...], directory: Path) -> list[Path]:
-    """Where the figures and the sentences go."""
+def _targets(findings: tuple[Sentence, ...], directory: Path) -> list[Path]:
+    """Paths of the figures and of the sentences in `directory`."""
     return [directory / f"{s.id}.svg" for s in findings if s.drawn] + [directory / FINDINGS]
 
 
-def _told(cap: int, findings: tuple[Sentence, ...]) -> dict[str, Any]:
+def _as_dict(cap: int, findings: tuple[Sentence, ...]) -> dict[str, Any]:
     return {"schema": SCHEMA, "cap": cap, "findings": [asdict(sentence) for sentence in findings]}

@@ -1,4 +1,4 @@
-"""What a plan captures of a model, where its experts decide that."""
+"""Which parts of a layer a plan captures in CUDA graphs, where the layer's experts decide it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from thdprof.plan import Impl, Module
 
 UP_TO_ROUTER: list[Module] = ["attn", "moe_router"]
-"""What of a layer with dropless experts is captured."""
+"""Modules of a layer that are captured where its experts are dropless: each takes all tokens routed to it."""
 WHY = (
     "dropless experts: a graph (graphs.impl transformer_engine) holds a layer's attention and router, and dispatch and "
-    "experts run eagerly, for each expert's number of tokens is read on the host; a paged stash would put them into "
-    "the graph too, but megatron-core 0.19 has it with DeepEP's hybridep and NCCL 2.30.4's ncclep alone, which come "
-    "neither with it nor with torch 2.11"
+    "experts run eagerly, because the host reads each expert's number of tokens; a paged stash would put them into "
+    "the graph too, but megatron-core 0.19 has it only for DeepEP's hybridep and NCCL 2.30.4's ncclep, and neither "
+    "comes with megatron-core or torch 2.11"
 )
-"""For those who read an analysis."""
+"""Why only `UP_TO_ROUTER` is captured, as a report tells it."""
 
 
 def captured(experts: Experts, impl: Impl | None) -> tuple[Impl, list[Module]]:
-    """What a plan's `graphs.impl` and `graphs.modules` say; `impl` is what was asked for, if anything.
+    """The values of a plan's `graphs.impl` and `graphs.modules`; `impl` is the user's choice, None without one.
 
     Raises:
-        UsageError: it captures whole layers, which dropless experts do not allow.
+        UsageError: `impl` captures whole layers, which dropless experts do not allow.
     """
     if experts != "dropless":
         return impl or "module", []
