@@ -157,16 +157,16 @@ def deal_balanced(  # type: ignore[no-untyped-def]
     return -1
 
 
-def deal_described(  # type: ignore[no-untyped-def]
-    offsets, tokens, needed, ranks, room, pending, group_of, width, held, load,  # noqa: ANN001
+def deal_dynamic(  # type: ignore[no-untyped-def]
+    offsets, tokens, needed, ranks, room, pending, group_of, width, held, load, stopped,  # noqa: ANN001
     out_document, out_round, out_first, out_width,  # noqa: ANN001
-) -> int:  # fmt: skip
-    """default_dynamic_cp over every step, as it is described; always -1, for no step stops it.
+) -> None:  # fmt: skip
+    """`next_hdp_group_packing_aware` of Megatron-LM's dev branch, repeated until every step has placed its documents.
 
-    Read into the description: a choice is compared by the largest work of any rank after it; existing groups are
-    tried before a new one, the oldest first, each size before the next; of equally small groups the first doubles;
-    a dropped grouping takes documents longest first, up to the first that does not fit; no document needs more
-    ranks than its length does (min_cp is 1). `held` are a group's tokens.
+    Within a round groups lie side by side on the ranks, in the order in which they were opened, so that a group is its
+    `width` in ranks; `held` are its tokens and `load` is the work of each of its ranks. Work is tokens squared per
+    rank. A step in which Megatron's code raises IndexError is marked in `stopped` [steps], and there the rest of the
+    round is as if Megatron had fallen back to one group of all ranks.
     """
     done = rounds = 0
     for step in range(len(offsets) - 1):
@@ -191,7 +191,7 @@ def deal_described(  # type: ignore[no-untyped-def]
                         if reached <= cap and reached < best:
                             best, best_group, best_size = reached, groups, size
                     if i == 0:
-                        break  # the longest takes as few as it can
+                        break  # the longest document takes the fewest ranks that have room for it
                     size *= 2
                 group_of[i] = best_group
                 if best_group >= 0:
@@ -202,24 +202,31 @@ def deal_described(  # type: ignore[no-untyped-def]
                     held[best_group] += length
                     load[best_group] += length * length / best_size
                     peak = best
+            # fill_empty_gpus_once: while ranks are idle, widen the first of the narrowest groups
             while used < ranks:
-                narrow = 0
+                narrow = end = 0
                 for g in range(groups):
                     if width[g] < width[narrow]:
                         narrow = g
-                if used + width[narrow] > ranks:
+                for g in range(narrow + 1):
+                    end += width[g]
+                more = min(width[narrow], ranks - width[narrow])
+                if used + more > ranks:
+                    if end + more <= ranks:  # later groups are pushed beyond the last rank: IndexError
+                        stopped[step] = True
                     break
-                used += width[narrow]
-                width[narrow] *= 2
+                width[narrow] += more
+                used += more
             if used < ranks:
+                # fill_with_full_dpxcp_group: the longest documents that fit, added up per rank in floats as there
                 width[0] = ranks
-                total = 0
+                per_rank = 0.0
                 for i in range(left):
-                    if total >= 0 and total + tokens[pending[i]] <= room * ranks:
-                        total += tokens[pending[i]]
+                    share = tokens[pending[i]] / ranks
+                    if per_rank + share <= room:
+                        per_rank += share
                         group_of[i] = 0
                     else:
-                        total = -1
                         group_of[i] = -1
             remaining = 0
             for i in range(left):
@@ -234,4 +241,3 @@ def deal_described(  # type: ignore[no-untyped-def]
                     done += 1
             left = remaining
             rounds += 1
-    return -1

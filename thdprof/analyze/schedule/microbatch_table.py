@@ -50,7 +50,7 @@ class MicrobatchTable:
     num_microbatches: NDArray[np.int32]
     """Micro-batches of one rank in every step, the same on all ranks (with `groups`: the most), shape [steps]."""
     exact: bool
-    """Whether training forms these micro-batches in this order; else they were drawn, or follow a description."""
+    """Whether training forms these micro-batches in this order; else they were drawn, or training stops on a step."""
     groups: RankGroups | None = None
     """Groups of ranks of varying size that run the micro-batches; None: every rank has its own."""
 
