@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule import blend, samplers
+from thdprof.analyze.schedule import blend, packers, samplers
+from thdprof.analyze.schedule.dp_balanced import dp_balanced
+from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
 from thdprof.analyze.schedule.gpt_dataset import Samples, gpt_samples, train_share
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
@@ -134,13 +136,9 @@ def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
 
 
 def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings, memo: Memo) -> Schedule:
-    from thdprof.analyze.schedule import packers
-
     if settings.packer in DYNAMIC_CP:
         return _schedule_dynamic_cp(documents, settings)
     if settings.packer == "dp_balanced":
-        from thdprof.analyze.schedule.dp_balanced import dp_balanced
-
         rows, num_microbatches = dp_balanced(documents.document_tokens, settings=settings)
         n_seqs, max_seqlen, tokens = _plain_rows(rows, settings)
         table = MicrobatchTable(
@@ -178,8 +176,6 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
 
 
 def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
-    from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
-
     table, used, notes = dynamic_cp(documents.document_tokens, settings=settings)
     one_epoch = len(table) * len(documents.document_tokens) // (table.num_steps * settings.global_batch_size)
     independent = max(1, min(len(table), one_epoch))
