@@ -1,15 +1,22 @@
-"""The loops of dynamic context parallelism: plain Python, or compiled by numba through `kernels.run`."""
+"""The loops of dynamic context parallelism. `compiled.run` runs them, as plain Python or compiled by numba.
+
+Inputs of the two schedulers: `offsets` [steps + 1] give the documents of each step, the longest first; `tokens`,
+`needed` and `work` [documents] are a document's tokens, the fewest ranks that have room for it, and its work on each of
+these ranks (tokens squared / ranks); `room` is the tokens of one rank. Results are the arrays `out_...` [documents], as
+`dynamic_cp.Placement` describes them. The other arrays are room to work in.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 _SLACK = 0.05
-"""Share of the longest load by which loads may differ (BalancedCPScheduler's `delta`)."""
+"""Share by which the work of ranks may differ: `delta` of BalancedCPScheduler, and the dev branch's share by which a
+rank's work may exceed that of the longest document."""
 
 
 def number(step, first, width, ran, microbatch) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    """Number every micro-batch on its first rank; `ran` [steps, ranks] counts what each rank runs."""
+    """Number each micro-batch by its position on its first rank; `ran` [steps, ranks] counts those of each rank."""
     for i in range(len(first)):
         microbatch[i] = ran[step[i], first[i]]
         for rank in range(first[i], first[i] + width[i]):
@@ -20,10 +27,13 @@ def deal_balanced(  # type: ignore[no-untyped-def]
     offsets, needed, work, ranks, pending, heads, ends, placed, trimmed, width, last, held, load,  # noqa: ANN001
     out_document, out_round, out_first, out_width,  # noqa: ANN001
 ) -> int:  # fmt: skip
-    """BalancedCPScheduler.get_groups_and_subsamples over every step; the first step that it stops on, or -1.
+    """Run `BalancedCPScheduler.get_groups_and_subsamples` over every step.
 
-    Groups take the lowest free ranks and keep them, so a group is its width, and its first rank the sum of those
-    before. `held` counts a group's documents, `last` is the place in `placed` of the last of them.
+    A new group takes the lowest free ranks and keeps them. A group is therefore known by its `width` in ranks, and its
+    first rank is the sum of the widths before it. `held` is the number of a group's documents, and `last` the position
+    of its last document in `placed`.
+
+    Returns the first step that the scheduler stops on, or -1.
     """
     done = rounds = 0
     for step in range(len(offsets) - 1):
@@ -31,7 +41,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
         for i in range(left):
             pending[i] = offsets[step] + i
         while left > 0:
-            # make_buckets_equal: pending, cut into at most as many pieces as there are sizes
+            # make_buckets_equal: cut the pending documents into at most as many buckets as there are group sizes
             total, sizes, kinds = 0.0, 0, 0
             for i in range(left):
                 total += work[pending[i]]
@@ -55,7 +65,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
             groups = used = count = front = first_size = 0
             check = False
             while front < buckets:
-                found = -1
+                bucket = -1
                 for b in range(front, buckets):
                     if heads[b] < ends[b]:
                         size = needed[pending[heads[b]]]
@@ -63,15 +73,15 @@ def deal_balanced(  # type: ignore[no-untyped-def]
                         for g in range(groups):
                             open_to_it = open_to_it or width[g] == size
                         if open_to_it:
-                            found = b
+                            bucket = b
                             break
-                if found < 0:
+                if bucket < 0:
                     break
-                document = pending[heads[found]]
+                document = pending[heads[bucket]]
                 size = needed[document]
                 if first_size == 0:
                     first_size = size
-                if used + size <= ranks:  # empty ranks have the least load
+                if used + size <= ranks:  # idle ranks have the least work
                     group = groups
                     width[group], held[group], last[group], load[group] = size, 0, -1, 0.0
                     groups += 1
@@ -87,7 +97,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
                 out_document[done + count], out_first[done + count] = document, group
                 last[group] = count
                 count += 1
-                heads[found] += 1
+                heads[bucket] += 1
                 while front < buckets and heads[front] == ends[front]:
                     front += 1
                 check = check or size < first_size
@@ -102,7 +112,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
                 for i in range(heads[b], ends[b]):
                     pending[left] = pending[i]
                     left += 1
-            # trim_overload: while it helps, take the last document from the most loaded group
+            # trim_overload: take the last document from the most loaded group, while that makes loads more equal
             cut = 0
             while used == ranks:
                 heaviest, least = 0, load[0]
@@ -132,7 +142,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
             for i in range(cut):
                 pending[left] = trimmed[i]
                 left += 1
-            # fill_empty_gpus
+            # fill_empty_gpus: while ranks are idle, double the narrowest group
             while used < ranks:
                 narrow = 0
                 for g in range(groups):
