@@ -92,7 +92,7 @@ class Analysis:
     @property
     def drawn(self) -> bool:
         """Whether the order of rows is not known, so that micro-batches were drawn."""
-        return not self.microbatches.exact and self.settings.packer != "dynamic_cp"
+        return not self.microbatches.exact and self.microbatches.groups is None
 
 
 def analyze(

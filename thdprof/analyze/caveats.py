@@ -43,12 +43,7 @@ def caveats(
         limited: whether memory or fallbacks were.
     """
     found: list[str] = []
-    if settings.packer == "dynamic_cp" and table.groups is not None:
-        found.append(
-            "dynamic_cp follows a description of Megatron-LM's dev branch, not a released scheduler: its micro-batches "
-            "may differ from training's"
-        )
-    elif not table.exact:
+    if not table.exact and table.groups is None:
         found.append(
             "the order in which training reads these rows is not known: micro-batches were drawn with "
             f"--seed {settings.seed}; --loader single or cyclic replays one"

@@ -308,5 +308,8 @@ def _notes(
                 "(no_free_slot), which the rates here do not count; analyse again"
             )
     if not table.exact:
-        found.append("micro-batches were drawn or follow a description, so rates are estimates and positions examples")
+        found.append(
+            "micro-batches were drawn, or Megatron would stop on some of these steps: rates are estimates, and "
+            "positions examples"
+        )
     return found

@@ -49,7 +49,11 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     held = (counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token")))
     yield Text(f"{source} ({data.format}): {', '.join(held)}")
     how = (
-        "replayed exactly" if table.exact else "drawn, not replayed" if analysis.drawn else "as described, not replayed"
+        "replayed exactly"
+        if table.exact
+        else "drawn, not replayed"
+        if analysis.drawn
+        else "replayed up to a step that Megatron stops on"
     )
     many = counted(len(table), "micro-batch", "micro-batches")
     yield Text(f"{many} in {counted(analysis.steps, 'step')}, {how}")

@@ -1,1 +1,1 @@
-"""Rows to micro-batches, in the order in which training forms them."""
+"""Turns a dataset's rows into micro-batches, in the order in which training forms them."""

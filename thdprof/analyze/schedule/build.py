@@ -1,4 +1,4 @@
-"""Replays how training forms micro-batches: rows of the dataset -> micro-batch table."""
+"""Replays how training forms micro-batches: turns the rows of a dataset into a micro-batch table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule import blend, samplers
+from thdprof.analyze.schedule import blend, packers, samplers
+from thdprof.analyze.schedule.dp_balanced import dp_balanced
+from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
 from thdprof.analyze.schedule.gpt_dataset import Samples, gpt_samples, train_share
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
@@ -19,36 +21,43 @@ from thdprof.errors import DataError, UsageError
 from thdprof.training import DYNAMIC_CP, TrainingSettings
 
 _BRIDGE_ROUNDING = 16
-"""Tokens to whose multiple Megatron-Bridge rounds the longest row up (GPTSFTDataset.pad_seq_length_to_mult)."""
+"""Megatron-Bridge rounds the longest row up to a multiple of so many tokens (GPTSFTDataset.pad_seq_length_to_mult)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The predicted micro-batches and what there is to say about them."""
+    """The predicted micro-batches, with notes on the prediction."""
 
     table: MicrobatchTable
     notes: tuple[str, ...]
-    """What the user should know about the prediction."""
+    """Sentences that the user should read before trusting the prediction."""
     independent: int
-    """Micro-batches that are independent draws of the data: not repeated over epochs, nor collated together."""
+    """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor collated
+    together."""
     packing_efficiency: float | None = None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None = None
-    """The same packer's without --max-docs-per-pack; None without the cap."""
+    """The efficiency that the packer would have without --max-docs-per-pack; None if there is no such cap."""
 
 
 Tick = Callable[[float], None]
-"""Called with the share of the work that is done."""
+"""Called with the share of the work that is done, 0 to 1."""
 
 
 def build_schedule(
     dataset: Dataset, settings: TrainingSettings, tick: Tick = lambda done: None, memo: Memo = FORGETFUL
 ) -> Schedule:
-    """The micro-batches of the run that `settings` describe on `dataset`; `memo` is of this dataset alone.
+    """Predict the micro-batches of a training run.
+
+    Args:
+        dataset: the data.
+        settings: the run.
+        tick: called with the share of the work that is done, 0 to 1.
+        memo: keeps work for the next schedule of this dataset; a memo must not serve two datasets.
 
     Raises:
-        DataError: the data cannot make one step, or has a row that training would refuse.
-        UsageError: settings that do not fit the dataset.
+        DataError: the data cannot fill one step, or has a row that training would refuse.
+        UsageError: the settings do not fit the dataset.
     """
     match dataset.content:
         case PackedRows():
@@ -60,6 +69,7 @@ def build_schedule(
 
 
 def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Schedule:
+    """The schedule of Megatron's GPTDataset over one token stream, or over a blend of several."""
     samples = (
         _blended(streams, settings, tick, memo)
         if len(streams) > 1 or settings.weights
@@ -84,6 +94,7 @@ def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings
 def _samples_of(
     stream: TokenStream, num_samples: int | None, settings: TrainingSettings, tick: Tick, memo: Memo
 ) -> Samples:
+    """The samples of one token stream's training split; None samples: one epoch."""
     lengths = stream.sequence_tokens[train_share(settings.split, len(stream.sequence_tokens))]
     seq_length, seed, add_extra_token = settings.seq_length, settings.seed, settings.add_extra_token
     return memo.get(
@@ -103,11 +114,11 @@ def _samples_of(
 
 
 def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Samples:
-    """The samples of a blend, in the order of its top-level dataset."""
+    """The samples of a blend of several token streams, in the order in which BlendedDataset serves them."""
     ends = np.cumsum([len(s.sequence_tokens) for s in streams]) / sum(len(s.sequence_tokens) for s in streams)
     ticks = [partial(_tick_between, tick, low, high) for low, high in zip([0.0, *ends], ends, strict=False)]
     if settings.weights is not None:
-        assert settings.train_samples is not None  # settings refuse weights without it
+        assert settings.train_samples is not None  # resolve_settings refuses weights without it
         weights: Sequence[float] = blend.normalize(settings.weights)
         sizes = blend.drawn_and_built(weights, settings.train_samples)
         parts = [_samples_of(s, n, settings, t, memo) for s, (_, n), t in zip(streams, sizes, ticks, strict=True)]
@@ -122,25 +133,22 @@ def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: T
     blend.check_draws(order, [len(p) for p in parts], [s.path for s in streams])
     n_seqs, max_seqlen = (np.empty(len(order), dtype=np.int32) for _ in range(2))
     for index, part in enumerate(parts):
-        here = order == index  # each dataset gives its samples in its own order
+        here = order == index  # every dataset gives its samples in its own order
         count = int(here.sum())
         n_seqs[here], max_seqlen[here] = part.n_seqs[:count], part.max_seqlen[:count]
     return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen)
 
 
 def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
-    """Tell `tick` of a part that reaches from share `low` to `high` of the whole."""
+    """Report share `done` of a part of the work that reaches from share `low` to share `high` of all work."""
     tick(low + (high - low) * done)
 
 
 def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings, memo: Memo) -> Schedule:
-    from thdprof.analyze.schedule import packers
-
+    """The schedule of documents that `settings.packer` packs, before training starts or step by step."""
     if settings.packer in DYNAMIC_CP:
         return _schedule_dynamic_cp(documents, settings)
     if settings.packer == "dp_balanced":
-        from thdprof.analyze.schedule.dp_balanced import dp_balanced
-
         rows, num_microbatches = dp_balanced(documents.document_tokens, settings=settings)
         n_seqs, max_seqlen, tokens = _plain_rows(rows, settings)
         table = MicrobatchTable(
@@ -178,8 +186,7 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
 
 
 def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
-    from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
-
+    """The schedule of documents under dynamic context parallelism."""
     table, used, notes = dynamic_cp(documents.document_tokens, settings=settings)
     one_epoch = len(table) * len(documents.document_tokens) // (table.num_steps * settings.global_batch_size)
     independent = max(1, min(len(table), one_epoch))
@@ -187,6 +194,7 @@ def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSetting
 
 
 def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
+    """The schedule of rows that were packed before training."""
     totals = rows.num_tokens()
     if int(totals.max()) > settings.seq_length:
         row = int((totals > settings.seq_length).argmax())
@@ -215,7 +223,7 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     max_seqlen = longest[read].reshape(shape).max(axis=3)
     tokens = tokens_by_row[read].reshape(shape).sum(axis=3)
     if rows.rule == "trl":
-        padding = -tokens % settings.pad_seq_to_mult  # tokens at position 0, each of which begins a document
+        padding = -tokens % settings.pad_seq_to_mult  # every padding token has position 0 and so begins a document
         n_seqs, tokens = n_seqs + padding, tokens + padding
     table = _table(n_seqs, max_seqlen, tokens, settings)
     distinct = max(1, rows.num_rows() // settings.micro_batch_size)
@@ -223,7 +231,7 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
 
 
 def _sample_mapping(num_rows: int, settings: TrainingSettings) -> NDArray[np.int64] | None:
-    """Megatron-Bridge's mapping of samples to rows under max_train_samples, int64, shape [samples]."""
+    """The row that each sample reads under Megatron-Bridge's max_train_samples, int64, shape [samples]; else None."""
     wanted = settings.max_num_samples
     if wanted is None:
         return None
@@ -235,10 +243,11 @@ def _sample_mapping(num_rows: int, settings: TrainingSettings) -> NDArray[np.int
 
 
 def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingSettings) -> MicrobatchTable:
-    """Megatron-Bridge's collate_fn over `read` [steps, ranks, rows]; one row a micro-batch.
+    """Collate the rows with indices `read` [steps, ranks, rows] as Megatron-Bridge's collate_fn does.
 
-    Rows that are collated together (the whole share of a rank under `batch`, else one row) get one length, and
-    `cu_seqlens` as long as that of the row with the most documents.
+    Every row makes one micro-batch. The sampler `batch` collates all rows that a rank reads in a step; otherwise each
+    row is collated alone. Rows that are collated together get equal lengths, and `cu_seqlens` as long as those of the
+    row with the most documents.
     """
     documents, longest = rows.num_documents()[read], rows.longest()[read]
     totals = rows.num_tokens()[read]
@@ -259,7 +268,7 @@ def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingS
 def _plain_rows(
     rows: PackedRows, settings: TrainingSettings
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Documents, longest document and tokens of every row after its tail policy; each of shape [rows]."""
+    """Documents, tokens of the longest document, and tokens of every row after the tail policy; each [rows]."""
     documents, longest, totals = rows.num_documents(), rows.longest(), rows.num_tokens()
     if settings.tail_policy == "none":
         return documents, longest, totals
@@ -271,7 +280,7 @@ def _plain_rows(
 
 
 def _num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str, ...]]:
-    """Steps to predict, and a note where the data ends before the run."""
+    """The number of steps to predict, and a note if the data ends before the run does."""
     one_epoch = samplers.steps_of_one_epoch(num_rows, settings)
     if one_epoch == 0:
         raise DataError(
@@ -291,7 +300,7 @@ def _num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[st
 
 
 def _in_file_order(values: NDArray[np.int32], steps: int, settings: TrainingSettings) -> NDArray[np.int32]:
-    """`values` [rows] as the `single` sampler deals them, [steps, ranks, rows of one rank and step]."""
+    """Deal `values` [rows] as the sampler `single` deals rows: shape [steps, ranks, rows of one rank and step]."""
     shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
     dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
     return dealt.reshape(steps, settings.data_parallel_size, -1)
@@ -300,7 +309,10 @@ def _in_file_order(values: NDArray[np.int32], steps: int, settings: TrainingSett
 def _merge(
     n_seqs: NDArray[np.int32], max_seqlen: NDArray[np.int32], tokens: int, settings: TrainingSettings
 ) -> MicrobatchTable:
-    """Rows [steps, ranks, rows] merged `micro_batch_size` at a time, as flatten_batch_for_packed_sequences does."""
+    """Merge every `micro_batch_size` rows into a micro-batch, as Megatron's flatten_batch_for_packed_sequences does.
+
+    `n_seqs` and `max_seqlen` have shape [steps, ranks, rows]; a micro-batch has `tokens` tokens.
+    """
     if settings.micro_batch_size > 1:
         shape = (*n_seqs.shape[:2], settings.num_microbatches, settings.micro_batch_size)
         n_seqs = n_seqs.reshape(shape).sum(axis=3, dtype=np.int32)
@@ -314,7 +326,7 @@ def _table(
     n_tokens: NDArray[np.integer],
     settings: TrainingSettings,
 ) -> MicrobatchTable:
-    """Arrays of shape [steps, ranks, micro-batches] as a table."""
+    """Make a table of arrays of shape [steps, ranks, micro-batches]."""
     steps = n_seqs.shape[0]
     if int(n_seqs.max()) > np.iinfo(np.int32).max:
         raise UsageError("a micro-batch has more than 2**31 - 1 documents; give a smaller --micro-batch-size")

@@ -1,4 +1,7 @@
-"""Sequential loops over arrays: plain Python for little work, compiled by numba (and cached) for much."""
+"""Runs sequential loops over arrays: as plain Python if they are short, else compiled by numba.
+
+numba keeps the machine code in its cache on disk, so that a loop compiles once per machine.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 _WORTH_COMPILING = 200_000
-"""Loop turns from which loading numba (0.4 s) pays."""
+"""Number of loop turns from which loading numba (0.4 s) pays."""
 
 
 @functools.cache
@@ -16,12 +19,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     try:
         compiled = numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no directory for the cache can be written
+    except RuntimeError:  # numba finds no writable directory for its cache
         compiled = numba.njit(nogil=True)(function)
     return cast("Callable[..., Any]", compiled)
 
 
 def run[R](function: Callable[..., R], work: int, /, *args: Any) -> R:
-    """`function(*args)`, compiled if `work`, its loop turns, is large. The result is the same either way."""
+    """Return `function(*args)`, compiled if `work`, the number of its loop turns, is large.
+
+    The result does not depend on whether it was compiled.
+    """
     chosen = _compiled(function) if work >= _WORTH_COMPILING else function
     return cast("R", chosen(*args))

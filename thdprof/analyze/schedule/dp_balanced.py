@@ -76,9 +76,13 @@ def pack_multiple(settings: TrainingSettings) -> int:
 
 
 def _deal(lengths, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes, microbatches):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-    """Pack and deal every step's `size` documents; returns rows made, and the first step that cannot be dealt or -1.
+    """Pack the `size` documents of every step, and deal the packs to the ranks.
 
-    `starts` and `sizes` are room for one step's packs: first document and documents.
+    `starts` and `sizes` are room for the packs of one step: index of the first document, and number of documents.
+    Fills `dealt` (tokens of the documents, pack by pack), `row_sizes` (documents of every pack) and `microbatches`
+    (micro-batches of one rank in every step).
+
+    Returns the number of packs, and the first step that cannot be dealt or -1.
     """
     num_rows = num_dealt = 0
     for step in range(len(lengths) // size):

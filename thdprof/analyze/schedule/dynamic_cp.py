@@ -1,13 +1,14 @@
-"""Dynamic context parallelism: every global batch is dealt to groups of ranks whose sizes follow its documents.
+"""Dynamic context parallelism: each global batch is dealt to groups of ranks whose sizes follow its documents.
 
-`balanced_cp` is the BalancedCPScheduler of released megatron-core 0.19 (`pipeline_parallel/hybrid_cp_schedule.py`),
-to the document. `dynamic_cp` is the `default_dynamic_cp` of Megatron-LM's dev branch, from a description of it: what
-that leaves open is said at `dynamic_cp_kernels.deal_described`.
+There are two schedulers. `balanced_cp` is `BalancedCPScheduler` of megatron-core 0.19
+(`pipeline_parallel/hybrid_cp_schedule.py`). `dynamic_cp` is `DefaultDynamicCPScheduler` of Megatron-LM's dev branch
+(`core/datasets/data_schedule.py` and `data_schedule_utils.py`, as of commit d48bd6be, 2026-08-21) with its least group
+size of 1 and without a pipeline.
 
-Both work in rounds. A round divides all data-parallel x context-parallel ranks into groups of neighbours, and every
-document of the round is run by all ranks of one group. Under `balanced_cp` a micro-batch is one document, so groups
-run several in a round; under `dynamic_cp` all documents of a group make one micro-batch. Groups change between rounds,
-so a round ends when its slowest group does: the release has a barrier there.
+Both work in rounds. A round divides all data-parallel x context-parallel ranks into groups of neighbours, and all ranks
+of one group run every document of the group together. Under `balanced_cp` a micro-batch is one document, so that a
+group runs several micro-batches in a round; under `dynamic_cp` all documents of a group form one micro-batch. Groups
+change between rounds, so a round ends when its slowest group does: megatron-core has a barrier there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled, packers, samplers
-from thdprof.analyze.schedule.dynamic_cp_loops import deal_balanced, deal_described, number
+from thdprof.analyze.schedule.dynamic_cp_loops import deal_balanced, deal_dynamic, number
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.errors import DataError
 from thdprof.training import TrainingSettings
@@ -27,30 +28,43 @@ from thdprof.training import TrainingSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where documents run, in order of step, round and placing; every array has shape [documents placed]."""
+    """Where and when each document runs. All arrays but the last have shape [documents placed]; the entries are in
+    order of step, round and placing."""
 
     document: NDArray[np.int64]
     """Index of the document among those that were dealt."""
     step: NDArray[np.int64]
+    """Optimizer step, from 0."""
     round: NDArray[np.int64]
-    """Round over all steps, from 0."""
+    """Round, counted over all steps from 0."""
     first_rank: NDArray[np.int64]
+    """Lowest rank of the group that runs the document."""
     cp_size: NDArray[np.int64]
-    """Ranks from first_rank on that run it together."""
+    """Number of ranks in that group; they are neighbours."""
+    stopped_steps: NDArray[np.int64]
+    """Steps in which Megatron's scheduler raises an error, ascending, shape [such steps]. Their placement is a
+    guess."""
 
 
 def dynamic_cp(
     document_tokens: NDArray[np.int32], *, settings: TrainingSettings
 ) -> tuple[MicrobatchTable, float, list[str]]:
-    """The micro-batches of `settings.packer` on documents of `document_tokens` [documents].
+    """Form the micro-batches of `settings.packer`, which is `balanced_cp` or `dynamic_cp`.
 
-    Also the share of the ranks' max_seqlen_per_dp_cp_rank tokens that hold documents, and notes.
+    Documents are cut to `seq_length` and padded to a multiple of `pad_seq_to_mult`; empty ones are left out, as in
+    Megatron. With a tail policy every micro-batch has `max_seqlen_per_dp_cp_rank` tokens on each of its ranks.
 
-    Documents repeat in order over the epochs, are cut to seq_length and padded to pad_seq_to_mult; empty ones are
-    left out, as Megatron does. With a tail policy a micro-batch has max_seqlen_per_dp_cp_rank tokens on every rank.
+    Args:
+        document_tokens: tokens of every document in file order, int32, shape [documents]. They repeat over epochs.
+        settings: the training run.
+
+    Returns:
+        The micro-batch table; the share of the ranks' `max_seqlen_per_dp_cp_rank` tokens that hold documents, 0 to 1;
+        and notes for the user.
 
     Raises:
-        DataError: too few documents for a step, or a document or step that Megatron stops on.
+        DataError: the documents do not fill one step; a step has only empty documents; a document needs more ranks
+            than there are; or, under `balanced_cp`, Megatron stops on a step.
     """
     notes: list[str] = []
     lengths = packers.cut(document_tokens.astype(np.int64), settings.seq_length, settings.pad_seq_to_mult, notes)
@@ -60,7 +74,29 @@ def dynamic_cp(
         notes.append(f"{empty} empty documents were left out")
     placement, dealt = deal(by_step, settings)
     tokens = dealt[placement.document]
+    notes += _notes_on_ranks(placement, tokens, len(by_step), settings)
+    table = _table(placement, tokens, len(by_step), settings)
+    return table, float(tokens.sum()) / float(capacity(table, settings).sum()), notes
+
+
+def _notes_on_ranks(
+    placement: Placement, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
+) -> list[str]:
+    """Reasons why Megatron may stop, although the scheduler places documents of `tokens` [documents placed]."""
+    notes = []
     ranks = settings.data_parallel_size * settings.context_parallel_size
+    if settings.packer == "dynamic_cp" and ranks % 2:
+        notes.append(
+            f"{ranks} data-parallel x context-parallel ranks: Megatron-LM refuses dynamic context parallelism on an "
+            "odd number of ranks when training starts"
+        )
+    stopped = placement.stopped_steps
+    if stopped.size:
+        notes.append(
+            f"step {stopped[0]}: Megatron-LM's default_dynamic_cp would stop training with an IndexError, because it "
+            f"cannot give work to all {ranks} data-parallel x context-parallel ranks. That happens in {stopped.size} "
+            f"of {num_steps} steps, whose micro-batches here are a guess: use a number of ranks that is a power of 2"
+        )
     parts = np.where(placement.cp_size > 1, 2 * placement.cp_size, 1)
     uneven = int((tokens % parts != 0).sum())
     if uneven:
@@ -70,33 +106,38 @@ def dynamic_cp(
         )
     size, most = placement.cp_size, 1 << max(0, ranks.bit_length() - 2)
     grouped = (size == 1) | (size == ranks) | ((size <= most) & (placement.first_rank % size == 0))
-    if settings.packer == "balanced_cp" and not grouped.all():
+    if not grouped.all():
         notes.append(
             f"{int((~grouped).sum())} documents run on ranks that Megatron makes no process group of: its groups begin "
             f"at multiples of their size, which is at most {most} or all {ranks}; training may stop or hang there"
         )
-    table = _table(placement, tokens, len(by_step), settings)
-    return table, float(tokens.sum()) / float(capacity(table, settings).sum()), notes
+    return notes
 
 
 def capacity(table: MicrobatchTable, settings: TrainingSettings) -> NDArray[np.int64]:
-    """Tokens that a graph of each micro-batch's context-parallel size is captured for, on all its ranks together."""
+    """Tokens that the graph for each micro-batch holds over all ranks of its group, int64, shape [micro-batches]."""
     assert table.groups is not None
     assert settings.max_seqlen_per_dp_cp_rank is not None
     return table.groups.cp_size.astype(np.int64) * settings.max_seqlen_per_dp_cp_rank
 
 
 def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placement, NDArray[np.int64]]:
-    """Place the documents of `by_step` [steps, documents of a step], in the order in which Megatron gathers them.
+    """Place the documents of every step.
 
-    Also the tokens of the documents that were dealt: without the empty ones, the longest of each step first.
+    Args:
+        by_step: tokens of the documents, in the order in which Megatron gathers them, shape [steps, documents].
+        settings: the training run.
+
+    Returns:
+        The placement, and the tokens of the documents that were dealt, int64, shape [documents dealt]: without the
+        empty ones, the longest of each step first.
 
     Raises:
-        DataError: as `dynamic_cp`.
+        DataError: as `dynamic_cp` does for a step or a document.
     """
     ranks = settings.data_parallel_size * settings.context_parallel_size
     room = settings.max_seqlen_per_dp_cp_rank
-    assert room is not None  # settings refuse these packers without it
+    assert room is not None  # resolve_settings refuses these packers without it
     step = np.repeat(np.arange(len(by_step)), by_step.shape[1])
     tokens = by_step.reshape(-1)
     order = np.lexsort((-tokens, step))
@@ -114,37 +155,46 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
             f"step {step[longest]}: a document of {tokens[longest]} tokens needs {needed[longest]} ranks of "
             f"--max-seqlen-per-dp-cp-rank {room}, and there are {ranks}; raise it, or give a smaller --seq-length"
         )
-    work = tokens * tokens / needed
     offsets = np.concatenate(([0], np.cumsum(sizes)))
     most, count = int(sizes.max()), len(tokens)
-    scratch = [np.empty(most + 1, dtype=np.int64) for _ in range(5)]
-    width, last, held, load = (np.zeros(ranks, dtype=t) for t in (np.int64, np.int64, np.int64, np.float64))
+    turns = count * (ranks + 8)
+    width, held, load = (np.zeros(ranks, dtype=t) for t in (np.int64, np.int64, np.float64))
     document, round_, group_first, group_width = (np.empty(count, dtype=np.int64) for _ in range(4))
     out = (document, round_, group_first, group_width)
+    stopped = np.zeros(len(by_step), dtype=np.bool_)
     if settings.packer == "balanced_cp":
+        work, last = tokens * tokens / needed, np.zeros(ranks, dtype=np.int64)
+        scratch = [np.empty(most + 1, dtype=np.int64) for _ in range(5)]
         failed = compiled.run(
-            deal_balanced, count * (ranks + 8), offsets, needed, work, ranks, *scratch, width, last, held, load, *out
+            deal_balanced, turns, offsets, needed, work, ranks, *scratch, width, last, held, load, *out
         )
+        if failed >= 0:
+            raise DataError(
+                f"step {failed}: {ranks} ranks cannot all be given work, and Megatron stops on it; give a number of "
+                "data-parallel x context-parallel ranks that is a power of 2"
+            )
     else:
-        failed = compiled.run(
-            deal_described, count * (ranks + 8), offsets, tokens, needed, ranks, room, *scratch[:2], width, held, load,
-            *out,
-        )  # fmt: skip
-    if failed >= 0:
-        raise DataError(
-            f"step {failed}: {ranks} ranks cannot all be given work, and Megatron stops on it; give a number of "
-            "data-parallel x context-parallel ranks that is a power of 2"
+        scratch = [np.empty(most, dtype=np.int64) for _ in range(2)]
+        compiled.run(
+            deal_dynamic, turns, offsets, tokens, needed, ranks, room, *scratch, width, held, load, stopped, *out
         )
-    found = Placement(document=document, step=step[document], round=round_, first_rank=group_first, cp_size=group_width)
-    return found, tokens
+    placement = Placement(
+        document=document,
+        step=step[document],
+        round=round_,
+        first_rank=group_first,
+        cp_size=group_width,
+        stopped_steps=np.flatnonzero(stopped),
+    )
+    return placement, tokens
 
 
 def _table(
     placement: Placement, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
 ) -> MicrobatchTable:
-    """The micro-batches that documents of `tokens` make where `placement` puts them."""
+    """The micro-batches that form where `placement` puts documents of `tokens` [documents placed]."""
     ranks = settings.data_parallel_size * settings.context_parallel_size
-    order = np.lexsort((placement.first_rank, placement.round))  # stable: documents of a group as they were placed
+    order = np.lexsort((placement.first_rank, placement.round))  # stable: a group's documents stay in placing order
     step, round_, first, width, tokens = (
         a[order] for a in (placement.step, placement.round, placement.first_rank, placement.cp_size, tokens)
     )
@@ -172,7 +222,7 @@ def _table(
         n_tokens=total[by_rank],
         data_parallel_size=ranks,
         num_microbatches=ran.max(axis=1).astype(np.int32),
-        exact=settings.packer == "balanced_cp",
+        exact=placement.stopped_steps.size == 0,
         groups=RankGroups(
             cp_size=width[by_rank].astype(np.int32),
             step=step[by_rank],

@@ -1,15 +1,22 @@
-"""The loops of dynamic context parallelism: plain Python, or compiled by numba through `kernels.run`."""
+"""The loops of dynamic context parallelism. `compiled.run` runs them, as plain Python or compiled by numba.
+
+Inputs of the two schedulers: `offsets` [steps + 1] give the documents of each step, the longest first; `tokens`,
+`needed` and `work` [documents] are a document's tokens, the fewest ranks that have room for it, and its work on each of
+these ranks (tokens squared / ranks); `room` is the tokens of one rank. Results are the arrays `out_...` [documents], as
+`dynamic_cp.Placement` describes them. The other arrays are room to work in.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 _SLACK = 0.05
-"""Share of the longest load by which loads may differ (BalancedCPScheduler's `delta`)."""
+"""Share by which the work of ranks may differ: `delta` of BalancedCPScheduler, and the dev branch's share by which a
+rank's work may exceed that of the longest document."""
 
 
 def number(step, first, width, ran, microbatch) -> None:  # type: ignore[no-untyped-def]  # noqa: ANN001
-    """Number every micro-batch on its first rank; `ran` [steps, ranks] counts what each rank runs."""
+    """Number each micro-batch by its position on its first rank; `ran` [steps, ranks] counts those of each rank."""
     for i in range(len(first)):
         microbatch[i] = ran[step[i], first[i]]
         for rank in range(first[i], first[i] + width[i]):
@@ -20,10 +27,13 @@ def deal_balanced(  # type: ignore[no-untyped-def]
     offsets, needed, work, ranks, pending, heads, ends, placed, trimmed, width, last, held, load,  # noqa: ANN001
     out_document, out_round, out_first, out_width,  # noqa: ANN001
 ) -> int:  # fmt: skip
-    """BalancedCPScheduler.get_groups_and_subsamples over every step; the first step that it stops on, or -1.
+    """Run `BalancedCPScheduler.get_groups_and_subsamples` over every step.
 
-    Groups take the lowest free ranks and keep them, so a group is its width, and its first rank the sum of those
-    before. `held` counts a group's documents, `last` is the place in `placed` of the last of them.
+    A new group takes the lowest free ranks and keeps them. A group is therefore known by its `width` in ranks, and its
+    first rank is the sum of the widths before it. `held` is the number of a group's documents, and `last` the position
+    of its last document in `placed`.
+
+    Returns the first step that the scheduler stops on, or -1.
     """
     done = rounds = 0
     for step in range(len(offsets) - 1):
@@ -31,7 +41,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
         for i in range(left):
             pending[i] = offsets[step] + i
         while left > 0:
-            # make_buckets_equal: pending, cut into at most as many pieces as there are sizes
+            # make_buckets_equal: cut the pending documents into at most as many buckets as there are group sizes
             total, sizes, kinds = 0.0, 0, 0
             for i in range(left):
                 total += work[pending[i]]
@@ -55,7 +65,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
             groups = used = count = front = first_size = 0
             check = False
             while front < buckets:
-                found = -1
+                bucket = -1
                 for b in range(front, buckets):
                     if heads[b] < ends[b]:
                         size = needed[pending[heads[b]]]
@@ -63,15 +73,15 @@ def deal_balanced(  # type: ignore[no-untyped-def]
                         for g in range(groups):
                             open_to_it = open_to_it or width[g] == size
                         if open_to_it:
-                            found = b
+                            bucket = b
                             break
-                if found < 0:
+                if bucket < 0:
                     break
-                document = pending[heads[found]]
+                document = pending[heads[bucket]]
                 size = needed[document]
                 if first_size == 0:
                     first_size = size
-                if used + size <= ranks:  # empty ranks have the least load
+                if used + size <= ranks:  # idle ranks have the least work
                     group = groups
                     width[group], held[group], last[group], load[group] = size, 0, -1, 0.0
                     groups += 1
@@ -87,7 +97,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
                 out_document[done + count], out_first[done + count] = document, group
                 last[group] = count
                 count += 1
-                heads[found] += 1
+                heads[bucket] += 1
                 while front < buckets and heads[front] == ends[front]:
                     front += 1
                 check = check or size < first_size
@@ -102,7 +112,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
                 for i in range(heads[b], ends[b]):
                     pending[left] = pending[i]
                     left += 1
-            # trim_overload: while it helps, take the last document from the most loaded group
+            # trim_overload: take the last document from the most loaded group, while that makes loads more equal
             cut = 0
             while used == ranks:
                 heaviest, least = 0, load[0]
@@ -132,7 +142,7 @@ def deal_balanced(  # type: ignore[no-untyped-def]
             for i in range(cut):
                 pending[left] = trimmed[i]
                 left += 1
-            # fill_empty_gpus
+            # fill_empty_gpus: while ranks are idle, double the narrowest group
             while used < ranks:
                 narrow = 0
                 for g in range(groups):
@@ -157,16 +167,16 @@ def deal_balanced(  # type: ignore[no-untyped-def]
     return -1
 
 
-def deal_described(  # type: ignore[no-untyped-def]
-    offsets, tokens, needed, ranks, room, pending, group_of, width, held, load,  # noqa: ANN001
+def deal_dynamic(  # type: ignore[no-untyped-def]
+    offsets, tokens, needed, ranks, room, pending, group_of, width, held, load, stopped,  # noqa: ANN001
     out_document, out_round, out_first, out_width,  # noqa: ANN001
-) -> int:  # fmt: skip
-    """default_dynamic_cp over every step, as it is described; always -1, for no step stops it.
+) -> None:  # fmt: skip
+    """`next_hdp_group_packing_aware` of Megatron-LM's dev branch, repeated until every step has placed its documents.
 
-    Read into the description: a choice is compared by the largest work of any rank after it; existing groups are
-    tried before a new one, the oldest first, each size before the next; of equally small groups the first doubles;
-    a dropped grouping takes documents longest first, up to the first that does not fit; no document needs more
-    ranks than its length does (min_cp is 1). `held` are a group's tokens.
+    Within a round groups lie side by side on the ranks, in the order in which they were opened, so that a group is its
+    `width` in ranks; `held` are its tokens and `load` is the work of each of its ranks. Work is tokens squared per
+    rank. A step in which Megatron's code raises IndexError is marked in `stopped` [steps], and there the rest of the
+    round is as if Megatron had fallen back to one group of all ranks.
     """
     done = rounds = 0
     for step in range(len(offsets) - 1):
@@ -191,7 +201,7 @@ def deal_described(  # type: ignore[no-untyped-def]
                         if reached <= cap and reached < best:
                             best, best_group, best_size = reached, groups, size
                     if i == 0:
-                        break  # the longest takes as few as it can
+                        break  # the longest document takes the fewest ranks that have room for it
                     size *= 2
                 group_of[i] = best_group
                 if best_group >= 0:
@@ -202,24 +212,31 @@ def deal_described(  # type: ignore[no-untyped-def]
                     held[best_group] += length
                     load[best_group] += length * length / best_size
                     peak = best
+            # fill_empty_gpus_once: while ranks are idle, widen the first of the narrowest groups
             while used < ranks:
-                narrow = 0
+                narrow = end = 0
                 for g in range(groups):
                     if width[g] < width[narrow]:
                         narrow = g
-                if used + width[narrow] > ranks:
+                for g in range(narrow + 1):
+                    end += width[g]
+                more = min(width[narrow], ranks - width[narrow])
+                if used + more > ranks:
+                    if end + more <= ranks:  # later groups are pushed beyond the last rank: IndexError
+                        stopped[step] = True
                     break
-                used += width[narrow]
-                width[narrow] *= 2
+                width[narrow] += more
+                used += more
             if used < ranks:
+                # fill_with_full_dpxcp_group: the longest documents that fit, added up per rank in floats as there
                 width[0] = ranks
-                total = 0
+                per_rank = 0.0
                 for i in range(left):
-                    if total >= 0 and total + tokens[pending[i]] <= room * ranks:
-                        total += tokens[pending[i]]
+                    share = tokens[pending[i]] / ranks
+                    if per_rank + share <= room:
+                        per_rank += share
                         group_of[i] = 0
                     else:
-                        total = -1
                         group_of[i] = -1
             remaining = 0
             for i in range(left):
@@ -234,4 +251,3 @@ def deal_described(  # type: ignore[no-untyped-def]
                     done += 1
             left = remaining
             rounds += 1
-    return -1

@@ -1,4 +1,4 @@
-"""Megatron's GPTDataset with inter-document masking, replayed from sequence lengths alone.
+"""Replays Megatron's GPTDataset with inter-document masking from the lengths of sequences alone.
 
 Rules: megatron-core 0.19, `datasets/gpt_dataset.py` (order of the shuffles, `cu_seqlens` of a sample) and
 `datasets/helpers.cpp` (`build_sample_idx`).
@@ -19,9 +19,11 @@ from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.errors import DataError, UsageError
 
 _LAST_EPOCH_THRESHOLD = 0.80
+"""Megatron shuffles the last epoch apart if the run needs less than this share of the epoch's samples."""
 _SEQUENCES_A_CHUNK = 1 << 18
+"""Sequences that one thread counts at a time."""
 _SHUFFLE_SHARE = 0.7
-"""Of the time, what shuffling takes."""
+"""Share of the time that shuffling takes, for the progress bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +31,19 @@ class Samples:
     """Samples in the order in which the dataset serves them."""
 
     n_seqs: NDArray[np.int32]
-    """Documents of every sample, shape [samples]."""
+    """Documents of every sample, int32, shape [samples]."""
     max_seqlen: NDArray[np.int32]
-    """Tokens of its longest document, shape [samples]."""
+    """Tokens of the longest document of every sample, int32, shape [samples]."""
 
     def __len__(self) -> int:
         return len(self.n_seqs)
 
 
 def train_share(split: str, num_sequences: int) -> slice:
-    """The sequences of the training split of Megatron's `--split`.
+    """The indices of the sequences that Megatron's `--split` gives to training.
 
     Raises:
-        UsageError: the split is not up to three numbers, or gives training nothing.
+        UsageError: the split is not one to three numbers, or gives no sequence to training.
     """
     parts = re.findall(r"[.0-9]+", split)
     try:
@@ -52,7 +54,7 @@ def train_share(split: str, num_sequences: int) -> slice:
         raise UsageError(f"--split {split}: must be up to three numbers, train,validation,test, as in 969,30,1")
     fraction = (weights / np.sum(weights)).tolist()[0]
     if fraction <= 0:
-        raise UsageError(f"--split {split}: gives the training split nothing")
+        raise UsageError(f"--split {split}: gives no sequence to the training split")
     return slice(0, round(fraction * float(num_sequences)))
 
 
@@ -67,17 +69,17 @@ def gpt_samples(
     tick: Callable[[float], None] = lambda done: None,
     memo: Memo = FORGETFUL,
 ) -> Samples:
-    """What GPTDataset serves for the sequences of one split.
+    """The samples that GPTDataset serves from the sequences of one split.
 
     Args:
         sequence_tokens: tokens of the split's sequences, int32, shape [sequences].
         seq_length: tokens of a sample.
-        num_samples: least number of samples to build, repeating the data; None for one epoch.
-        seed: of the one RandomState that shuffles sequences first, then samples.
-        add_extra_token: whether a sample is drawn with one token more.
+        num_samples: least number of samples to build, for which the data repeats; None builds one epoch.
+        seed: seed of the one RandomState that shuffles sequences first, then samples.
+        add_extra_token: whether a sample reads one token beyond seq_length.
         where: names the dataset in errors.
-        tick: called with the share of the work that is done.
-        memo: keeps the shuffled sequences of `where`.
+        tick: called with the share of the work that is done, 0 to 1.
+        memo: keeps the shuffled sequences of the dataset `where` for the next call.
 
     Raises:
         DataError: the split has too few tokens for one sample.
@@ -93,7 +95,7 @@ def gpt_samples(
     if num_samples is not None:
         epochs = max(1, -(-(num_samples * seq_length + extra) // epoch_tokens))
     total = (epochs * epoch_tokens - extra) // seq_length
-    last_apart, before = False, total  # samples before the epoch that is shuffled apart
+    last_apart, before = False, total  # `before`: samples before the epoch that is shuffled apart
     if epochs > 1 and num_samples is not None:
         before = ((epochs - 1) * epoch_tokens - extra) // seq_length
         an_epoch = (epoch_tokens - extra) // seq_length
@@ -116,7 +118,7 @@ def gpt_samples(
     tick(_SHUFFLE_SHARE)
     packed = _count(ends, seq_length, total, extra, lambda done: tick(_SHUFFLE_SHARE + (1 - _SHUFFLE_SHARE) * done))
     del ends
-    # one 64-bit value a sample: shuffling the values is shuffling the samples, and NumPy is quickest on 8 bytes
+    # each sample is one 64-bit value: NumPy shuffles 8-byte values fastest
     random.shuffle(packed[:before] if last_apart else packed)
     if last_apart:
         random.shuffle(packed[before:])
@@ -127,9 +129,9 @@ def gpt_samples(
 def _shuffled_ends(
     tokens: NDArray[np.int32], epochs: int, *, last_apart: bool, random: np.random.RandomState
 ) -> NDArray[np.int64]:
-    """Where each sequence of the shuffled token stream ends, int64, shape [epochs * sequences].
+    """The end of each sequence in the shuffled token stream, int64, shape [epochs * sequences].
 
-    Megatron shuffles sequence ids; shuffling their lengths by the same draws saves the look-up.
+    Megatron shuffles sequence ids. Here their lengths are shuffled with equal random draws, which saves the look-up.
     """
     stream = np.empty(epochs * len(tokens), dtype=np.int64)
     stream.reshape(epochs, -1)[:] = tokens
@@ -143,7 +145,9 @@ def _shuffled_ends(
 def _count(
     ends: NDArray[np.int64], seq_length: int, total: int, extra: int, tick: Callable[[float], None]
 ) -> NDArray[np.int64]:
-    """Documents (low 32 bits) and longest document (high 32 bits) of every sample, unshuffled, shape [total].
+    """The number of documents (low 32 bits) and tokens of the longest (high 32 bits) of every sample, shape [total].
+
+    Samples are in order of the token stream, not yet shuffled.
 
     Sample k holds stream tokens k*S up to (k+1)*S. It begins in the sequence that holds the last token drawn for the
     sample before it: token k*S with an extra token, else token k*S - 1, whose sequence then opens the sample with an
@@ -162,7 +166,7 @@ def _count(
         packed[low:high, 0] = end - begin + 1
         packed[low:high, 1] = _longest(ends, cuts, begin, end)
 
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # NumPy lets go of the lock in these loops
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # NumPy releases Python's lock in these loops
         counted = [threads.submit(count_chunk, low) for low in range(0, total, chunk)]
         for done, chunk_counted in enumerate(counted, start=1):
             chunk_counted.result()
@@ -173,7 +177,10 @@ def _count(
 def _longest(
     ends: NDArray[np.int64], cuts: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Longest document of samples that reach from sequence `begin` to `end`, cut at `cuts`; shape [samples]."""
+    """Tokens of the longest document of samples, shape [samples].
+
+    A sample reaches from sequence `begin` to `end` [samples] and is cut from the stream at `cuts` [samples + 1].
+    """
     start, stop = cuts[:-1], cuts[1:]
     longest = np.minimum(ends[begin], stop) - start
     several = np.flatnonzero(end > begin)
@@ -184,7 +191,7 @@ def _longest(
     if inner.size:
         first = int(begin[inner[0]])
         reach = ends[first : int(end[inner[-1]])]
-        lengths = np.zeros(len(reach), dtype=np.int64)  # of sequences first + 1 and on, and a 0 where a range may end
+        lengths = np.zeros(len(reach), dtype=np.int64)  # from sequence first + 1 on; a range may end at the last 0
         np.subtract(reach[1:], reach[:-1], out=lengths[:-1])
         ranges = np.empty(2 * inner.size, dtype=np.int64)
         ranges[0::2] = begin[inner] - first

@@ -1,4 +1,4 @@
-"""What one schedule worked out, kept for the next one of a sweep."""
+"""Keeps results of one schedule for the next schedule of a sweep."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any, cast
 
 
 class Memo:
-    """The last result of each kind of work. Results are shared: nobody may change them."""
+    """Holds the last result of each kind of work. Callers share the results and must not change them."""
 
     def __init__(self, *, keeps: bool = True) -> None:
         self._keeps = keeps
         self._held: dict[Hashable, tuple[Hashable, Any]] = {}
 
     def get[R](self, kind: Hashable, key: Hashable, make: Callable[[], R]) -> R:
-        """What `make` gives, or gave when it was last asked for `kind` with an equal `key`."""
+        """Return `make()`, or its last result for this `kind` of work if that was made for an equal `key`."""
         if not self._keeps:
             return make()
         held = self._held.get(kind)
         if held is None or held[0] != key:
-            self._held.pop(kind, None)  # first: two results may not fit into memory
+            self._held.pop(kind, None)  # before `make`: memory may not hold two results
             held = self._held[kind] = (key, make())
         return cast("R", held[1])
 
 
 FORGETFUL = Memo(keeps=False)
-"""Keeps nothing, so that one schedule takes no more memory than it needs."""
+"""A memo that keeps nothing, so that a single schedule takes no more memory than it needs."""

@@ -1,4 +1,4 @@
-"""The micro-batch table: what every forward pass of every rank and step will see."""
+"""The micro-batch table: documents and tokens of the micro-batch in every forward pass of every rank and step."""
 
 from __future__ import annotations
 
@@ -19,60 +19,63 @@ _ROWS_A_BATCH = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups:
-    """Who runs each micro-batch under dynamic context parallelism; every array has shape [micro-batches]."""
+    """The ranks that run each micro-batch under dynamic context parallelism. Every array has shape [micro-batches]."""
 
     cp_size: NDArray[np.int32]
-    """Ranks that run it together."""
+    """Number of ranks that run the micro-batch together; they are neighbours."""
     first_rank: NDArray[np.int64]
-    """The lowest of them, of all data-parallel x context-parallel ranks; the others are its neighbours above."""
+    """The lowest of these ranks, counted over all data-parallel x context-parallel ranks."""
     microbatch: NDArray[np.int64]
-    """How many micro-batches that rank ran in the step before this one."""
+    """Number of micro-batches that the lowest rank runs before this one in the step."""
     step: NDArray[np.int64]
+    """Optimizer step, from 0."""
     round: NDArray[np.int64]
-    """Rounds are counted over all steps; in each every rank has one group, and at its end all wait."""
+    """Round, counted over all steps from 0. In a round every rank belongs to one group; at its end all ranks wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchTable:
     """Micro-batches sorted by step, data-parallel rank and position in the step.
 
-    With `groups` the ranks are all data-parallel x context-parallel ones, and a micro-batch that several of them share
-    is one row, that of the first.
+    With `groups`, ranks are counted over all data-parallel x context-parallel ranks. A micro-batch that several ranks
+    share is one entry, which stands at the lowest of them.
     """
 
     n_seqs: NDArray[np.int32]
     """Documents of every micro-batch, shape [micro-batches]."""
     max_seqlen: NDArray[np.int32]
-    """Tokens of its longest document, shape [micro-batches]."""
+    """Tokens of the longest document of every micro-batch, shape [micro-batches]."""
     n_tokens: NDArray[np.int64]
-    """Tokens of the micro-batch over all context-parallel ranks, shape [micro-batches]."""
+    """Tokens of every micro-batch over all its context-parallel ranks, shape [micro-batches]."""
     data_parallel_size: int
+    """Number of ranks that the table covers: data-parallel ranks; with `groups`, context-parallel ones as well."""
     num_microbatches: NDArray[np.int32]
-    """Micro-batches of one rank in every step, the same on all ranks (with `groups`: the most), shape [steps]."""
+    """Micro-batches of one rank in every step, int32, shape [steps]. All ranks have as many; with `groups` it is the
+    number of the rank that has most."""
     exact: bool
-    """Whether training forms these micro-batches in this order; else they were drawn, or follow a description."""
+    """Whether training forms these micro-batches in this order; else they were drawn, or training stops on a step."""
     groups: RankGroups | None = None
-    """Groups of ranks of varying size that run the micro-batches; None: every rank has its own."""
+    """The groups of ranks that run the micro-batches; None: every rank has micro-batches of its own."""
 
     def __len__(self) -> int:
-        """Micro-batches over all ranks and steps."""
+        """Number of micro-batches over all ranks and steps."""
         return len(self.n_seqs)
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return len(self.num_microbatches)
 
     @property
     def uniform(self) -> bool:
-        """Whether every rank has the same number of micro-batches in every step."""
+        """Whether every rank has equally many micro-batches in all steps."""
         if self.groups is not None:
             return False
         counts = self.num_microbatches
         return counts.strides == (0,) or bool((counts == counts[0]).all())
 
     def per_rank_step(self, values: NDArray[np.generic], reduce: np.ufunc) -> NDArray[np.generic]:
-        """`values` [micro-batches, ...] reduced over the micro-batches of each rank: [steps, ranks, ...]."""
+        """Reduce `values` [micro-batches, ...] over the micro-batches of a rank and step: shape [steps, ranks, ...]."""
         ranks = self.data_parallel_size
         rest = values.shape[1:]
         if self.uniform:
@@ -85,7 +88,7 @@ class MicrobatchTable:
         return np.asarray(reduce.reduceat(values, starts, axis=0)).reshape(self.num_steps, ranks, *rest)
 
     def any_per_rank_step(self, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Whether each rank runs one of the micro-batches that are `marked` in a step: [steps, ranks]."""
+        """Whether a rank runs a micro-batch that is `marked` [micro-batches] in a step: bool, shape [steps, ranks]."""
         if self.groups is None:
             return self.per_rank_step(marked, np.logical_or).astype(np.bool_, copy=False)
         changes = np.zeros((self.num_steps, self.data_parallel_size + 1), dtype=np.int64)
@@ -95,10 +98,10 @@ class MicrobatchTable:
         return np.asarray(np.cumsum(changes, axis=1)[:, :-1] > 0)
 
     def position(self, index: int) -> tuple[int, int, int]:
-        """Step, rank (with `groups`: the first) and place on it of micro-batch `index`, as in `record_batches`."""
+        """Step, rank (with `groups`, the lowest) and position on that rank of micro-batch `index`."""
         if self.groups is not None:
-            where = (self.groups.step, self.groups.first_rank, self.groups.microbatch)
-            return int(where[0][index]), int(where[1][index]), int(where[2][index])
+            groups = self.groups
+            return int(groups.step[index]), int(groups.first_rank[index]), int(groups.microbatch[index])
         ends = np.cumsum(self.num_microbatches, dtype=np.int64) * self.data_parallel_size
         step = int(np.searchsorted(ends, index, side="right"))
         count = int(self.num_microbatches[step])
@@ -106,10 +109,10 @@ class MicrobatchTable:
         return step, rank, place
 
     def record_batches(self) -> Iterator[pa.RecordBatch]:
-        """The table as Arrow record batches: `step`, `dp_rank`, `microbatch` and the three measures.
+        """The table as Arrow record batches: `step`, `dp_rank`, `microbatch`, `n_seqs`, `max_seqlen`, `n_tokens`.
 
-        With `groups` also `cp_size`: ranks dp_rank .. dp_rank + cp_size - 1 run the micro-batch together, and
-        `microbatch` is its position on the first of them.
+        With `groups` there is also `cp_size`: ranks dp_rank .. dp_rank + cp_size - 1 run the micro-batch together, and
+        `microbatch` is its position on rank dp_rank.
         """
         import pyarrow as pa
 
@@ -151,7 +154,7 @@ class MicrobatchTable:
         return frame
 
     def write_parquet(self, path: Path) -> None:
-        """Write the table to `path`, whole or not at all."""
+        """Write the table to `path` as parquet. A write that fails leaves `path` as it was."""
         import pyarrow.parquet as pq
 
         from thdprof.files import replacing
@@ -160,7 +163,7 @@ class MicrobatchTable:
         first = next(batches)
         with (
             replacing(path) as temporary,
-            temporary.open("wb") as file,  # pyarrow itself opens names in UTF-8 alone
+            temporary.open("wb") as file,  # pyarrow itself opens no names that are not UTF-8
             pq.ParquetWriter(file, first.schema) as writer,
         ):
             writer.write_batch(first)

@@ -1,4 +1,4 @@
-"""Packers: document lengths -> rows, as the training stacks pack them."""
+"""Packers that make rows of documents before training starts, as Megatron-Bridge and TRL do."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from thdprof.errors import DataError, UsageError
 NO_CAP = 2**62
 """Stands for "any number of documents" where a loop wants a whole number."""
 _TRL_BATCH = 1000
-"""Documents that TRL packs together: one batch of `datasets.Dataset.map`."""
+"""Number of documents that TRL packs together: one batch of `datasets.Dataset.map`."""
 
 Place = Callable[[NDArray[np.int64], int, int], NDArray[np.int64]]
-"""(document tokens in placing order, pack tokens, cap) -> the pack of each, -1 for none, int64, shape [documents]."""
+"""A rule of packing: (tokens of the documents in placing order, tokens of a pack, cap on its documents) -> index of the
+pack that takes each document, -1 for none, int64, shape [documents]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Rows that a packer made."""
+    """The rows that a packer made."""
 
     rows: PackedRows
     efficiency: float
     """Share of the rows' tokens that hold documents, 0 to 1."""
     efficiency_without_cap: float | None
-    """That of the same packer without a cap on documents; None if there was no cap."""
+    """The efficiency of this packer without a cap on documents; None if there was no cap."""
     notes: tuple[str, ...]
-    """What happened to documents that did not fit."""
+    """Sentences on documents that were cut or left out."""
 
 
 def pack_rows(
@@ -45,21 +46,31 @@ def pack_rows(
     pad_to_multiple: int = 1,
     tail_documents: int = 0,
 ) -> Packing:
-    """Pack documents of `document_tokens` [documents] into rows of `pack_tokens`.
+    """Pack documents into rows of `pack_tokens`.
 
-    - `first_fit_decreasing`, `first_fit_shuffle` (Megatron-Bridge, rule "bridge"): longest first, or shuffled with
-      `seed`; each document goes into the first row that it fits. Longer ones are left out; with `pad_to_multiple`
-      over 1 documents are padded to it and longer ones cut, as Bridge prepares data for context parallelism.
-    - `next_fit`: in file order, into the last row or a new one; padded to `pad_to_multiple`, longer ones cut.
-    - `best_fit_decreasing` (TRL's "bfd"): of every 1000 documents the longest first, each into the fullest row that
-      it fits; longer ones are cut, empty ones left out. TRL pads micro-batches, not documents.
+    - `first_fit_decreasing`, `first_fit_shuffle` (Megatron-Bridge, rule "bridge"): each document goes into the first
+      row that has room for it, the longest document first, or in an order shuffled with `seed`. Documents longer than
+      a row are left out. With `pad_to_multiple` over 1 documents are padded to that multiple and long ones are cut, as
+      Bridge prepares data for context parallelism.
+    - `next_fit`: each document goes into the last row or, without room there, into a new one, in file order. Documents
+      are padded to `pad_to_multiple`, and long ones are cut.
+    - `best_fit_decreasing` (TRL's "bfd"): among every 1000 documents the longest comes first, and each goes into the
+      fullest row that has room for it. Long documents are cut, empty ones left out. TRL pads micro-batches, so
+      `pad_to_multiple` has no effect on its documents.
 
-    `max_documents` caps the documents of a row with `tail_documents` (0 or 1) of them kept free for the document
-    that training may add for the unused tail: the packer puts in at most max_documents - tail_documents.
+    Args:
+        document_tokens: tokens of every document in file order, int32, shape [documents].
+        packer: one of the names above.
+        pack_tokens: tokens of a row.
+        seed: seed of the shuffle.
+        max_documents: cap on the documents of a row, the appended one included; None: no cap.
+        pad_to_multiple: tokens to whose multiple documents are padded.
+        tail_documents: documents (0 or 1) that training appends to a row for its unused tail: the packer puts at most
+            max_documents - tail_documents of its own into a row.
 
     Raises:
         DataError: no document is left to pack.
-        UsageError: an unknown packer, or a cap that leaves no place for a document.
+        UsageError: the packer is unknown, or the cap leaves no place for a document.
     """
     lengths = document_tokens.astype(np.int64)
     notes: list[str] = []
@@ -81,12 +92,12 @@ def pack_rows(
             rule, place = "trl", _best_fit
             lengths = _longest_first(cut(lengths, pack_tokens, 1, notes), notes)
         case _:
-            raise UsageError(f"--packer {packer}: makes no rows ahead of training")
+            raise UsageError(f"--packer {packer}: does not make rows before training starts")
     cap = NO_CAP if max_documents is None else free_documents(max_documents, tail_documents)
     packs = place(lengths, pack_tokens, cap)
     if not (packs >= 0).any():
-        why = "; ".join(notes) or "there are none"
-        raise DataError(f"no document is left to pack into rows of {pack_tokens} tokens: {why}")
+        reason = "; ".join(notes) or "there are none"
+        raise DataError(f"no document is left to pack into rows of {pack_tokens} tokens: {reason}")
     rows = _rows(lengths[packs >= 0], packs[packs >= 0], rule)
     without_cap = None
     if max_documents is not None:
@@ -120,7 +131,7 @@ def _efficiency(lengths: NDArray[np.int64], num_rows: int, pack_tokens: int) -> 
 
 
 def _rows(lengths: NDArray[np.int64], packs: NDArray[np.int64], rule: RowRule) -> PackedRows:
-    """Documents in placing order, gathered by pack."""
+    """The packs as rows: `lengths` [documents] in placing order, and the pack that took each, [documents]."""
     offsets = np.concatenate(([0], np.cumsum(np.bincount(packs))))
     by_pack = lengths[np.argsort(packs, kind="stable")]
     return PackedRows(document_tokens=by_pack.astype(np.int32), row_offsets=offsets.astype(np.int64), rule=rule)
@@ -132,7 +143,13 @@ def pad(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
 
 
 def cut(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: list[str]) -> NDArray[np.int64]:
-    """Lengths padded to `multiple` and cut to what of a pack is a multiple of it."""
+    """Pad lengths to a multiple of `multiple`, and cut them to the largest multiple that a pack holds.
+
+    Adds a sentence to `notes` if documents were cut.
+
+    Raises:
+        UsageError: `multiple` is more than `pack_tokens`.
+    """
     longest = pack_tokens // multiple * multiple
     if longest == 0:
         raise UsageError(f"--pad-seq-to-mult {multiple}: is more than --seq-length {pack_tokens}")
@@ -143,7 +160,7 @@ def cut(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: list
 
 
 def _fit_bridge(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, notes: list[str]) -> NDArray[np.int64]:
-    """What Megatron-Bridge's preparation leaves: tokenize_dataset pads and cuts, create_hist drops."""
+    """Prepare documents as Megatron-Bridge does: tokenize_dataset pads and cuts them, create_hist drops long ones."""
     if multiple > 1:
         return cut(lengths, pack_tokens, multiple, notes)
     fits = lengths <= pack_tokens
@@ -153,7 +170,7 @@ def _fit_bridge(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, not
 
 
 def _longest_first(lengths: NDArray[np.int64], notes: list[str]) -> NDArray[np.int64]:
-    """Lengths with every batch of TRL's sorted for itself, longest first."""
+    """Sort each batch of documents that TRL packs together, the longest first."""
     batches = [np.sort(lengths[start : start + _TRL_BATCH])[::-1] for start in range(0, len(lengths), _TRL_BATCH)]
     empty = int((lengths == 0).sum())
     if empty:
@@ -164,7 +181,7 @@ def _longest_first(lengths: NDArray[np.int64], notes: list[str]) -> NDArray[np.i
 
 
 def _first_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
-    """Each document into the first pack with room, found in a tree of maxima over the packs' free tokens."""
+    """Place each document into the first pack with room, found by a tree of maxima over the packs' free tokens."""
     leaves = 1 << max(1, len(lengths) - 1).bit_length()
     free = np.full(2 * leaves, -1, dtype=np.int64)
     packs, counts = np.empty_like(lengths), np.zeros_like(lengths)
@@ -200,7 +217,7 @@ def _first_fit_loop(lengths, pack_tokens, cap, leaves, free, counts, packs):  # 
 
 
 def _next_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
-    """Each document into the last pack, or a new one."""
+    """Place each document into the last pack or, without room there, into a new one."""
     return compiled.run(_next_fit_loop, len(lengths), lengths, pack_tokens, cap, np.empty_like(lengths))
 
 
@@ -217,11 +234,10 @@ def _next_fit_loop(lengths, pack_tokens, cap, packs):  # type: ignore[no-untyped
 
 
 def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
-    """Each document into the fullest pack with room, of several the one that came to this fill first; empty ones
-    into none.
+    """Place each document into the fullest pack with room; of equally full packs, the one filled so far first wins.
 
-    A batch's packs with room are a sorted list of numbers, the free tokens above and the time of the last document
-    below, so that one search finds both.
+    Empty documents get no pack. The packs of a batch that have room are a sorted list of numbers. The upper bits are
+    a pack's free tokens, the lower bits the position of its last document, so that one search finds both.
     """
     packs: list[int] = []
     shift = _TRL_BATCH.bit_length()
@@ -237,8 +253,8 @@ def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray
                 continue
             at = bisect_left(with_room, need << shift)
             if at < len(with_room):
-                found = with_room.pop(at)
-                pack, free = chosen[found & ((1 << shift) - 1)], found >> shift
+                fill = with_room.pop(at)
+                pack, free = chosen[fill & ((1 << shift) - 1)], fill >> shift
             else:
                 pack, free, used = used, pack_tokens, used + 1
             chosen.append(pack)

@@ -1,4 +1,4 @@
-"""Slots: how many micro-batches are between forward and backward in each model chunk of each pipeline rank.
+"""Counts slots: the micro-batches in flight, between forward and backward, in each model chunk of a pipeline rank.
 
 The orders are those of megatron-core 0.19, `pipeline_parallel/schedules.py`: 1F1B without interleaving, and the
 interleaved schedule with groups of contiguous micro-batches (pipeline_parallel_size of them by default).
@@ -12,7 +12,7 @@ from thdprof.errors import UsageError
 
 
 def forward_chunks(num_microbatches: int, num_chunks: int, group: int) -> list[int]:
-    """Model chunk of every forward pass of a pipeline rank, in order."""
+    """Model chunk of every forward pass of a pipeline rank in one step, in execution order."""
     order = []
     for first in range(0, num_microbatches, group):
         size = min(group, num_microbatches - first)
@@ -23,7 +23,7 @@ def forward_chunks(num_microbatches: int, num_chunks: int, group: int) -> list[i
 def passes(
     *, rank: int, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int
 ) -> Iterator[tuple[str, int]]:
-    """("forward" | "backward", chunk) of one pipeline rank and step, in execution order."""
+    """All passes of one pipeline rank in one step as ("forward" | "backward", model chunk), in execution order."""
     forwards = forward_chunks(num_microbatches, num_chunks, group if num_chunks > 1 else num_microbatches)
     backwards = [num_chunks - 1 - chunk for chunk in forwards]
     behind = pipeline_size - rank - 1
@@ -38,9 +38,13 @@ def passes(
 
 
 def slots(*, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int | None = None) -> list[list[int]]:
-    """Largest number of micro-batches in flight, for every pipeline rank and, within it, model chunk.
+    """The largest number of micro-batches in flight, indexed by pipeline rank and then by model chunk.
 
-    `group` is the number of contiguous micro-batches of a chunk under interleaving; None: the pipeline size.
+    Args:
+        pipeline_size: pipeline ranks.
+        num_chunks: model chunks on a pipeline rank; over 1 the schedule is the interleaved one.
+        num_microbatches: micro-batches of one rank in a step.
+        group: contiguous micro-batches of one chunk in the interleaved schedule; None: `pipeline_size`.
 
     Raises:
         UsageError: megatron-core refuses this number of micro-batches for the interleaved schedule.

@@ -1,7 +1,8 @@
-"""Which rows each rank reads in which step: Megatron's and Megatron-Bridge's batch samplers.
+"""Which rows each data-parallel rank reads in each step: the batch samplers of Megatron and Megatron-Bridge.
 
 Rules: megatron-core 0.19, `megatron/training/datasets/data_samplers.py`; Megatron-Bridge 0.6, `data/samplers.py`.
-Every function gives row indices, int64, shape [steps, ranks, rows of one rank and step], in reading order.
+The functions named `..._rows` return row indices, int64, shape [steps, ranks, rows of one rank and step], in reading
+order.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from thdprof.errors import DataError
 from thdprof.training import TrainingSettings
 
 PADDING_ROW = -1
-"""Stands for a row that pads the last global batch of an epoch: the dataset's last one, its loss masked."""
+"""Index of a row that only fills up the last global batch of an epoch. As an index into the dataset it is the last row,
+which Megatron-Bridge reads there with its loss masked."""
 
 
 def steps_of_one_epoch(num_rows: int, settings: TrainingSettings) -> int:
-    """Whole steps that `num_rows` rows give; a trailing partial step is dropped unless the sampler pads it."""
+    """Number of steps that `num_rows` rows fill; a partial last step counts only where the sampler pads it."""
     size = settings.global_batch_size
     if settings.loader == "batch" and not settings.drop_last:
         return -(-num_rows // size)
@@ -28,7 +30,7 @@ def steps_of_one_epoch(num_rows: int, settings: TrainingSettings) -> int:
 
 
 def sequential_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
-    """Sampler `single`: chunks of one micro-batch for every rank, in file order, once through the data."""
+    """Sampler `single`: reads the file once, in order, one micro-batch for each rank in turn."""
     ranks, size = settings.data_parallel_size, settings.micro_batch_size
     rows = np.arange(steps * settings.global_batch_size, dtype=np.int64)
     by_chunk = rows.reshape(steps, settings.num_microbatches, ranks, size)
@@ -36,10 +38,10 @@ def sequential_rows(num_rows: int, steps: int, settings: TrainingSettings) -> ND
 
 
 def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
-    """Sampler `cyclic`: a new torch permutation every epoch, seeded with the epoch's number alone.
+    """Sampler `cyclic`: reads a new torch permutation in every epoch, which is seeded with the epoch's number alone.
 
     Raises:
-        DataError: too few rows for the sampler to ever fill a micro-batch of every rank.
+        DataError: the data has too few rows to fill one micro-batch of every rank.
     """
     ranks, size = settings.data_parallel_size, settings.micro_batch_size
     chunk = ranks * size
@@ -51,7 +53,7 @@ def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArra
     needed = steps * settings.num_microbatches * size
     rows = np.empty((ranks, needed), dtype=np.int64)
     filled, consumed = [0] * ranks, [0] * ranks
-    while min(filled) < needed:  # ranks read an epoch in turn, so that they share its permutation
+    while min(filled) < needed:  # all ranks read an epoch before the next, so that they share its permutation
         for rank in range(ranks):
             epoch, offset = divmod(consumed[rank], active)
             if settings.data_sharding:
@@ -72,12 +74,13 @@ def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArra
 
 
 def batch_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
-    """Megatron-Bridge's `batch`: global batches of a torch permutation seeded with seed + epoch, dealt to ranks.
+    """Sampler `batch` of Megatron-Bridge: deals the global batches of a torch permutation to the ranks row by row.
 
-    Without `drop_last` an epoch's last global batch is filled with PADDING_ROW, rank by rank.
+    The permutation of an epoch is seeded with seed + epoch. Without `drop_last` PADDING_ROW fills up the last global
+    batch of an epoch.
 
     Raises:
-        DataError: fewer rows than one global batch, with `drop_last`.
+        DataError: with `drop_last`, the data has fewer rows than one global batch.
     """
     ranks, size = settings.data_parallel_size, settings.global_batch_size
     steps_an_epoch = steps_of_one_epoch(num_rows, settings)
@@ -93,7 +96,7 @@ def batch_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray
 
 
 def drawn_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray[np.int64]:
-    """Epochs of seeded permutations, for data whose order in training is not known."""
+    """Reads one permutation for each epoch, drawn with `seed`: an example where the order in training is not known."""
     needed = steps * settings.global_batch_size
     random = np.random.default_rng(settings.seed)
     epochs = [random.permutation(num_rows) for _ in range(-(-needed // num_rows))]

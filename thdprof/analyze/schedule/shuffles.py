@@ -1,4 +1,4 @@
-"""The shuffles of NumPy's legacy generator and of torch's CPU generator, without torch."""
+"""Repeats the shuffles of torch's CPU generator without importing torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import compiled
 
 _RANDOM64_FROM = (2**32 - 1) // 20
-"""torch draws 64 bits a swap from this many elements on (ATen/native/TensorFactories.cpp, randperm_cpu)."""
+"""Number of elements from which torch draws 64 bits for each swap (ATen/native/TensorFactories.cpp, randperm_cpu)."""
 
 
 def torch_randperm(size: int, seed: int) -> NDArray[np.int64]:
-    """`torch.randperm(size, generator=torch.Generator().manual_seed(seed))`, int64, shape [size].
+    """Return `torch.randperm(size, generator=torch.Generator().manual_seed(seed))`, int64, shape [size].
 
     torch seeds its Mersenne twister with the low 32 bits of `seed`, as NumPy's RandomState does.
     """
@@ -36,6 +36,7 @@ def torch_randperm(size: int, seed: int) -> NDArray[np.int64]:
 
 
 def _swap_forward(permutation: Any, offsets: Any) -> Any:
+    """Swap each element i of `permutation` with element i + offsets[i], in ascending order of i."""
     for i in range(len(offsets)):
         j = i + offsets[i]
         held = permutation[i]

@@ -271,9 +271,10 @@ def _check_dynamic_cp(settings: TrainingSettings) -> None:
     """What Megatron refuses under hybrid context parallelism, and what the schedulers do not know."""
     packer = settings.packer
     if settings.pipeline_parallel_size > 1:
+        refused = ", with which Megatron refuses hybrid context parallelism" if packer == "balanced_cp" else ""
         raise UsageError(
             f"--pipeline-parallel-size {settings.pipeline_parallel_size}: --packer {packer} is replayed without "
-            "pipeline parallelism, with which Megatron refuses hybrid context parallelism; use 1"
+            f"pipeline parallelism{refused}; use 1"
         )
     if settings.micro_batch_size > 1:
         raise UsageError(f"--micro-batch-size {settings.micro_batch_size}: --packer {packer} needs 1")
