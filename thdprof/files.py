@@ -1,8 +1,10 @@
-"""Files: written whole or not at all, never over what is read; YAML whose faults are told with file and line."""
+"""Files: written whole or not at all, never over a file that is read; JSON without NaN; YAML whose faults are told with
+file and line."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -82,6 +84,15 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
         raise DataError(f"{path}: exists; give --force to replace it, or another name")
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def json_text(value: Any, *, indent: int | None = 2) -> str:
+    """`value` as JSON text, without a line break at its end; `indent` None puts it on one line.
+
+    Raises:
+        ValueError: it holds NaN or an infinite number, for which JSON has no word.
+    """
+    return json.dumps(value, indent=indent, allow_nan=False)
 
 
 def check_not_inputs(outputs: Iterable[Path], inputs: Iterable[Path | None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from thdprof.errors import DataError
+from thdprof.files import json_text
 from thdprof.plan import Percentiles, Plan
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def to_json(comparison: PlanComparison) -> str:
         "largest_change": comparison.largest_change,
         **asdict(comparison),
     }
-    return json.dumps(values, indent=2, allow_nan=False)
+    return json_text(values)
 
 
 def print_plan_comparison(comparison: PlanComparison, console: Console) -> None:
@@ -209,5 +209,5 @@ def _text(value: Any, *, share: bool) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.6g}"
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json_text(value, indent=None)
     return text if len(text) <= 40 else f"{text[:18]}...{text[-19:]}"

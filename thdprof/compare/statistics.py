@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, FallbackReason
 from thdprof.errors import DataError
+from thdprof.files import json_text
 from thdprof.plan import Plan
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ def to_json(comparison: Comparison) -> str:
         "largest_difference": comparison.largest_difference,
         **asdict(comparison),
     }
-    return json.dumps(values, indent=2, allow_nan=False)
+    return json_text(values)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

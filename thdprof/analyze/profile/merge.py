@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.profile.file import COLUMNS, SCHEMA, PartOfRun
 from thdprof.analyze.profile.run_profile import RunProfile, combine_caps
 from thdprof.errors import DataError, UsageError
+from thdprof.files import json_text
 from thdprof.plan import TrainingPart
 from thdprof.words import counted, printable
 
@@ -120,4 +120,4 @@ def to_json(profile: RunProfile) -> str:
         "parts": [part.model_dump(mode="json", exclude={"caps", "warnings"}) for part in profile.parts],
         "candidates": profile.curve().to_dict("records"),
     }
-    return json.dumps(value, indent=2, allow_nan=False)
+    return json_text(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +9,7 @@ from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.settings.experts import UP_TO_ROUTER, WHY
+from thdprof.files import json_text
 
 SCHEMA = "thdprof.analysis/1"
 
@@ -84,4 +84,4 @@ def to_dict(analysis: Analysis, offload: OffloadPrediction | None = None) -> dic
 
 def to_json(analysis: Analysis, offload: OffloadPrediction | None = None) -> str:
     """The analysis as JSON text, indented; with `offload`, also what that is predicted to do."""
-    return json.dumps(to_dict(analysis, offload), indent=2, allow_nan=False)
+    return json_text(to_dict(analysis, offload))
