@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -88,6 +89,15 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
         raise DataError(f"{path}: exists; give --force to replace it, or another name")
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
+
+
+def json_text(value: Any, *, indent: int | None = 2) -> str:
+    """`value` as JSON text, without a line break at its end; `indent` None puts it on one line.
+
+    Raises:
+        ValueError: `value` holds NaN or an infinite number, for which JSON has no word.
+    """
+    return json.dumps(value, indent=indent, allow_nan=False)
 
 
 def check_not_inputs(outputs: Iterable[Path], inputs: Iterable[Path | None]) -> None:

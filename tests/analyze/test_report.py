@@ -25,12 +25,14 @@ from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.demo import write_demo
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.analyze.profile.run_profile import RunProfile
-from thdprof.analyze.report import figures, open_report
+from thdprof.analyze.report import figures, findings, open_report
 from thdprof.analyze.report.contents import Report, profile_command
 from thdprof.analyze.report.findings import sentences
 from thdprof.analyze.report.findings.shapes import joint_title
 from thdprof.analyze.report.terminal import reasons
+from thdprof.analyze.report.write import Written
 from thdprof.errors import DataError
+from thdprof.files import json_text
 from thdprof.offload.plan import Choice
 from thdprof.plan import load_plan
 
@@ -252,6 +254,61 @@ def test_every_figure_of_odd_data(tmp_path, count, steps):
     )
     for cap in (1, count, 10_000):
         assert [figure(report, cap).id for figure in figures.ALL] == IDS
+
+
+def no_constant(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("steps", [1, 2, 10, 63, 64, 65, 100])
+def test_a_run_of_any_number_of_steps_has_no_empty_stretch(tmp_path, steps):
+    """Step k holds micro-batches of k % 7 + 1 documents, so each stretch of the run is known."""
+    per_step = 200  # as many micro-batches as a stretch has at least: short runs are shown step by step
+    rows = [[1] * (k % 7) + [64 - k % 7] for k in range(steps) for _ in range(per_step)]
+    report = report_of(
+        write_rows(tmp_path / "r.jsonl", rows), seq_length=64, loader="single", global_batch_size=per_step, buckets=1
+    )
+    for kind, whole in (("segment_microbatch", "microbatch"), ("segment_step_max", "step_max")):
+        by_segment = report.profile.rows(kind).groupby(["n_seqs"])["count"].sum()
+        assert by_segment.to_dict() == report.profile.rows(whole).groupby(["n_seqs"])["count"].sum().to_dict()
+    found = findings.drift(report, 4)
+    bins = min(steps, 64)
+    assert len(found.stalled) == len(found.step_median) == bins
+    stretches = [[k for k in range(steps) if k * bins // steps == i] for i in range(bins)]
+    assert all(stretches)
+    documents = [np.array([k % 7 + 1 for k in stretch]) for stretch in stretches]
+    assert found.percentiles["max"].tolist() == [d.max() for d in documents]
+    assert found.stalled.tolist() == [np.mean(d > 4) for d in documents]
+    told = sentences(report, 4)
+    assert not any("nan" in sentence.text for sentence in told)
+    written = Written(cap=4, findings=told, files=()).to_json()
+    json.loads(written, parse_constant=no_constant)
+    drawing = figures.drift(report, 4)
+    assert "nan" not in drawing.alt
+    assert "nan" not in drawing.svg.lower()
+
+
+@pytest.mark.filterwarnings("error")
+def test_runs_of_different_lengths_joined_have_no_empty_stretch(tmp_path):
+    profiles, plans = [], []
+    for name, steps, part in (("a", 10, "one"), ("b", 15, "one"), ("c", 70, "two")):
+        path = write_rows(tmp_path / f"{name}.jsonl", [[64 - n, n] for n in range(1, 3)] * steps * 50)
+        analysis = analyze_dataset(path, seq_length=64, loader="single", global_batch_size=100)
+        assert analysis.steps == steps
+        profiles.append(make_profile(analysis, part=part))
+        plans.append(make_plan(analysis))
+    merged = Report(plan=plans[0], profile=merge_profiles(profiles, names="abc"), comparison=None)
+    found = findings.drift(merged, 1)
+    assert found.stalled.tolist() == [1.0] * len(found.stalled)
+    assert found.percentiles["p50"].tolist() == [2] * len(found.stalled)
+    assert 10 < len(found.stalled) <= 25
+
+
+def test_a_number_that_json_does_not_have_is_never_written():
+    for number in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            json_text({"a": [number]})
 
 
 def test_a_plan_without_graphs_and_a_pipeline_with_chunks(made, tmp_path):

@@ -226,6 +226,13 @@ def test_files_that_are_no_profiles(analysis, tmp_path):
     with rewrite(parts=[{**told["parts"][0], "caps": told["parts"][0]["caps"][::-1]}]) as raised:
         load_profile(path)
     assert "caps are not ascending" in str(raised.value)
+    kinds = good["kind"].to_pylist()
+    segments = [
+        5 if kind == "segment_step_max" else n for kind, n in zip(kinds, good["segment"].to_pylist(), strict=True)
+    ]
+    with rewrite(good.set_column(2, "segment", pa.array(segments, pa.int16()))) as raised:
+        load_profile(path)
+    assert "segment 0 has either micro-batches or steps, not both" in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,7 @@ def test_json_lines_are_what_compare_reads(tmp_path):
     stats.append_jsonl(path, step=0)
     stats.decided.update({Bucket(2, 8, 8): 9, FallbackReason.document_too_long: 1})
     stats.fallbacks[FallbackReason.too_many_seqs] += 1
-    stats.append_jsonl(path, step=1, loss=0.5)
+    stats.append_jsonl(path, step=1, loss=0.5, grad_norm=float("nan"))
     first, last = (json.loads(line) for line in path.read_text().splitlines())
     replays = [
         {"max_seqs": 2, "max_seqlen": 8, "cp_size": 1, "count": 5},
@@ -309,7 +309,7 @@ def test_json_lines_are_what_compare_reads(tmp_path):
         "eager_ms": None, "step": 0,
     }  # fmt: skip
     assert last["decided"] == {"replays": [{**replays[0], "count": 9}], "fallbacks": {"document_too_long": 1}}
-    assert (last["step"], last["loss"]) == (1, 0.5)
+    assert (last["step"], last["loss"], last["grad_norm"]) == (1, 0.5, None)
     read = read_stats(path)
     assert read.microbatches == 11
     assert read.fallbacks == {FallbackReason.not_training: 2, FallbackReason.too_many_seqs: 2}

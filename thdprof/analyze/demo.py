@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.errors import DataError
+from thdprof.files import json_text
 
 SEED = 1234
 PACK_TOKENS = 2048
@@ -163,7 +163,7 @@ def _write_bridge(parquet: Path, metadata: Path) -> None:
         "pack_size": PACK_TOKENS,
         "min_packed_seqlen": int(totals.min()),
     }
-    metadata.write_text(json.dumps([entry]), encoding="utf-8")
+    metadata.write_text(json_text([entry], indent=None), encoding="utf-8")
 
 
 def _write_trl(parquet: Path) -> None:

@@ -4,16 +4,17 @@ prediction.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
 
 from thdprof.dispatch import BY_SHAPE, SHAPE_NOT_ASKED, Bucket, FallbackReason
+from thdprof.files import json_text
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -151,9 +152,13 @@ class Stats:
         }
 
     def append_jsonl(self, path: Path | str, **extra: Any) -> None:
-        """Append one line to `path`: the counters so far as JSON, with `extra` fields such as the step."""
+        """Append one line to `path`: the counters so far as JSON, with `extra` fields such as the step.
+
+        An extra number that is NaN or infinite becomes null, because JSON has no word for it.
+        """
+        extra = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in extra.items()}
         with Path(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**self.to_dict(), **extra}) + "\n")
+            file.write(json_text({**self.to_dict(), **extra}, indent=None) + "\n")
 
     def write_tensorboard(self, target: ScalarWriter | Path | str, step: int) -> None:
         """Write the counters so far as scalars under `thdprof/`.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-
 from thdprof.analyze.export.base import Exported, Target
+from thdprof.files import json_text
 from thdprof.plan import Plan
 
 
 def render(plan: Plan, cap: int | None) -> Exported:
     """The whole plan, with the keys of the plan file; `cap` makes no difference."""
     del cap
-    return Exported(text=json.dumps(plan.model_dump(mode="json", by_alias=True), indent=2) + "\n")
+    return Exported(text=json_text(plan.model_dump(mode="json", by_alias=True)) + "\n")
 
 
 TARGET = Target(

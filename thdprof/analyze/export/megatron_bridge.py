@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 
 from thdprof.analyze.export.base import Exported, Target, eager_reason, header, one_line
+from thdprof.files import json_text
 from thdprof.plan import Plan
 
 LINES_FILE = "megatron_bridge_overrides.txt"
@@ -91,7 +92,7 @@ def render(plan: Plan, cap: int | None) -> Exported:
             "use_te_rng_tracker": True,
         },
     }
-    extra = {METADATA_FILE: json.dumps([metadata(plan, cap)]) + "\n"}
+    extra = {METADATA_FILE: json_text([metadata(plan, cap)], indent=None) + "\n"}
     return _export(overrides, comments, extra)
 
 
@@ -126,7 +127,7 @@ def _value(value: bool | int | str | list[str]) -> str:
     if isinstance(value, str):
         plain = value and all(c.isalnum() or c in "_./-" for c in value) and not value[0].isdigit()
         return value if plain else json.dumps(value, ensure_ascii=False)
-    return json.dumps(value)
+    return json_text(value, indent=None)
 
 
 TARGET = Target(

@@ -6,7 +6,7 @@ It holds counts, not micro-batches, so a run of any length fits in a report with
 |---|---|
 | `part` | which data: the name of a dataset or of a shard |
 | `kind` | what is counted, one of `KINDS` |
-| `segment` | in which 64th of its run, from 0 (shorter runs leave some out); -1: the whole run |
+| `segment` | in which 64th of its run, from 0 (runs of fewer than 64 steps leave some out); -1: the whole run |
 | `n_seqs` | documents |
 | `max_seqlen` | tokens of the longest document; -1 where it is not told apart |
 | `cp_size` | context-parallel size of the micro-batch under the dynamic kind; 0: the run's own |
@@ -39,6 +39,8 @@ KINDS = ("microbatch", "rank_step_max", "step_max", "segment_microbatch", "segme
 """Micro-batches by both measures; (rank, step) pairs and steps by the largest of each measure among their
 micro-batches; and micro-batches and steps of every segment, by documents alone."""
 SEGMENTS = 64
+"""Parts of equal length into which a run is cut: step s of n lies in segment 64 * s // n, both counted from 0. A run of
+n < 64 steps has one step in each of n segments, and leaves the others out."""
 COLUMNS = {
     "part": "category",
     "kind": "category",
@@ -107,11 +109,11 @@ def write_profile_file(path: Path, cells: pd.DataFrame, metadata: Metadata, *, f
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from thdprof.files import replacing
+    from thdprof.files import json_text, replacing
 
     if not force and os.path.lexists(path):
         raise DataError(f"{path}: exists; give --force to replace it, or another name")
-    text = json.dumps(metadata.model_dump(mode="json", by_alias=True))
+    text = json_text(metadata.model_dump(mode="json", by_alias=True), indent=None)
     columns = {
         name: pa.array(cells[name].astype(str)).dictionary_encode()
         if kind == "category"
@@ -234,6 +236,12 @@ def _check_sums(cells: pd.DataFrame, parts: Sequence[PartOfRun], *, where: str) 
             found = int(of_part.loc[of_part["kind"] == kind, "count"].sum())
             if found != wanted:
                 raise DataError(f"{where}: part {part.name}: {kind} counts add up to {found}, not {wanted}")
+        in_segments = [
+            set(of_part.loc[of_part["kind"] == kind, "segment"]) for kind in ("segment_microbatch", "segment_step_max")
+        ]
+        if in_segments[0] != in_segments[1]:
+            segment = min(in_segments[0] ^ in_segments[1])
+            raise DataError(f"{where}: part {part.name}: segment {segment} has either micro-batches or steps, not both")
         caps = [cap.max_seqs for cap in part.caps]
         if sorted(set(caps)) != caps:
             raise DataError(f"{where}: part {part.name}: caps are not ascending")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thdprof import __version__
 from thdprof.analyze.buckets.cost_table import CostTable
@@ -72,6 +73,11 @@ class RunProfile:
         if key not in self._histograms:
             self._histograms[key] = histogram_of(self.rows(kind, part=part), measure)
         return self._histograms[key]
+
+    def segments(self, part: str) -> NDArray[np.int64]:
+        """Segments of the run in which `part` has steps, ascending, shape [n]: all, or one a step of a short run."""
+        numbers: NDArray[np.int64] = np.unique(self.rows("segment_step_max", part=part)["segment"]).astype(np.int64)
+        return numbers
 
     def fallback_rate(self, cap: int, *, part: str | None = None) -> FallbackRate:
         """The three rates where micro-batches of more than `cap` documents run eagerly; exact."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from thdprof.analyze.check import Check, Overshoot
 from thdprof.analyze.report.words import apart
+from thdprof.files import json_text
 
 SCHEMA = "thdprof.check/1"
 _LEVELS = {
@@ -157,4 +157,4 @@ def to_dict(check: Check) -> dict[str, Any]:
 
 def to_json(check: Check) -> str:
     """The check as JSON text, indented."""
-    return json.dumps(to_dict(check), indent=2, allow_nan=False)
+    return json_text(to_dict(check))

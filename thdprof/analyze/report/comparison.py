@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thdprof.compare.statistics import Comparison
+from thdprof.files import json_text
 
 SCHEMA = "thdprof.comparison/1"
 
@@ -22,7 +22,7 @@ def to_json(comparison: Comparison) -> str:
         "largest_difference": comparison.largest_difference,
         **asdict(comparison),
     }
-    return json.dumps(values, indent=2, allow_nan=False)
+    return json_text(values)
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
 from thdprof.analyze.analysis import Analysis, CpSize
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.settings.experts import UP_TO_ROUTER, WHY
+from thdprof.files import json_text
 
 SCHEMA = "thdprof.analysis/1"
 
@@ -87,4 +87,4 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
 
 def to_json(analysis: Analysis) -> str:
     """The analysis as JSON text, indented."""
-    return json.dumps(to_dict(analysis), indent=2, allow_nan=False)
+    return json_text(to_dict(analysis))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from thdprof.analyze.profile.file import SCHEMA
 from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.files import json_text
 from thdprof.words import counted, printable
 
 
@@ -33,4 +32,4 @@ def to_json(profile: RunProfile) -> str:
         "parts": [part.model_dump(mode="json", exclude={"caps", "warnings"}) for part in profile.parts],
         "candidates": profile.curve().to_dict("records"),
     }
-    return json.dumps(value, indent=2, allow_nan=False)
+    return json_text(value)

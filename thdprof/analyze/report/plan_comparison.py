@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thdprof.compare.plans import PlanComparison
+from thdprof.files import json_text
 
 SCHEMA = "thdprof.plan-comparison/1"
 
@@ -22,7 +23,7 @@ def to_json(comparison: PlanComparison) -> str:
         "largest_change": comparison.largest_change,
         **asdict(comparison),
     }
-    return json.dumps(values, indent=2, allow_nan=False)
+    return json_text(values)
 
 
 def print_plan_comparison(comparison: PlanComparison, console: Console) -> None:

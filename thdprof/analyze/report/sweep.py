@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from thdprof.analyze.report.words import percent
 from thdprof.analyze.sweep import Combination, Sweep
+from thdprof.files import json_text
 from thdprof.plan import BucketPart, Plan
 
 SCHEMA = "thdprof.sweep/1"
@@ -128,4 +128,4 @@ def _combination(c: Combination) -> dict[str, Any]:
 
 def to_json(sweep: Sweep) -> str:
     """The sweep as JSON text, indented."""
-    return json.dumps(to_dict(sweep), indent=2, allow_nan=False)
+    return json_text(to_dict(sweep))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from thdprof.analyze.report.html import to_html
 from thdprof.analyze.report.notebook import build_notebook, execute, to_text
 from thdprof.analyze.report.words import printable
 from thdprof.errors import UsageError
-from thdprof.files import check_not_inputs, check_targets, write_text
+from thdprof.files import check_not_inputs, check_targets, json_text, write_text
 
 SCHEMA = "thdprof.report/1"
 FINDINGS = "findings.json"
@@ -37,7 +36,7 @@ class Written:
 
     def to_json(self) -> str:
         """One JSON object, schema `thdprof.report/1`."""
-        return json.dumps({**_as_dict(self.cap, self.findings), "files": [str(path) for path in self.files]}, indent=2)
+        return json_text({**_as_dict(self.cap, self.findings), "files": [str(path) for path in self.files]})
 
 
 def form_of(output: Path) -> Form:
@@ -113,7 +112,7 @@ def _write_figures(
         check_targets(targets, force=force)
     drawn = (figure(report, cap) for figure in ALL)
     texts = [figure.standalone() for figure in drawn if isinstance(figure, Drawing)]
-    texts.append(json.dumps(_as_dict(cap, findings), indent=2) + "\n")
+    texts.append(json_text(_as_dict(cap, findings)) + "\n")
     new_files = [path for path in targets if not os.path.lexists(path)]
     new_directories = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
-from thdprof.analyze.profile.file import SEGMENTS
 from thdprof.analyze.profile.run_profile import histogram_of, share_over
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.words import counted, percent, printable, shortened
@@ -106,8 +106,11 @@ def _exceeding(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.floa
 def drift(report: Report, cap: int) -> Drift:
     """Documents over the run, all parts together, each from its own begin to its end."""
     profile = report.profile
-    bins = int(np.clip(profile.microbatches // _LEAST, 1, min(SEGMENTS, *(part.steps for part in profile.parts))))
-    micro, largest = (_by_bin(profile.rows(kind), bins) for kind in ("segment_microbatch", "segment_step_max"))
+    segments = {part.name: profile.segments(part.name) for part in profile.parts}
+    bins = int(np.clip(profile.microbatches // _LEAST, 1, min(map(len, segments.values()))))
+    micro, largest = (
+        _by_bin(profile.rows(kind), segments, bins) for kind in ("segment_microbatch", "segment_step_max")
+    )
     percentiles = {
         name: np.array([h.percentile(PERCENTILES[name]) for h in micro]) for name in ("p50", "p90", "p99", "max")
     }
@@ -124,8 +127,21 @@ def drift(report: Report, cap: int) -> Drift:
     )
 
 
-def _by_bin(rows: pd.DataFrame, bins: int) -> list[Histogram]:
-    of_row = rows["segment"].to_numpy(dtype=np.int64) * bins // SEGMENTS
+def _by_bin(rows: pd.DataFrame, segments: Mapping[str, NDArray[np.int64]], bins: int) -> list[Histogram]:
+    """Documents in `bins` equal stretches of the run, none of them empty.
+
+    A run of fewer steps than the profile has segments leaves segments out. Cutting by a segment's number would leave
+    stretches without a step, so each part is cut by the places of its segments among those that it has.
+
+    Args:
+        rows: cells of one kind, with `part`, `segment`, `n_seqs` and `count`.
+        segments: the segments that each part has, ascending, by the part's name; at least `bins` each.
+    """
+    of_row = np.empty(len(rows), dtype=np.int64)
+    for part, present in segments.items():
+        chosen = (rows["part"] == part).to_numpy()
+        place = np.searchsorted(present, rows["segment"].to_numpy()[chosen])
+        of_row[chosen] = place * bins // len(present)
     return [histogram_of(rows[of_row == index], "n_seqs") for index in range(bins)]
 
 
