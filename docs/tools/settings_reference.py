@@ -1,51 +1,23 @@
-"""What `thdprof.runtime.megatron.install` refuses, from the tables that it reads."""
+"""The cases that `thdprof.runtime.megatron.install` refuses, from the table of limits."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
-
-import thdprof
-
-_RUNTIME = "thdprof.runtime"
-_PACKAGES = (_RUNTIME, f"{_RUNTIME}.megatron", f"{_RUNTIME}.megatron.offload", f"{_RUNTIME}.megatron.refusals")
+from thdprof.megatron_limits import LIMITS, Limit
 
 
 def reference() -> str:
-    """Markdown: a row for each setting of TransformerConfig that must be off, wherever and in some cases alone."""
-    with _without_packages():
-        settings = importlib.import_module(f"{_RUNTIME}.megatron.refusals.settings")
-        dynamic_cp = importlib.import_module(f"{_RUNTIME}.megatron.refusals.dynamic_cp")
-    tables = {
-        "all": settings._UNSUPPORTED,
-        "`local`": settings._UNSUPPORTED_LOCAL,
-        "dynamic context parallelism": dynamic_cp._UNSUPPORTED,
-    }
-    lines = ["| setting | with | set to | because |", "|---|---|---|---|"]
-    for case, table in tables.items():
-        lines += [f"| `{name}` | {case} | `{allowed}` | {why} |" for name, allowed, why in table]
-    return "\n".join(lines)
+    """Markdown: a table of the fields of TransformerConfig that must be off, and one of the other cases."""
+    fields = ["| setting | with | set to | because |", "|---|---|---|---|"]
+    cases = ["| case | because | instead |", "|---|---|---|"]
+    for limit in LIMITS:
+        if limit.off is None:
+            cases.append(f"| {limit.name} | {limit.reason} | {limit.fields.remedy} |")
+        else:
+            fields.append(f"| `{limit.name}` | {limit.off.graphs} | `{limit.off.value}` | {_because(limit)} |")
+    return "\n".join([*fields, "", "These cases are refused too:", "", *cases])
 
 
-@contextmanager
-def _without_packages() -> Iterator[None]:
-    """Lets modules be imported without their packages, which import torch and megatron-core: tables need neither."""
-    kept = _forget()
-    for package in _PACKAGES:
-        sys.modules[package] = module = ModuleType(package)
-        module.__path__ = [str(Path(thdprof.__file__).parent.joinpath(*package.split(".")[1:]))]
-    try:
-        yield
-    finally:
-        _forget()
-        sys.modules.update(kept)
-
-
-def _forget() -> dict[str, ModuleType]:
-    """What is imported of the runtime, which nothing finds any more."""
-    names = [name for name in sys.modules if name == _RUNTIME or name.startswith(f"{_RUNTIME}.")]
-    return {name: sys.modules.pop(name) for name in names}
+def _because(limit: Limit) -> str:
+    """The reason, and the remedy where it is not to turn the field off."""
+    turned_off = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
+    return limit.reason if turned_off else f"{limit.reason}; {limit.fields.remedy}"

@@ -536,7 +536,7 @@ def test_from_the_command_line(thdprof, documents, tmp_path):
     [
         ({"max_seqlen_per_dp_cp_rank": None}, "--packer dynamic_cp: needs --max-seqlen-per-dp-cp-rank"),
         ({"global_batch_size": None}, "--packer dynamic_cp packs the documents of one step together"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2: --packer dynamic_cp is replayed without"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 with --packer dynamic_cp: .*; use 1"),
         ({"micro_batch_size": 2}, "--micro-batch-size 2: --packer dynamic_cp needs 1"),
         ({"loader": "cyclic"}, "--loader cyclic: Megatron reads data for --packer dynamic_cp with single alone"),
         ({"max_docs_per_pack": 4}, "--max-docs-per-pack: --packer dynamic_cp has no cap on documents"),

@@ -203,13 +203,13 @@ def test_without_graphs_a_plan_moves_nothing(data):
             "all",
             "transformer_engine",
             "dropless",
-            "--offload all: .*megatron-core's own .*; choose some of qkv_linear,",
+            "--offload all with --experts dropless: .*; choose some of qkv_linear,",
         ),
-        ("core_attn,mlp_fc1", "transformer_engine", "dropless", "--offload mlp_fc1: around graphs of layers"),
+        ("core_attn,mlp_fc1", "transformer_engine", "dropless", "--offload mlp_fc1 with --experts dropless: "),
         ("core_attn,expert_fc1,moe_act", "transformer_engine", "dropless", None),
-        ("core_attn,mlp_norm", "transformer_engine", "dropless", "--offload mlp_norm: "),
+        ("core_attn,mlp_norm", "transformer_engine", "dropless", "--offload mlp_norm with --experts dropless: "),
         ("attn_proj,moe_act", "transformer_engine", "dropless", "--offload attn_proj,moe_act: .*; add core_attn"),
-        ("all", "transformer_engine", "padded", r"\(--experts padded\) move nothing; use --impl chunk"),
+        ("all", "transformer_engine", "padded", "--offload with --experts padded: .*; use --impl chunk"),
         ("attn_proj,mlp_act", "chunk", "none", "--offload attn_proj,mlp_act: .*; add core_attn"),
         ("attn_proj,core_attn", "chunk", "none", None),
         ("attn_proj,all", "chunk", "none", None),
@@ -228,13 +228,16 @@ def test_what_training_would_refuse_is_refused(analysis, modules, impl, experts,
 
 
 def test_the_command_refuses_them_before_it_reads_data(data, tmp_path, thdprof):
-    for more in (["--impl", "local"], ["--impl", "transformer_engine", "--experts", "padded"]):
+    for more, case in (
+        (["--impl", "local"], "--offload"),
+        (["--impl", "transformer_engine", "--experts", "padded"], "--offload with --experts padded"),
+    ):
         done = thdprof("analyze", data, "--offload", "all", *more, "--microbatches", tmp_path / "table.parquet")
         assert done.returncode == 2
-        assert done.stderr.startswith("thdprof: --offload: ")
+        assert done.stderr.startswith(f"thdprof: {case}: ")
     done = thdprof("analyze", data, "--offload", "all", "--experts", "dropless")
     assert done.returncode == 2
-    assert done.stderr.startswith("thdprof: --offload all: around graphs of layers with dropless experts")
+    assert done.stderr.startswith("thdprof: --offload all with --experts dropless: ")
     done = thdprof("analyze", data, "--experts", "dropless", "--impl", "chunk")
     assert done.returncode == 2
     assert not (tmp_path / "table.parquet").exists()

@@ -329,9 +329,8 @@ def test_other_experts_leave_the_choice(thdprof, packs, tmp_path, experts):
 def test_whole_layers_of_dropless_experts_are_refused(thdprof, packs, tmp_path):
     done = analyze(thdprof, packs, "--experts", "dropless", "--impl", "chunk", "-o", tmp_path / "plan.yaml")
     assert done.returncode == 2
-    assert (
-        "--impl chunk: with dropless experts no layer is captured whole; use --impl transformer_engine" in done.stderr
-    )
+    assert "--impl chunk: with dropless experts no layer is captured whole" in done.stderr
+    assert "; use --impl transformer_engine" in done.stderr
 
 
 def test_a_launch_script_tells_of_dropless_experts(thdprof, packs, tmp_path):

@@ -29,6 +29,7 @@ from support.paths import ROOT
 
 from thdprof.analyze.demo import write_demo
 from thdprof.dispatch import FallbackReason
+from thdprof.megatron_limits import LIMITS
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -442,17 +443,12 @@ def test_the_command_reference_has_every_option():
 
 
 def test_refused_settings_are_those_of_install():
-    pytest.importorskip("megatron.core")
-    from thdprof.runtime.megatron.refusals import dynamic_cp, settings
-
-    tables = {
-        "all": settings._UNSUPPORTED,
-        "`local`": settings._UNSUPPORTED_LOCAL,
-        "dynamic context parallelism": dynamic_cp._UNSUPPORTED,
-    }
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", settings_reference.reference(), re.M)
-    assert rows == [(name, case) for case, table in tables.items() for name, _, _ in table]
-    assert sys.modules[settings.__name__] is settings  # the reference leaves no copies behind
+    fields, cases = settings_reference.reference().split("| case | because | instead |")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", fields, re.M)
+    assert rows == [(limit.name, limit.off.graphs) for limit in LIMITS if limit.off is not None]
+    assert {graphs for _, graphs in rows} == {"all", "`local`", "dynamic context parallelism"}
+    names = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", cases, re.M)
+    assert names == [limit.name for limit in LIMITS if limit.off is None]
 
 
 def test_the_site_needs_neither_torch_nor_megatron():

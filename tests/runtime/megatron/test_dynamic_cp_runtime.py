@@ -93,12 +93,15 @@ def test_a_plan_of_several_sizes_is_taken(plan):
         ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size is 2: megatron-core 0.19 has no dynamic"),
         ({"mtp_num_layers": 1}, "multi-token prediction rolls tokens over groups of one size; set it to None"),
         ({"calculate_per_token_loss": False}, "calculate_per_token_loss is False: a token would weigh more in"),
-        ({"context_parallel_size": 1}, "megatron-core makes the stream of context parallelism only above that; set"),
+        (
+            {"context_parallel_size": 1},
+            "context_parallel_size is 1: some graphs span several ranks, and megatron-core makes",
+        ),
         ({"cp_comm_type": "a2a"}, "cp_comm_type is 'a2a': only rings were checked with groups that change; set it"),
         ({"cp_comm_type": ["p2p", "all_gather"]}, "cp_comm_type is 'all_gather'"),
         (
             {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "moe_pad_expert_input_to_capacity": True},
-            "num_moe_experts is 4: experts and their routers communicate over groups of one size; analyse a run",
+            "num_moe_experts is 4: experts and their routers communicate over groups of one size",
         ),
         (
             {"tensor_model_parallel_size": 3, "sequence_parallel": True},
@@ -113,7 +116,8 @@ def test_what_cannot_be_combined_is_refused_by_name(plan, changes, part):
 
 def test_a_plan_that_cannot_be_captured_for_every_size_is_refused(plan):
     (line,) = complaints(graphs(plan, impl="transformer_engine"), cuda_graph_impl="transformer_engine")
-    assert line == "- graphs.impl is transformer_engine: layers' graphs have one context-parallel size; set it to chunk"
+    assert line.startswith("- graphs.impl is transformer_engine: layers' graphs have one context-parallel size, ")
+    assert line.endswith("; set graphs.impl to chunk")
     (line,) = complaints(graphs(plan, capture="first_use"))
     assert "graphs.capture is first_use: ranks of every group must capture together" in line
     odd = plan.graphs.buckets[0].model_copy(update={"cp_size": 3})

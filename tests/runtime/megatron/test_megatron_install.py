@@ -77,8 +77,8 @@ OFFLOADS = [
         "local",
         {},
         {"cuda_graph_impl": "local"},
-        "graphs.offload: megatron-core does not support it with cuda_graph_impl='local' and whole-layer capture, which "
-        "graphs.impl local is; set graphs.impl to chunk or transformer_engine",
+        "graphs.offload: megatron-core does not offload with cuda_graph_impl='local' and whole-layer capture, so "
+        "Megatron's own layer graphs move nothing; set graphs.impl to chunk or transformer_engine",
     ),
     (
         "chunk",
@@ -92,8 +92,8 @@ OFFLOADS = [
         "chunk",
         {"modules": ["attn_proj"]},
         {},
-        "graphs.offload.modules has attn_proj without core_attn: its input is the output of core_attn, which "
-        "core_attn's backward needs; add core_attn",
+        "graphs.offload.modules has attn_proj without core_attn: the input of attn_proj is the output of core_attn, "
+        "which the backward of core_attn needs too; add core_attn",
     ),
     (
         "chunk",
@@ -152,9 +152,10 @@ CORE_OFFLOADS = [
         "transformer_engine",
         {"modules": ["attn_norm", "mlp_fc1"]},
         {"offload_modules": ["attn_norm", "mlp_fc1"]},
-        "graphs.offload.modules has attn_norm, mlp_fc1 (attn_norm's tensor is a layer's input, which its graph keeps): "
-        "with fine_grained_activation_offloading choose some of qkv_linear, core_attn, attn_proj, mlp_norm, "
-        "expert_fc1, moe_act",
+        "graphs.offload.modules has attn_norm, mlp_fc1: megatron-core's own offloading supports only some modules "
+        "around graphs of layers (attn_norm's tensor is a layer's input, which the layer's graph keeps); with "
+        "fine_grained_activation_offloading choose some of qkv_linear, core_attn, attn_proj, mlp_norm, expert_fc1, "
+        "moe_act",
     ),
     (
         "transformer_engine",
@@ -186,8 +187,8 @@ CORE_OFFLOADS = [
         "transformer_engine",
         {"modules": ["core_attn", "mlp_norm"]},
         {"offload_modules": ["core_attn", "mlp_norm"], "num_moe_experts": 4},
-        "graphs.offload.modules has mlp_norm with num_moe_experts: megatron-core does not move it where attn and "
-        "moe_router are captured; leave it out",
+        "graphs.offload.modules has mlp_norm with num_moe_experts: megatron-core does not move its tensors where attn "
+        "and moe_router are captured; leave mlp_norm out",
     ),
     (
         "transformer_engine",
@@ -249,9 +250,10 @@ REFUSED = [
     ),
     (
         {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"},
-        "- moe_pad_expert_input_to_capacity is False: dropless routing reads token counts on the host, so no layer is "
-        "captured whole; analyse with --experts dropless (graphs.impl transformer_engine, graphs.modules attn and "
-        "moe_router), or set it to True with a moe_expert_capacity_factor",
+        "- moe_pad_expert_input_to_capacity is False: with dropless experts no layer is captured whole, because each "
+        "expert's number of tokens is read on the host; analyse with --experts dropless (graphs.impl "
+        "transformer_engine, graphs.modules attn and moe_router), or set moe_pad_expert_input_to_capacity to True "
+        "with a moe_expert_capacity_factor",
     ),
     (
         {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex", "moe_pad_expert_input_to_capacity": True},
@@ -267,9 +269,9 @@ REFUSED = [
     ),
     (
         {"moe_paged_stash": True},
-        "- moe_paged_stash is True: it needs moe_expert_rank_capacity_factor, which megatron-core takes with the flex "
-        "dispatcher's hybridep (DeepEP's package) and ncclep (NCCL 2.30.4, torch 2.11 has 2.28.9) alone, neither of "
-        "which was run; dropless experts run eagerly (graphs.modules); set it to False",
+        "- moe_paged_stash is True: it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the "
+        "flex dispatcher's hybridep (DeepEP's package) and ncclep (NCCL 2.30.4; torch 2.11 has 2.28.9) alone, neither "
+        "of which was run; dropless experts run eagerly (graphs.modules); set it to False",
     ),
 ]
 

@@ -439,11 +439,17 @@ def a_plan(**changes):
                 "context_parallel_size": 1,
                 "data_parallel_size": 1,
                 "max_seqlen_per_dp_cp_rank": None,
+                "packer": "first_fit_decreasing",
                 **changes,
             }
         ),
         graphs=SimpleNamespace(
-            impl="local", modules=[], slots=[[1]] * changes.get("pipeline_parallel_size", 1), no_grad="eager"
+            impl="local",
+            modules=[],
+            buckets=[],
+            slots=[[1]] * changes.get("pipeline_parallel_size", 1),
+            no_grad="eager",
+            offload=None,
         ),
     )
 

@@ -41,7 +41,8 @@ from thdprof.runtime.graphs.static_metadata import Metadata
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.install import PaddedEager
-from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron.refusals.facts import Facts
+from thdprof.runtime.megatron.refusals.mamba import refusals, refusals_of_plan
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
 POLICIES = ("none", "append_dummy_seq", "extend_last")
@@ -148,14 +149,14 @@ def test_mamba_layers_outside_the_decoder_are_found():
 
 
 def test_what_state_space_layers_cannot_do_is_refused():
-    facts, none = settings.Facts(num_chunks=1, has_mamba=True), settings.Facts(num_chunks=1)
+    facts, none = Facts(num_chunks=1, has_mamba=True), Facts(num_chunks=1)
     good, other = (SimpleNamespace(use_mamba_mem_eff_path=value) for value in (True, False))
     plan, dynamic = (SimpleNamespace(training=SimpleNamespace(max_seqlen_per_dp_cp_rank=room)) for room in (None, 4096))
-    assert list(settings._of_mamba(good, facts)) == list(settings._of_dynamic_mamba(plan, facts)) == []
-    (line,) = settings._of_mamba(other, facts)
+    assert list(refusals(good, facts)) == list(refusals_of_plan(plan, facts)) == []
+    (line,) = refusals(other, facts)
     assert line == "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
-    assert list(settings._of_mamba(other, none)) == list(settings._of_dynamic_mamba(dynamic, none)) == []
-    (line,) = settings._of_dynamic_mamba(dynamic, facts)
+    assert list(refusals(other, none)) == list(refusals_of_plan(dynamic, none)) == []
+    (line,) = refusals_of_plan(dynamic, facts)
     assert "exchange tokens over groups of one size" in line
 
 

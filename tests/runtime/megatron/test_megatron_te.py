@@ -35,7 +35,8 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.offload.layers import LayerOffload, SavedTensors
-from thdprof.runtime.megatron.refusals.settings import SettingsError, _of_transformer_engine
+from thdprof.runtime.megatron.refusals.layers import refused_by_transformer_engine
+from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.offload.copies import HostBuffers
 from thdprof.runtime.offload.passes import EagerPass, PassOffload
 
@@ -743,28 +744,28 @@ def test_settings():
 
     plan = SimpleNamespace(graphs=SimpleNamespace(impl="transformer_engine", modules=[]))
     good = SimpleNamespace(cuda_graph_modules=[], cuda_graph_retain_backward_graph=False)
-    assert list(_of_transformer_engine(good, plan)) == []
-    assert list(_of_transformer_engine(make_block().config, plan)) == []
+    assert list(refused_by_transformer_engine(good, plan)) == []
+    assert list(refused_by_transformer_engine(make_block().config, plan)) == []
     bad = copy.copy(good)
     bad.cuda_graph_modules, bad.cuda_graph_retain_backward_graph = [CudaGraphModule.attn], True
-    assert list(_of_transformer_engine(bad, plan)) == [
+    assert list(refused_by_transformer_engine(bad, plan)) == [
         "cuda_graph_modules is ['attn']: the plan captures whole layers; set it to []",
         "cuda_graph_retain_backward_graph is True: a slot's memory is given back after its backward; set it to False",
     ]
     plan.graphs.modules = ["attn", "moe_router"]
-    assert list(_of_transformer_engine(good, plan)) == [
+    assert list(refused_by_transformer_engine(good, plan)) == [
         "cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
         "'moe_router']"
     ]
     good.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.attn]
-    assert list(_of_transformer_engine(good, plan)) == []
+    assert list(refused_by_transformer_engine(good, plan)) == []
     plan.graphs.impl = "chunk"
-    assert list(_of_transformer_engine(good, plan)) == [
+    assert list(refused_by_transformer_engine(good, plan)) == [
         "graphs.modules is ['attn', 'moe_router']: a part of a layer is captured by graphs.impl transformer_engine "
         "alone; set graphs.impl to it, or graphs.modules to []"
     ]
     plan.graphs.modules = []
-    assert list(_of_transformer_engine(bad, plan)) == []
+    assert list(refused_by_transformer_engine(bad, plan)) == []
 
 
 def test_the_static_metadata_hold_the_micro_batch():

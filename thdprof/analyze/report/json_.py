@@ -7,8 +7,8 @@ from typing import Any
 
 from thdprof.analyze.analysis import Analysis, CpSize
 from thdprof.analyze.buckets.recommend import Candidate
-from thdprof.analyze.settings.experts import UP_TO_ROUTER, WHY
 from thdprof.files import json_text
+from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 
 SCHEMA = "thdprof.analysis/1"
 
@@ -31,7 +31,7 @@ def _captures(analysis: Analysis) -> dict[str, Any] | None:
     """What of the model to capture, where its experts decide that; None: whatever `--impl` says."""
     if not analysis.recommendation.buckets or analysis.settings.experts != "dropless":
         return None
-    return {"impl": "transformer_engine", "modules": UP_TO_ROUTER, "why": WHY}
+    return {"impl": "transformer_engine", "modules": [*UP_TO_ROUTER], "why": DROPLESS_EXPERTS_RUN_EAGERLY}
 
 
 def to_dict(analysis: Analysis) -> dict[str, Any]:

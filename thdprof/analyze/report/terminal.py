@@ -12,7 +12,7 @@ from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.buckets.recommend import LEAST_GAIN, Candidate
 from thdprof.analyze.report.words import counted, percent, percentile_name
-from thdprof.analyze.settings.experts import WHY
+from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
 
 _BAR = 20
 
@@ -193,7 +193,7 @@ def reasons(analysis: Analysis) -> list[str]:
             f"{percent(one.fallback_rate.step)} of steps with an eager micro-batch"
         )
     if chosen.buckets and analysis.settings.experts == "dropless":
-        found.append(WHY)
+        found.append(DROPLESS_EXPERTS_RUN_EAGERLY)
     if chosen.buckets:
         found.append(
             "unseen data: with 95% confidence fewer than "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thdprof.errors import UsageError
-from thdprof.offload.plan import CORE_MODULES_WITH_EXPERTS, MODULES, Choice
+from thdprof.megatron_limits import check_offload, moved_by_core
+from thdprof.offload.plan import MODULES, Choice
 from thdprof.training import Experts
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
 
     It says which settings the model must be built with.
     """
-    if impl != "transformer_engine" or experts != "dropless":
+    if not moved_by_core(impl, experts):
         return None
     return (
         "--offload with dropless experts: build the model with fine_grained_activation_offloading and the plan's "
@@ -64,20 +65,4 @@ def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
     Raises:
         UsageError: graphs of the kind `impl`, or graphs of a model with such `experts`, do not move these activations.
     """
-    if impl == "local":
-        raise UsageError("--offload: Megatron's own layer graphs move nothing; use --impl chunk or transformer_engine")
-    if impl == "transformer_engine" and experts == "dropless":
-        if others := [name for name in choice.modules if name not in CORE_MODULES_WITH_EXPERTS]:
-            raise UsageError(
-                f"--offload {','.join(others)}: around graphs of layers with dropless experts megatron-core's own "
-                f"offloading moves what is moved; choose some of {', '.join(CORE_MODULES_WITH_EXPERTS)}, or leave "
-                "--offload out"
-            )
-    elif impl == "transformer_engine" and experts != "none":
-        raise UsageError(
-            f"--offload: graphs of layers with experts (--experts {experts}) move nothing; use --impl chunk"
-        )
-    if impl != "module" and "attn_proj" in choice.modules and not {"all", "core_attn"} & {*choice.modules}:
-        raise UsageError(
-            f"--offload {','.join(choice.modules)}: the input of attn_proj is kept for core_attn too; add core_attn"
-        )
+    check_offload(choice.modules, impl=impl, experts=experts)

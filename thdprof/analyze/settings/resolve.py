@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from thdprof.errors import DataError, UsageError
 from thdprof.files import parse_yaml, read_text
+from thdprof.megatron_limits import Run, check_run
 from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Experts, Loader, Packer, TailPolicy, TrainingSettings
 
 
@@ -270,12 +271,7 @@ def _check_pipeline(settings: TrainingSettings) -> None:
 def _check_dynamic_cp(settings: TrainingSettings) -> None:
     """What Megatron refuses under hybrid context parallelism, and what the schedulers do not know."""
     packer = settings.packer
-    if settings.pipeline_parallel_size > 1:
-        refused = ", with which Megatron refuses hybrid context parallelism" if packer == "balanced_cp" else ""
-        raise UsageError(
-            f"--pipeline-parallel-size {settings.pipeline_parallel_size}: --packer {packer} is replayed without "
-            f"pipeline parallelism{refused}; use 1"
-        )
+    check_run(Run(pipeline_parallel_size=settings.pipeline_parallel_size, dynamic_cp=True, packer=packer))
     if settings.micro_batch_size > 1:
         raise UsageError(f"--micro-batch-size {settings.micro_batch_size}: --packer {packer} needs 1")
     if settings.loader not in (None, "single"):

@@ -1,4 +1,4 @@
-"""What of a Megatron configuration dynamic context parallelism cannot serve: pure decisions, as in `settings`."""
+"""Dynamic context parallelism: the groups that megatron-core makes, and settings that do not fit the plan's sizes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def group_sizes(num_ranks: int) -> tuple[int, ...]:
 
 
 def refusals(config: Any, plan: Plan) -> Iterator[str]:
-    """A line for every setting that is in the way, with the value to use.
+    """A line for every setting of config and plan that does not fit the plan's context-parallel sizes.
 
     Args:
-        config: megatron.core.transformer.TransformerConfig, or what has its fields.
-        plan: what training is to follow.
+        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
+        plan: the plan that training is to follow.
     """
     if not is_dynamic(plan):
         if getattr(config, "hybrid_context_parallel", False):
@@ -38,15 +38,6 @@ def refusals(config: Any, plan: Plan) -> Iterator[str]:
             )
         return
     yield from _of_plan(config, plan)
-    for name, allowed, why in _UNSUPPORTED:
-        value = getattr(config, name, None)
-        if value and value != allowed:
-            yield f"{name} is {value!r}: {why}"
-    if config.context_parallel_size < 2 and any(b.cp_size > 1 for b in plan.graphs.buckets):
-        yield (
-            "context_parallel_size is 1: megatron-core makes the stream of context parallelism only above that; set it "
-            "to 2, half as large a data-parallel size, and analyse for these"
-        )
     kinds = getattr(config, "cp_comm_type", None) or "p2p"
     if other := sorted({kinds} - {"p2p"} if isinstance(kinds, str) else {*kinds} - {"p2p"}):
         yield f"cp_comm_type is {other[0]!r}: only rings were checked with groups that change; set it to 'p2p'"
@@ -58,48 +49,20 @@ def refusals(config: Any, plan: Plan) -> Iterator[str]:
 
 
 def _of_plan(config: Any, plan: Plan) -> Iterator[str]:
-    graphs, room = plan.graphs, plan.training.max_seqlen_per_dp_cp_rank or 0
-    if graphs.impl in ("local", "transformer_engine"):
-        yield (f"graphs.impl is {graphs.impl}: layers' graphs have one context-parallel size; set it to chunk")
+    graphs, tokens_of_rank = plan.graphs, plan.training.max_seqlen_per_dp_cp_rank or 0
     if graphs.impl != "none" and graphs.capture != "startup":
         yield (
             f"graphs.capture is {graphs.capture}: ranks of every group must capture together, whatever the size of "
             "their micro-batch; set it to startup"
         )
-    ranks = plan.training.data_parallel_size * plan.training.context_parallel_size
-    sizes = group_sizes(ranks)
+    num_ranks = plan.training.data_parallel_size * plan.training.context_parallel_size
+    sizes = group_sizes(num_ranks)
     for size in sorted({b.cp_size for b in graphs.buckets} - {*sizes}):
-        told = ", ".join(map(str, sizes))
-        yield f"a bucket's cp_size is {size}: megatron-core makes groups of {told} of {ranks} ranks; leave it out"
-    if room % 2 and any(b.cp_size > 1 for b in graphs.buckets):
-        yield (
-            f"max_seqlen_per_dp_cp_rank is {room}: a rank holds two pieces of every document; analyse with an even "
-            "number"
-        )
+        made = ", ".join(map(str, sizes))
+        yield f"a bucket's cp_size is {size}: megatron-core makes groups of {made} of {num_ranks} ranks; leave it out"
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    if room % shards:
+    if tokens_of_rank % shards:
         yield (
-            f"max_seqlen_per_dp_cp_rank is {room}: sequence parallelism shares it out among {shards} ranks; analyse "
-            "with a multiple"
+            f"max_seqlen_per_dp_cp_rank is {tokens_of_rank}: sequence parallelism shares it out among {shards} ranks; "
+            "analyse with a multiple"
         )
-
-
-_UNSUPPORTED: tuple[tuple[str, Any, str], ...] = (
-    (
-        "multi_latent_attention",
-        False,
-        "megatron-core 0.19 has no dynamic context parallelism with it (MLA); analyse a run with one size",
-    ),
-    (
-        "pipeline_model_parallel_size",
-        1,
-        "megatron-core 0.19 has no dynamic context parallelism with it; analyse a run with one size",
-    ),
-    (
-        "num_moe_experts",
-        None,
-        "experts and their routers communicate over groups of one size; analyse a run with one size",
-    ),
-    ("mtp_num_layers", None, "multi-token prediction rolls tokens over groups of one size; set it to None"),
-)
-"""Field, allowed value, reason and remedy."""

@@ -1,0 +1,30 @@
+"""What Megatron's graphs cannot serve: one table, read by `thdprof analyze` and by `install`. No torch in here.
+
+`limit` has the types, `fields`, `dynamic_cp`, `experts` and `offloading` have the rows, `table` joins them, and `check`
+is for analysis. `thdprof.runtime.megatron.refusals` reads the same table when training starts.
+"""
+
+from __future__ import annotations
+
+from thdprof.megatron_limits.check import check_captured, check_offload, check_plan, check_run, check_settings
+from thdprof.megatron_limits.experts import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
+from thdprof.megatron_limits.limit import Limit, MustBeOff, Run, Words
+from thdprof.megatron_limits.offloading import moved_by_core
+from thdprof.megatron_limits.table import LIMITS, limits_of
+
+__all__ = [
+    "DROPLESS_EXPERTS_RUN_EAGERLY",
+    "LIMITS",
+    "UP_TO_ROUTER",
+    "Limit",
+    "MustBeOff",
+    "Run",
+    "Words",
+    "check_captured",
+    "check_offload",
+    "check_plan",
+    "check_run",
+    "check_settings",
+    "limits_of",
+    "moved_by_core",
+]

@@ -1,0 +1,67 @@
+"""Fields of TransformerConfig that must be off: with all graphs, and with Megatron's own layer graphs (`local`)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from thdprof.megatron_limits.experts import NO_PAGED_STASH
+from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
+
+
+def _captures(run: Run) -> bool:
+    return run.impl not in (None, "none")
+
+
+def _local(run: Run) -> bool:
+    return run.impl == "local"
+
+
+_off = partial(must_be_off, applies=_captures)
+_off_in_local = partial(must_be_off, applies=_local, graphs="`local`")
+_USE_CHUNK = "set graphs.impl to chunk"
+
+ALL_GRAPHS: tuple[Limit, ...] = (
+    _off("fp8", None, "scales are not kept across replays of packed graphs"),
+    _off("fp4", None, "scales are not kept across replays of packed graphs"),
+    _off("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
+    _off("cpu_offloading", False, "megatron-core refuses it with graphs"),
+    _off("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),
+    _off("delay_wgrad_compute", False, "its weight gradients are not part of a backward pass"),
+    _off("quant_recipe", None, "cached quantized weights would not be renewed in replays"),
+    _off("use_kitchen", False, "cached quantized weights would not be renewed in replays"),
+    _off("moe_enable_routing_replay", False, "it keeps routing decisions in Python"),
+    _off("moe_paged_stash", False, f"{NO_PAGED_STASH}; dropless experts run eagerly (graphs.modules)"),
+    _off("qk_clip", False, "it keeps a maximum in Python"),
+    _off("log_max_attention_logit", False, "it keeps a maximum in Python"),
+    _off("tp_comm_overlap", False, "its buffers were not checked in a graph"),
+)
+"""With graphs of any kind."""
+
+LOCAL_GRAPHS: tuple[Limit, ...] = (
+    _off_in_local(
+        "pipeline_model_parallel_size",
+        1,
+        "Megatron's layer graphs then take turns by micro-batch, and one that runs eagerly would let them overwrite "
+        "each other",
+        remedy=_USE_CHUNK,
+        is_on=lambda run: (run.pipeline_parallel_size or 1) > 1,
+        options=Words(
+            case=lambda run: f"--impl local with --pipeline-parallel-size {run.pipeline_parallel_size}",
+            remedy="use --impl chunk",
+        ),
+    ),
+    _off_in_local(
+        "expert_model_parallel_size",
+        1,
+        "ranks that share experts may record other buckets, and making graphs communicates",
+        remedy=_USE_CHUNK,
+    ),
+    _off_in_local(
+        "mtp_num_layers",
+        None,
+        "the layers of multi-token prediction have graphs too, and take boundaries that are not padded",
+        remedy=_USE_CHUNK,
+    ),
+    _off_in_local("gtp_weight_remat_size", 1, "weights are gathered in the order of the graphs"),
+)
+"""With Megatron's own layer graphs."""

@@ -1,0 +1,111 @@
+"""What graphs cannot move to the host.
+
+Two mechanisms move activations: thdprof's own, inside the graphs of `chunk` and of `transformer_engine`, and
+megatron-core's `fine_grained_activation_offloading` around graphs of single layers, where the model was built with it.
+Behind a router's graph (dropless experts) only the second one works.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thdprof.megatron_limits.limit import Limit, Run, Words
+from thdprof.offload.plan import CORE_MODULES, CORE_MODULES_WITH_EXPERTS
+
+if TYPE_CHECKING:
+    from thdprof.plan import Impl
+    from thdprof.training import Experts
+
+
+def moved_by_core(impl: Impl, experts: Experts) -> bool:
+    """Whether only megatron-core's own offloading can move activations in a run with such graphs and experts."""
+    return impl == "transformer_engine" and experts == "dropless"
+
+
+def _by_core(run: Run) -> bool:
+    return bool(run.core_offload) and run.impl == "transformer_engine"
+
+
+def _unsupported(run: Run) -> list[str]:
+    """Modules that megatron-core's own offloading has in no model."""
+    return [name for name in run.offload_modules or () if name not in CORE_MODULES]
+
+
+def _unsupported_with_experts(run: Run) -> list[str]:
+    """Modules that it has, but not where a layer is captured up to its router."""
+    known = [name for name in run.offload_modules or () if name in CORE_MODULES]
+    return [name for name in known if name not in CORE_MODULES_WITH_EXPERTS]
+
+
+def _has_experts(run: Run) -> bool:
+    return run.experts not in (None, "none")
+
+
+def _names(run: Run) -> str:
+    return ",".join(run.offload_modules or ())
+
+
+OFFLOAD_LIMITS: tuple[Limit, ...] = (
+    Limit(
+        name="offloading with `local`",
+        holds=lambda run: run.offload_modules is not None and run.impl == "local",
+        reason="megatron-core does not offload with cuda_graph_impl='local' and whole-layer capture, so Megatron's own "
+        "layer graphs move nothing",
+        options=Words(case=lambda run: "--offload", remedy="use --impl chunk or transformer_engine"),
+        fields=Words(case=lambda run: "graphs.offload", remedy="set graphs.impl to chunk or transformer_engine"),
+    ),
+    Limit(
+        name="offloading by megatron-core itself of modules that it does not support",
+        holds=lambda run: _by_core(run) and bool(_unsupported(run)),
+        reason="megatron-core's own offloading supports only some modules around graphs of layers (attn_norm's tensor "
+        "is a layer's input, which the layer's graph keeps)",
+        options=Words(
+            case=lambda run: f"--offload {','.join(_unsupported(run))} with --experts {run.experts}",
+            remedy=f"choose some of {', '.join(CORE_MODULES_WITH_EXPERTS)}, or leave --offload out",
+        ),
+        fields=Words(
+            case=lambda run: f"graphs.offload.modules has {', '.join(_unsupported(run))}",
+            remedy=f"with fine_grained_activation_offloading choose some of {', '.join(CORE_MODULES)}",
+        ),
+    ),
+    Limit(
+        name="offloading `mlp_norm` of layers with experts by megatron-core itself",
+        holds=lambda run: _by_core(run) and _has_experts(run) and bool(_unsupported_with_experts(run)),
+        reason="megatron-core does not move its tensors where attn and moe_router are captured",
+        options=Words(
+            case=lambda run: f"--offload {','.join(_unsupported_with_experts(run))} with --experts {run.experts}",
+            remedy="leave mlp_norm out",
+        ),
+        fields=Words(
+            case=lambda run: (
+                f"graphs.offload.modules has {', '.join(_unsupported_with_experts(run))} with num_moe_experts"
+            ),
+            remedy="leave mlp_norm out",
+        ),
+    ),
+    Limit(
+        name="offloading by thdprof from graphs of single layers with experts",
+        holds=lambda run: (
+            run.offload_modules is not None
+            and run.impl == "transformer_engine"
+            and _has_experts(run)
+            and run.core_offload is False
+        ),
+        reason="graphs of layers with experts move nothing",
+        options=Words(case=lambda run: f"--offload with --experts {run.experts}", remedy="use --impl chunk"),
+        fields=Words(
+            case=lambda run: "graphs.offload with num_moe_experts",
+            remedy="build the model with fine_grained_activation_offloading (dropless experts), set graphs.impl to "
+            "chunk, or graphs.offload to null",
+        ),
+    ),
+    Limit(
+        name="offloading `attn_proj` without `core_attn`",
+        holds=lambda run: (
+            "attn_proj" in (run.offload_modules or ()) and not {"all", "core_attn"} & {*(run.offload_modules or ())}
+        ),
+        reason="the input of attn_proj is the output of core_attn, which the backward of core_attn needs too",
+        options=Words(case=lambda run: f"--offload {_names(run)}", remedy="add core_attn"),
+        fields=Words(case=lambda run: "graphs.offload.modules has attn_proj without core_attn", remedy="add core_attn"),
+    ),
+)

@@ -1,0 +1,19 @@
+"""The whole table of limits, and the rows of it that a run meets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from thdprof.megatron_limits.dynamic_cp import DYNAMIC_CP_LIMITS
+from thdprof.megatron_limits.experts import EXPERT_LIMITS
+from thdprof.megatron_limits.fields import ALL_GRAPHS, LOCAL_GRAPHS
+from thdprof.megatron_limits.limit import Limit, Run
+from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
+
+LIMITS: tuple[Limit, ...] = (*ALL_GRAPHS, *LOCAL_GRAPHS, *DYNAMIC_CP_LIMITS, *EXPERT_LIMITS, *OFFLOAD_LIMITS)
+"""Every limit, in the order of messages and of the reference."""
+
+
+def limits_of(run: Run) -> Iterator[Limit]:
+    """The limits that `run` meets, in the table's order."""
+    return (limit for limit in LIMITS if limit.holds(run))

@@ -1,0 +1,36 @@
+"""What surrounds the decoder: the RNG tracker, hooks, foreign layers, the wrapper and the CUDA allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thdprof.runtime.megatron.refusals.facts import Facts
+
+
+def refusals(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
+    """A line for everything around the decoder that graphs cannot serve.
+
+    Args:
+        facts: what is known of the run.
+        environment: environment variables by name.
+    """
+    if not facts.graph_safe_rng:
+        yield (
+            "the RNG tracker's states cannot be registered with a graph: call model_parallel_cuda_manual_seed(..., "
+            "te_rng_tracker=True), or --te-rng-tracker"
+        )
+    if facts.foreign_hooks:
+        names = ", ".join(facts.foreign_hooks[:3]) + (", ..." if len(facts.foreign_hooks) > 3 else "")
+        yield f"modules with hooks, which a replay does not run: {names}; remove the hooks"
+    if facts.foreign_layers:
+        yield (
+            f"the decoder has {', '.join(facts.foreign_layers)}: only attention, MLP, experts and MambaLayers were "
+            "checked in a graph; use those alone, or set graphs.impl to none and graphs.buckets to []"
+        )
+    if facts.wrapper not in ("", "DistributedDataParallel"):
+        yield f"the model is wrapped in {facts.wrapper}, which moves parameters; use DistributedDataParallel"
+    allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:True" in allocator and environment.get("NCCL_GRAPH_REGISTER") != "0":
+        yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"
