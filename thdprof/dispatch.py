@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
+
+Level = Literal["microbatch", "rank_step", "step"]
+"""The unit of which a fallback rate is a share: micro-batches, (rank, step) pairs with an eager one, or steps with one
+on any rank."""
 
 
 class FallbackReason(StrEnum):

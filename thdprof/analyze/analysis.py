@@ -16,10 +16,10 @@ from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
-from thdprof.analyze.settings.resolve import Assumption, Kind, resolve_settings
+from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
-from thdprof.training import STEP_PACKERS, Attention, Loader, TrainingSettings
+from thdprof.training import STEP_PACKERS, Attention, Kind, Loader, TrainingSettings
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice
@@ -172,7 +172,7 @@ def analyze(
 
     Args:
         locations: files, globs, directories or Megatron prefixes of the dataset.
-        given: training settings by name (`thdprof.analyze.settings.resolve.NAMES`); None counts as not given.
+        given: training settings by name (`thdprof.training.TrainingOptions`); None counts as not given.
         format: name of the dataset's format, or "auto".
         cost_table: measured costs; None takes the built-in ones of `attention`.
         attention: attention backend whose built-in costs are taken.

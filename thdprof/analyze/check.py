@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +14,10 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
 from thdprof.analyze.sources import format_of, read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.dispatch import FallbackReason
+from thdprof.dispatch import FallbackReason, Level
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import Plan
 
-Level = Literal["microbatch", "rank_step", "step"]
 _READ_SHARE = 0.15
 """Of the time, what is over after reading."""
 _ROUNDING = 1e-12
@@ -176,7 +174,7 @@ def check(
     try:
         replayed = replay(
             dataset,
-            plan.training.model_dump(),
+            asdict(plan.training),
             lambda done: progress("replaying the schedule", _READ_SHARE + (1 - _READ_SHARE) * done, documents),
         )
         needed = _slots(plan, replayed.schedule.table)

@@ -59,11 +59,19 @@ def form_of(output: Path) -> Form:
 
 
 def write_report(
-    plan: Path, *, profile: Path | None, stats: Path | None, cap: int | None, output: Path | None, force: bool
+    plan: Path,
+    *,
+    profile: Path | None,
+    stats: Path | None,
+    cap: int | None,
+    output: Path | None,
+    force: bool,
+    plan_name: str | None = None,
 ) -> Written:
     """Make the report of `plan`.
 
     Args:
+        plan_name: the plan in messages; None: its path.
         profile: None: beside the plan.
         cap: single cap that the figures ask about; None: the plan's best.
         output: a notebook, a page or a directory; None: only the sentences are made.
@@ -77,7 +85,7 @@ def write_report(
     if output is not None and form != "figures":
         check_not_inputs([output], (plan, profile, stats))
         check_targets([output], force=force)
-    report = open_report(plan, profile=profile, stats=stats)
+    report = open_report(plan, profile=profile, stats=stats, plan_name=plan_name)
     cap = report.default_cap if cap is None else cap
     try:
         report.check_cap(cap)
@@ -92,7 +100,7 @@ def write_report(
         directory = output.absolute().parent
         notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
         execute(notebook, directory=directory)
-        title = printable(f"thdprof report: {plan.name}")
+        title = printable(f"thdprof report: {(plan_name and Path(plan_name).name) or plan.name}")
         text = to_text(notebook) if form == "notebook" else to_html(notebook, title=title)
         write_text(output, text, force=force)
         files = (output,)

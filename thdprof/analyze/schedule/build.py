@@ -34,7 +34,7 @@ class Schedule:
     packing_efficiency: float | None = None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None = None
-    """The same packer's without --max-docs-per-pack; None without the cap."""
+    """The same packer's without max_docs_per_pack; None without the cap."""
 
 
 Tick = Callable[[float], None]
