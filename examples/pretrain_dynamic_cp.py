@@ -50,7 +50,6 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.errors import DataError, ThdprofError, UsageError
 from thdprof.plan import Plan, load_plan
 from thdprof.runtime import Stats
-from thdprof.training import TrainingSettings
 
 FILL = 0.8
 """Share of the ranks' room that the documents of a step take under --sizes."""
@@ -203,9 +202,7 @@ class Documents:
 
 def steps_of(plan: Plan) -> NDArray[np.int64]:
     """Documents of every step as Megatron gathers them, shape [steps, documents of a step]."""
-    run = plan.training
-    settings = TrainingSettings(**{**run.model_dump(), "weights": None})
-    return samplers.gathered(np.arange(plan.dataset.documents), settings)
+    return samplers.gathered(np.arange(plan.dataset.documents), plan.training)
 
 
 def deal_balanced(numbers: Sequence[int], padded: NDArray[np.int64], scheduler: Any) -> Dealt:

@@ -41,7 +41,6 @@ from thdprof.runtime import Bucket, GraphedModule, PackedSequence, Stats, graphe
 from thdprof.runtime.padding import boundaries_of, shape_of
 from thdprof.runtime.stack import PackedStack
 from thdprof.runtime.stats import Prediction
-from thdprof.training import TrainingSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +139,9 @@ def _gpt_dataset(plan: Plan, dataset: Dataset, cache: str) -> Any:
 def length_steps(plan: Plan, dataset: Dataset, num_steps: int) -> Iterator[Step]:
     """The same steps from sequence lengths alone, without megatron-core: tokens are random, boundaries are not."""
     run = plan.training
-    settings = TrainingSettings(**{**run.model_dump(), "weights": None if run.weights is None else tuple(run.weights)})
     bounds = _boundaries(run.seq_length, _one_stream(plan, dataset), extra=int(run.add_extra_token), seed=run.seed)
     deal = samplers.sequential_rows if run.loader == "single" else samplers.cyclic_rows
-    dealt = deal(len(bounds), num_steps, settings)
+    dealt = deal(len(bounds), num_steps, run)
     random = torch.Generator().manual_seed(run.seed)
 
     def microbatch(indices: NDArray[np.int64]) -> MicroBatch:

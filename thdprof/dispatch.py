@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+Level = Literal["microbatch", "rank_step", "step"]
+"""The unit of which a fallback rate is a share: micro-batches, (rank, step) pairs with an eager one, or steps with one
+on any rank."""
 
 
 class FallbackReason(StrEnum):

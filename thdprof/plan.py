@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import InitErrorDetails, core_schema
 
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError
 from thdprof.files import read_yaml, write_text
-from thdprof.training import TailPolicy
+from thdprof.training import GraphKind, TailPolicy, TrainingSettings, definitions_of
 from thdprof.words import counted, html_table
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
@@ -20,7 +31,7 @@ _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
 _SHOWN = 200
 """Letters of a wrong value that an error shows."""
 
-Impl = Literal["none", "module", "chunk", "local", "transformer_engine"]
+Impl = Literal["none", GraphKind]
 Module = Literal["attn", "moe_router"]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -49,57 +60,44 @@ class DatasetPart(_Part):
     """Stored tokens, as training counts them."""
 
 
-class TrainingPart(_Part):
-    """The training arguments that the schedule used."""
+class _AsInAFile:
+    """Lets a file hold the settings of a run as `TrainingSettings`, and has every setting stand in it.
 
-    seq_length: Count
-    """Tokens of a row."""
-    micro_batch_size: Count
-    """Rows of a micro-batch."""
-    global_batch_size: Count
-    """Rows of a step over all data-parallel ranks."""
-    data_parallel_size: Count
-    """Ranks that train on micro-batches of their own and add up their gradients."""
-    context_parallel_size: Count
-    """Ranks that share the tokens of a micro-batch."""
-    pipeline_parallel_size: Count
-    """Stages that the layers are spread over."""
-    virtual_pipeline_size: Count | None
-    """Model chunks a pipeline rank; null without interleaving."""
-    microbatch_group_size: Count | None = None
-    """Contiguous micro-batches of a chunk under interleaving; null: the pipeline-parallel size."""
-    loader: Literal["single", "cyclic", "batch"] | None
-    """Sampler; null where the order of rows was drawn."""
-    experts: Literal["none", "padded", "dropless"] = "none"
-    """Whether the model has experts, and whether each takes as many tokens as its capacity or all that come to it."""
-    data_sharding: bool
-    """Whether the cyclic sampler shuffles each rank's own share."""
-    drop_last: bool
-    """Whether the batch sampler drops an epoch's partial global batch."""
-    seed: int
-    """Of the order of the data."""
-    split: str
-    """Train, validation, test weights; the training part was analysed."""
-    train_samples: Count | None
-    """Rows that the run consumes; null: one epoch was analysed."""
-    weights: list[float] | None
-    """Blend weights, one a dataset."""
-    add_extra_token: bool
-    """Whether a sample is drawn with one token more than seq_length."""
-    max_num_samples: Count | None
-    """Rows drawn through Megatron-Bridge's seeded mapping; null: all, unmapped."""
-    tail_policy: Literal["none", "append_dummy_seq", "extend_last"]
-    """What is done with a packed row's unused tail."""
-    pad_to_max_length: bool
-    """Whether every row is as long as the pack size."""
-    pad_seq_to_mult: Count
-    """Tokens to whose multiple documents are padded."""
-    packer: str
-    """How unpacked lengths become rows."""
-    max_docs_per_pack: Count | None
-    """The packer's own cap on documents of a row."""
-    max_seqlen_per_dp_cp_rank: Count | None = None
-    """Dynamic context parallelism: tokens of a rank, for which every bucket is captured; null: one size for all."""
+    A default is for a setting that nobody gave. A file that leaves one out was cut or misspelt, so its absence is an
+    error, but for the settings that were added after the first files were written.
+    """
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(_check_names, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        reference = handler(schema)
+        shown = handler.resolve_ref_schema(reference)
+        shown["required"] = list(_REQUIRED)
+        for name in _REQUIRED:
+            shown["properties"][name].pop("default", None)
+        return reference
+
+
+_REQUIRED = tuple(name for name, d in definitions_of(TrainingSettings).items() if d.setting.in_every_plan)
+
+
+def _check_names(value: Any) -> Any:
+    """`value` as it is, if it is not a mapping that lacks a setting or holds one that does not exist."""
+    if not isinstance(value, dict):
+        return value
+    known = {field.name for field in fields(TrainingSettings)}
+    wrong = [InitErrorDetails(type="missing", loc=(name,), input=value) for name in _REQUIRED if name not in value]
+    wrong += [InitErrorDetails(type="extra_forbidden", loc=(n,), input=value[n]) for n in value if n not in known]
+    if wrong:
+        raise ValidationError.from_exception_data("TrainingSettings", wrong)
+    return value
+
+
+Training = Annotated[TrainingSettings, _AsInAFile()]
+"""The settings of a run as a plan or a profile holds them: validated, and with every setting there."""
 
 
 class Percentiles(_Part):
@@ -270,7 +268,7 @@ class Plan(_Part):
     written_by: str
     """thdprof version."""
     dataset: DatasetPart
-    training: TrainingPart
+    training: Training
     microbatches: MicrobatchesPart
     graphs: GraphsPart
     predictions: PredictionsPart

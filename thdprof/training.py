@@ -1,9 +1,22 @@
-"""The run whose micro-batches are predicted: its settings, by the names of the command's options."""
+"""The settings of a training run: one typed definition for the command, its settings file, the sweep and the plan.
+
+`TrainingSettings` is the definition. Each field's annotation holds its type, its bounds and a `Setting` with the help
+text of its option and the place where it is given. Nothing in here imports pydantic, so that `--help` is quick; the
+plan validates its `training` part as a `TrainingSettings` by the same annotations.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
+
+from annotated_types import Interval
+
+from thdprof.errors import UsageError
 
 Loader = Literal["single", "cyclic", "batch"]
 TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
@@ -22,58 +35,395 @@ STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
 """Packers that pack each global batch for itself while training."""
 Attention = Literal["transformer_engine", "torch"]
 Experts = Literal["none", "padded", "dropless"]
+GraphKind = Literal["module", "chunk", "local", "transformer_engine"]
+"""What training captures: a wrapped torch module, a Megatron model chunk, or Megatron's layers in two ways."""
+
+Kind = Literal["streams", "bridge", "trl", "packs", "documents"]
+"""What a dataset holds: sequences that GPTDataset joins, rows packed by Megatron-Bridge, by TRL or by somebody else,
+or documents that are not packed yet."""
+Panel = Literal[
+    "Dataset",
+    "Batch and parallelism",
+    "Data loader",
+    "Packing and padding",
+    "Where settings come from",
+    "Costs and limits",
+    "What to capture",
+    "Output",
+]
+"""Headings under which `--help` lists options, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a setting is given, and when it matters: the facts that its type does not tell."""
+
+    help: str
+    """Help text of the option."""
+    panel: Panel
+    """Heading of the option in `--help`."""
+    everyday: bool = True
+    """Whether the command has an option for the setting; without one it is given in a settings file."""
+    assumed: str | None = None
+    """The help text's words for the value that is taken where none is given; None: the default itself."""
+    kinds: tuple[Kind, ...] | None = None
+    """Kinds of dataset on which the setting has an effect; None: all."""
+    in_every_plan: bool = True
+    """Whether a plan without the setting is refused. False for settings that were added after the first plans."""
+    as_text: bool = False
+    """Whether the option takes text that is parsed later, such as `0.5%` or `0.3,0.7`."""
+    swept: bool = True
+    """Whether a sweep can vary the setting. False where a value holds commas, or says how files are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """All facts about one setting, read from its annotated field."""
+
+    name: str
+    """The field's name: with underscores."""
+    type: Any
+    """int, float, bool, str, Path or tuple, without None; the type of the choices where there are some."""
+    default: Any
+    """Value where none is given; `dataclasses.MISSING` where one has to be found."""
+    choices: tuple[str, ...]
+    """The values that can be; empty: any within the bounds."""
+    least: int | None
+    """Smallest value."""
+    most: int | None
+    """Largest value."""
+    setting: Setting
+    """How the setting is given."""
+
+    @property
+    def option(self) -> str:
+        """The option that gives the setting, or that gave it before it moved to the settings file."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def off_option(self) -> str:
+        """The option that switches a true-or-false setting off."""
+        return "--no-" + self.name.replace("_", "-")
+
+    def shown(self, *value: object) -> str:
+        """The setting, and its value where one is given, as messages name them.
+
+        Every message uses this text, so that it names an option only where the command has one:
+        `--seq-length 4096`, but `microbatch_group_size 4 in --settings`.
+        """
+        words = [self.option if self.setting.everyday else self.name, *map(str, value)]
+        return " ".join(words if self.setting.everyday else [*words, "in --settings"])
+
+    def check(self, value: object) -> None:
+        """Refuse a value of a wrong type or out of bounds.
+
+        Raises:
+            UsageError: naming the setting, the value and what it must be.
+        """
+        if self.choices:
+            if value not in self.choices:
+                raise UsageError(f"{self.shown(value)}: choose one of {', '.join(self.choices)}")
+        elif self.type is bool:
+            if not isinstance(value, bool):
+                raise UsageError(f"{self.shown(repr(value))}: must be true or false")
+        elif self.type is str:
+            if not isinstance(value, str):
+                raise UsageError(f"{self.shown(repr(value))}: must be text such as {self.default}")
+        elif self.type is tuple:
+            if not isinstance(value, list | tuple) or not all(isinstance(w, int | float) for w in value):
+                raise UsageError(f"{self.shown(repr(value))}: must be a list of numbers")
+        elif isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"{self.shown(repr(value))}: must be a whole number")
+        elif self.least is not None and value < self.least:
+            raise UsageError(f"{self.shown(value)}: must be at least {self.least}")
+        elif self.most is not None and value > self.most:
+            raise UsageError(f"{self.shown(value)}: is larger than {self.most}")
+
+
+_ANY = Interval(ge=1, le=2**63 - 1)
+_RANKS = Interval(ge=1, le=2**20)
+_TOKENS = Interval(ge=1, le=2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
-    """The run whose micro-batches are predicted. Sizes are counts unless a unit is given."""
+    """The run whose micro-batches are predicted, and the training arguments that its schedule uses.
 
-    seq_length: int
-    """Tokens of one row; for a packer, the pack size."""
-    micro_batch_size: int = 1
-    """Rows of one micro-batch."""
-    global_batch_size: int = 1
-    """Rows of one step over all data-parallel ranks (for packers of whole steps, such as `dp_balanced`: documents)."""
-    data_parallel_size: int = 1
-    context_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    virtual_pipeline_size: int | None = None
-    """Model chunks a pipeline rank under the interleaved schedule."""
-    microbatch_group_size: int | None = None
-    """Contiguous micro-batches of one chunk in the interleaved schedule; None: the pipeline-parallel size."""
-    loader: Loader | None = None
-    """Sampler of the data loader; None: the order of rows is not known and is drawn."""
-    experts: Experts = "none"
+    The upper bounds are values beyond which nobody trains, and which would only take memory and time.
+    """
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    seq_length: Annotated[
+        int,
+        _TOKENS,
+        Setting(
+            help="Tokens of a row; for a packer, the pack size.",
+            panel="Batch and parallelism",
+            assumed="the dataset's own pack size, else 4096",
+        ),
+    ]
+    """Tokens of a row; for a packer, the pack size."""
+    micro_batch_size: Annotated[int, _RANKS, Setting(help="Rows of a micro-batch.", panel="Batch and parallelism")] = 1
+    """Rows of a micro-batch."""
+    global_batch_size: Annotated[
+        int,
+        _TOKENS,
+        Setting(
+            help="Rows of a step over all data-parallel ranks.",
+            panel="Batch and parallelism",
+            assumed="one micro-batch a rank",
+        ),
+    ] = 1
+    """Rows of a step over all data-parallel ranks; documents, for packers of whole steps such as `dp_balanced`."""
+    data_parallel_size: Annotated[
+        int, _RANKS, Setting(help="Ranks that train on micro-batches of their own.", panel="Batch and parallelism")
+    ] = 1
+    """Ranks that train on micro-batches of their own and add up their gradients."""
+    context_parallel_size: Annotated[
+        int, _RANKS, Setting(help="Ranks that share the tokens of a micro-batch.", panel="Batch and parallelism")
+    ] = 1
+    """Ranks that share the tokens of a micro-batch."""
+    pipeline_parallel_size: Annotated[
+        int,
+        Interval(ge=1, le=4096),
+        Setting(help="Stages that the model's layers are spread over.", panel="Batch and parallelism"),
+    ] = 1
+    """Stages that the layers are spread over."""
+    virtual_pipeline_size: Annotated[
+        int | None,
+        Interval(ge=1, le=1024),
+        Setting(
+            help="Model chunks of a pipeline rank, for the interleaved schedule.",
+            panel="Batch and parallelism",
+            assumed="no interleaving",
+        ),
+    ] = None
+    """Model chunks of a pipeline rank; null without the interleaved schedule."""
+    microbatch_group_size: Annotated[
+        int | None,
+        _ANY,
+        Setting(
+            help="Micro-batches of a group of the interleaved schedule.",
+            panel="Batch and parallelism",
+            everyday=False,
+            assumed="the pipeline-parallel size",
+            in_every_plan=False,
+        ),
+    ] = None
+    """Contiguous micro-batches of a chunk in the interleaved schedule; null: the pipeline-parallel size."""
+    loader: Annotated[
+        Loader | None,
+        Setting(help="Sampler of the data loader.", panel="Data loader", assumed="the usual one of the format"),
+    ] = None
+    """Sampler of the data loader; null: the order of rows is not known, and was drawn."""
+    experts: Annotated[
+        Experts,
+        Setting(
+            help="Whether the model has experts, each with room for its capacity or for all tokens.",
+            panel="What to capture",
+            in_every_plan=False,
+        ),
+    ] = "none"
     """Whether the model has experts, and whether each takes as many tokens as its capacity or all that come to it."""
-    data_sharding: bool = True
-    """`cyclic` alone: every rank shuffles its own share, as Megatron does by default."""
-    drop_last: bool = True
-    """`batch` alone: drop the last partial global batch of an epoch, instead of padding it."""
-    seed: int = 1234
-    split: str = "969,30,1"
-    """Megatron's train, validation, test split; the training part is analysed."""
-    train_samples: int | None = None
-    """Rows that the run consumes; None: one epoch."""
-    weights: tuple[float, ...] | None = None
-    """Blend weights, one a dataset; None: the datasets' own sizes."""
-    add_extra_token: bool = True
-    """Whether GPTDataset draws seq_length + 1 tokens a sample (its default)."""
-    max_num_samples: int | None = None
-    """Megatron-Bridge's max_train_samples: rows drawn through its seeded mapping."""
-    tail_policy: TailPolicy = "none"
+    data_sharding: Annotated[
+        bool,
+        Setting(help="Whether the cyclic sampler shuffles within ranks.", panel="Data loader", everyday=False),
+    ] = True
+    """Whether the cyclic sampler shuffles each rank's own share of the rows, as Megatron does by default."""
+    drop_last: Annotated[
+        bool,
+        Setting(
+            help="Whether the batch sampler drops a partial global batch.",
+            panel="Data loader",
+            everyday=False,
+            kinds=("bridge", "documents", "packs", "trl"),
+        ),
+    ] = True
+    """Whether the batch sampler drops the last, partial global batch of an epoch; otherwise it is padded."""
+    seed: Annotated[
+        int, Interval(ge=0, le=2**32 - 1), Setting(help="Seed of the order of the data.", panel="Data loader")
+    ] = 1234
+    """Seed of the order of the data."""
+    split: Annotated[
+        str,
+        Setting(help="Megatron's split of the data.", panel="Dataset", kinds=("streams",), swept=False, as_text=True),
+    ] = "969,30,1"
+    """Megatron's weights of the training, validation and test parts; the training part is analysed."""
+    train_samples: Annotated[
+        int | None,
+        _ANY,
+        Setting(help="Rows that the run consumes.", panel="Batch and parallelism", assumed="one epoch"),
+    ] = None
+    """Rows that the run consumes; null: one epoch was analysed."""
+    weights: Annotated[
+        tuple[float, ...] | None,
+        Setting(
+            help="Weights of a blend, comma-separated, one a dataset.",
+            panel="Dataset",
+            assumed="the datasets' sizes",
+            swept=False,
+            as_text=True,
+        ),
+    ] = None
+    """Blend weights, one a dataset; null: the datasets' own sizes."""
+    add_extra_token: Annotated[
+        bool,
+        Setting(
+            help="Whether GPTDataset draws a token more than the row holds.",
+            panel="Data loader",
+            everyday=False,
+            kinds=("streams",),
+        ),
+    ] = True
+    """Whether GPTDataset draws a sample with one token more than seq_length, as it does by default."""
+    max_num_samples: Annotated[
+        int | None,
+        _ANY,
+        Setting(
+            help="Megatron-Bridge's max_train_samples.",
+            panel="Data loader",
+            everyday=False,
+            assumed="all rows",
+            kinds=("bridge", "documents"),
+        ),
+    ] = None
+    """Rows drawn through Megatron-Bridge's seeded mapping (its max_train_samples); null: all, unmapped."""
+    tail_policy: Annotated[
+        TailPolicy,
+        Setting(
+            help="What training does with the unused tail of a row.",
+            panel="Packing and padding",
+            kinds=("packs", "documents"),
+        ),
+    ] = "none"
     """What training does with the unused tail of a row that is packed from plain lengths."""
-    pad_to_max_length: bool = False
-    """Megatron-Bridge: every row is as long as the pack size."""
-    pad_seq_to_mult: int = 1
-    """Tokens: documents (TRL: micro-batches) are padded to a multiple of this."""
-    packer: Packer = "first_fit_decreasing"
+    pad_to_max_length: Annotated[
+        bool,
+        Setting(
+            help="Megatron-Bridge: whether rows are as long as the pack.",
+            panel="Packing and padding",
+            kinds=("bridge", "documents"),
+        ),
+    ] = False
+    """Whether every row is as long as the pack size, as Megatron-Bridge can pad it."""
+    pad_seq_to_mult: Annotated[
+        int,
+        _ANY,
+        Setting(
+            help="Tokens to whose multiple documents are padded (TRL: micro-batches).",
+            panel="Packing and padding",
+            kinds=("bridge", "trl", "documents"),
+        ),
+    ] = 1
+    """Tokens to whose multiple documents (with TRL: micro-batches) are padded."""
+    packer: Annotated[
+        Packer,
+        Setting(
+            help="How unpacked documents become rows.",
+            panel="Packing and padding",
+            kinds=("documents",),
+        ),
+    ] = "first_fit_decreasing"
     """How unpacked lengths become rows."""
-    max_docs_per_pack: int | None = None
-    """A packer's own cap on documents of a row, a dummy tail included."""
-    max_seqlen_per_dp_cp_rank: int | None = None
-    """Dynamic context parallelism: most tokens of a micro-batch on one data-parallel x context-parallel rank."""
+    max_docs_per_pack: Annotated[
+        int | None,
+        _ANY,
+        Setting(
+            help="The packer's own cap on documents of a row.",
+            panel="Packing and padding",
+            everyday=False,
+            assumed="no cap",
+            kinds=("documents",),
+        ),
+    ] = None
+    """The packer's own cap on documents of a row, a dummy tail included; null: no cap."""
+    max_seqlen_per_dp_cp_rank: Annotated[
+        int | None,
+        _TOKENS,
+        Setting(
+            help="Most tokens of a rank, for the packers balanced_cp and dynamic_cp.",
+            panel="Packing and padding",
+            assumed="one size for all micro-batches",
+            kinds=("documents",),
+            in_every_plan=False,
+        ),
+    ] = None
+    """Most tokens of a micro-batch on one rank under dynamic context parallelism, for which every bucket is captured;
+    null: one context-parallel size for all micro-batches."""
 
     @property
     def num_microbatches(self) -> int:
         """Micro-batches of one rank and step (where the packer does not decide)."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+
+class TrainingOptions(TypedDict, total=False):
+    """The settings that a caller may give: the fields of `TrainingSettings`, and `train_iters` for `train_samples`."""
+
+    seq_length: int
+    micro_batch_size: int
+    global_batch_size: int
+    data_parallel_size: int
+    context_parallel_size: int
+    pipeline_parallel_size: int
+    virtual_pipeline_size: int | None
+    microbatch_group_size: int | None
+    loader: Loader | None
+    experts: Experts
+    data_sharding: bool
+    drop_last: bool
+    seed: int
+    split: str
+    train_samples: int | None
+    train_iters: Annotated[
+        int | None,
+        _ANY,
+        Setting(help="Steps of the run.", panel="Batch and parallelism", assumed="one epoch"),
+    ]
+    """Steps of the run, in place of train_samples."""
+    weights: Sequence[float] | None
+    add_extra_token: bool
+    max_num_samples: int | None
+    tail_policy: TailPolicy
+    pad_to_max_length: bool
+    pad_seq_to_mult: int
+    packer: Packer
+    max_docs_per_pack: int | None
+    max_seqlen_per_dp_cp_rank: int | None
+
+
+@functools.cache
+def definitions() -> Mapping[str, Definition]:
+    """Every setting that can be given, by name, in the order of `TrainingOptions`."""
+    fields = definitions_of(TrainingSettings)
+    given = get_type_hints(TrainingOptions, include_extras=True)
+    return {name: fields.get(name) or _definition(name, hint, None) for name, hint in given.items()}
+
+
+def definitions_of(settings: type) -> dict[str, Definition]:
+    """The definitions in a dataclass whose annotations hold a `Setting` each."""
+    hints = get_type_hints(settings, include_extras=True)
+    return {f.name: _definition(f.name, hints[f.name], f.default) for f in dataclasses.fields(settings)}
+
+
+def shown(name: str, *value: object) -> str:
+    """The training setting `name`, and its value where one is given, as messages name them: `Definition.shown`."""
+    return definitions()[name].shown(*value)
+
+
+def _definition(name: str, hint: Any, default: Any) -> Definition:
+    wanted, *facts = get_args(hint)
+    if get_origin(wanted) in (Union, UnionType):
+        wanted = next(t for t in get_args(wanted) if t is not type(None))
+    choices: tuple[str, ...] = get_args(wanted) if get_origin(wanted) is Literal else ()
+    bounds = next((fact for fact in facts if isinstance(fact, Interval)), Interval())
+    return Definition(
+        name=name,
+        type=wanted if choices else get_origin(wanted) or wanted,
+        default=default,
+        choices=choices,
+        least=bounds.ge,  # type: ignore[arg-type]
+        most=bounds.le,  # type: ignore[arg-type]
+        setting=next(fact for fact in facts if isinstance(fact, Setting)),
+    )

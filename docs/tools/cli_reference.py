@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from thdprof.cli import app
+from thdprof.commands.help import option_row
 
 
 def commands() -> dict[str, Any]:
@@ -26,8 +27,8 @@ def _section(name: str, command: Any) -> str:
     lines = [f"## `{name}`", "", command.help, "", "```text", usage, "```", ""]
     lines += ["| option | meaning |", "|---|---|"]
     for param in command.get_params(context):
-        record = param.get_help_record(context)
-        if record is not None and "--help" not in param.opts:
-            names, meaning = (" ".join(text.split()) for text in record)
+        row = option_row(param, context)
+        if row is not None and "--help" not in param.opts:
+            names, meaning = (text.replace("|", "\\|") for text in row)
             lines.append(f"| `{names}` | {meaning} |")
     return "\n".join(lines)

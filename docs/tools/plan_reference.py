@@ -91,8 +91,8 @@ def _type(schema: Schema) -> str:
 def _range(schema: Schema) -> str:
     least, most = schema.get("minimum"), schema.get("maximum")
     if least is None:
-        return "" if most is None else f", at most {most:g}"
-    return f", at least {least:g}" if most is None else f", {least:g} to {most:g}"
+        return "" if most is None else f", at most {most:,}"
+    return f", at least {least:,}" if most is None else f", {least:,} to {most:,}"
 
 
 def _yaml(value: Any) -> str:

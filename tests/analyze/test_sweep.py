@@ -1,4 +1,4 @@
-"""`thdprof analyze --sweep`: one read of the data, the same plans as one analysis each."""
+"""`thdprof sweep`: one read of the data, the same plans as one analysis each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thdprof.analyze.report.sweep import plan_cells
 from thdprof.analyze.schedule import gpt_dataset, packers
 from thdprof.analyze.schedule.memo import Memo
 from thdprof.analyze.settings.request import read_request
-from thdprof.analyze.settings.sweep_axes import SWEPT, read_axes, split_arguments
+from thdprof.analyze.settings.sweep_axes import read_axes, split_arguments, swept_settings
 from thdprof.analyze.sweep import Sweep, sweep
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import BucketPart, load_plan
@@ -68,27 +68,28 @@ COMMON = ("--loader", "single", "--tail-policy", "append_dummy_seq", "--global-b
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--sweep", "seq-length=8,16", "micro-batch-size=1,2,3"],
-        ["--sweep", "seq-length=8,16", "--sweep", "micro-batch-size=1,2,3"],
-        ["--sweep", "seq_length=8,16 --micro-batch-size=1,2,3"],
+        ["seq-length=8,16", "micro-batch-size=1,2,3"],
+        ["--vary", "seq-length=8,16", "micro-batch-size=1,2,3"],
+        ["--vary", "seq-length=8,16", "--vary", "micro-batch-size=1,2,3"],
+        ["--vary", "seq_length=8,16 --micro-batch-size=1,2,3"],
     ],
 )
 def test_whole_table(thdprof, packs, arguments):
-    done = thdprof("analyze", packs, *COMMON, *arguments)
+    done = thdprof("sweep", packs, *COMMON, *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert lines == TEXT.format(path=packs).splitlines()
 
 
 def test_the_command_line_may_end_with_options_or_the_dataset(thdprof, packs):
-    first = thdprof("analyze", packs, *COMMON, "--sweep", "seq-length=8,16", "micro-batch-size=1,2,3", "--json")
-    second = thdprof("analyze", "--sweep", "seq-length=8,16", "micro-batch-size=1,2,3", packs, "--json", *COMMON)
+    first = thdprof("sweep", packs, *COMMON, "--vary", "seq-length=8,16", "micro-batch-size=1,2,3", "--json")
+    second = thdprof("sweep", "seq-length=8,16", "micro-batch-size=1,2,3", packs, "--json", *COMMON)
     assert first.returncode == 0, first.stderr
     assert first.stdout == second.stdout
 
 
 def test_json(thdprof, packs):
-    done = thdprof("analyze", packs, *COMMON, "--sweep", "micro-batch-size=2,3", "seq-length=8", "--json")
+    done = thdprof("sweep", packs, *COMMON, "micro-batch-size=2,3", "seq-length=8", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
     assert set(found) == {"schema", "dataset", "swept", "combinations"}
@@ -185,17 +186,17 @@ finally:
 """
 
 
-def opens(path, *arguments) -> int:
-    command = [sys.executable, "-c", OPENED, path.name, "analyze", path, "--split", "1", *arguments]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=True, timeout=120)
+def opens(path, command, *arguments) -> int:
+    process = [sys.executable, "-c", OPENED, path.name, command, path, "--split", "1", *arguments]
+    done = subprocess.run(list(map(str, process)), capture_output=True, text=True, check=True, timeout=120)
     return int(done.stderr)
 
 
 def test_the_files_are_opened_as_often_as_by_one_analysis(tmp_path, rng):
     index = write_index(tmp_path / "data.idx", rng.integers(1, 60, 400))
-    once = opens(index, "--seq-length", 16)
+    once = opens(index, "analyze", "--seq-length", 16)
     assert once > 0
-    assert opens(index, "--sweep", "seq-length=16,32,64", "micro-batch-size=1,2") == once
+    assert opens(index, "sweep", "seq-length=16,32,64", "micro-batch-size=1,2") == once
 
 
 def test_the_source_is_read_once_and_sequences_are_shuffled_once(tmp_path, rng, monkeypatch):
@@ -236,7 +237,7 @@ def test_a_memo_keeps_the_last_result_of_a_kind():
 
 
 def test_one_plan_a_combination(thdprof, packs, tmp_path):
-    arguments = ("analyze", packs, *COMMON, "--sweep", "seq-length=8,16", "micro-batch-size=1,3", "-o")
+    arguments = ("sweep", packs, *COMMON, "seq-length=8,16", "micro-batch-size=1,3", "-o")
     done = thdprof(*arguments, tmp_path / "plans" / "all")
     assert done.returncode == 0, done.stderr
     names = ["seq-length-8_micro-batch-size-1.yaml", "seq-length-16_micro-batch-size-1.yaml"]
@@ -259,11 +260,11 @@ def test_one_plan_a_combination(thdprof, packs, tmp_path):
 
 
 def test_outputs_that_cannot_be(thdprof, packs, tmp_path):
-    arguments = ("analyze", packs, "--sweep", "seq-length=8,16")
+    arguments = ("sweep", packs, "seq-length=8,16")
     for more, message in (
-        (["-o", packs], f"-o {packs}: is a file; with --sweep name a directory for the plans"),
+        (["-o", packs], f"-o {packs}: is a file; name a directory for the plans"),
         (["-o", "-"], "-o -: several plans cannot go to stdout"),
-        (["--microbatches", tmp_path / "t.parquet"], "--microbatches: is of one run; leave out --sweep"),
+        (["--microbatches", tmp_path / "t.parquet"], "--microbatches: no such option"),
     ):
         done = thdprof(*arguments, *more)
         assert (done.returncode, done.stdout) == (2, ""), done.stderr
@@ -274,46 +275,46 @@ def test_outputs_that_cannot_be(thdprof, packs, tmp_path):
 
 
 def test_no_combination_can_be(thdprof, packs):
-    done = thdprof("analyze", packs, "--sweep", "seq-length=4,5")
+    done = thdprof("sweep", packs, "seq-length=4,5")
     assert done.returncode == 2
     assert done.stdout.count("tokens are more than --seq-length") == 2
     assert done.stderr == (
-        "thdprof: --sweep: no combination can be; the first: row 0: 7 tokens are more than --seq-length 4; "
+        "thdprof: sweep: no combination can be; the first: row 0: 7 tokens are more than --seq-length 4; "
         "give --seq-length 8\n"
     )
-    assert thdprof("analyze", packs, "--sweep", "seq-length=4,8").returncode == 0
+    assert thdprof("sweep", packs, "seq-length=4,8").returncode == 0
 
 
 WRONG = [
-    (["--sweep", "foo=1,2"], "--sweep foo=1,2: foo cannot be swept; known are add-extra-token, "),
-    (["--sweep", "seq-length=8", "foo=1,2"], "--sweep foo=1,2: foo cannot be swept; known are add-extra-token, "),
-    (["--sweep", "weights=1,2"], "--sweep weights=1,2: weights cannot be swept"),
-    (["--sweep", "format=trl"], "--sweep format=trl: format cannot be swept"),
-    (["--sweep", "seq-length"], "--sweep seq-length: must be name=value,value as in seq-length=4096,8192"),
-    (["--sweep", ""], "--sweep : must be name=value,value"),
-    (["--sweep", "seq-length="], "--sweep seq-length: a value is empty"),
-    (["--sweep", "seq-length=8,,9"], "--sweep seq-length: a value is empty"),
-    (["--sweep", "seq-length=a,9"], "--sweep seq-length=a,9: --seq-length 'a': must be a whole number"),
-    (["--sweep", "seq-length=8.5"], "--sweep seq-length=8.5: --seq-length '8.5': must be a whole number"),
-    (["--sweep", "seq-length=8,0"], "--sweep seq-length=8,0: --seq-length 0: must be at least 1"),
-    (["--sweep", "seq-length=8,08"], "--sweep seq-length=8,08: 08 is there twice"),
-    (["--sweep", "seq-length=8", "--sweep", "seq_length=9"], "--sweep seq_length=9: seq-length is swept already"),
-    (["--sweep", "seed=1", "--seed", "1"], "--sweep seed=1: --seed is given too; give it once"),
-    (["--sweep", "loader=fast"], "--sweep loader=fast: --loader fast: choose one of single, cyclic, batch"),
-    (["--sweep", "drop-last=maybe"], "--sweep drop-last=maybe: --drop-last 'maybe': must be true or false"),
-    (["--sweep", "buckets=0"], "--sweep buckets=0: --buckets 0: must be a whole number of at least 1"),
-    (["--sweep", "max-fallback-rate=7"], "--sweep max-fallback-rate=7: --max-fallback-rate 7: must be a share"),
-    (["--sweep", "graph-memory-gib=nan"], "--sweep graph-memory-gib=nan: --graph-memory-gib nan: must be a number"),
-    (["--sweep", "attention=x"], "--sweep attention=x: --attention x: choose one of transformer_engine, torch"),
-    (["--sweep", "world-size=0"], "--sweep world-size=0: --world-size 0: must be a whole number of at least 1"),
-    (["--sweep", f"seq-length={','.join(map(str, range(1, 300)))}"], "--sweep: 299 combinations; at most 256"),
-    (["--sweep", "world-size=8"], "--world-size: only completes --megatron-args"),
+    (["--vary", "foo=1,2"], "foo=1,2: foo cannot be varied; known are add-extra-token, "),
+    (["--vary", "seq-length=8", "foo=1,2"], "foo=1,2: foo cannot be varied; known are add-extra-token, "),
+    (["--vary", "weights=1,2"], "weights=1,2: weights cannot be varied"),
+    (["--vary", "format=trl"], "format=trl: format cannot be varied"),
+    (["--vary", "seq-length"], "--vary seq-length: must be name=value,value as in seq-length=4096,8192"),
+    (["--vary", ""], "--vary : must be name=value,value"),
+    (["--vary", "seq-length="], "seq-length: a value is empty"),
+    (["--vary", "seq-length=8,,9"], "seq-length: a value is empty"),
+    (["--vary", "seq-length=a,9"], "seq-length=a,9: --seq-length 'a': must be a whole number"),
+    (["--vary", "seq-length=8.5"], "seq-length=8.5: --seq-length '8.5': must be a whole number"),
+    (["--vary", "seq-length=8,0"], "seq-length=8,0: --seq-length 0: must be at least 1"),
+    (["--vary", "seq-length=8,08"], "seq-length=8,08: 08 is there twice"),
+    (["--vary", "seq-length=8", "--vary", "seq_length=9"], "seq_length=9: seq-length is varied already"),
+    (["--vary", "seed=1", "--seed", "1"], "seed=1: --seed is given too; give it once"),
+    (["--vary", "loader=fast"], "loader=fast: --loader fast: choose one of single, cyclic, batch"),
+    (["--vary", "drop-last=maybe"], "drop-last=maybe: drop_last 'maybe' in --settings: must be true or false"),
+    (["--vary", "buckets=0"], "buckets=0: --buckets 0: must be a whole number of at least 1"),
+    (["--vary", "max-fallback-rate=7"], "max-fallback-rate=7: --max-fallback-rate 7: must be a share"),
+    (["--vary", "graph-memory-gib=nan"], "graph-memory-gib=nan: --graph-memory-gib nan: must be a number"),
+    (["--vary", "attention=x"], "attention=x: --attention x: choose one of transformer_engine, torch"),
+    (["--vary", "world-size=0"], "world-size=0: world_size 0 in --settings: must be a whole number of at least 1"),
+    (["--vary", f"seq-length={','.join(map(str, range(1, 300)))}"], "299 combinations to analyse; at most 256"),
+    (["--vary", "world-size=8"], "world_size in --settings: only completes --megatron-args"),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG)
 def test_sweeps_that_cannot_be(thdprof, packs, tmp_path, arguments, message):
-    done = thdprof("analyze", packs, *arguments)
+    done = thdprof("sweep", packs, *arguments)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
     assert done.stderr.startswith(f"thdprof: {message}"), done.stderr
     assert done.stderr.count("\n") == 1
@@ -329,13 +330,13 @@ def test_a_file_named_as_a_sweep_is_a_dataset_unless_its_name_is_an_options(tmp_
 
 
 def test_bad_files_end_the_sweep(thdprof, packs, tmp_path):
-    done = thdprof("analyze", tmp_path / "nothing", "--sweep", "seed=1,2")
+    done = thdprof("sweep", tmp_path / "nothing", "seed=1,2")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.endswith("nothing: no such file, directory, glob or Megatron prefix\n")
-    done = thdprof("analyze", packs, "--sweep", f"cost-table={tmp_path}/a b.yaml,{packs}")
+    done = thdprof("sweep", packs, f"cost-table={tmp_path}/a b.yaml,{packs}")
     assert (done.returncode, done.stdout) == (1, "")
     assert f"--cost-table {tmp_path}/a b.yaml: cannot be read" in done.stderr
-    done = thdprof("analyze", packs, "--settings", tmp_path / "none", "--sweep", "seed=1,2")
+    done = thdprof("sweep", packs, "--settings", tmp_path / "none", "seed=1,2")
     assert done.returncode == 1
 
 
@@ -344,14 +345,16 @@ def test_a_launch_script_is_swept_over(thdprof, packs, tmp_path):
     script.write_text(
         f"pretrain_gpt.py --seq-length 8 --micro-batch-size 1 --global-batch-size 8 --train-iters 1 --data-path {packs}"
     )
-    done = thdprof("analyze", "--megatron-args", script, "--sweep", "world-size=1,2,3", "loader=single", "--json")
+    done = thdprof("sweep", "--megatron-args", script, "world-size=1,2,3", "loader=single", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["combinations"]
     assert [r["training"] and r["training"]["data_parallel_size"] for r in rows] == [1, 2, None]
     assert "--global-batch-size 8: not a multiple" in rows[2]["problem"]
 
 
-NUMBERS = sorted(n for n in SWEPT if n in ("seq_length", "seed") or n.endswith(("_batch_size", "_samples", "_iters")))
+NUMBERS = sorted(
+    n for n in swept_settings() if n in ("seq_length", "seed") or n.endswith(("_batch_size", "_samples", "_iters"))
+)
 
 
 @settings(deadline=None)
@@ -381,3 +384,24 @@ def test_a_cap_of_several_lengths_is_shown_once(tmp_path):
     assert plan_cells(some)[5] == "64 (of 1,024 or 2,048 tokens), 128"
     none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"buckets": []})})
     assert plan_cells(none)[5] == "none"
+
+
+def test_nothing_to_vary_is_refused(thdprof, packs):
+    done = thdprof("sweep", packs)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "thdprof: sweep: nothing to vary; add settings and their values, as in seq-length=4096,8192\n"
+
+
+def test_the_old_form_names_the_command(thdprof, packs):
+    for arguments in (["--sweep", "seq-length=8,16"], ["--sweep=seq-length=8,16"]):
+        done = thdprof("analyze", packs, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("thdprof: --sweep: has become a command: thdprof sweep DATASET... ")
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_setting_without_an_option_is_varied_too(thdprof, packs):
+    done = thdprof("sweep", packs, "drop-last=true,false", "--loader", "batch", "--global-batch-size", 3, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["combinations"]
+    assert [(r["settings"]["drop_last"], r["microbatches"]["steps"]) for r in rows] == [(True, 2), (False, 3)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 
@@ -131,7 +134,7 @@ USAGE = [
     (["--max-fallback-rate", "7%%"], "--max-fallback-rate 7%%: must be a share such as 0.005 or 0.5%"),
     (["--format", "csv"], "--format csv: not a known format; known are auto, megatron, bridge"),
     (["--json", "-o", "-"], "--json and -o - both print on stdout"),
-    (["--world-size", "8"], "--world-size: only completes --megatron-args"),
+    (["--world-size", "8"], "--world-size: is no option; put `world_size: VALUE` into a file and give --settings FILE"),
     (["--seed", "-1"], "--seed -1: must be at least 0"),
 ]
 
@@ -215,9 +218,11 @@ def test_a_blend_from_the_command_line(thdprof, tmp_path):
 
 def test_a_max_documents_cap_reports_what_it_costs(thdprof, tmp_path):
     (tmp_path / "documents.jsonl").write_text("\n".join(["1"] * 100) + "\n")
-    done = thdprof("analyze", tmp_path, "--seq-length", 50, "--packer", "next_fit", "--max-docs-per-pack", 10)
+    (tmp_path / "settings.yaml").write_text("max_docs_per_pack: 10\n")
+    options = ("--seq-length", 50, "--packer", "next_fit", "--settings", tmp_path / "settings.yaml")
+    done = thdprof("analyze", tmp_path / "documents.jsonl", *options)
     assert done.returncode == 0, done.stderr
-    assert "20.00% of the tokens hold documents; --max-docs-per-pack 10 loses 80.00 points" in done.stdout
+    assert "20.00% of the tokens hold documents; max_docs_per_pack 10 in --settings loses 80.00 points" in done.stdout
 
 
 def test_bridges_packers_have_one_row_a_micro_batch(thdprof, tmp_path):
@@ -261,24 +266,187 @@ def test_python_and_command_give_the_same(thdprof, packs):
     assert to_json(analyze_dataset(packs, loader="single", seq_length=8, buckets=1)) + "\n" == done.stdout
 
 
-OPTIONS = """
---format --seq-length --micro-batch-size --global-batch-size --data-parallel-size --context-parallel-size
---pipeline-parallel-size --virtual-pipeline-size --microbatch-group-size --experts --loader --data-sharding
---no-data-sharding --drop-last --no-drop-last --seed --split --train-samples --train-iters --weights
---add-extra-token --no-add-extra-token
---max-num-samples --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
---max-docs-per-pack --max-seqlen-per-dp-cp-rank --settings --megatron-args --world-size --buckets --cost-table
---attention --max-fallback-rate --graph-memory-gib --impl --offload --offload-fraction --output --force --json
---microbatches --profile --part --help --sweep
+PANELS = {
+    "Dataset": "DATASET --format --split --weights",
+    "Batch and parallelism": """
+        --seq-length --micro-batch-size --global-batch-size --data-parallel-size --context-parallel-size
+        --pipeline-parallel-size --virtual-pipeline-size --train-samples --train-iters""",
+    "Data loader": "--loader --seed",
+    "Packing and padding": """
+        --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
+        --max-seqlen-per-dp-cp-rank""",
+    "Where settings come from": "--megatron-args --settings",
+    "Costs and limits": "--cost-table --attention --max-fallback-rate --graph-memory-gib",
+    "What to capture": "--buckets --experts --impl --offload --offload-fraction",
+    "Output": "--output --profile --part --microbatches --json --force --help",
+}
+
+
+def test_help_names_every_option_in_its_panel(thdprof):
+    """A renamed or lost option is a break for users: change this list on purpose only."""
+    done = thdprof("analyze", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    panels = dict(re.findall(r"─ ([A-Z][a-z ]+) ─.*?\n((?:│.*│\n)*)╰", done.stdout))
+    assert list(panels) == list(PANELS)
+    for title, text in panels.items():
+        left = " ".join(re.findall(r"^│ (?:-\w, )?(\S.*?)(?:  |$)", text, re.M))
+        found = re.findall(r"--[a-z][a-z-]+|DATASET", left + " " + " ".join(re.findall(r"^│   (--no-\S+)", text, re.M)))
+        assert sorted(found) == sorted(PANELS[title].split()), title
+    assert sum(len(names.split()) for names in PANELS.values()) - 1 <= 38  # of options; a dataset is none
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_every_command_has_help(thdprof, flag):
+    commands = ("analyze", "sweep", "report", "merge", "export", "compare", "check", "calibrate", "demo")
+    done = thdprof(flag)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.findall(r"^│ ([a-z]+)  ", done.stdout, re.M) == [*commands]
+    for command in commands:
+        done = thdprof(command, flag)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(f"Usage: thdprof {command} ")
+
+
+def test_the_version(thdprof):
+    from thdprof import __version__
+
+    done = thdprof("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"thdprof {__version__}\n", "")
+
+
+def test_shells_complete_commands_options_and_choices(tmp_path):
+    def completed(*words):
+        environment = {
+            **os.environ,
+            "_THDPROF_COMPLETE": "complete_zsh",
+            "_TYPER_COMPLETE_ARGS": " ".join(("thdprof", *words)),
+        }
+        code = "from thdprof.cli import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        return done.stdout
+
+    assert '"sweep"' in completed("sw")
+    assert '"--seq-length"' in completed("analyze", "--seq")
+    assert '"dp_balanced"' in completed("analyze", "--packer", "dp")
+
+
+def test_bare_commands_show_their_help(thdprof):
+    for arguments in ((), ("analyze",), ("export",)):
+        done = thdprof(*arguments)
+        assert done.returncode == 2
+        assert "Usage: thdprof" in done.stdout + done.stderr
+        assert "thdprof: " not in done.stderr
+
+
+ERRORS = [
+    (["analyze", "x", "--seqlength", "8"], "--seqlength: no such option; did you mean --seq-length?"),
+    (["analyze", "x", "--zzz"], "--zzz: no such option; see thdprof analyze --help"),
+    (["analize"], "no such command 'analize'"),
+    (["analyze", "x", "--seq-length", "many"], "--seq-length: "),
+    (["analyze", "x", "--loader", "fast"], "--loader: "),
+    (["analyze", "x", "--loader"], ""),
+    (["report", "plan.yaml", "--cap", "0"], "--cap: "),
+    (["export", "plan.yaml"], "thdprof export: --to is missing"),
+    (["compare", "plan.yaml"], "thdprof compare: STATS|PLAN is missing"),
+    (["demo", "a", "b"], ""),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS)
+def test_the_parsers_errors_are_one_line_in_the_same_style(thdprof, arguments, message):
+    done = thdprof(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"thdprof: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+RARE = """
+--microbatch-group-size --data-sharding --no-data-sharding --drop-last --no-drop-last --add-extra-token
+--no-add-extra-token --max-num-samples --max-docs-per-pack --world-size
 """
 
 
-def test_help_names_every_option(thdprof):
-    """A renamed or lost option is a break for users: change this list on purpose only."""
-    import re
+@pytest.mark.parametrize("option", RARE.split())
+def test_an_option_that_moved_says_where(thdprof, packs, option):
+    name = option.removeprefix("--no-").removeprefix("--").replace("-", "_")
+    done = thdprof("analyze", packs, option)
+    assert (done.returncode, done.stdout) == (2, "")
+    expected = f"thdprof: {option}: is no option; put `{name}: VALUE` into a file and give --settings FILE\n"
+    assert done.stderr == expected
+    assert thdprof("sweep", packs, option).stderr == expected
 
-    found = set(re.findall(r"--[a-z][a-z-]+", thdprof("analyze", "--help").stdout))
-    assert found == set(OPTIONS.split())
+
+def test_main_can_be_called_again_and_again(packs, capsys):
+    from thdprof.cli import main
+
+    before = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), sys.stdout, sys.stderr)
+    for arguments, code in (
+        (["analyze", packs, "--loader", "single"], 0),
+        (["analyze", packs, "--zzz"], 2),
+        (["-h"], 0),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        assert ended.value.code == code
+        told = capsys.readouterr()
+        assert (told.out != "") == (code == 0)
+        assert (told.err != "") == (code != 0)
+    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), sys.stdout, sys.stderr)
+
+
+def test_streams_stay_usable_after_a_reader_left(packs):
+    """In a process of its own, whose stdout is a pipe that nobody reads."""
+    code = (
+        "import os, sys\nfrom thdprof.cli import main\n"
+        "kept, errors = os.dup(1), sys.stdout.errors\nread, write = os.pipe()\nos.close(read)\nos.dup2(write, 1)\n"
+        "try:\n    main(['analyze', sys.argv[1], '--loader', 'single'])\n"
+        "except SystemExit as ended:\n    assert ended.code == 1\n"
+        "os.dup2(kept, 1)\nassert sys.stdout.errors == errors\nprint('still there')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(packs)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "still there\n", "")
+
+
+def test_plans_come_from_stdin(thdprof, packs, tmp_path):
+    plan, profile = tmp_path / "plan.yaml", tmp_path / "plan.profile.parquet"
+    assert analyze(thdprof, packs, "-o", plan, "--profile", profile).returncode == 0
+    text = plan.read_text()
+    for arguments in (
+        ["export", "{}", "--to", "json"],
+        ["check", "{}", "--json"],
+        ["compare", "{}", plan],
+        ["compare", plan, "{}"],
+        ["report", "{}", "--profile", profile, "--json"],
+    ):
+        by_name = thdprof(*(plan if a == "{}" else a for a in arguments))
+        piped = thdprof(*("-" if a == "{}" else a for a in arguments), input=text)
+        assert (piped.returncode, piped.stderr) == (0, ""), arguments
+        assert piped.stdout == by_name.stdout
+    figures = thdprof("report", "-", "--profile", profile, "-o", tmp_path / "figures", input=text)
+    assert figures.returncode == 0, figures.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "message"),
+    [
+        (["export", "-", "--to", "json"], "", "<stdin>: is empty; pipe a plan into it"),
+        (["export", "-", "--to", "json"], "a: [", "<stdin>: not YAML: "),
+        (["check", "-"], "schema: other\n", "<stdin>: not a plan: schema is 'other'"),
+        (["report", "-", "--profile", "p"], "schema: other\n", "<stdin>: not a plan: schema is 'other'"),
+        (["report", "-"], "x", "-: a plan from stdin has no profile beside it; give --profile"),
+        (["report", "-", "--profile", "p", "-o", "x.ipynb"], "x", "-o x.ipynb: a notebook reads its plan from a file"),
+        (["compare", "-", "-"], "x", "- is given twice, but stdin can be read only once"),
+    ],
+)
+def test_stdin_that_holds_no_plan(thdprof, arguments, text, message):
+    done = thdprof(*arguments, input=text)
+    assert done.returncode in (1, 2)
+    assert done.stdout == ""
+    assert done.stderr.startswith(f"thdprof: {message}"), done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_calibrate_without_a_gpu_says_so(thdprof, tmp_path):

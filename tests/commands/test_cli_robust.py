@@ -99,6 +99,9 @@ def test_a_settings_file_names_the_cost_table_and_weights(thdprof, packs, tmp_pa
         ("seed: 8\nseed: 9\n", 2, "option seed is given twice"),
         ("output: x\n", 2, "unknown option 'output'"),
         ("buckets: many\n", 2, "--buckets many: must be a whole number of at least 1"),
+        ("world_size: 0\n", 2, "world_size 0 in --settings: must be a whole number of at least 1"),
+        ("world-size: 8\n", 2, "world_size in --settings: only completes --megatron-args"),
+        ("drop-last: 1\n", 2, "drop_last 1 in --settings: must be true or false"),
         ("graph-memory-gib: .nan\n", 2, "--graph-memory-gib nan: must be a number of GiB"),
         ("attention: mine\n", 2, "--attention mine: choose one of transformer_engine, torch"),
         ("format: [a]\n", 2, "--format ['a']: must be text"),
@@ -136,7 +139,6 @@ def test_a_flag_and_a_settings_file_settle_what_the_script_leaves_open(thdprof, 
         (["--graph-memory-gib", "inf"], "--graph-memory-gib inf: must be a number of GiB"),
         (["--graph-memory-gib", "nan"], "--graph-memory-gib nan: must be a number of GiB"),
         (["--buckets", "0"], "--buckets 0: must be a whole number of at least 1"),
-        (["--world-size", "0"], "--world-size 0: must be a whole number of at least 1"),
         (["--microbatches", "-"], "--microbatches -: a parquet table cannot go to stdout"),
     ],
 )
@@ -198,7 +200,7 @@ def test_a_signal_leaves_no_temporary_file(tmp_path, number):
         "    with files.replacing(Path(directory) / 'plan') as temporary:\n"
         "        print('writing', flush=True)\n"
         "        time.sleep(60)\n"
-        "cli.app = lambda standalone_mode: slow(sys.argv[1])\ncli.main()\n"
+        "cli.app = lambda **options: slow(sys.argv[1])\ncli.main()\n"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -477,14 +477,16 @@ def test_pages_name_the_lines_that_are_generated():
 def test_formats_targets_and_packers_are_those_there_are():
     from thdprof.analyze.export import TARGETS
     from thdprof.analyze.sources import FORMATS
-    from thdprof.cli import PackerName
+    from thdprof.training import definitions
 
     text = (DOCS / "formats.md").read_text()
     assert re.findall(r"^\| `([a-z-]+)` \|", text.split("## What is exact")[0], re.M) == [*FORMATS]
     targets = (DOCS / "reference-cli.md").read_text().split("## Export targets")[1]
     assert re.findall(r"^\| `([a-z-]+)` \|", targets, re.M) == [*TARGETS]
     table = text.split("| packer | as |")[1].split("```")[0]
-    assert set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row))) == {*PackerName}
+    assert set(re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in table.splitlines() if row))) == {
+        *definitions()["packer"].choices
+    }
 
 
 def test_the_kinds_of_graphs_are_told_as_in_the_readme():

@@ -110,7 +110,7 @@ def analyze(
 
     Args:
         locations: files, globs, directories or Megatron prefixes of the dataset.
-        given: training settings by name (`thdprof.analyze.settings.resolve.NAMES`); None counts as not given.
+        given: training settings by name (`thdprof.training.TrainingOptions`); None counts as not given.
         format: name of the dataset's format, or "auto".
         cost_table: measured costs; None takes the built-in ones of `attention`.
         attention: attention backend whose built-in costs are taken.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import LEAST_GAIN, Recommendation
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.settings.resolve import Kind
-from thdprof.training import TrainingSettings
+from thdprof.training import Kind, TrainingSettings
 
 _PADDING_REMEDY: dict[Kind, str] = {
     "streams": "train with one sequence length",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +15,10 @@ from thdprof.analyze.schedule.pipeline_slots import slots
 from thdprof.analyze.schedule.replay import DatasetSummary, replay
 from thdprof.analyze.sources import format_of, read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.dispatch import Decisions, FallbackReason, Shapes, decide_all
+from thdprof.dispatch import Decisions, FallbackReason, Level, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import FallbackRate, Percentiles, Plan
 
-Level = Literal["microbatch", "rank_step", "step"]
 _READ_SHARE = 0.15
 """Progress-bar estimate: reading ends at 15% of the total time."""
 _ROUNDING = 1e-12
@@ -138,7 +136,7 @@ def check(
     try:
         replayed = replay(
             dataset,
-            plan.training.model_dump(),
+            asdict(plan.training),
             lambda done: progress("replaying the schedule", _READ_SHARE + (1 - _READ_SHARE) * done, documents),
         )
         needed = _slots(plan, replayed.schedule.table)

@@ -39,10 +39,7 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
             "schema": "thdprof.plan/1",
             "written_by": __version__,
             "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
-            "training": {
-                **asdict(settings),
-                "weights": list(settings.weights) if settings.weights is not None else None,
-            },
+            "training": settings,
             "microbatches": {
                 "exact": analysis.microbatches.exact,
                 "count": len(analysis.microbatches),

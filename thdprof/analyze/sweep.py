@@ -55,7 +55,7 @@ class Combination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What `thdprof analyze --sweep` reports."""
+    """What `thdprof sweep` reports."""
 
     dataset: DatasetSummary
     names: tuple[str, ...]
@@ -110,7 +110,7 @@ def sweep(
             requests.append(error)
     first = next((r for r in requests if isinstance(r, Request)), None)
     if first is None:
-        raise requests[0] if isinstance(requests[0], UsageError) else UsageError("--sweep: names nothing")
+        raise requests[0] if isinstance(requests[0], UsageError) else UsageError("sweep: names nothing to vary")
     paths = {r.cost_table for r in requests if isinstance(r, Request) and r.cost_table is not None}
     costs = {path: load_costs(path) for path in sorted(paths)}
     progress("reading", 0.0, 0)
@@ -145,7 +145,7 @@ def check_plan_files(axes: Sequence[Axis], directory: Path, *, force: bool) -> N
     if str(directory) == "-":
         raise UsageError("-o -: several plans cannot go to stdout; name a directory, or use --json")
     if directory.exists() and not directory.is_dir():
-        raise UsageError(f"-o {directory}: is a file; with --sweep name a directory for the plans")
+        raise UsageError(f"-o {directory}: is a file; name a directory for the plans")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -19,23 +19,41 @@ _WIDE = 1000
 """Columns of the console for reports; so wide that rich never wraps or cuts a line, and the terminal wraps it."""
 
 
-def prepare_streams() -> None:
-    """Make stdout and stderr accept any text: a closed stream drops it; characters outside its encoding are escaped."""
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """Make both streams take any text: one that is closed swallows it, characters it lacks become escapes.
+
+    Afterwards both are as they were, so that a program can call the command line and go on.
+    """
+    with contextlib.ExitStack() as stack:
+        if sys.stdout is None:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        if sys.stderr is None:
+            stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stack.callback(_restore_errors, stream, stream.errors or "strict")
+                stream.reconfigure(errors="backslashreplace")
+        yield
+
+
+def _restore_errors(stream: io.TextIOWrapper, errors: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # what the stream still holds cannot be written
+        stream.reconfigure(errors=errors)
 
 
 def discard_output() -> None:
-    """Drop the text that stdout still buffers, so that the interpreter's flush at exit does not fail as well."""
+    """Send what stdout still holds nowhere, so that a later flush does not fail too; the stream stays usable."""
     with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+        target = sys.stdout.fileno()
+        with contextlib.ExitStack() as stack:
+            kept = os.dup(target)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, target)
+            null = os.open(os.devnull, os.O_WRONLY)
+            stack.callback(os.close, null)
+            os.dup2(null, target)
+            sys.stdout.flush()
 
 
 @contextlib.contextmanager

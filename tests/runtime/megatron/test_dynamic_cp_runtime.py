@@ -6,6 +6,7 @@ import inspect
 import itertools
 import sys
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -126,7 +127,7 @@ def test_a_plan_that_cannot_be_captured_for_every_size_is_refused(plan):
 
 
 def test_hybrid_context_parallelism_needs_a_plan_of_it(plan):
-    static = plan.model_copy(update={"training": plan.training.model_copy(update={"max_seqlen_per_dp_cp_rank": None})})
+    static = plan.model_copy(update={"training": replace(plan.training, max_seqlen_per_dp_cp_rank=None)})
     (line,) = complaints(static, hybrid_context_parallel=True)
     assert "the plan has one context-parallel size for all micro-batches: set it to False, or analyse with" in line
 
@@ -345,7 +346,7 @@ def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeyp
     from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
 
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
-    static = plan.model_copy(update={"training": plan.training.model_copy(update={"max_seqlen_per_dp_cp_rank": None})})
+    static = plan.model_copy(update={"training": replace(plan.training, max_seqlen_per_dp_cp_rank=None)})
     for given, kind in ((plan, SizedChunkGraphs), (static, ChunkGraphs), (graphs(plan, impl="none"), SizedChunkGraphs)):
         run = sys.modules[install.__module__].runner_of(Decoder(Block()), given, config(), slots=1, common={})
         assert type(run) is kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.errors import UsageError
-from thdprof.plan import TrainingPart
 from thdprof.words import shortened
 
 if TYPE_CHECKING:
@@ -59,9 +57,7 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     )
     return RunProfile(
         frame.astype(COLUMNS),
-        training=TrainingPart.model_validate(
-            {**asdict(settings), "weights": list(settings.weights) if settings.weights is not None else None}
-        ),
+        training=settings,
         costs=analysis.costs,
         parts=[
             PartOfRun(

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.errors import DataError
-from thdprof.plan import TrainingPart
+from thdprof.plan import Training
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +95,7 @@ class Metadata(_Part):
 
     schema_: Literal["thdprof.profile/1"] = Field(default=SCHEMA, alias="schema")
     written_by: str
-    training: TrainingPart
+    training: Training
     costs: CostTable
     parts: list[PartOfRun] = Field(min_length=1)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.profile.file import COLUMNS, PartOfRun
 from thdprof.analyze.profile.run_profile import RunProfile, combine_caps
 from thdprof.errors import DataError, UsageError
-from thdprof.plan import TrainingPart
+from thdprof.training import TrainingSettings
 
 _OF_THE_DATA = ("train_samples", "weights")
 """Training settings that say how much data a run takes, not how a step is formed: they may differ."""
@@ -46,16 +47,17 @@ def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> R
     together = pd.concat([p.cells for p in profiles], ignore_index=True)
     cells = together.groupby(keys, sort=False, as_index=False, observed=True).agg({"count": "sum"})
     training = first.training
-    for name in _OF_THE_DATA:
-        if any(getattr(p.training, name) != getattr(training, name) for p in profiles):
-            training = training.model_copy(update={name: None})
+    if any(p.training.train_samples != training.train_samples for p in profiles):
+        training = replace(training, train_samples=None)
+    if any(p.training.weights != training.weights for p in profiles):
+        training = replace(training, weights=None)
     parts = [same[0] if len(same) == 1 else _added(same, first.costs) for same in by_name.values()]
     return RunProfile(cells.astype(COLUMNS), training=training, costs=first.costs, parts=parts)
 
 
-def same_settings(one: TrainingPart, other: TrainingPart) -> tuple[str, Any, Any] | None:
+def same_settings(one: TrainingSettings, other: TrainingSettings) -> tuple[str, Any, Any] | None:
     """The first setting that forms steps in another way, with both values; None: there is none."""
-    for name in TrainingPart.model_fields:
+    for name in (field.name for field in fields(TrainingSettings)):
         if name not in _OF_THE_DATA and getattr(one, name) != getattr(other, name):
             return name, getattr(one, name), getattr(other, name)
     return None

@@ -16,7 +16,8 @@ from thdprof import __version__
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.profile.file import CapTime, Metadata, PartOfRun, read_profile_file, write_profile_file
-from thdprof.plan import FallbackRate, TrainingPart
+from thdprof.plan import FallbackRate
+from thdprof.training import TrainingSettings
 from thdprof.words import counted
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class RunProfile:
     """Counts of a run's micro-batches, (rank, step) pairs and steps, and the expected step time under single caps."""
 
     def __init__(
-        self, cells: pd.DataFrame, *, training: TrainingPart, costs: CostTable, parts: list[PartOfRun]
+        self, cells: pd.DataFrame, *, training: TrainingSettings, costs: CostTable, parts: list[PartOfRun]
     ) -> None:
         self.cells = cells
         """The rows of the file, in the columns of `thdprof.analyze.profile.file.COLUMNS`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import get_args
@@ -11,24 +11,19 @@ from typing import get_args
 from thdprof.analyze.buckets.cost_table import built_in_costs
 from thdprof.analyze.profile.merge import same_settings
 from thdprof.analyze.profile.run_profile import RunProfile, load_profile
-from thdprof.analyze.settings.resolve import FLAGS
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
-from thdprof.plan import Plan, TrainingPart, load_plan
-from thdprof.training import Attention, TrainingSettings
+from thdprof.files import read_yaml
+from thdprof.plan import Plan, parse_plan
+from thdprof.training import Attention, TrainingSettings, definitions_of
 from thdprof.words import counted as told
 
 TOLERANCE = 0.01
 """Difference of a share from its prediction up to which the two are called alike, as in `thdprof compare`."""
 _MOST_URIS = 5
+_FILE = "settings.yaml"
 _PAST = 2
 """How many times the largest cap that is known a cap may be: times beyond are a line drawn on."""
-_SWITCHES = {
-    "data_sharding": ("--data-sharding", "--no-data-sharding"),
-    "drop_last": ("--drop-last", "--no-drop-last"),
-    "add_extra_token": ("--add-extra-token", "--no-add-extra-token"),
-    "pad_to_max_length": ("--pad-to-max-length", "--no-pad-to-max-length"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -87,24 +82,32 @@ def default_profile(plan: Path) -> Path:
     return plan.with_name(f"{plan.stem}.profile.parquet")
 
 
-def open_report(plan: str | Path, *, profile: str | Path | None = None, stats: str | Path | None = None) -> Report:
+def open_report(
+    plan: str | Path,
+    *,
+    profile: str | Path | None = None,
+    stats: str | Path | None = None,
+    plan_name: str | None = None,
+) -> Report:
     """Read what a report is made of.
 
     Args:
         plan: what `analyze -o` wrote.
         profile: what `analyze --profile` or `merge` wrote; None: plan.profile.parquet beside plan.yaml.
         stats: statistics of a run, JSON lines; the last one is read.
+        plan_name: the plan in messages; None: its path.
 
     Raises:
         DataError: a file is missing or wrong, or the profile is not of the plan's data and settings.
     """
     plan = Path(plan)
-    loaded = load_plan(plan)
+    name = str(plan) if plan_name is None else plan_name
+    loaded = parse_plan(read_yaml(plan, where=name), where=name)
     where = default_profile(plan) if profile is None else Path(profile)
     if not where.exists():
         raise DataError(f"{where}: there is no such profile; make it with: {profile_command(loaded, where)}")
     counted = load_profile(where)
-    check_belongs(loaded, counted, plan_name=str(plan), profile_name=str(where))
+    check_belongs(loaded, counted, plan_name=name, profile_name=str(where))
     comparison = None
     if stats is not None:
         comparison = compare(loaded, read_stats(Path(stats)), tolerance=TOLERANCE, where=str(stats))
@@ -137,9 +140,10 @@ def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", p
 def profile_command(plan: Plan, profile: Path) -> str:
     """The command that counts the plan's data into `profile`."""
     uris = plan.dataset.uris if len(plan.dataset.uris) <= _MOST_URIS else ["DATASET"]
-    words = ["thdprof", "analyze", *uris, *_options(plan.training)]
-    words += _costs(plan)
-    return shlex.join([*words, "--profile", str(profile)])
+    options, in_a_file = _options(plan.training)
+    words = ["thdprof", "analyze", *uris, *options, *(["--settings", _FILE] if in_a_file else []), *_costs(plan)]
+    command = shlex.join([*words, "--profile", str(profile)])
+    return f"{command} (where {_FILE} holds {{{', '.join(in_a_file)}}})" if in_a_file else command
 
 
 def _costs(plan: Plan) -> list[str]:
@@ -151,17 +155,18 @@ def _costs(plan: Plan) -> list[str]:
     return ["--cost-table", "FILE"]
 
 
-def _options(training: TrainingPart) -> list[str]:
-    """The options of `analyze` that give `training`, but for defaults."""
-    words = []
-    for field in fields(TrainingSettings):
-        value = getattr(training, field.name)
-        if value is None or value == field.default:
+def _options(training: TrainingSettings) -> tuple[list[str], list[str]]:
+    """The options of `analyze` that give `training`, and the lines of a settings file, but for defaults."""
+    words, in_a_file = list[str](), list[str]()
+    for name, definition in definitions_of(TrainingSettings).items():
+        value = getattr(training, name)
+        if value is None or value == definition.default:
             continue
-        if field.name in _SWITCHES:
-            words.append(_SWITCHES[field.name][0 if value else 1])
-        elif isinstance(value, list):
-            words += [FLAGS[field.name], ",".join(map(str, value))]
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if not definition.setting.everyday:
+            in_a_file.append(f"{name}: {text.lower()}")
+        elif definition.type is bool:
+            words.append(definition.option if value else definition.off_option)
         else:
-            words += [FLAGS[field.name], str(value)]
-    return words
+            words += [definition.option, text]
+    return words, in_a_file

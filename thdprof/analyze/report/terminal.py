@@ -13,6 +13,7 @@ from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.buckets.recommend import LEAST_GAIN, Candidate
 from thdprof.analyze.report.words import counted, percent, percentile_name
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
+from thdprof.training import shown
 
 _BAR = 20
 
@@ -82,7 +83,7 @@ def _packing(analysis: Analysis) -> str:
     text = f"packed by {analysis.settings.packer}: {analysis.packing_efficiency:.2%} of the tokens hold documents"
     if analysis.packing_efficiency_without_cap is not None and analysis.packing_efficiency is not None:
         lost = analysis.packing_efficiency_without_cap - analysis.packing_efficiency
-        text += f"; --max-docs-per-pack {analysis.settings.max_docs_per_pack} loses {lost * 100:.2f} points"
+        text += f"; {shown('max_docs_per_pack', analysis.settings.max_docs_per_pack)} loses {lost * 100:.2f} points"
     return text
 
 

@@ -60,7 +60,14 @@ def form_of(output: Path) -> Form:
 
 
 def write_report(
-    plan: Path, *, profile: Path | None, stats: Path | None, cap: int | None, output: Path | None, force: bool
+    plan: Path,
+    *,
+    profile: Path | None,
+    stats: Path | None,
+    cap: int | None,
+    output: Path | None,
+    force: bool,
+    plan_name: str | None = None,
 ) -> Written:
     """Make the report of the plan file `plan`.
 
@@ -71,6 +78,7 @@ def write_report(
         cap: documents of the single cap that the figures are about; None: the plan's best cap.
         output: a notebook, an HTML page or a directory; None: make only the sentences.
         force: whether existing files are replaced.
+        plan_name: the plan's name in messages; None: its path.
 
     Raises:
         DataError: `open_report` refuses a file.
@@ -81,7 +89,7 @@ def write_report(
     if output is not None and form != "figures":
         check_not_inputs([output], (plan, profile, stats))
         check_targets([output], force=force)
-    report = open_report(plan, profile=profile, stats=stats)
+    report = open_report(plan, profile=profile, stats=stats, plan_name=plan_name)
     cap = report.default_cap if cap is None else cap
     try:
         report.check_cap(cap)
@@ -96,7 +104,7 @@ def write_report(
         directory = output.absolute().parent
         notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
         execute(notebook, directory=directory)
-        title = printable(f"thdprof report: {plan.name}")
+        title = printable(f"thdprof report: {(plan_name and Path(plan_name).name) or plan.name}")
         text = to_text(notebook) if form == "notebook" else to_html(notebook, title=title)
         write_text(output, text, force=force)
         files = (output,)

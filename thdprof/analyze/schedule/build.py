@@ -37,7 +37,7 @@ class Schedule:
     packing_efficiency: float | None = None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None = None
-    """The efficiency that the packer would have without --max-docs-per-pack; None if there is no such cap."""
+    """The efficiency that the packer would have without max_docs_per_pack; None if there is no such cap."""
 
 
 Tick = Callable[[float], None]

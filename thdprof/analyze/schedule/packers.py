@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from thdprof.analyze.schedule import compiled
 from thdprof.analyze.sources.base import PackedRows, RowRule
 from thdprof.errors import DataError, UsageError
+from thdprof.training import shown
 
 NO_CAP = 2**62
 """Stands for "any number of documents" where a loop wants a whole number."""
@@ -120,7 +121,7 @@ def free_documents(max_documents: int, tail_documents: int) -> int:
     free = max_documents - tail_documents
     if free < 1:
         raise UsageError(
-            f"--max-docs-per-pack {max_documents}: leaves no document beside the one for the unused tail; "
+            f"{shown('max_docs_per_pack', max_documents)}: leaves no document beside the one for the unused tail; "
             f"use {tail_documents + 1} or more"
         )
     return free

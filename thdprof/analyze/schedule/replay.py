@@ -8,9 +8,9 @@ from typing import Any
 
 from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
-from thdprof.analyze.settings.resolve import Assumption, Kind, resolve_settings
+from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
-from thdprof.training import STEP_PACKERS, Loader, TrainingSettings
+from thdprof.training import STEP_PACKERS, Kind, Loader, TrainingSettings
 
 _DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
 """Format -> the sampler that its own training code uses by default."""

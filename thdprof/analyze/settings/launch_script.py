@@ -40,7 +40,7 @@ class MegatronArgs:
     """The settings of a run that a launch script gives."""
 
     settings: dict[str, Any]
-    """Values by their names in `thdprof.analyze.settings.resolve.NAMES`; settings that the script leaves out are
+    """Values by their names in `thdprof.training.TrainingOptions`; settings that the script leaves out are
     missing."""
     data_paths: list[str]
     """Dataset prefixes, as written."""

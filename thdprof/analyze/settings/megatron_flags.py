@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from thdprof.training import definitions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
@@ -16,12 +18,16 @@ class Flag:
     """Its arguments: a whole number, a text, every word up to the next flag, or none."""
     setting: str | None = None
     """Name of the training setting that the value is; None where more than this flag decides a setting."""
-    least: int = 1
-    """Smallest whole number that is allowed."""
     not_followed: str | None = None
     """Why the flag does not change the prediction, as a note to the user; None where the flag is followed."""
     of_torchrun: bool = False
     """Whether the flag is one of torchrun; it then says nothing about whether a command trains."""
+
+    @property
+    def least(self) -> int:
+        """Smallest whole number that is allowed: that of the setting, else 1."""
+        least = None if self.setting is None else definitions()[self.setting].least
+        return 1 if least is None else least
 
 
 DATA_PATH, TRAIN_DATA_PATH = "--data-path", "--train-data-path"
@@ -51,7 +57,7 @@ _FLAGS = (
     Flag(name="--global-batch-size", value="count", setting="global_batch_size"),
     Flag(name="--train-iters", value="count", setting="train_iters"),
     Flag(name="--train-samples", value="count", setting="train_samples"),
-    Flag(name="--seed", value="count", setting="seed", least=0),
+    Flag(name="--seed", value="count", setting="seed"),
     Flag(name="--context-parallel-size", value="count", setting="context_parallel_size"),
     Flag(name="--pipeline-model-parallel-size", value="count", setting="pipeline_parallel_size"),
     Flag(name=SPLIT, value="text", setting="split"),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any
 
-from thdprof.errors import DataError, UsageError
-from thdprof.files import parse_yaml, read_text
+from thdprof.errors import UsageError
 from thdprof.megatron_limits import Run, check_run
-from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Experts, Loader, Packer, TailPolicy, TrainingSettings
+from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Kind, Loader, TrainingSettings, definitions, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,75 +18,12 @@ class Assumption:
     name: str
     value: Any
     flag: str
-    """The option that changes it."""
+    """How the setting is given: its option, or its name in a settings file."""
     why: str
 
 
-FLAGS = {field.name: "--" + field.name.replace("_", "-") for field in fields(TrainingSettings)}
-_DEFAULTS = {f.name: f.default for f in fields(TrainingSettings)}
-FLAGS["add_extra_token"] = "--no-add-extra-token"
-NAMES = frozenset(FLAGS) | {"train_iters"}
-Kind = Literal["streams", "bridge", "trl", "packs", "documents"]
-"""What a dataset holds: sequences that GPTDataset joins, rows packed by Megatron-Bridge, by TRL or by somebody else,
-or documents that are not packed yet."""
-_APPLIES_TO: dict[str, tuple[Kind, ...]] = {
-    "split": ("streams",),
-    "add_extra_token": ("streams",),
-    "drop_last": ("bridge", "documents", "packs", "trl"),
-    "max_num_samples": ("bridge", "documents"),
-    "pad_to_max_length": ("bridge", "documents"),
-    "pad_seq_to_mult": ("bridge", "trl", "documents"),
-    "tail_policy": ("packs", "documents"),
-    "packer": ("documents",),
-    "max_docs_per_pack": ("documents",),
-    "max_seqlen_per_dp_cp_rank": ("documents",),
-}
-_LARGEST = {
-    "seed": 2**32 - 1,
-    "seq_length": 2**31 - 1,
-    "max_seqlen_per_dp_cp_rank": 2**31 - 1,
-    "context_parallel_size": 2**20,
-    "pipeline_parallel_size": 4096,
-    "virtual_pipeline_size": 1024,
-    "data_parallel_size": 2**20,
-    "global_batch_size": 2**31 - 1,
-    "micro_batch_size": 2**20,
-}
-"""Values beyond which nobody trains, and which would only take memory and time."""
 _MOST_MICROBATCHES = 2_000_000_000
-_CHOICES = {"loader": Loader, "tail_policy": TailPolicy, "packer": Packer, "experts": Experts}
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
-
-
-def load_settings_file(path: Path, names: frozenset[str] = NAMES) -> dict[str, Any]:
-    """The settings of a YAML mapping; keys are option names, with `-` or `_`. Null counts as not given.
-
-    Raises:
-        DataError: the file cannot be read or is not a mapping.
-        UsageError: a key that is not one of `names`, or is given twice.
-    """
-    import yaml
-
-    text = read_text(path, where=f"--settings {path}")
-    loaded, node = parse_yaml(text, where=f"--settings {path}"), yaml.compose(text, yaml.SafeLoader)
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict) or not isinstance(node, yaml.MappingNode):
-        raise DataError(f"--settings {path}: holds a {type(loaded).__name__}, not a mapping of options")
-    given: dict[str, Any] = {}
-    for key, _ in node.value:  # what is loaded has lost keys that are repeated
-        name = _option_name(key.value)
-        if name not in names:
-            raise UsageError(f"--settings {path}: unknown option {key.value!r}; known are {', '.join(sorted(names))}")
-        if name in given:
-            raise UsageError(f"--settings {path}: option {name} is given twice")
-        given[name] = None
-    given.update((_option_name(key), value) for key, value in loaded.items())
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _option_name(key: Any) -> str:
-    return str(key).lstrip("-").replace("-", "_")
 
 
 def resolve_settings(
@@ -110,17 +45,19 @@ def resolve_settings(
         UsageError: a value that cannot be, named with its flag.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    unknown = sorted(set(values) - NAMES)
+    known = definitions()
+    unknown = sorted(set(values) - set(known))
     if unknown:
-        raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(NAMES))}")
-    check_values(values)
+        raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    for name, value in values.items():
+        known[name].check(value)
     notes = _drop_what_has_no_effect(values, kind, dataset_format)
     assumed: list[Assumption] = []
 
     def assume(name: str, value: Any, why: str) -> None:
         if name not in values:
             values[name] = value
-            assumed.append(Assumption(name=name, value=value, flag=FLAGS[name], why=why))
+            assumed.append(Assumption(name=name, value=value, flag=shown(name), why=why))
 
     dynamic = kind in (None, "documents") and values.get("packer") in DYNAMIC_CP
     if dynamic:
@@ -172,44 +109,21 @@ def _most_tokens(values: Mapping[str, Any]) -> int:
             f"--packer {values['packer']}: needs --max-seqlen-per-dp-cp-rank, the tokens that one rank can hold"
         )
     ranks = values.get("data_parallel_size", 1) * values.get("context_parallel_size", 1)
-    return int(min(room * ranks, _LARGEST["seq_length"]))
+    return int(min(room * ranks, definitions()["seq_length"].most or room))
 
 
 def _drop_what_has_no_effect(values: dict[str, Any], kind: Kind | None, dataset_format: str) -> tuple[str, ...]:
     """Take out of `values` what does not apply to a dataset of `kind`; a note for each."""
     notes = []
     for name in sorted(values):
-        kinds = _APPLIES_TO.get(name)
+        setting = definitions()[name]
+        kinds = setting.setting.kinds
         if kind is None or kinds is None or kind in kinds:
             continue
-        if values[name] != _DEFAULTS.get(name):
-            notes.append(f"{FLAGS[name]} has no effect on format {dataset_format} and was left out")
+        if values[name] != setting.default:
+            notes.append(f"{setting.shown()} has no effect on format {dataset_format} and was left out")
         del values[name]
     return tuple(notes)
-
-
-def check_values(values: Mapping[str, Any]) -> None:
-    """Refuse values of a wrong type or out of range, naming the flag that was given."""
-    for name, value in values.items():
-        flag = FLAGS.get(name, "--" + name.replace("_", "-"))
-        if name in _CHOICES:
-            if value not in get_args(_CHOICES[name]):
-                raise UsageError(f"{flag} {value}: choose one of {', '.join(get_args(_CHOICES[name]))}")
-        elif name in ("drop_last", "data_sharding", "add_extra_token", "pad_to_max_length"):
-            if not isinstance(value, bool):
-                raise UsageError(f"{flag} {value!r}: must be true or false")
-        elif name == "split":
-            if not isinstance(value, str):
-                raise UsageError(f"{flag} {value!r}: must be text such as 969,30,1")
-        elif name == "weights":
-            if not isinstance(value, list | tuple) or not all(isinstance(w, int | float) for w in value):
-                raise UsageError(f"{flag} {value!r}: must be a list of numbers")
-        elif isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"{flag} {value!r}: must be a whole number")
-        elif value < (least := 0 if name == "seed" else 1):
-            raise UsageError(f"{flag} {value}: must be at least {least}")
-        elif value > _LARGEST.get(name, 2**63 - 1):
-            raise UsageError(f"{flag} {value}: is larger than {_LARGEST.get(name, 2**63 - 1)}")
 
 
 def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> None:
@@ -260,7 +174,7 @@ def _check_pipeline(settings: TrainingSettings) -> None:
     group = settings.microbatch_group_size
     if settings.virtual_pipeline_size is None:
         if group is not None:
-            raise UsageError(f"--microbatch-group-size {group}: needs --virtual-pipeline-size")
+            raise UsageError(f"{shown('microbatch_group_size', group)}: needs --virtual-pipeline-size")
         return
     if settings.pipeline_parallel_size == 1:
         raise UsageError(
@@ -277,7 +191,7 @@ def _check_dynamic_cp(settings: TrainingSettings) -> None:
     if settings.loader not in (None, "single"):
         raise UsageError(f"--loader {settings.loader}: Megatron reads data for --packer {packer} with single alone")
     if settings.max_docs_per_pack is not None:
-        raise UsageError(f"--max-docs-per-pack: --packer {packer} has no cap on documents; leave it out")
+        raise UsageError(f"{shown('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out")
     ranks = settings.data_parallel_size * settings.context_parallel_size
     if packer == "balanced_cp" and ranks % 2:
         raise UsageError(

@@ -19,6 +19,7 @@ from thdprof.analyze.settings.flag_occurrences import (
 from thdprof.analyze.settings.megatron_flags import CONVERSATIONS, DATA_PATHS, DOCUMENT_MASKING, FLAGS
 from thdprof.analyze.settings.shell import ShellText, Word
 from thdprof.errors import UsageError
+from thdprof.training import shown
 
 
 class ScriptFlags:
@@ -55,7 +56,7 @@ class ScriptFlags:
         occurrences = self.occurrences.get(flag, [])
         if not occurrences or name in self.given:
             return None
-        option = option or _option(name)
+        option = option or shown(name)
         last = occurrences[-1]
         for other in occurrences[:-1]:
             if not other.agrees_with(last):
@@ -95,7 +96,7 @@ class ScriptFlags:
         if not re.fullmatch(r"\+?[0-9]{1,18}", text) or int(text) < least:
             raise UsageError(
                 f"{self.where}, line {occurrence.line}: {flag} {text}: not a whole number of at least {least}; "
-                f"mend it or give {option or _option(name)}"
+                f"mend it or give {option or shown(name)}"
             )
         return int(text)
 
@@ -138,8 +139,3 @@ class ScriptFlags:
                 self.notes.append(
                     f"{self.where}, line {word.line}: {source} {word.unknown.reason}; flags in it are not seen"
                 )
-
-
-def _option(name: str) -> str:
-    """The option of `thdprof analyze` that gives setting `name`."""
-    return "--" + name.replace("_", "-")

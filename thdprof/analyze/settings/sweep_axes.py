@@ -1,7 +1,8 @@
-"""What `analyze --sweep name=v1,v2` asks for: the options to sweep and their values."""
+"""The axes of `thdprof sweep DATASET name=v1,v2`: the settings to vary, and their values."""
 
 from __future__ import annotations
 
+import functools
 import glob
 import re
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thdprof.analyze.settings.request import OF_THE_COMMAND, check_option
-from thdprof.analyze.settings.resolve import NAMES
+from thdprof.analyze.settings.limits import analysis_options
+from thdprof.analyze.settings.request import check_option
 from thdprof.errors import UsageError
+from thdprof.training import Definition, definitions
 
-SWEPT = (NAMES | OF_THE_COMMAND) - {"format", "weights", "split"}
-"""Options that can be swept: all of one value without a comma, but for the format of the files, read once."""
-_SWITCHES = ("data_sharding", "drop_last", "add_extra_token", "pad_to_max_length")
 _MOST = 256
 _BETWEEN = re.compile(r"\s+(?=[A-Za-z-]+=)")
 _TOKEN = re.compile(r"(?:--)?([A-Za-z][A-Za-z_-]*)=(.*)", re.DOTALL)
@@ -23,7 +22,7 @@ _TOKEN = re.compile(r"(?:--)?([A-Za-z][A-Za-z_-]*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """An option and the values that it takes."""
+    """A setting and the values that it takes."""
 
     name: str
     """With underscores."""
@@ -36,16 +35,22 @@ class Axis:
         return self.name.replace("_", "-")
 
 
-def split_arguments(datasets: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The datasets among a sweep's positional arguments, and those of the form name=value,... for the sweep.
+@functools.cache
+def swept_settings() -> Mapping[str, Definition]:
+    """The settings that can be varied, by name: those whose values hold no comma, and do not say how files are read."""
+    return {name: d for name, d in {**definitions(), **analysis_options()}.items() if d.setting.swept}
 
-    A file whose name has that form is a dataset, unless the name is an option's.
+
+def split_arguments(datasets: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The datasets among a sweep's positional arguments, and the arguments of the form name=value,... to vary.
+
+    A file whose name has that form is a dataset, unless the name is a setting's.
     """
     found: tuple[list[str], list[str]] = [], []
     for text in datasets:
         match = _TOKEN.fullmatch(text)
-        swept = match is not None and (_name(match[1]) in SWEPT or not _is_there(text))
-        found[swept].append(text)
+        varied = match is not None and (_name(match[1]) in swept_settings() or not _is_there(text))
+        found[varied].append(text)
     return found
 
 
@@ -56,7 +61,7 @@ def _is_there(location: str) -> bool:
 def read_axes(texts: Sequence[str], given: Mapping[str, Any]) -> list[Axis]:
     """The axes that `texts` of the form name=v1,v2 name, several to a text where spaces separate them.
 
-    `given` maps options that the command has been given, which cannot be swept too, to values; None is not given.
+    `given` maps the command's other options, which cannot be varied too, to values; None counts as not given.
 
     Raises:
         UsageError: naming the text, name or value that cannot be.
@@ -65,35 +70,35 @@ def read_axes(texts: Sequence[str], given: Mapping[str, Any]) -> list[Axis]:
     for text in (part for whole in texts for part in _BETWEEN.split(whole.strip())):
         axis = _axis(text)
         if given.get(axis.name) is not None:
-            raise UsageError(f"--sweep {text}: --{axis.flag} is given too; give it once")
+            raise UsageError(f"{text}: {swept_settings()[axis.name].shown()} is given too; give it once")
         if any(axis.name == other.name for other in axes):
-            raise UsageError(f"--sweep {text}: {axis.flag} is swept already; give all its values at once")
+            raise UsageError(f"{text}: {axis.flag} is varied already; give all its values at once")
         axes.append(axis)
     count = 1
     for axis in axes:
         count *= len(axis.values)
     if count > _MOST:
-        raise UsageError(f"--sweep: {count:,} combinations; at most {_MOST} are analysed at once")
+        raise UsageError(f"{count:,} combinations to analyse; at most {_MOST} are analysed at once")
     return axes
 
 
 def _axis(text: str) -> Axis:
     match = _TOKEN.fullmatch(text)
     if match is None:
-        raise UsageError(f"--sweep {text}: must be name=value,value as in seq-length=4096,8192")
+        raise UsageError(f"--vary {text}: must be name=value,value as in seq-length=4096,8192")
     name = _name(match[1])
-    if name not in SWEPT:
-        known = ", ".join(sorted(n.replace("_", "-") for n in SWEPT))
-        raise UsageError(f"--sweep {text}: {match[1]} cannot be swept; known are {known}")
+    if name not in swept_settings():
+        known = ", ".join(sorted(n.replace("_", "-") for n in swept_settings()))
+        raise UsageError(f"{text}: {match[1]} cannot be varied; known are {known}")
     values: list[Any] = []
     for part in match[2].split(","):
         value = _value(name, part)
         try:
             check_option(name, value)
         except UsageError as error:
-            raise UsageError(f"--sweep {text}: {error}") from error
+            raise UsageError(f"{text}: {error}") from error
         if value in values:
-            raise UsageError(f"--sweep {text}: {part} is there twice")
+            raise UsageError(f"{text}: {part} is there twice")
         values.append(value)
     return Axis(name=name, values=tuple(values))
 
@@ -103,16 +108,15 @@ def _name(text: str) -> str:
 
 
 def _value(name: str, text: str) -> Any:
-    """`text` as the value that a settings file would hold; what is none of the option's kind stays text."""
+    """`text` as the value that a settings file would hold; a text of another kind than the setting's stays text."""
     if text == "":
-        raise UsageError(f"--sweep {name.replace('_', '-')}: a value is empty; give name=value,value")
-    if name in _SWITCHES:
+        raise UsageError(f"{name.replace('_', '-')}: a value is empty; give name=value,value")
+    setting = swept_settings()[name]
+    if setting.type is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
-    if name == "graph_memory_gib":
+    if setting.type is float and not setting.setting.as_text:
         try:
             return float(text)
         except ValueError:
             return text
-    if name not in ("cost_table", "max_fallback_rate") and re.fullmatch(r"[+-]?[0-9]{1,30}", text):
-        return int(text)
-    return text
+    return int(text) if setting.type is int and re.fullmatch(r"[+-]?[0-9]{1,30}", text) else text

@@ -1,0 +1,144 @@
+"""The options of an analysis that are no training settings: its format, its costs, its limits."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Interval
+
+from thdprof.errors import UsageError
+from thdprof.training import Attention, Definition, Setting, definitions_of
+
+if TYPE_CHECKING:
+    from thdprof.analyze.buckets.recommend import Limits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalysisOptions:
+    """The definition of these options; a settings file takes them too."""
+
+    format: Annotated[
+        str,
+        Setting(
+            help="Format: megatron, bridge, bridge-npy, trl or lengths.",
+            panel="Dataset",
+            assumed="recognised by content",
+            swept=False,
+        ),
+    ] = "auto"
+    """Name of the dataset's format, or auto."""
+    world_size: Annotated[
+        int | None,
+        Interval(ge=1),
+        Setting(help="GPUs of the run, for --megatron-args.", panel="Where settings come from", everyday=False),
+    ] = None
+    """GPUs of the run, where a launch script does not tell their number."""
+    cost_table: Annotated[
+        Path | None,
+        Setting(help="Measured costs: a file of calibrate.", panel="Costs and limits", assumed="built-in costs"),
+    ] = None
+    """A file of measured costs."""
+    attention: Annotated[
+        Attention, Setting(help="Attention backend of the built-in costs.", panel="Costs and limits")
+    ] = "transformer_engine"
+    """Attention backend whose built-in costs are taken."""
+    max_fallback_rate: Annotated[
+        float | None,
+        Setting(
+            help="Largest share of steps with a fallback: 0.005 or 0.5%.",
+            panel="Costs and limits",
+            assumed="no limit",
+            as_text=True,
+        ),
+    ] = None
+    """Largest share of steps with an eager micro-batch."""
+    graph_memory_gib: Annotated[
+        float | None,
+        Setting(help="Most graph memory of a pipeline rank, in GiB.", panel="Costs and limits", assumed="no limit"),
+    ] = None
+    """Most graph memory of a pipeline rank, in GiB."""
+    buckets: Annotated[
+        int,
+        Interval(ge=1),
+        Setting(help="Most graph shapes to capture, of each context-parallel size.", panel="What to capture"),
+    ] = 3
+    """Most shapes to capture, of each context-parallel size."""
+
+
+@functools.cache
+def analysis_options() -> Mapping[str, Definition]:
+    """The definition of every option, by name."""
+    return definitions_of(AnalysisOptions)
+
+
+def read_limits(given: Mapping[str, Any]) -> Limits:
+    """The limits that the options `buckets`, `max_fallback_rate` and `graph_memory_gib` set, by name.
+
+    Raises:
+        UsageError: a value that cannot be, named with its option.
+    """
+    from thdprof.analyze.buckets.recommend import Limits
+
+    limits = Limits()
+    rate, memory = given.get("max_fallback_rate"), given.get("graph_memory_gib")
+    return Limits(
+        num_buckets=whole_number("buckets", given) or limits.num_buckets,
+        max_fallback_rate=None if rate is None else share_of("--max-fallback-rate", rate),
+        graph_memory_bytes=None if memory is None else _bytes("--graph-memory-gib", memory),
+    )
+
+
+def share_of(option: str, value: Any) -> float:
+    """A share of 0 to 1, given as 0.005 or 0.5%.
+
+    Raises:
+        UsageError: naming the option and the value that is no share.
+    """
+    text = str(value)
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise UsageError(f"{option} {text}: must be a share such as 0.005 or 0.5%")
+    return share
+
+
+def counts_of(option: str, text: str) -> list[int]:
+    """Whole numbers of at least 1, separated by commas; each once, ascending.
+
+    Raises:
+        UsageError: naming the option and the text that holds other things.
+    """
+    try:
+        counts = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        counts = []
+    if not counts or counts[0] < 1:
+        raise UsageError(f"{option} {text}: must be whole numbers of at least 1, separated by commas, as in 16,64")
+    return counts
+
+
+def whole_number(name: str, given: Mapping[str, Any]) -> int | None:
+    """The value of the option `name` in `given`, at least 1; None where it is not given.
+
+    Raises:
+        UsageError: naming the option and the value that is another thing.
+    """
+    value = given.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{analysis_options()[name].shown(value)}: must be a whole number of at least 1")
+    return value
+
+
+def _bytes(option: str, gib: Any) -> int:
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib <= 2**30 or math.isnan(gib):
+        raise UsageError(f"{option} {gib}: must be a number of GiB from 0 to 2**30")
+    return int(gib * 2**30)

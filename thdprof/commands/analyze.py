@@ -1,0 +1,161 @@
+"""`thdprof analyze`: predict the micro-batches of a run, recommend graphs, write the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thdprof.commands import streams
+from thdprof.commands.options import Force, Given, GraphsToCapture, Json, LaunchScript, SettingsFile, with_settings
+from thdprof.errors import UsageError
+
+if TYPE_CHECKING:
+    from thdprof.analyze.settings.request import Request
+    from thdprof.offload.plan import Choice
+    from thdprof.training import GraphKind
+
+
+@with_settings
+def analyze(
+    *,
+    datasets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files, globs, directories or Megatron prefixes of one dataset.",
+            metavar="DATASET",
+            rich_help_panel="Dataset",
+        ),
+    ] = None,
+    given: Given,
+    megatron_args: LaunchScript = None,
+    settings: SettingsFile = None,
+    impl: GraphsToCapture = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(
+            help="Activations to keep on the host: all, or modules such as core_attn,mlp_act.",
+            rich_help_panel="What to capture",
+        ),
+    ] = None,
+    offload_fraction: Annotated[
+        str | None,
+        typer.Option(help="Share of them: 0.5 or 50%.", rich_help_panel="What to capture", show_default="1"),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", rich_help_panel="Output")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Write the profile that report and merge read here (parquet).", rich_help_panel="Output"),
+    ] = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            help="Name of the data in the profile.", rich_help_panel="Output", show_default="its file or directory"
+        ),
+    ] = None,
+    microbatches: Annotated[
+        Path | None, typer.Option(help="Write the micro-batch table here (parquet).", rich_help_panel="Output")
+    ] = None,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Predict the micro-batches of a run and recommend which graphs to capture."""
+    from thdprof.analyze.analysis import analyze as analyze_files
+    from thdprof.analyze.planning import make_plan
+    from thdprof.analyze.settings.limits import share_of
+    from thdprof.analyze.settings.offload_choice import choice_of
+    from thdprof.analyze.settings.request import read_request
+
+    to_stdout = output is not None and str(output) == "-"
+    _check_outputs(output, profile=profile, part=part, microbatches=microbatches, json=json, force=force)
+    share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
+    choice = choice_of(offload, share)
+    request = read_request(datasets or [], given, settings=settings, megatron_args=megatron_args)
+    _check_captures(request, impl, choice)
+    for note in request.notes:
+        streams.say(note)
+    with streams.progress_bar() as progress:
+        analysis = analyze_files(
+            request.locations,
+            request.given,
+            format=request.format,
+            cost_table=request.cost_table,
+            attention=request.attention,
+            limits=request.limits,
+            offload=choice,
+            progress=progress,
+        )
+        if microbatches is not None:
+            progress("writing the table", 1.0, 0)
+            analysis.microbatches.write_parquet(microbatches)
+        if profile is not None:
+            from thdprof.analyze.profile.count import make_profile
+
+            progress("writing the profile", 1.0, 0)
+            make_profile(analysis, part=part).save(profile, force=force)
+    if choice is not None and analysis.offload is None:
+        streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
+    plan = make_plan(analysis, impl=impl)
+    if to_stdout:
+        streams.write(plan.to_yaml())
+    elif output is not None:
+        plan.save(output, force=force)
+    if json:
+        from thdprof.analyze.report.json_ import to_json
+
+        streams.write(to_json(analysis) + "\n")
+        return
+    from thdprof.analyze.report.terminal import print_report
+
+    console = streams.console(stderr=to_stdout)
+    print_report(analysis, console)
+    if output is not None and not to_stdout:
+        streams.say(f"plan written to {output}")
+    if profile is not None:
+        streams.say(f"profile written to {profile}")
+
+
+def _check_outputs(
+    output: Path | None,
+    *,
+    profile: Path | None,
+    part: str | None,
+    microbatches: Path | None,
+    json: bool,
+    force: bool,
+) -> None:
+    """Refuse, before the work and not after it, outputs that exclude each other or cannot be written."""
+    from thdprof.files import check_targets
+
+    to_stdout = str(output) == "-"
+    if json and to_stdout:
+        raise UsageError("--json and -o - both print on stdout; give one")
+    for option, file in (("--microbatches", microbatches), ("--profile", profile)):
+        if str(file) == "-":
+            raise UsageError(f"{option} -: a parquet table cannot go to stdout; name a file")
+    if part is not None and profile is None:
+        raise UsageError(f"--part {part}: names the data in a profile; give --profile too")
+    if profile is not None:
+        from thdprof.analyze.profile.count import check_part
+
+        check_part(part)
+    check_targets([p for p in (None if to_stdout else output, microbatches, profile) if p is not None], force=force)
+
+
+def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:
+    """Refuse, before the work and not after it, what training could not capture or move to the host."""
+    from thdprof.analyze.settings.experts import captured
+    from thdprof.analyze.settings.offload_choice import by_megatron_core, check_choice, without_experts
+    from thdprof.megatron_limits import check_settings
+
+    experts = request.given.get("experts", "none")
+    captures, _ = captured(experts, impl)
+    check_settings({**request.given, "packer": None}, captures)  # only some formats are packed; make_plan looks again
+    if choice is not None:
+        check_choice(choice, impl=captures, experts=experts)
+        for note in (without_experts(choice, experts), by_megatron_core(captures, experts)):
+            if note is not None:
+                streams.say(note)

@@ -1,0 +1,66 @@
+"""`thdprof check`: hold a dataset against a plan that was made before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thdprof.commands import streams
+from thdprof.dispatch import Level
+from thdprof.errors import GateError
+
+
+def check(
+    plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
+    datasets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files, globs, directories or Megatron prefixes, in the plan's format; name the directory to see new "
+            "files.",
+            metavar="DATASET",
+            show_default="the files that the plan names",
+        ),
+    ] = None,
+    max_fallback_rate: Annotated[
+        str | None,
+        typer.Option(help="Largest rate that is let pass: 0.005 or 0.5%.", show_default="the plan's own prediction"),
+    ] = None,
+    level: Annotated[
+        Level,
+        typer.Option(
+            help="Rate that counts: of micro-batches, of a rank's steps with an eager one, or of steps with one on any "
+            "rank, which is what training waits for."
+        ),
+    ] = "step",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Hold a dataset against a plan that was made before; exit 3 where it no longer fits.
+
+    The dataset is replayed with the plan's own training settings, and every micro-batch is dispatched to the plan's
+    buckets as training does.
+    """
+    from thdprof.analyze.check import check as check_dataset
+    from thdprof.analyze.report.check import print_check, to_json, verdict
+    from thdprof.analyze.settings.limits import share_of
+    from thdprof.commands.plan_file import read_plan, shown
+
+    allowed = None if max_fallback_rate is None else share_of("--max-fallback-rate", max_fallback_rate)
+    loaded = read_plan(plan)
+    with streams.progress_bar() as progress:
+        result = check_dataset(
+            loaded,
+            datasets or [],
+            max_fallback_rate=allowed,
+            level=level,
+            where=shown(plan),
+            progress=progress,
+        )
+    with streams.of_a_gate():
+        if json:
+            streams.write(to_json(result) + "\n")
+        else:
+            print_check(result, streams.console(stderr=False))
+    if not result.holds:
+        raise GateError(f"{shown(plan)}: {verdict(result)} Analyse the dataset again")

@@ -1,0 +1,81 @@
+"""`thdprof compare`: hold a run's statistics, or another plan, against a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thdprof.commands import streams
+from thdprof.errors import GateError
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+
+def compare(
+    plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
+    other: Annotated[
+        Path,
+        typer.Argument(
+            help="Statistics of a run, JSON lines, of which the last is read; or another plan, which - reads from "
+            "stdin.",
+            metavar="STATS|PLAN",
+        ),
+    ],
+    tolerance: Annotated[str, typer.Option(help="Largest difference that is let pass: 0.01 or 1%.")] = "0.01",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Hold a run's statistics, or another plan, against a plan; exit 3 where they differ.
+
+    Statistics: the shares of micro-batches that ran eagerly and that replayed each bucket count, by their difference.
+
+    Another plan: all that changed is listed. The fallback rates count by their difference; the predicted step times
+    (in ms, and beside eager) and the percentiles from P50 to max of documents and longest document by their relative
+    change, of the larger. Nothing else counts: neither dataset, training settings, buckets and slots nor costs.
+    """
+    from thdprof.analyze.settings.limits import share_of
+    from thdprof.commands.plan_file import check_one_stdin, from_stdin, read_plan, shown
+    from thdprof.compare.plans import kind_of
+
+    allowed = share_of("--tolerance", tolerance)
+    check_one_stdin(plan, other)
+    first = read_plan(plan)
+    if from_stdin(other) or kind_of(other) == "plan":
+        _compare_plans(first, read_plan(other), allowed, where=f"{shown(plan)} and {shown(other)}", json=json)
+    else:
+        _compare_stats(first, other, allowed, json=json)
+
+
+def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> None:
+    from thdprof.analyze.report.comparison import print_comparison, to_json
+    from thdprof.compare.statistics import compare as compare_shares
+    from thdprof.compare.statistics import read_stats
+
+    result = compare_shares(plan, read_stats(stats), tolerance=allowed, where=str(stats))
+    with streams.of_a_gate():
+        if json:
+            streams.write(to_json(result) + "\n")
+        else:
+            print_comparison(result, streams.console(stderr=False))
+    if not result.holds:
+        raise GateError(
+            f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "
+            f"{allowed:.3%}: analyse the data and settings that were trained on"
+        )
+
+
+def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, json: bool) -> None:
+    from thdprof.analyze.report.plan_comparison import print_plan_comparison, to_json
+    from thdprof.compare.plans import compare_plans
+
+    result = compare_plans(first, second, tolerance=allowed)
+    with streams.of_a_gate():
+        if json:
+            streams.write(to_json(result) + "\n")
+        else:
+            print_plan_comparison(result, streams.console(stderr=False))
+    if not result.holds:
+        fields = ", ".join(d.field for d in result.past_tolerance)
+        raise GateError(f"{where} differ by more than --tolerance {allowed:.3%}: {fields}")

@@ -1,0 +1,42 @@
+"""`thdprof export`: turn a plan into the flags or overrides of a training system."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thdprof.commands import streams
+from thdprof.errors import UsageError
+
+
+def export(
+    plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
+    to: Annotated[str, typer.Option(help="megatron-lm, megatron-lm-dev, megatron-bridge or json.")],
+    max_seqs: Annotated[int | None, typer.Option(min=1, help="Export this cap instead of the plan's.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Directory for the target's files; stdout without it.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+) -> None:
+    """Turn a plan into the flags or overrides of a training system."""
+    from thdprof.analyze.export import TARGETS, export_plan
+    from thdprof.commands.plan_file import read_plan
+    from thdprof.files import check_targets, write_text
+
+    exported = export_plan(read_plan(plan), to, max_seqs=max_seqs)
+    if output is None:
+        streams.write(exported.text)
+        if exported.extra_files:
+            names = ", ".join(exported.extra_files)
+            streams.say(f"-o DIRECTORY writes this and {names}")
+        return
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"-o {output}: is a file; name a directory for the target's files")
+    files = {TARGETS[to].main_file: exported.text, **exported.extra_files}
+    output.mkdir(parents=True, exist_ok=True)
+    check_targets([output / name for name in files], force=force)
+    for name, text in files.items():
+        write_text(output / name, text, force=force)
+        streams.say(f"written: {output / name}")

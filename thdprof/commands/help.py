@@ -1,0 +1,115 @@
+"""`--help` in panels: the options of a command under their headings."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+_NARROWEST, _WIDEST = 60, 120
+"""Columns of a help page, whatever the terminal has."""
+_LEFT = 38
+"""Most columns of an option's name and type: longer ones are broken."""
+
+Rows = list[tuple[str, str]]
+"""Name and meaning of each option."""
+
+
+class PanelCommand(TyperCommand):
+    """A command whose help has a panel for every heading of its options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the panels, in the order in which the options are declared."""
+        formatter.write_paragraph()
+        for title, rows in _panels(self.get_params(ctx), ctx).items():
+            formatter.write(_drawn(title, rows))
+
+
+class PanelGroup(TyperGroup):
+    """The commands' help."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a panel of options and one of commands."""
+        formatter.write_paragraph()
+        for title, rows in _panels(self.get_params(ctx), ctx).items():
+            formatter.write(_drawn(title, rows))
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        formatter.write(_drawn("Commands", [(n, c.get_short_help_str(200)) for n, c in commands.items() if c]))
+
+
+def _panels(params: Sequence[Any], ctx: Any) -> dict[str, Rows]:
+    """The options' names and meanings by heading; an option that names none, such as --help, goes to the last."""
+    panels: dict[str, Rows] = {}
+    for param in params:
+        row = option_row(param, ctx)
+        if row is not None:
+            panels.setdefault(_heading(param, panels), []).append(row)
+    return panels
+
+
+def option_row(param: Any, ctx: Any) -> tuple[str, str] | None:
+    """The name and type of an option or argument, and its meaning; None where it is hidden."""
+    record = param.get_help_record(ctx)
+    if record is None:
+        return None
+    name, meaning = (" ".join(text.split()) for text in record)
+    return name, re.sub(r"\[default: \((.*)\)\]", r"[default: \1]", meaning)
+
+
+def _heading(param: Any, panels: dict[str, Rows]) -> str:
+    if param.rich_help_panel:
+        return str(param.rich_help_panel)
+    if param.param_type_name == "argument":
+        return "Arguments"
+    return "Output" if "Output" in panels else "Options"
+
+
+def _drawn(title: str, rows: Rows) -> str:
+    """A panel as text, in colours where stdout is a terminal."""
+    from rich import box
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    left = min(_LEFT, max(len(name) for name, _ in rows))
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=left, overflow="fold")
+    table.add_column(ratio=1)
+    for name, meaning in rows:
+        table.add_row(Text(_broken(name, left), style="bold cyan"), Text(meaning))
+    stream = io.StringIO()
+    plain = Console()
+    console = Console(
+        file=stream,
+        width=max(_NARROWEST, min(_WIDEST, plain.width)),
+        force_terminal=plain.is_terminal,
+        no_color=plain.no_color,
+        legacy_windows=False,
+    )
+    edges = box.ROUNDED if _takes_lines(sys.stdout) else box.ASCII
+    console.print(Panel(table, title=title, title_align="left", border_style="dim", box=edges))
+    return stream.getvalue()
+
+
+def _broken(name: str, width: int) -> str:
+    """`name` in lines of at most `width` characters, broken at spaces and between choices."""
+    lines = [""]
+    for part in re.findall(r"[^ |]+[ |]*", name):
+        if len(lines[-1] + part.rstrip()) > width:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _takes_lines(stream: Any) -> bool:
+    """Whether the stream's encoding has the letters that a box is drawn with."""
+    try:
+        "╭─│".encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

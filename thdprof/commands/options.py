@@ -1,0 +1,99 @@
+"""Options that `analyze` and `sweep` share: made from the definitions of the settings, in panels."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+from typer.models import ArgumentInfo
+
+from thdprof.analyze.settings.limits import analysis_options
+from thdprof.training import Definition, GraphKind, Panel, definitions
+
+PANELS: tuple[str, ...] = get_args(Panel)
+Given = Mapping[str, Any]
+"""Values of options by the settings' names; None counts as not given."""
+
+LaunchScript = Annotated[
+    Path | None,
+    typer.Option(
+        "--megatron-args",
+        help="Launch script or argument list to take Megatron-LM's flags from.",
+        rich_help_panel="Where settings come from",
+    ),
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--settings",
+        help="YAML file of these options, and of settings that have none: a line is `seq_length: 4096`.",
+        rich_help_panel="Where settings come from",
+    ),
+]
+GraphsToCapture = Annotated[
+    GraphKind | None,
+    typer.Option(
+        "--impl",
+        help="What the plan captures: a torch module, or Megatron's chunks or layers.",
+        rich_help_panel="What to capture",
+        show_default="module; transformer_engine with dropless experts",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Replace existing files.", rich_help_panel="Output")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel="Output")]
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command` an option for every everyday setting, in the order of the panels.
+
+    The values of these options come to `command` as its keyword `given`, a mapping by the settings' names.
+    """
+    settings = {d.name: d for d in (*analysis_options().values(), *definitions().values()) if d.setting.everyday}
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> None:
+        given = {name: values.pop(name) for name in settings}
+        command(**values, given=given)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [_parameter(d) for d in settings.values()] + [p for p in own if p.name != "given"]
+    parameters.sort(key=lambda p: (PANELS.index(_info(p).rich_help_panel), not _is_first(p)))
+    signature = inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters])
+    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in parameters}
+    return wrapped
+
+
+def removed_options() -> dict[str, Definition]:
+    """Options that no command has any more, with the settings that are given in a settings file instead."""
+    rare = [d for d in (*definitions().values(), *analysis_options().values()) if not d.setting.everyday]
+    return {option: d for d in rare for option in (d.option, d.off_option)}
+
+
+def _parameter(definition: Definition) -> inspect.Parameter:
+    """The option of a setting; its own default is None, so that a file's value is known to be weaker."""
+    setting = definition.setting
+    names = [f"{definition.option}/{definition.off_option}" if definition.type is bool else definition.option]
+    assumed = setting.assumed or (None if definition.type is bool else str(definition.default))
+    option = typer.Option(*names, help=setting.help, rich_help_panel=setting.panel, show_default=assumed or False)
+    wanted = str if setting.as_text else definition.type
+    return inspect.Parameter(
+        definition.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[wanted | None, option],
+    )
+
+
+def _info(parameter: inspect.Parameter) -> Any:
+    """The typer.Option or typer.Argument of a parameter."""
+    return get_args(parameter.annotation)[1]
+
+
+def _is_first(parameter: inspect.Parameter) -> bool:
+    """Whether help lists the parameter before the settings of its panel."""
+    return isinstance(_info(parameter), ArgumentInfo) or parameter.name == "vary"

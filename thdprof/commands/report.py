@@ -1,0 +1,51 @@
+"""`thdprof report`: say and draw what a plan rests on, and what happened in a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thdprof.commands import streams
+from thdprof.errors import UsageError
+
+
+def report(
+    plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
+    stats: Annotated[Path | None, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            help="Profile of analyze --profile or merge.", show_default="PLAN.profile.parquet beside the plan"
+        ),
+    ] = None,
+    cap: Annotated[
+        int | None, typer.Option(min=1, help="Single cap to look at.", show_default="the plan's best")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="A .ipynb or .html file, or a directory for the figures as SVG."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Say and draw what a plan rests on, what each cap costs and what happened: a page, a notebook or figures."""
+    from thdprof.analyze.report.write import write_report
+    from thdprof.commands.plan_file import from_stdin, plan_as_file, shown
+
+    if from_stdin(plan):
+        if profile is None:
+            raise UsageError("-: a plan from stdin has no profile beside it; give --profile")
+        if output is not None and output.suffix.lower() == ".ipynb":
+            raise UsageError(f"-o {output}: a notebook reads its plan from a file; save the plan and name the file")
+    with plan_as_file(plan) as path:
+        written = write_report(
+            path, plan_name=shown(plan), profile=profile, stats=stats, cap=cap, output=output, force=force
+        )
+    if json:
+        streams.write(written.to_json() + "\n")
+        return
+    streams.write("".join(f"- {sentence.text}\n" for sentence in written.findings))
+    for file in written.files:
+        streams.say(f"written: {file}")

@@ -1,0 +1,80 @@
+"""`thdprof sweep`: analyse one dataset under every combination of values of some settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thdprof.commands import streams
+from thdprof.commands.options import Force, Given, GraphsToCapture, Json, LaunchScript, SettingsFile, with_settings
+from thdprof.errors import UsageError
+
+
+@with_settings
+def sweep(
+    *,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Files, globs, directories or Megatron prefixes of one dataset; and settings to vary, as in "
+            "seq-length=4096,8192 micro-batch-size=1,2.",
+            metavar="DATASET|NAME=V1,V2",
+            rich_help_panel="Dataset",
+        ),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A setting to vary, where it should be told from a dataset's name.",
+            metavar="NAME=V1,V2",
+            rich_help_panel="Dataset",
+        ),
+    ] = None,
+    given: Given,
+    megatron_args: LaunchScript = None,
+    settings: SettingsFile = None,
+    impl: GraphsToCapture = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Directory for the plans.", rich_help_panel="Output")
+    ] = None,
+    json: Json = False,
+    force: Force = False,
+) -> None:
+    """Compare settings: read the dataset once, and show every combination of their values as a row of one table.
+
+    The settings to vary stand among the datasets, as in
+
+    thdprof sweep dataset/ seq-length=4096,8192 buckets=1,3
+    """
+    from thdprof.analyze.report.sweep import print_sweep, to_json
+    from thdprof.analyze.settings.request import read_request
+    from thdprof.analyze.settings.sweep_axes import read_axes, split_arguments
+    from thdprof.analyze.sweep import check_plan_files, write_plans
+    from thdprof.analyze.sweep import sweep as analyze_combinations
+
+    locations, texts = split_arguments(arguments or [])
+    axes = read_axes([*(vary or []), *texts], given)
+    if not axes:
+        raise UsageError("sweep: nothing to vary; add settings and their values, as in seq-length=4096,8192")
+    if output is not None:
+        check_plan_files(axes, output, force=force)
+    with streams.progress_bar() as progress:
+        result = analyze_combinations(
+            axes,
+            lambda values: read_request(locations, {**given, **values}, settings=settings, megatron_args=megatron_args),
+            impl=impl,
+            progress=progress,
+        )
+    for note in result.notes:
+        streams.say(note)
+    written = write_plans(result, output, force=force) if output is not None else []
+    if json:
+        streams.write(to_json(result) + "\n")
+    else:
+        print_sweep(result, streams.console(stderr=False))
+    for path in written:
+        streams.say(f"plan written to {path}")
+    if not result.any_works:
+        raise UsageError(f"sweep: no combination can be; the first: {result.combinations[0].problem}")
