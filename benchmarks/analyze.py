@@ -40,6 +40,8 @@ samples = helpers.build_sample_idx(lengths.copy(), documents, seq_length, 1, tok
 _build_shuffle_index(len(samples) - 1, len(samples) - 1, random)
 print(time.perf_counter() - began)
 """
+RANKS, MICROBATCHES = (1, 8, 64), 8
+"""Data-parallel sizes that are timed, and micro-batches a rank and step of those over 1."""
 PYARROW = "import sys, pyarrow.parquet as pq; pq.read_table(sys.argv[1], columns=['seq_start_id'])"
 
 
@@ -136,18 +138,22 @@ def main() -> None:
         seconds, _, _ = best([*thdprof, "analyze", str(small)], options.repeat)
         rows.append(("`analyze`, `.idx` of 10,000 documents", f"{seconds:.2f} s", "1.00 s allowed"))
 
-        seconds, peak, _ = best(
-            [*thdprof, "analyze", str(large), "--seq-length", "4096", "--split", "1"], options.repeat
-        )
         _, _, printed = min(
             (run([sys.executable, "-c", MEGATRON, str(large), "4096"]) for _ in range(options.repeat)),
             key=lambda r: float(r[2]),
         )
         peer = float(printed)
-        allowed = (3 * 4 * options.documents + 300e6) / 2**20
-        title = f"`analyze`, `.idx` of {options.documents:,} documents"
-        rows.append((title, f"{seconds:.2f} s", f"{peer:.2f} s megatron-core's index build, imports left out"))
-        rows.append((title + ", peak memory", f"{peak:.0f} MiB", f"{allowed:.0f} MiB allowed (3x lengths + 300 MB)"))
+        allowed = f"{(3 * 4 * options.documents + 300e6) / 2**20:.0f} MiB allowed (3x lengths + 300 MB)"
+        for ranks in RANKS:
+            arguments = ["--seq-length", "4096", "--split", "1"]
+            title = f"`analyze`, `.idx` of {options.documents:,} documents"
+            if ranks > 1:
+                arguments += ["--data-parallel-size", str(ranks), "--global-batch-size", str(ranks * MICROBATCHES)]
+                title += f", {ranks} ranks x {MICROBATCHES} micro-batches"
+            seconds, peak, _ = best([*thdprof, "analyze", str(large), *arguments], options.repeat)
+            beside = f"{peer:.2f} s megatron-core's index build, imports left out: {seconds / peer:.2f} of it"
+            rows.append((title, f"{seconds:.2f} s", beside if ranks == 1 else beside + ", 1.3 allowed"))
+            rows.append((title + ", peak memory", f"{peak:.0f} MiB", allowed))
 
         seconds, peak, _ = best([*thdprof, "analyze", str(packed), "--global-batch-size", "64"], options.repeat)
         peer, peer_peak, _ = best([sys.executable, "-c", PYARROW, str(packed)], options.repeat)

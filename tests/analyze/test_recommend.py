@@ -10,6 +10,7 @@ import pytest
 from support.schedules import make_costs, make_table
 
 from thdprof.analyze.buckets.cost_table import built_in_costs
+from thdprof.analyze.buckets.rank_counts import RankCounts
 from thdprof.analyze.buckets.recommend import Limits, recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
@@ -104,6 +105,41 @@ def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
             assert brute_force_step_ms(table, costs, choice, 2) >= found.step_ms - 1e-6
             compared += 1
     assert compared > 50
+
+
+def test_distinct_rows_of_counts_are_those_of_every_rank_and_step(rng):
+    checked = 0
+    for classes, most, ragged in ((1, 3, False), (5, 4, True), (12, 60, False), (30, 200, True)):  # the last overflow
+        ranks, steps = 3, 40
+        per_step = rng.integers(1, most + 1, steps) if ragged else np.full(steps, most)
+        table = make_table(rng.integers(1, 9, int(per_step.sum()) * ranks), ranks=ranks, num_microbatches=per_step)
+        drawn = rng.choice(classes, len(table), p=rng.dirichlet(np.full(classes, 0.3)))
+        found = RankCounts.of(table, drawn, classes)
+        assert len(np.unique(found.counts, axis=0)) == len(found.counts)
+        marked = rng.random(classes) < 0.3
+        positions = np.array([table.position(index)[:2] for index in range(len(table))])
+        for step in range(steps):
+            for rank in range(ranks):
+                here = drawn[(positions == (step, rank)).all(axis=1)]
+                expected = np.bincount(here, minlength=classes)
+                np.testing.assert_array_equal(found.counts[found.row[step, rank]], expected)
+                assert found.any_in(marked)[step, rank] == marked[here].any()
+                checked += 1
+    assert checked == 480
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_step_times_do_not_depend_on_how_counts_are_kept(rng, monkeypatch, ranks):
+    """Once for each distinct row of counts, or once for each rank and step."""
+    table = make_table(rng.integers(1, 30, 50 * ranks * 4), ranks=ranks, num_microbatches=4)
+    costs = make_costs(replay=((1, None, 10.1), (30, None, 47.3)))
+    choices = [(), *((Bucket(n, 64, 64),) for n in (5, 20, 30)), (Bucket(5, 64, 64), Bucket(30, 64, 64))]
+    found = StepCosts(table, costs, [5, 20, 30], [64], 2, n_tokens=64).step_ms(choices)
+    expected = [brute_force_step_ms(table, costs, choice, 2) for choice in choices]
+    np.testing.assert_allclose(found, expected)
+    monkeypatch.setattr(StepCosts, "_ms_of_rows", lambda self, weights: None)
+    again = StepCosts(table, costs, [5, 20, 30], [64], 2, n_tokens=64).step_ms(choices)
+    np.testing.assert_array_equal(found, again)
 
 
 def test_eager_is_an_answer():

@@ -7,12 +7,14 @@ a step costs the sum over its rounds of the slowest group's sum, and a bucket fi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.rank_counts import RankCounts
 from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.dispatch import Bucket, Shapes, holds
@@ -84,17 +86,16 @@ class StepCosts:
             found[holds(buckets[index], self._asked)] = index
         return found
 
-    def falls_back(self, buckets: Sequence[Bucket]) -> NDArray[np.bool_]:
-        """Which micro-batches fit no bucket, shape [micro-batches]."""
-        return (self.bucket_of_class(buckets) < 0)[self._class]
-
     def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
         """The three rates under `buckets`."""
-        table = self._table
-        if table.num_steps == len(table):  # one micro-batch a step: the rates are the same, and classes tell them
-            eager = int(self.class_counts[self.bucket_of_class(buckets) < 0].sum()) / len(table)
+        table, uncovered = self._table, self.bucket_of_class(buckets) < 0
+        if table.groups is not None:
+            return fallback_rate(table, uncovered[self._class])
+        eager = int(self.class_counts[uncovered].sum()) / len(table)
+        if table.num_steps == len(table):  # one micro-batch a step: the rates are the same
             return FallbackRate(microbatch=eager, rank_step=eager, step=eager)
-        return fallback_rate(table, self.falls_back(buckets))
+        ranks = self._rank_counts.any_in(uncovered)
+        return FallbackRate(microbatch=eager, rank_step=float(ranks.mean()), step=float(ranks.any(axis=1).mean()))
 
     def shares(self, buckets: Sequence[Bucket]) -> tuple[float, ...]:
         """Share of micro-batches that replay each bucket."""
@@ -115,11 +116,15 @@ class StepCosts:
         sums = np.zeros(len(choices))
         at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
         steps = np.arange(0, table.num_steps, stride)
+        ms_of_rows = self._ms_of_rows(weights)
         for first in range(0, len(steps), at_once):
             part = steps[first : first + at_once]
-            by_rank = self._rank_step_counts(part) @ weights  # [steps, ranks, choices]
+            if ms_of_rows is None:
+                slowest = (self._rank_step_counts(part) @ weights).max(axis=1)  # [steps, choices]
+            else:
+                slowest = _slowest(ms_of_rows, self._rank_counts.row[part])
             factor_by_step = 1 + (self._pipeline - 1) / table.num_microbatches[part]
-            sums += factor_by_step @ by_rank.max(axis=1)
+            sums += factor_by_step @ slowest
         return sums / len(steps)
 
     def total_ms(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
@@ -169,14 +174,45 @@ class StepCosts:
         """
         shape = (groups, len(self.class_counts))
         counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
-        if np.ptp(self._eager_ms) == 0:
-            eager = counts * self._eager_ms[0]
-        else:
-            eager = np.bincount(cells, self._eager_ms[n_seqs], minlength=counts.size).reshape(shape)
+        if self._same_eager_ms:
+            return self._with_eager(counts)
+        eager = np.bincount(cells, self._eager_ms[n_seqs], minlength=counts.size).reshape(shape)
         return np.concatenate((counts, eager), axis=1)
+
+    @functools.cached_property
+    def _rank_counts(self) -> RankCounts:
+        return RankCounts.of(self._table, self._class, len(self.class_counts))
+
+    @functools.cached_property
+    def _same_eager_ms(self) -> bool:
+        """Whether all micro-batches take the same time eagerly, so that counts alone tell the time of a rank."""
+        return bool(np.ptp(self._eager_ms) == 0)
+
+    def _ms_of_rows(self, weights: NDArray[np.float64]) -> NDArray[np.float64] | None:
+        """Milliseconds of each distinct row of counts under each choice, [rows, choices]; None: sum up for every rank.
+
+        Rows are multiplied in groups as large as a step has ranks. BLAS adds up in another order at the end of a group
+        than within, so other sizes than these could change the last bits of a sum with a row's place in its group.
+        """
+        ranks = self._table.data_parallel_size
+        if not self._same_eager_ms or not (ranks <= 2 or ranks % 4 == 0):
+            return None
+        counts = self._rank_counts.counts
+        if len(counts) * max(weights.shape) > _CHUNK:
+            return None
+        groups = -(-len(counts) // ranks)
+        rows = np.zeros((groups * ranks, weights.shape[0]))
+        rows[: len(counts)] = self._with_eager(counts)
+        return np.asarray(rows.reshape(groups, ranks, -1) @ weights).reshape(groups * ranks, -1)
+
+    def _with_eager(self, counts: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Counts [..., classes] with the classes' eager milliseconds behind, where all take the same time."""
+        return np.concatenate((counts, counts * self._eager_ms[0]), axis=-1)
 
     def _rank_step_counts(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
         """Counts and eager milliseconds of every class on each rank of `steps`: [steps, ranks, 2 * classes]."""
+        if self._same_eager_ms:
+            return self._with_eager(self._rank_counts.counts[self._rank_counts.row[steps]])
         table, classes = self._table, len(self.class_counts)
         ranks = table.data_parallel_size
         per_step = table.num_microbatches.astype(np.int64) * ranks
@@ -188,6 +224,14 @@ class StepCosts:
         rank = position // np.repeat(table.num_microbatches[steps], sizes)
         cells = (group * ranks + rank) * classes + self._class[kept]
         return self._counts(cells, len(steps) * ranks, table.n_seqs[kept]).reshape(len(steps), ranks, -1)
+
+
+def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Of `ms` [rows, choices] the largest among the rows of a step, `row` [steps, ranks]: [steps, choices]."""
+    slowest = ms[row[:, 0]]
+    for rank in range(1, row.shape[1]):
+        np.maximum(slowest, ms[row[:, rank]], out=slowest)
+    return slowest
 
 
 def one_cap_step_ms(
