@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
 from itertools import product
+from typing import get_args
 
 import numpy as np
 import pytest
+from support.paths import ROOT
 from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import check_settings
+from thdprof.megatron_limits import LIMITS, Limit, Run, check_settings, limits_of
+from thdprof.plan import Impl, OffloadPart, Plan, load_plan
 
 DYNAMIC = {"packer": "balanced_cp", "max_seqlen_per_dp_cp_rank": 16, "tail_policy": "append_dummy_seq"}
 
@@ -122,3 +129,182 @@ def test_analysis_and_install_refuse_alike(documents):
                 make_plan(made, impl=impl)
     assert refused
     assert accepted
+
+
+# --- each limit that both sides know --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run that is accepted but for one limit, as the options of an analysis and as what `install` is given."""
+
+    options: list[object]
+    dynamic: bool = False
+    graphs: dict[str, object] = field(default_factory=dict)
+    training: dict[str, object] = field(default_factory=dict)
+    config: dict[str, object] = field(default_factory=dict)
+
+
+STATIC_RUN = ["--seq-length", 64, "--loader", "single", "--global-batch-size", 8]
+DYNAMIC_RUN = [
+    "--packer", "balanced_cp", "--max-seqlen-per-dp-cp-rank", 16, "--tail-policy", "append_dummy_seq",
+    "--data-parallel-size", 2, "--context-parallel-size", 2, "--global-batch-size", 40,
+]  # fmt: skip
+TE = {"cuda_graph_impl": "transformer_engine"}
+BY_CORE = {
+    **TE,
+    "fine_grained_activation_offloading": True,
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "cuda_graph_modules": ["attn", "moe_router"],
+}
+PADDED = {
+    "num_moe_experts": 4,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_token_dispatcher_type": "alltoall",
+}
+UP_TO_ROUTER = {"impl": "transformer_engine", "modules": ["attn", "moe_router"]}
+CASES = {
+    ("pipeline_model_parallel_size", "`local`"): Case(
+        options=["--impl", "local", "--pipeline-parallel-size", 2],
+        graphs={"impl": "local", "slots": [[1], [1]]},
+        training={"pipeline_parallel_size": 2},
+        config={"cuda_graph_impl": "local", "pipeline_model_parallel_size": 2},
+    ),
+    ("graphs of single layers under dynamic context parallelism", None): Case(
+        options=["--impl", "transformer_engine"], dynamic=True, graphs={"impl": "transformer_engine"}, config=TE
+    ),
+    ("pipeline_model_parallel_size", "dynamic context parallelism"): Case(
+        options=["--impl", "chunk", "--pipeline-parallel-size", 2],
+        dynamic=True,
+        graphs={"slots": [[1], [1]]},
+        training={"pipeline_parallel_size": 2},
+        config={"pipeline_model_parallel_size": 2},
+    ),
+    ("num_moe_experts", "dynamic context parallelism"): Case(
+        options=["--impl", "chunk", "--experts", "padded"], dynamic=True, training={"experts": "padded"}, config=PADDED
+    ),
+    ("`context_parallel_size` 1 with graphs that span several ranks", None): Case(
+        options=["--impl", "chunk", "--data-parallel-size", 4, "--context-parallel-size", 1],
+        dynamic=True,
+        training={"data_parallel_size": 4, "context_parallel_size": 1},
+        config={"context_parallel_size": 1},
+    ),
+    ("an odd `max_seqlen_per_dp_cp_rank` with graphs that span several ranks", None): Case(
+        options=["--impl", "chunk", "--max-seqlen-per-dp-cp-rank", 17],
+        dynamic=True,
+        training={"max_seqlen_per_dp_cp_rank": 17},
+    ),
+    ("whole layers of dropless experts", None): Case(
+        options=["--impl", "chunk", "--experts", "dropless"],
+        config={"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"},
+    ),
+    ("offloading with `local`", None): Case(
+        options=["--impl", "local", "--offload", "all"],
+        graphs={"impl": "local", "offload": OffloadPart()},
+        config={"cuda_graph_impl": "local"},
+    ),
+    ("offloading by megatron-core itself of modules that it does not support", None): Case(
+        options=["--experts", "dropless", "--offload", "core_attn,mlp_fc1"],
+        graphs={**UP_TO_ROUTER, "offload": OffloadPart(modules=["core_attn", "mlp_fc1"])},
+        config={**BY_CORE, "offload_modules": ["core_attn", "mlp_fc1"]},
+    ),
+    ("offloading `mlp_norm` of layers with experts by megatron-core itself", None): Case(
+        options=["--experts", "dropless", "--offload", "core_attn,mlp_norm"],
+        graphs={**UP_TO_ROUTER, "offload": OffloadPart(modules=["core_attn", "mlp_norm"])},
+        config={**BY_CORE, "offload_modules": ["core_attn", "mlp_norm"]},
+    ),
+    ("offloading by thdprof from graphs of single layers with experts", None): Case(
+        options=["--impl", "transformer_engine", "--experts", "padded", "--offload", "all"],
+        graphs={"impl": "transformer_engine", "offload": OffloadPart()},
+        config={**TE, **PADDED},
+    ),
+    ("offloading `attn_proj` without `core_attn`", None): Case(
+        options=["--impl", "chunk", "--offload", "attn_proj"],
+        graphs={"offload": OffloadPart(modules=["attn_proj"])},
+    ),
+}
+"""By the limit's name, and by the graphs that need it where it is a field that must be off."""
+
+
+def key_of(limit: Limit) -> tuple[str, str | None]:
+    return limit.name, None if limit.off is None else limit.off.graphs
+
+
+SHARED = {key_of(limit): limit for limit in LIMITS if limit.options is not None}
+
+
+def test_every_limit_that_both_sides_know_has_a_case():
+    assert len(SHARED) == len([limit for limit in LIMITS if limit.options is not None])
+    assert [*CASES] == [*SHARED]
+
+
+def lines_of_install(case: Case, plan: Plan) -> list[str]:
+    """The lines with which `install` refuses the run; none: it accepts it."""
+    from megatron.core.transformer import TransformerConfig
+
+    from thdprof.runtime.megatron.refusals import settings
+
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, calculate_per_token_loss=True)
+    values = {"apply_rope_fusion": True, "min_offloaded_tensor_size": 2**19}
+    for name, value in (values | {"context_parallel_size": plan.training.context_parallel_size} | case.config).items():
+        setattr(config, name, value)
+    changed = plan.model_copy(
+        update={
+            "graphs": plan.graphs.model_copy(update=case.graphs),
+            "training": plan.training.model_copy(update=case.training),
+            "microbatches": plan.microbatches.model_copy(update={"n_tokens_constant": True}),
+        }
+    )
+    facts = settings.Facts(num_chunks=1, data_parallel_size=changed.training.data_parallel_size)
+    try:
+        settings.check(config, changed, facts, {})
+    except settings.SettingsError as error:
+        return [line.removeprefix("- ") for line in str(error).splitlines()[1:]]
+    return []
+
+
+@pytest.mark.parametrize("key", CASES, ids=lambda key: key[0].replace("`", ""))
+def test_analysis_and_install_refuse_it_for_the_same_reason(thdprof, documents, tmp_path, key):
+    pytest.importorskip("megatron.core")
+    case, limit, file = CASES[key], SHARED[key], tmp_path / "plan.yaml"
+    run = ["analyze", documents, *(DYNAMIC_RUN if case.dynamic else STATIC_RUN), "-o", file]
+    done = thdprof(*run, "--impl", "chunk")
+    assert done.returncode == 0, done.stderr
+    plan = load_plan(file)
+    assert lines_of_install(Case(options=[]), plan) == []
+    file.unlink()
+    done = thdprof(*run, *case.options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("thdprof: --")
+    assert done.stderr.endswith(f": {limit.reason}; {limit.options.remedy}\n")
+    (line,) = lines_of_install(case, plan)
+    assert line.endswith(f": {limit.reason}; {limit.fields.remedy}")
+    for text in (limit.reason, limit.options.remedy, limit.fields.remedy):
+        assert text
+        assert "  " not in text
+    assert not file.exists()
+
+
+def test_a_limit_whose_inputs_are_unknown_does_not_hold():
+    assert [*limits_of(Run())] == []
+    for impl in get_args(Impl):
+        assert [*limits_of(Run(impl=impl))] == []
+
+
+def test_an_analysis_has_no_words_for_what_it_cannot_know():
+    (limit,) = (limit for limit in LIMITS if limit.name == "fp8")
+    with pytest.raises(ValueError, match="fp8: an analysis cannot know this case"):
+        limit.in_options(Run(impl="chunk"))
+
+
+def test_the_table_needs_neither_torch_nor_megatron():
+    blocked = (
+        "import sys\n"
+        "sys.modules |= dict.fromkeys(('torch', 'megatron', 'megatron.core', 'transformer_engine', 'pydantic'))\n"
+        "from thdprof.megatron_limits import LIMITS\n"
+        "assert LIMITS\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", blocked], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
