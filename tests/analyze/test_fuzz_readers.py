@@ -5,6 +5,7 @@ Run as a script, this file is the process that reads mutated files, so that a cr
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -43,6 +44,8 @@ def originals(directory: Path) -> dict[Path, str]:
     documents = [length for row in ROWS for length in row]
     np.save(directory / "documents.npy", np.array(documents))
     pq.write_table(pa.table({"length": documents}), directory / "length.parquet")
+    pq.write_table(pa.table({"input_ids": [[1] * n for n in documents]}), directory / "tokens.parquet")
+    (directory / "rows.jsonl.gz").write_bytes(gzip.compress(json.dumps({"input_ids": [1, 2]}).encode() + b"\n"))
     return {
         files.write_index(directory / "a.idx", documents): "megatron",
         files.write_bridge(directory / "a.parquet", ROWS): "bridge",
@@ -57,6 +60,8 @@ def originals(directory: Path) -> dict[Path, str]:
         files.write_lines(directory / "objects.jsonl", [{"length": n} for n in documents]): "lengths",
         directory / "documents.npy": "lengths",
         directory / "length.parquet": "lengths",
+        directory / "tokens.parquet": "lengths",
+        directory / "rows.jsonl.gz": "lengths",
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
@@ -359,7 +360,7 @@ class TestLengths:
         assert_rows(self.read(path), ROWS, "concatenate")
 
     def test_many_lines_over_several_chunks(self, tmp_path, rng, monkeypatch):
-        monkeypatch.setattr("thdprof.analyze.sources.lengths._CHUNK_BYTES", 1000)
+        monkeypatch.setattr("thdprof.analyze.sources.readers.json_lines._CHUNK_BYTES", 1000)
         rows = [rng.integers(0, 9000, rng.integers(1, 9)).tolist() for _ in range(900)]
         path = files.write_lines(tmp_path / "a.jsonl", rows)
         assert_rows(self.read(path), rows, "concatenate")
@@ -415,6 +416,166 @@ class TestLengths:
         second = files.write_lines(tmp_path / "b.jsonl", [3])
         with pytest.raises(DataError, match=r"b\.jsonl: holds single lengths where another file holds lists"):
             read_dataset([str(first), str(second)])
+
+
+DOCUMENTS = [[5, 6, 7], [], [8], [2**40, 9]]
+"""Tokens of single documents."""
+
+
+class TestTokens:
+    def counted(self, path: Path) -> Dataset:
+        dataset = read_dataset([str(path)])
+        assert dataset.format == "lengths"
+        assert isinstance(dataset.content, UnpackedDocuments)
+        return dataset
+
+    def test_that_each_list_is_a_document_is_told(self, tmp_path):
+        path = self.write(tmp_path / "a", DOCUMENTS, "jsonl")
+        assert self.counted(path).notes == (
+            "each list input_ids is counted as one document; if they are packed, give the lengths of their documents",
+        )
+
+    def write(self, path: Path, documents, kind: str, **options) -> Path:
+        table = pa.table({"text": ["a"] * len(documents), "input_ids": pa.array(documents, pa.list_(pa.int64()))})
+        if kind == "parquet":
+            pq.write_table(table, path, **options)
+        elif kind == "jsonl":
+            files.write_lines(path, [{"input_ids": tokens, "text": "a"} for tokens in documents])
+        elif kind == "gzip":
+            lines = "".join(json.dumps({"input_ids": tokens}) + "\n" for tokens in documents)
+            path.write_bytes(gzip.compress(lines.encode()))
+        else:
+            with {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind](str(path), table.schema) as writer:
+                writer.write_table(table, max_chunksize=2)
+        return path
+
+    @pytest.mark.parametrize("kind", ["parquet", "file", "stream", "jsonl", "gzip"])
+    def test_each_list_of_tokens_is_a_document(self, tmp_path, rng, kind):
+        many = [rng.integers(0, 9, n).tolist() for n in rng.integers(0, 900, 200)]
+        for documents in (DOCUMENTS, many):
+            path = self.write(tmp_path / "a", documents, kind)
+            assert self.counted(path).content.document_tokens.tolist() == [len(d) for d in documents]
+
+    @settings(max_examples=30, deadline=None)
+    @given(
+        documents=st.lists(st.lists(st.integers(0, 2**31)), min_size=1).filter(any),
+        kind=st.sampled_from(["parquet", "file", "stream", "jsonl", "gzip"]),
+    )
+    def test_equals_len(self, tmp_path_factory, documents, kind):
+        path = self.write(tmp_path_factory.mktemp("tokens") / "a", documents, kind)
+        assert self.counted(path).content.document_tokens.tolist() == [len(d) for d in documents]
+
+    def test_reads_no_token(self, tmp_path):
+        path = self.write(tmp_path / "a.parquet", DOCUMENTS, "parquet", compression="none")
+        chunk = pq.read_metadata(path).row_group(0).column(1)
+        start = chunk.dictionary_page_offset
+        content = bytearray(path.read_bytes())
+        end = chunk.data_page_offset
+        content[start + 20 : end] = b"\xff" * (end - start - 20)
+        path.write_bytes(content)
+        assert self.counted(path).content.document_tokens.tolist() == [3, 0, 1, 2]
+
+    def test_a_column_of_lengths_beside_the_tokens_is_preferred(self, tmp_path):
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table({"input_ids": [[1, 2]], "length": [9]}), path)
+        assert self.counted(path).content.document_tokens.tolist() == [9]
+        files.write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "length": 9}])
+        assert self.counted(tmp_path / "a.jsonl").content.document_tokens.tolist() == [9]
+
+    def test_tokens_of_several_documents_are_refused(self, tmp_path):
+        path = tmp_path / "a.parquet"
+        pq.write_table(pa.table({"input_ids": [[1, 2]], "cu_seqlens": [[0, 1, 2]]}), path)
+        refused(path, "it is parquet with the columns input_ids (list<element: int64>), cu_seqlens")
+        refused(path, "no column of integers or lists of them is named length", format="lengths")
+        files.write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, {"input_ids": [1], "seq_start_id": [0]}])
+        refused(tmp_path / "a.jsonl", "line 2: seq_start_id says that input_ids are of several documents")
+        files.write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "seq_start_id": [0]}])
+        refused(tmp_path / "a.jsonl", "format not recognised: it begins with")
+        files.write_lines(tmp_path / "a.jsonl", [{"input_ids": [1, 2]}, {"input_ids": "a"}])
+        refused(tmp_path / "a.jsonl", "line 2: input_ids is no list of integers")
+
+    def test_packed_files_of_a_directory_come_before_its_lists_of_tokens(self, tmp_path):
+        files.write_trl(tmp_path / "train.parquet", ROWS)
+        self.write(tmp_path / "test.parquet", DOCUMENTS, "parquet")
+        assert_rows(read_dataset([str(tmp_path)]), ROWS, "trl")
+
+    def test_reads_a_directory_of_save_to_disk(self, tmp_path):
+        huggingface.disable_progress_bars()
+        huggingface.Dataset.from_dict({"input_ids": DOCUMENTS}).save_to_disk(tmp_path / "d", num_shards=2)
+        assert self.counted(tmp_path / "d").content.document_tokens.tolist() == [3, 0, 1, 2]
+
+
+class TestGzip:
+    def test_reads_lengths_and_rows(self, tmp_path):
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(gzip.compress(b"3\n4\n"))
+        assert read_dataset([str(path)]).content.document_tokens.tolist() == [3, 4]
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
+        assert_rows(read_dataset([str(path)]), ROWS, "concatenate")
+        assert_rows(read_dataset([str(tmp_path)]), ROWS, "concatenate")
+
+    def test_refuses_what_is_broken_or_becomes_too_long(self, tmp_path, monkeypatch):
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(gzip.compress(b"3\n" * 10_000)[:-9])
+        refused(path, "its gzip is truncated or corrupt", format="lengths")
+        path.write_bytes(gzip.compress(b"3\n" * 99 + b"x\n"))
+        refused(path, "line 100: x is not JSON")
+        monkeypatch.setattr("thdprof.analyze.sources.readers.json_lines._FREE_BYTES", 1000)
+        monkeypatch.setattr("thdprof.analyze.sources.readers.json_lines._CHUNK_BYTES", 1000)
+        for bomb in (b"3\n" * 1_000_000, b"[" + b"1," * 1_000_000):
+            path.write_bytes(gzip.compress(bomb))
+            refused(path, "refused: its gzip becomes more than 200 times as long")
+
+
+class TestNotRecognised:
+    def test_a_bin_stands_for_the_index_beside_it(self, tmp_path):
+        index = files.write_index(tmp_path / "a.idx", [3, 4])
+        (tmp_path / "a.bin").write_bytes(bytes(14))
+        for location in (tmp_path / "a", tmp_path / "a.bin", tmp_path / "a.idx", tmp_path / "a.*"):
+            assert read_dataset([str(location)]).uris == (str(index),)
+
+    def test_a_bin_without_an_index(self, tmp_path):
+        (tmp_path / "a.bin").write_bytes(bytes(14))
+        refused(tmp_path / "a.bin", "a .bin holds tokens, and there is no a.idx beside it, which holds the lengths")
+
+    def test_a_dataset_dict(self, tmp_path):
+        huggingface.disable_progress_bars()
+        data = huggingface.Dataset.from_dict({"input_ids": [[1] * sum(row) for row in ROWS], "seq_lengths": ROWS})
+        huggingface.DatasetDict({"train": data}).save_to_disk(tmp_path / "one")
+        assert_rows(read_dataset([str(tmp_path / "one")]), ROWS, "trl")
+        huggingface.DatasetDict({"train": data, "test": data}).save_to_disk(tmp_path / "two")
+        refused(
+            tmp_path / "two",
+            f"a DatasetDict with the splits train, test; give the path of one, as {tmp_path / 'two' / 'train'}",
+        )
+        assert_rows(read_dataset([str(tmp_path / "two" / "test")]), ROWS, "trl")
+
+    @pytest.mark.parametrize(
+        ("content", "text"),
+        [
+            (b'{"messages": []}\n', "it begins with b'{\"messages\": []}\\n'"),
+            (b"\x28\xb5\x2f\xfd..", "it is compressed by zstd: unpack it first"),
+            (gzip.compress(b"plain text"), "its gzip begins with b'plain text'"),
+            (b"PAR1", "it begins as parquet files do, and cannot be read"),
+        ],
+    )
+    def test_the_file_and_the_sign_of_each_format_are_named(self, tmp_path, content, text):
+        path = tmp_path / "a"
+        path.write_bytes(content)
+        refused(path, f"format not recognised: {text}. Known formats: megatron (an .idx that begins with MMIDIDX); ")
+        refused(path, "; bridge (parquet with columns input_ids, seq_start_id and loss_mask); bridge-npy (.npy of ")
+        np.save(tmp_path / "a.npy", np.zeros((2, 2)))
+        refused(tmp_path / "a.npy", "it is .npy of float64 and shape (2, 2)")
+
+    def test_the_files_of_a_directory_are_named(self, tmp_path):
+        for number in range(14):
+            (tmp_path / f"{number:02}.txt").write_text("a")
+        refused(
+            tmp_path, "holds no file of a known format; name the files, or say --format: it has the files 00.txt, 01"
+        )
+        refused(tmp_path, "11.txt and 2 more. Looked for: megatron (an .idx that begins with MMIDIDX, named *.idx); ")
+        (tmp_path / "empty" / "train").mkdir(parents=True)
+        refused(tmp_path / "empty", "it has the directories train: give one of them")
 
 
 def test_each_format_recognises_its_own_files_only(tmp_path):

@@ -6,10 +6,12 @@ A new format is one module with a `FORMAT`, listed here.
 from __future__ import annotations
 
 import glob
+import json
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
+from thdprof.analyze.sources import unrecognised
 from thdprof.analyze.sources.base import Dataset, Format
 from thdprof.errors import DataError, UsageError
 
@@ -70,18 +72,41 @@ def _files(location: str, format: str) -> list[Path]:
     """The data files that `location` stands for, sorted where it stands for several."""
     path = Path(location)
     if path.is_file():
-        return [path]
+        return [_index_of(path)]
     index = Path(f"{location}.idx")
     if index.is_file():
         return [index]
     if path.is_dir():
-        return _files_of_directory(path, format)
+        return _files_of_directory(_split_of(path), format)
     matches = sorted(Path(p) for p in glob.glob(location) if Path(p).is_file())
     if matches:
-        return matches
+        return list(dict.fromkeys(map(_index_of, matches)))
     if path.exists():
         raise DataError(f"{location}: not a regular file; write what it gives to a file first")
     raise DataError(f"{location}: no such file, directory, glob or Megatron prefix")
+
+
+def _index_of(path: Path) -> Path:
+    """The `.idx` beside a Megatron dataset's `.bin`; any other file itself."""
+    index = path.with_suffix(".idx")
+    return index if path.suffix == ".bin" and index.is_file() else path
+
+
+def _split_of(directory: Path) -> Path:
+    """The directory of the only split of a Hugging Face `DatasetDict`; any other directory itself.
+
+    Raises:
+        DataError: the `DatasetDict` has several splits; the message names them.
+    """
+    try:
+        named = json.loads((directory / "dataset_dict.json").read_bytes())["splits"]
+        splits = [directory / name for name in named if (directory / name).is_dir()]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+        return directory
+    if len(splits) > 1:
+        names = ", ".join(split.name for split in splits)
+        raise DataError(f"{directory}: a DatasetDict with the splits {names}; give the path of one, as {splits[0]}")
+    return splits[0] if splits else directory
 
 
 def _files_of_directory(directory: Path, format: str) -> list[Path]:
@@ -105,12 +130,11 @@ def _files_of_directory(directory: Path, format: str) -> list[Path]:
         claimed.update(files)
         if files:
             found[name] = files
-    if not found and format != "auto":
-        raise DataError(f"{directory}: holds no file of format {format}; name the files, or another directory")
     if not found:
-        raise DataError(
-            f"{directory}: holds no file of a known format ({', '.join(names)}); name the files, or say --format"
-        )
+        raise unrecognised.directory_error(directory, [get_format(name) for name in names], auto=format == "auto")
+    for name in list(found):
+        if len(found) > 1 and all(map(get_format(name).yields, found[name])):
+            del found[name]
     if len(found) > 1:
         kinds = ", ".join(f"{len(files)} of {name}" for name, files in found.items())
         raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
@@ -129,4 +153,4 @@ def _detect(paths: Sequence[Path]) -> Format:
                 if not candidate.recognises(path):
                     raise DataError(f"{path}: is not of format {name}, as {first} is; analyse them apart")
             return candidate
-    raise DataError(f"{first}: format not recognised; known are {', '.join(FORMATS)}: say which with --format")
+    raise unrecognised.file_error(first, [get_format(name) for name in FORMATS])

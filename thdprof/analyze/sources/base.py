@@ -121,12 +121,16 @@ class Format:
     name: str
     summary: str
     """One line for the documentation: what is read."""
+    sign: str
+    """What a file is recognised by, for messages."""
     suffixes: tuple[str, ...]
     """File name endings that a directory is searched for."""
     recognises: Callable[[Path], bool]
     """Whether a file, by its content, is of this format. Raises nothing but the OSError of a file it cannot open."""
     read: Callable[[Sequence[Path]], Dataset]
     """Reads the files; raises DataError naming file, row and value."""
+    yields: Callable[[Path], bool] = lambda path: False
+    """Whether a file that is recognised may be left out where a directory also holds files of another format."""
 
 
 def fingerprint(parts: Iterable[bytes | memoryview | NDArray[np.generic]]) -> str:

@@ -52,6 +52,7 @@ def _read_rows(path: Path) -> row_lists.Rows:
 FORMAT = Format(
     name="bridge-npy",
     summary="the whole pickle, as data: seq_start_id and the lengths of input_ids and loss_mask",
+    sign=".npy of a one-dimensional array of objects",
     suffixes=(".npy",),
     recognises=recognises,
     read=read,

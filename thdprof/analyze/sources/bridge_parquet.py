@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from thdprof.analyze.sources import bridge_rows
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
-from thdprof.analyze.sources.readers import arrow_columns, parquet_pages, row_lists
+from thdprof.analyze.sources.readers import arrow_columns, parquet_lists, row_lists
 from thdprof.analyze.sources.readers.parquet_file import ParquetFile, open_parquet, parquet_schema
 from thdprof.errors import DataError
 
@@ -55,45 +52,15 @@ def _read_rows(file: ParquetFile) -> row_lists.Rows:
     starts, offsets = arrow_columns.list_integers(file.read_column("seq_start_id"), where)
     if len(offsets) == 1:
         raise DataError(f"{path}: holds no rows; pack it again with data")
-    return bridge_rows.document_tokens(starts, offsets, _row_lengths(file), str(path)), offsets
-
-
-def _row_lengths(file: ParquetFile) -> NDArray[np.int64]:
-    """Tokens of every row, int64, shape [rows]: the lengths of the lists of `loss_mask`."""
-    leaf = file.leaf("loss_mask")
-    column = file.arrow.schema.column(leaf)
-    lengths, row = [], 0
-    for chunk in file.chunks(leaf):
-        try:
-            if column.max_repetition_level != 1:
-                raise parquet_pages.UnsupportedPage("nested lists")
-            found = parquet_pages.list_lengths(
-                chunk.content, codec=chunk.codec, max_definition=column.max_definition_level, rows=chunk.num_rows
-            )
-        except parquet_pages.CorruptPage as error:
-            raise DataError(f"{file.path}: corrupt: row group {chunk.group}, column loss_mask: {error}") from error
-        except parquet_pages.UnsupportedPage:
-            found = _decoded_lengths(file, chunk.group, row)
-        lengths.append(found)
-        row += chunk.num_rows
-    return np.concatenate(lengths)
-
-
-def _decoded_lengths(file: ParquetFile, group: int, row: int) -> NDArray[np.int64]:
-    """The same of one row group by decoding the column, for whatever parquet allows; `row` is its first row."""
-    file.check_pages(file.leaf("loss_mask"))
-    with arrow_columns.arrow_errors(file.path):
-        lists = file.arrow.read_row_group(group, columns=["loss_mask"]).column(0)
-    lengths, where = [], f"{file.path}: column loss_mask"
-    for part in lists.chunks:
-        lengths.append(arrow_columns.list_lengths(part, where, row))
-        row += len(part)
-    return np.concatenate(lengths)
+    return bridge_rows.document_tokens(
+        starts, offsets, parquet_lists.row_lengths(file, "loss_mask"), str(path)
+    ), offsets
 
 
 FORMAT = Format(
     name="bridge",
     summary="seq_start_id and the list lengths of loss_mask; no token is read",
+    sign="parquet with columns input_ids, seq_start_id and loss_mask",
     suffixes=(".parquet", ".pq"),
     recognises=recognises,
     read=read,

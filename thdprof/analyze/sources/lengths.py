@@ -1,18 +1,17 @@
-"""Plain document lengths: JSON lines, parquet or `.npy`.
+"""Plain document lengths: JSON lines, parquet, Arrow or `.npy`.
 
-- JSON lines: every line an integer, a list of integers, or an object with one of `KEYS`.
-- parquet: one of `KEYS` as a column of integers or lists of integers.
+- JSON lines, also compressed by gzip: every line an integer, a list of integers, or an object with one of `KEYS`.
+- parquet and Arrow: one of `KEYS` as a column of integers or lists of integers.
 - `.npy`: integers of one dimension.
 
 Integers are documents that a packer has yet to pack; lists are packed rows. A length may be zero.
+Where there is none of `KEYS`, each list `TOKENS` is a document. Only its length is read, in parquet and Arrow without
+the tokens themselves.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +19,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths, fingerprint
-from thdprof.analyze.sources.readers import arrow_columns, npy_header, parquet_file, row_lists
+from thdprof.analyze.sources.readers import (
+    arrow_columns,
+    arrow_file,
+    json_lines,
+    npy_header,
+    parquet_file,
+    parquet_lists,
+    row_lists,
+)
+from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, Lengths
 from thdprof.errors import DataError
-
-KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens")
-"""Names of a key or column with lengths, tried in this order."""
-_CHUNK_BYTES = 2**23
-_SNIFFED_BYTES = 2**16
-_LONGEST_SNIFFED_LINE = 2**25
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_BEFORE_A_VALUE = _BYTE_ORDER_MARK + b" \t\r\n"
-_REGULAR = re.compile(rb"(?:(?:\d++|\[[^\[\]{}\n]*+\]|\{[^{}\n]*+\})[ \t]*+\r?+(?:\n|\Z))++")
-"""Lines that each hold one whole value, so that a chunk of them can be parsed as one list."""
-_LONG_LIST = re.compile(rb"\[[\s\d,]*\Z")
-_WHAT = f"an integer, a list of integers, or an object with one of {', '.join(KEYS)}"
-
-Lengths = NDArray[np.int32] | row_lists.Rows
-"""What one file holds: lengths of single documents, or of rows."""
 
 
 def recognises(path: Path) -> bool:
-    """Whether the file holds lengths and nothing that another format could mean."""
+    """Whether the file holds lengths, or lists of tokens, and nothing that another format could mean."""
     with path.open("rb") as file:
-        head = file.read(_SNIFFED_BYTES)
-        file.seek(0)
-        if head.startswith(npy_header.MAGIC):
+        if file.read(len(npy_header.MAGIC)) == npy_header.MAGIC:
+            file.seek(0)
             header = npy_header.read_header(file)
             return header is not None and len(header[0]) == 1 and header[1].kind in "iu"
-        if len(head) == _SNIFFED_BYTES and head.lstrip(_BEFORE_A_VALUE).startswith(b"{") and b"\n" not in head:
-            file.seek(len(head))
-            head += file.readline(_LONGEST_SNIFFED_LINE)
-    if head.startswith(parquet_file.MAGIC):
-        schema = parquet_file.parquet_schema(path)
-        return schema is not None and _column_of(schema) is not None
-    return _begins_with_lengths(head)
+    if parquet_file.is_parquet(path) or arrow_file.is_arrow(path):
+        return _column_of(_schema(path)) not in (None, *_not_here(path))
+    return json_lines.begins_with_lengths(path)
+
+
+def holds_tokens(path: Path) -> bool:
+    """Whether the lengths of the file are those of its lists of tokens."""
+    if parquet_file.is_parquet(path) or arrow_file.is_arrow(path):
+        return _column_of(_schema(path)) == TOKENS
+    return json_lines.begins_with_tokens(path)
+
+
+def _not_here(path: Path) -> tuple[str, ...]:
+    """Columns that mean another format: TRL's packed data, which alone is written as Arrow with lengths in it."""
+    return () if parquet_file.is_parquet(path) else ("seq_lengths",)
+
+
+def _schema(path: Path) -> Any:
+    return parquet_file.parquet_schema(path) if parquet_file.is_parquet(path) else arrow_file.arrow_schema(path)
 
 
 def read(paths: Sequence[Path]) -> Dataset:
@@ -75,38 +79,78 @@ def read(paths: Sequence[Path]) -> Dataset:
     else:
         content = UnpackedDocuments(document_tokens=np.concatenate(documents))
         digest = fingerprint((content.document_tokens,))
-    return Dataset(format=FORMAT.name, uris=tuple(map(str, paths)), fingerprint=digest, content=content)
+    note = f"each list {TOKENS} is counted as one document; if they are packed, give the lengths of their documents"
+    return Dataset(
+        format=FORMAT.name,
+        uris=tuple(map(str, paths)),
+        fingerprint=digest,
+        content=content,
+        notes=(note,) if any(map(holds_tokens, paths)) else (),
+    )
 
 
 def _read_file(path: Path) -> Lengths:
     with path.open("rb") as file:
-        head = file.read(len(npy_header.MAGIC))
-    if head.startswith(parquet_file.MAGIC):
+        is_npy = file.read(len(npy_header.MAGIC)) == npy_header.MAGIC
+    if parquet_file.is_parquet(path):
         return _read_parquet(path)
-    return _read_npy(path) if head == npy_header.MAGIC else _read_lines(path)
+    if arrow_file.is_arrow(path):
+        return _read_arrow(path)
+    return _read_npy(path) if is_npy else json_lines.read_lines(path)
 
 
 def _read_parquet(path: Path) -> Lengths:
     with parquet_file.open_parquet(path) as file:
         name = _column_of(file.schema)
         if name is None:
-            raise DataError(f"{path}: no column of integers or lists of them is named {', '.join(KEYS)}")
-        column, where = file.read_column(name), f"{path}: column {name}"
-        if arrow_columns.is_list(column.type):
-            return row_lists.check_rows(*arrow_columns.list_integers(column, where), where)
-        return _documents(arrow_columns.integers(column, where), where)
+            raise _no_column(path)
+        where = f"{path}: column {name}"
+        if name == TOKENS and file.leaf(name) >= 0:
+            return _documents(parquet_lists.row_lengths(file, name), where)
+        return _lengths_in(file.read_column(name), where)
+
+
+def _read_arrow(path: Path) -> Lengths:
+    name = _column_of(arrow_file.arrow_schema(path))
+    if name is None:
+        raise _no_column(path)
+    column, where = arrow_file.read_column(path, name), f"{path}: column {name}"
+    with arrow_columns.arrow_errors(path):
+        if name != TOKENS:
+            return _lengths_in(column, where)
+        lengths, row = [np.empty(0, dtype=np.int64)], 0
+        for chunk in column.chunks:
+            lengths.append(arrow_columns.list_lengths(chunk, where, row))
+            row += len(chunk)
+        return _documents(np.concatenate(lengths), where)
+
+
+def _lengths_in(column: Any, where: str) -> Lengths:
+    """A `pyarrow.ChunkedArray` of integers, or of lists of integers."""
+    if arrow_columns.is_list(column.type):
+        return row_lists.check_rows(*arrow_columns.list_integers(column, where), where)
+    return _documents(arrow_columns.integers(column, where), where)
+
+
+def _no_column(path: Path) -> DataError:
+    return DataError(f"{path}: no column of integers or lists of them is named {', '.join(KEYS)}, nor {TOKENS}")
 
 
 def _column_of(schema: Any) -> str | None:
-    """The first of `KEYS` that is a column of integers or of lists of integers."""
+    """The first of `KEYS` that is a column of integers or of lists of integers, else `TOKENS`."""
     import pyarrow.types as types
 
+    if schema is None:
+        return None
     for name in KEYS:
         if schema.get_field_index(name) >= 0:
             kind = schema.field(name).type
             if types.is_integer(kind.value_type if arrow_columns.is_list(kind) else kind):
                 return name
-    return None
+    if schema.get_field_index(TOKENS) < 0 or any(name in schema.names for name in PACKED):
+        return None
+    kind = schema.field(TOKENS).type
+    return TOKENS if arrow_columns.is_list(kind) and types.is_integer(kind.value_type) else None
 
 
 def _read_npy(path: Path) -> Lengths:
@@ -129,126 +173,12 @@ def _documents(lengths: NDArray[np.integer], where: str) -> NDArray[np.int32]:
     return check_lengths(lengths, where)
 
 
-def _begins_with_lengths(head: bytes) -> bool:
-    """Whether the first line of text is a value of lengths, or the beginning of a long list of them."""
-    lines = head.removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)
-    if len(lines) == 1 and len(head) == _SNIFFED_BYTES and _LONG_LIST.match(lines[0]):
-        return True
-    try:
-        value = json.loads(lines[0], parse_int=len)  # any whole number, however long; the reader looks at it
-    except (ValueError, RecursionError):
-        return False
-    if isinstance(value, dict):
-        value = next((value[key] for key in KEYS if key in value), None)
-    return all(type(n) in (int, float) for n in (value if isinstance(value, list) else [value]))
-
-
-def _read_lines(path: Path) -> Lengths:
-    """The lengths of a file of JSON lines, a chunk of whole lines at a time."""
-    lengths, sizes = [], []
-    kind, first = None, 1
-    with path.open("rb") as file:
-        while lines := file.readlines(_CHUNK_BYTES):
-            if first == 1:
-                lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
-            values, numbers = _parse(lines, first, path)
-            first += len(lines)
-            if not values:
-                continue
-            values = _look_up(values, numbers, path)
-            kind = kind or type(values[0])
-            _require(values, kind, numbers, path)
-            if kind is list:
-                sizes.append(np.fromiter(map(len, values), dtype=np.int64, count=len(values)))
-                empty = np.flatnonzero(sizes[-1] == 0)
-                if empty.size:
-                    raise DataError(f"{path}: line {numbers[empty[0]]}: its list is empty; a row needs a document")
-                numbers = np.repeat(numbers, sizes[-1])
-                values = list(chain.from_iterable(values))
-                _require(values, int, numbers, path)
-            lengths.append(_in_range(values, numbers, path))
-    if not lengths:
-        raise DataError(f"{path}: holds no lengths; write it again with data")
-    joined = np.concatenate(lengths)
-    if kind is not list:
-        return joined
-    return joined, np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
-
-
-def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArray[np.int64]]:
-    """The value of every line that is not blank, and its number; the first of `lines` is line `first`."""
-    numbers = np.arange(first, first + len(lines), dtype=np.int64)
-    if _REGULAR.fullmatch(b"".join(lines)):
-        try:
-            values = json.loads(b"[" + b",".join(lines) + b"]")
-        except (ValueError, RecursionError):
-            values = []
-        if len(values) == len(lines):
-            return values, numbers
-    values, kept = [], []
-    for number, line in zip(numbers, lines, strict=True):
-        if not line.strip():
-            continue
-        try:
-            values.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
-                fault = f"{_shown(line)} is not JSON; every line is {_WHAT}"
-            else:  # Python's limit on the digits of a number
-                fault = f"{_shown(line)} has a number that is not between 0 and 2**31 - 1"
-            raise DataError(f"{path}: line {number}: {fault}") from error
-        kept.append(number)
-    return values, np.array(kept, dtype=np.int64)
-
-
-def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path) -> list[Any]:
-    """Objects replaced by what their key with lengths holds: that of the first of them, the same in all."""
-    if type(values[0]) is not dict:
-        return values
-    _require(values, dict, numbers, path)
-    key = next((key for key in KEYS if key in values[0]), None)
-    if key is None:
-        raise DataError(f"{path}: line {numbers[0]}: has none of the keys {', '.join(KEYS)}")
-    lacking = next((i for i, value in enumerate(values) if key not in value), None)
-    if lacking is not None:
-        raise DataError(f"{path}: line {numbers[lacking]}: has no key {key}, as lines before it have")
-    return [value[key] for value in values]
-
-
-def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Path) -> None:
-    """Refuse values of another type than `kind`, or that no line of lengths has."""
-    if kind in (int, list, dict) and set(map(type, values)) <= {kind}:
-        return
-    at = next(i for i, value in enumerate(values) if type(value) is not kind or kind not in (int, list, dict))
-    value = values[at]
-    where = f"{path}: line {numbers[at]}"
-    if type(value) in (int, list, dict):
-        raise DataError(f"{where}: {_shown(value)} is of another kind than the lines before it; do not mix them")
-    fault = "is not a whole number" if type(value) is float else "is no length"
-    raise DataError(f"{where}: {_shown(value)} {fault}; every line is {_WHAT}")
-
-
-def _in_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDArray[np.int32]:
-    try:
-        lengths = np.array(values, dtype=np.int64)
-        wrong = np.flatnonzero((lengths < 0) | (lengths > np.iinfo(np.int32).max))
-    except OverflowError:
-        wrong = np.array([i for i, value in enumerate(values) if not 0 <= value < 2**31])
-    if wrong.size:
-        at = wrong[0]
-        raise DataError(f"{path}: line {numbers[at]}: length {_shown(values[at])} is not between 0 and 2**31 - 1")
-    return lengths.astype(np.int32)
-
-
-def _shown(value: Any) -> str:
-    text = value.strip().decode("utf-8", "replace") if isinstance(value, bytes) else json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
 FORMAT = Format(
     name="lengths",
-    summary=f"integers or lists of integers: JSON lines, parquet ({', '.join(KEYS)}), .npy",
-    suffixes=(".jsonl", ".parquet", ".pq", ".npy"),
+    summary=f"integers or lists of integers: JSON lines, parquet or Arrow ({', '.join(KEYS)}), .npy; or lists {TOKENS}",
+    sign=f"JSON lines (also .gz), parquet or Arrow with {', '.join(KEYS)} or lists {TOKENS}; or .npy of integers",
+    suffixes=(".jsonl", ".jsonl.gz", ".parquet", ".pq", ".arrow", ".npy"),
     recognises=recognises,
     read=read,
+    yields=holds_tokens,
 )

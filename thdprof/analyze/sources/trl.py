@@ -1,34 +1,22 @@
-"""TRL's packed datasets (`packing_strategy` bfd and bfd_split): column `seq_lengths` of parquet or Arrow files.
-
-Arrow files are IPC files and IPC streams; Hugging Face `datasets` writes streams (`save_to_disk`).
-"""
+"""TRL's packed datasets (`packing_strategy` bfd and bfd_split): column `seq_lengths` of parquet or Arrow files."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
-from thdprof.analyze.sources.readers import arrow_columns, row_lists
+from thdprof.analyze.sources.readers import arrow_columns, arrow_file, row_lists
 from thdprof.analyze.sources.readers.parquet_file import is_parquet, open_parquet, parquet_schema
-from thdprof.errors import DataError
 
 COLUMN = "seq_lengths"
-_FILE_MAGIC = b"ARROW1"
-_STREAM_MAGIC = b"\xff\xff\xff\xff"
 
 
 def recognises(path: Path) -> bool:
     """Whether the file has a column `seq_lengths` of lists; not one that `datasets` cached beside its data."""
-    if is_parquet(path):
-        schema = parquet_schema(path)
-    else:
-        schema = _arrow_schema(path) if _is_arrow(path) and _belongs(path) else None
+    schema = parquet_schema(path) if is_parquet(path) else arrow_file.arrow_schema(path)
     if schema is None or schema.get_field_index(COLUMN) < 0 or "seq_start_id" in schema.names:
         return False
     return arrow_columns.is_list(schema.field(COLUMN).type)
@@ -59,87 +47,19 @@ def _read_rows(path: Path) -> row_lists.Rows:
     where = f"{path}: column {COLUMN}"
     if is_parquet(path):
         with open_parquet(path) as file:
-            _require(file.schema, path)
+            arrow_file.require_column(file.schema, COLUMN, path)
             column = file.read_column(COLUMN)
     else:
-        column = _read_arrow(path)
+        column = arrow_file.read_column(path, COLUMN)
     with arrow_columns.arrow_errors(path):
         values, offsets = arrow_columns.list_integers(column, where)
     return row_lists.check_rows(values, offsets, where)
 
 
-def _arrow_schema(path: Path) -> Any:
-    """The schema of an Arrow file; None if it is broken."""
-    try:
-        with _open_arrow(path) as reader:
-            return reader.schema if reader.schema.names else None  # names that are no UTF-8 raise here
-    except DataError:
-        return None
-
-
-def _require(schema: Any, path: Path) -> int:
-    if COLUMN not in schema.names:
-        raise DataError(f"{path}: column {COLUMN} is missing; it has {', '.join(schema.names)}")
-    return int(schema.get_field_index(COLUMN))
-
-
-def _read_arrow(path: Path) -> Any:
-    """The column of an Arrow file as a `ChunkedArray`; the other columns stay on disk."""
-    import pyarrow as pa
-
-    if not _is_arrow(path):
-        raise DataError(f"{path}: neither a parquet nor an Arrow file")
-    with _open_arrow(path) as reader:
-        field = _require(reader.schema, path)
-        kind = reader.schema.field(field).type
-    with _open_arrow(path, [field]) as reader:
-        batches = iter(reader) if hasattr(reader, "read_next_batch") else map(reader.get_batch, _batches(reader))
-        columns = [arrow_columns.validate(batch.column(0), f"{path}: column {COLUMN}") for batch in batches]
-        return pa.chunked_array(columns, type=kind)
-
-
-def _batches(reader: Any) -> range:
-    return range(reader.num_record_batches)
-
-
-@contextmanager
-def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
-    """An IPC reader of `fields`, over a memory map."""
-    import pyarrow as pa
-
-    with arrow_columns.arrow_errors(path), _mapped(path) as source:
-        options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
-        is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
-        source.seek(0)
-        yield (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
-
-
-def _mapped(path: Path) -> Any:
-    import pyarrow as pa
-
-    file = arrow_columns.opened(path)
-    return pa.memory_map(file) if isinstance(file, str) else file
-
-
-def _is_arrow(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(len(_FILE_MAGIC))
-    return head == _FILE_MAGIC or head[:4] == _STREAM_MAGIC
-
-
-def _belongs(path: Path) -> bool:
-    """Whether the dataset that `save_to_disk` wrote here, if any, counts `path` among its files."""
-    try:
-        state = json.loads((path.parent / "state.json").read_bytes())
-        files = {entry["filename"] for entry in state["_data_files"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return True
-    return path.name in files
-
-
 FORMAT = Format(
     name="trl",
     summary="the lists of column seq_lengths",
+    sign="parquet or Arrow with lists in column seq_lengths",
     suffixes=(".parquet", ".pq", ".arrow"),
     recognises=recognises,
     read=read,

@@ -1,0 +1,243 @@
+"""Lengths in JSON lines, plain or compressed by gzip: every line an integer, a list of integers, or an object."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.sources.readers.row_lists import Rows
+from thdprof.errors import DataError
+
+KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens")
+"""Names of a key or column with lengths, tried in this order."""
+TOKENS = "input_ids"
+"""Name of a key or column with the tokens of a document, whose number is its length, where there is none of `KEYS`."""
+PACKED = ("seq_start_id", "cu_seqlens")
+"""Names that tell that the tokens beside them are of several documents."""
+GZIP_MAGIC = b"\x1f\x8b"
+Lengths = NDArray[np.int32] | Rows
+"""What one file holds: lengths of single documents, or of rows."""
+
+_CHUNK_BYTES = 2**23
+_SNIFFED_BYTES = 2**16
+_LONGEST_SNIFFED_LINE = 2**25
+_FREE_BYTES = 2**26
+_EXPANSION = 200
+"""Bytes that a byte of gzip may become, beyond `_FREE_BYTES`; JSON becomes 4 to 20 times as long."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_BEFORE_A_VALUE = _BYTE_ORDER_MARK + b" \t\r\n"
+_REGULAR = re.compile(rb"(?:(?:\d++|\[[^\[\]{}\n]*+\]|\{[^{}\n]*+\})[ \t]*+\r?+(?:\n|\Z))++")
+"""Lines that each hold one whole value, so that a chunk of them can be parsed as one list."""
+_LONG_LIST = re.compile(rb"\[[\s\d,]*\Z")
+_WHAT = f"an integer, a list of integers, or an object with one of {', '.join((*KEYS, TOKENS))}"
+
+
+def begins_with_lengths(path: Path) -> bool:
+    """Whether the first line is a value of lengths, or the beginning of a long list of them."""
+    head = sniff(path)
+    lines = head.removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)
+    if len(lines) == 1 and len(head) == _SNIFFED_BYTES and _LONG_LIST.match(lines[0]):
+        return True
+    value = _first_value(lines[0])
+    if isinstance(value, dict):
+        value = next((value[key] for key in (*KEYS, TOKENS) if key in value), None) if _is_single(value) else None
+    return value is not None and all(type(n) in (int, float) for n in (value if isinstance(value, list) else [value]))
+
+
+def begins_with_tokens(path: Path) -> bool:
+    """Whether the first line is an object whose tokens would be counted."""
+    value = _first_value(sniff(path).removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)[0])
+    return isinstance(value, dict) and TOKENS in value and not any(key in value for key in KEYS)
+
+
+def sniff(path: Path) -> bytes:
+    """The first bytes of the text, unpacked; all of the first line where it begins an object."""
+    with path.open("rb") as raw:
+        packed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        raw.seek(0)
+        file = gzip.GzipFile(fileobj=raw) if packed else raw
+        try:
+            head = file.read(_SNIFFED_BYTES)
+            if len(head) == _SNIFFED_BYTES and head.lstrip(_BEFORE_A_VALUE).startswith(b"{") and b"\n" not in head:
+                head += file.readline(_LONGEST_SNIFFED_LINE)
+        except (EOFError, zlib.error, gzip.BadGzipFile):
+            return b""
+    return head
+
+
+def _first_value(line: bytes) -> Any:
+    try:
+        return json.loads(line, parse_int=len)  # any whole number, however long; the reader looks at it
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_single(value: dict[str, Any]) -> bool:
+    """Whether an object tells lengths, or holds the tokens of a single document."""
+    return any(key in value for key in KEYS) or not any(key in value for key in PACKED)
+
+
+def _chunks(path: Path) -> Iterator[list[bytes]]:
+    """The lines of a file, some at a time.
+
+    Raises:
+        DataError: its gzip is truncated or corrupt, or becomes so long that it cannot be meant.
+    """
+    with path.open("rb") as raw:
+        packed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
+        raw.seek(0)
+        if not packed:
+            while lines := raw.readlines(_CHUNK_BYTES):
+                yield lines
+            return
+        left = _FREE_BYTES + _EXPANSION * path.stat().st_size
+        try:
+            with gzip.GzipFile(fileobj=raw) as file:
+                while lines := _some_lines(file, left):
+                    left -= sum(map(len, lines))
+                    if left <= 0:
+                        raise DataError(
+                            f"{path}: refused: its gzip becomes more than {_EXPANSION} times as long; gunzip it first"
+                        )
+                    yield lines
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise DataError(f"{path}: its gzip is truncated or corrupt: {' '.join(str(error).split())}") from error
+
+
+def _some_lines(file: BinaryIO | gzip.GzipFile, most_bytes: int) -> list[bytes]:
+    """About `_CHUNK_BYTES` of lines; the last one is cut where they become longer than `most_bytes`."""
+    lines: list[bytes] = []
+    size = 0
+    while size < min(_CHUNK_BYTES, most_bytes) and (line := file.readline(most_bytes - size)):
+        lines.append(line)
+        size += len(line)
+    return lines
+
+
+def read_lines(path: Path) -> Lengths:
+    """The lengths of a file of JSON lines, a chunk of whole lines at a time.
+
+    Raises:
+        DataError: a line is no value of lengths, of another kind than the lines before it, or holds a length that
+            cannot be; the message names the line.
+    """
+    lengths, sizes = [], []
+    kind, first = None, 1
+    for lines in _chunks(path):
+        if first == 1:
+            lines[0] = lines[0].removeprefix(_BYTE_ORDER_MARK)
+        values, numbers = _parse(lines, first, path)
+        first += len(lines)
+        if not values:
+            continue
+        values = _look_up(values, numbers, path)
+        kind = kind or type(values[0])
+        _require(values, kind, numbers, path)
+        if kind is list:
+            sizes.append(np.fromiter(map(len, values), dtype=np.int64, count=len(values)))
+            empty = np.flatnonzero(sizes[-1] == 0)
+            if empty.size:
+                raise DataError(f"{path}: line {numbers[empty[0]]}: its list is empty; a row needs a document")
+            numbers = np.repeat(numbers, sizes[-1])
+            values = list(chain.from_iterable(values))
+            _require(values, int, numbers, path)
+        lengths.append(_in_range(values, numbers, path))
+    if not lengths:
+        raise DataError(f"{path}: holds no lengths; write it again with data")
+    joined = np.concatenate(lengths)
+    if kind is not list:
+        return joined
+    return joined, np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
+
+
+def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArray[np.int64]]:
+    """The value of every line that is not blank, and its number; the first of `lines` is line `first`."""
+    numbers = np.arange(first, first + len(lines), dtype=np.int64)
+    if _REGULAR.fullmatch(b"".join(lines)):
+        try:
+            values = json.loads(b"[" + b",".join(lines) + b"]")
+        except (ValueError, RecursionError):
+            values = []
+        if len(values) == len(lines):
+            return values, numbers
+    values, kept = [], []
+    for number, line in zip(numbers, lines, strict=True):
+        if not line.strip():
+            continue
+        try:
+            values.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
+                fault = f"{_shown(line)} is not JSON; every line is {_WHAT}"
+            else:  # Python's limit on the digits of a number
+                fault = f"{_shown(line)} has a number that is not between 0 and 2**31 - 1"
+            raise DataError(f"{path}: line {number}: {fault}") from error
+        kept.append(number)
+    return values, np.array(kept, dtype=np.int64)
+
+
+def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path) -> list[Any]:
+    """Objects replaced by what their key with lengths holds: that of the first of them, the same in all."""
+    if type(values[0]) is not dict:
+        return values
+    _require(values, dict, numbers, path)
+    key = next((key for key in (*KEYS, TOKENS) if key in values[0]), None)
+    if key is None:
+        raise DataError(f"{path}: line {numbers[0]}: has none of the keys {', '.join((*KEYS, TOKENS))}")
+    lacking = next((i for i, value in enumerate(values) if key not in value), None)
+    if lacking is not None:
+        raise DataError(f"{path}: line {numbers[lacking]}: has no key {key}, as lines before it have")
+    return [value[key] for value in values] if key != TOKENS else _count_tokens(values, numbers, path)
+
+
+def _count_tokens(values: list[Any], numbers: NDArray[np.int64], path: Path) -> list[int]:
+    """Tokens of every object, a document each."""
+    for number, value in zip(numbers, values, strict=True):
+        packed = next((key for key in PACKED if key in value), None)
+        if packed is not None:
+            raise DataError(
+                f"{path}: line {number}: {packed} says that {TOKENS} are of several documents; give their lengths"
+            )
+        tokens = value[TOKENS]
+        if type(tokens) is not list or not set(map(type, tokens)) <= {int}:
+            raise DataError(f"{path}: line {number}: {TOKENS} is no list of integers")
+    return [len(value[TOKENS]) for value in values]
+
+
+def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Path) -> None:
+    """Refuse values of another type than `kind`, or that no line of lengths has."""
+    if kind in (int, list, dict) and set(map(type, values)) <= {kind}:
+        return
+    at = next(i for i, value in enumerate(values) if type(value) is not kind or kind not in (int, list, dict))
+    value = values[at]
+    where = f"{path}: line {numbers[at]}"
+    if type(value) in (int, list, dict):
+        raise DataError(f"{where}: {_shown(value)} is of another kind than the lines before it; do not mix them")
+    fault = "is not a whole number" if type(value) is float else "is no length"
+    raise DataError(f"{where}: {_shown(value)} {fault}; every line is {_WHAT}")
+
+
+def _in_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDArray[np.int32]:
+    try:
+        lengths = np.array(values, dtype=np.int64)
+        wrong = np.flatnonzero((lengths < 0) | (lengths > np.iinfo(np.int32).max))
+    except OverflowError:
+        wrong = np.array([i for i, value in enumerate(values) if not 0 <= value < 2**31])
+    if wrong.size:
+        at = wrong[0]
+        raise DataError(f"{path}: line {numbers[at]}: length {_shown(values[at])} is not between 0 and 2**31 - 1")
+    return lengths.astype(np.int32)
+
+
+def _shown(value: Any) -> str:
+    text = value.strip().decode("utf-8", "replace") if isinstance(value, bytes) else json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."
