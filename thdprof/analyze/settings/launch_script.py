@@ -105,7 +105,7 @@ def _read_loader(flags: ScriptFlags, settings: dict[str, Any]) -> None:
         settings["loader"] = loader
     elif loader is not None:
         flags.notes.append(f"{flags.where}: {LOADER} {loader}: its order is not known")
-    elif "loader" not in flags.given:
+    elif "loader" not in flags.from_caller:
         settings["loader"] = "single"  # Megatron's default, whatever the dataset
     if flags.has(NO_DATA_SHARDING, "data_sharding"):
         settings["data_sharding"] = False
@@ -140,7 +140,7 @@ def _read_interleaving(flags: ScriptFlags, settings: dict[str, Any]) -> None:
         chunks = layers // stages // layers_per_chunk
     if chunks is not None and chunks > 1:
         settings[name] = chunks
-    if name in settings or name in flags.given:  # else Megatron passes the group size over
+    if name in settings or name in flags.from_caller:  # else Megatron passes the group size over
         group = flags.count(MICROBATCH_GROUP_SIZE, "microbatch_group_size")
         if group is not None:
             settings["microbatch_group_size"] = group
@@ -151,7 +151,7 @@ def _read_data_parallel(
 ) -> None:
     """Add the number of model replicas: all ranks, divided by the ranks of one replica."""
     name, option = "data_parallel_size", "--data-parallel-size"
-    if name in flags.given:
+    if name in flags.from_caller:
         return
     world = world_size if world_size is not None else _world_size(flags, variables)
     if world is None:
@@ -191,7 +191,7 @@ def _read_blend(flags: ScriptFlags, settings: dict[str, Any]) -> tuple[list[str]
     blend = train or flags.one(DATA_PATH, "data_paths", option)
     if blend is None:
         return [], None
-    if train is not None and "split" not in flags.given:
+    if train is not None and "split" not in flags.from_caller:
         settings["split"] = "1,0,0"  # a dataset of its own for every split: training reads the whole of it
     words = [word.text for word in blend.values]
     if len(words) % 2:

@@ -28,7 +28,7 @@ class ScriptFlags:
     def __init__(self, script: ShellText, where: str, given: Mapping[str, Any]) -> None:
         self.where = where
         """Name of the script in errors and notes."""
-        self.given = {name: value for name, value in given.items() if value is not None}
+        self.from_caller = {name: value for name, value in given.items() if value is not None}
         """Settings that the caller has already, by name; flags for them are passed over."""
         self.notes: list[str] = []
         """Remarks for the user, each with the place in the script."""
@@ -54,7 +54,7 @@ class ScriptFlags:
             UsageError: commands disagree on the flag, or its value is not settled.
         """
         occurrences = self.occurrences.get(flag, [])
-        if not occurrences or name in self.given:
+        if not occurrences or name in self.from_caller:
             return None
         option = option or shown(name)
         last = occurrences[-1]
@@ -106,7 +106,7 @@ class ScriptFlags:
 
     def parallel_size(self, settings: Mapping[str, Any], name: str) -> int:
         """The parallel size `name` that the caller has, else the one in `settings`, else 1."""
-        value = self.given.get(name, settings.get(name, 1))
+        value = self.from_caller.get(name, settings.get(name, 1))
         return value if isinstance(value, int) and value > 0 else 1
 
     def _note_left_out(self, script: ShellText) -> None:
