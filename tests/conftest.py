@@ -17,8 +17,8 @@ from support.command import ENVIRONMENT, run_in_process
 from support.paths import ROOT
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
-if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a core, so more threads would only get into each other's way
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Tensors of tests are small, and each worker has a core: more threads would wait for each other, busily."""
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,12 +19,13 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as core
-from test_megatron_te import HIDDEN, TOKENS, _parallel_state, make_block  # noqa: F401
+from support.layer_graphs import HIDDEN, TOKENS, make_block
 
 from thdprof.runtime.megatron.graphs.split import WholeLayer
 from thdprof.runtime.megatron.offload.groups import Group, freed_bytes, staying
 from thdprof.runtime.megatron.offload.megatron_core import CoreOffloading
 
+pytestmark = pytest.mark.usefixtures("parallel_state")
 MIB = 2**20
 LAYERS = 4
 MODULES = ("qkv_linear", "core_attn", "attn_proj")

@@ -14,7 +14,7 @@ pytest.importorskip("megatron.core")
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.cuda_graphs import tree_map
-from test_megatron_te import (
+from support.layer_graphs import (
     BUCKETS,
     HIDDEN,
     LARGE,
@@ -24,8 +24,6 @@ from test_megatron_te import (
     TOKENS,
     Attention,
     FakeEngine,
-    _as_if_on_a_gpu,  # noqa: F401
-    _parallel_state,  # noqa: F401
     forward,
     graphs_of,
     inputs,
@@ -45,6 +43,7 @@ from thdprof.runtime.megatron.refusals.facts import Facts
 from thdprof.runtime.megatron.refusals.mamba import refusals, refusals_of_plan
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
+pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 POLICIES = ("none", "append_dummy_seq", "extend_last")
 CPU = torch.device("cpu")
 

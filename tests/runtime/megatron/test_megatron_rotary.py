@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
-from test_megatron_te import (  # noqa: F401
+from support.layer_graphs import (
     BUCKETS,
     HIDDEN,
     LARGE,
@@ -22,8 +22,6 @@ from test_megatron_te import (  # noqa: F401
     TOKENS,
     Attention,
     FakeEngine,
-    _as_if_on_a_gpu,
-    _parallel_state,
     forward,
     graphs_of,
     inputs,
@@ -40,6 +38,7 @@ from thdprof.runtime.megatron import measure_decoder, versions
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals import settings
 
+pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 ROTARY = 4
 """Dimensions that are rotated."""
 

@@ -1,0 +1,42 @@
+"""Fixtures of the tests that run megatron-core's layers on a CPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def parallel_state(tmp_path_factory):
+    """A process group of one process, and megatron-core's groups in it."""
+    import torch
+    from megatron.core import parallel_state as groups
+
+    where = tmp_path_factory.mktemp("group") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{where}", rank=0, world_size=1)
+    groups.initialize_model_parallel()
+    yield
+    groups.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def as_if_on_a_gpu(monkeypatch):
+    """Lets dispatch go on to the graphs; what CUDA would do is left out."""
+    import torch
+    from support.layer_graphs import Staging
+
+    from thdprof.runtime.graphs import static_metadata
+
+    pools = iter(range(100))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    monkeypatch.setattr(static_metadata, "StagingBuffer", Staging)
