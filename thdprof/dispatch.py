@@ -74,9 +74,13 @@ class Shape:
     """What a micro-batch asks for, after its tail policy; host-side integers."""
 
     n_seqs: int
+    """Number of documents, a dummy tail included."""
     max_seqlen: int
+    """Tokens of the longest document."""
     n_tokens: int
+    """Tokens of the micro-batch on one context-parallel rank."""
     cp_size: int = 1
+    """Number of context-parallel ranks that share the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

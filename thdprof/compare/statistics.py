@@ -26,15 +26,25 @@ class _Part(BaseModel):
 
 
 class _Replays(_Part):
+    """Micro-batches that replayed one bucket, or whose shape alone would have."""
+
     max_seqs: Count
+    """Documents of the bucket."""
     max_seqlen: Count
+    """Tokens of the bucket's longest document."""
     cp_size: Count = 1
+    """Context-parallel size of the bucket."""
     count: Count
+    """Number of micro-batches."""
 
 
 class _Decisions(_Part):
+    """Micro-batches by bucket and by fallback reason."""
+
     replays: list[_Replays]
+    """Replayed micro-batches, one entry a bucket."""
     fallbacks: dict[FallbackReason, Count]
+    """Number of eager micro-batches, by reason."""
 
     def asked(self) -> int:
         """Number of micro-batches whose shape was looked at."""
@@ -46,11 +56,15 @@ class Observed(_Decisions):
     """A line of a statistics file, schema `thdprof.stats/1`."""
 
     schema_: Literal["thdprof.stats/1"] = Field(alias="schema")
+    """The schema's name."""
     microbatches: Count
+    """Number of micro-batches that the run has counted."""
     decided: _Decisions | None = None
     """Decisions by shape alone, if the run counted them."""
     replay_ms: Milliseconds | None = None
+    """Mean milliseconds of a replayed micro-batch's forward and backward."""
     eager_ms: Milliseconds | None = None
+    """Mean milliseconds of an eager micro-batch's forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +72,11 @@ class BucketShares:
     """The predicted and the observed share of one bucket, among all micro-batches whose shape was looked at."""
 
     max_seqs: int
+    """Documents of the bucket."""
     max_seqlen: int
+    """Tokens of the bucket's longest document."""
     cp_size: int
+    """Context-parallel size of the bucket."""
     predicted_share: float
     """The plan's share; 0 if the plan has no such bucket."""
     observed_share: float

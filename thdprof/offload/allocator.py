@@ -31,12 +31,20 @@ _SEGMENT_ROUNDED_TO = 2 * 2**20
 
 @dataclass(slots=True, eq=False)
 class _Block:
+    """A part of a segment, taken or free."""
+
     small: bool
+    """Whether it lies in a segment for small requests."""
     number: int
+    """Its index among all blocks."""
     nbytes: int
+    """Its size in bytes."""
     free: bool = False
+    """Whether no tensor has it."""
     before: _Block | None = None
+    """The block before it in its segment."""
     after: _Block | None = None
+    """The block after it in its segment."""
 
     def key(self) -> tuple[int, int]:
         return self.nbytes, self.number

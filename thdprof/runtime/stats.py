@@ -44,7 +44,7 @@ class Prediction:
         return cls(fallback_rate=plan.predictions.fallback_rate.microbatch, shares=plan.shares)
 
     def share(self, bucket: Bucket) -> float:
-        """Predicted share of `bucket`; 0 where the plan has none such."""
+        """Predicted share of `bucket`; 0 if the plan has no such bucket."""
         return self.shares.get(bucket, 0.0)
 
 

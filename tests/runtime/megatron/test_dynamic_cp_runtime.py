@@ -23,7 +23,6 @@ from torch import nn  # noqa: E402
 
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
-from thdprof.runtime.graphs.graphed_module import buckets_of  # noqa: E402
 from thdprof.runtime.graphs.static_metadata import sample_boundaries  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.context_groups import ContextGroups, context_group, groups_of, misplaced  # noqa: E402
@@ -82,7 +81,7 @@ def graphs(plan, **changes):
 
 def test_a_plan_of_several_sizes_is_taken(plan):
     assert {b.cp_size for b in plan.graphs.buckets} == {1, 2, 4}
-    assert {b.n_tokens for b in buckets_of(plan)} == {ROOM}
+    assert {b.n_tokens for b in plan.captured} == {ROOM}
     assert complaints(plan) == []
     assert complaints(plan, hybrid_context_parallel=True) == []
 

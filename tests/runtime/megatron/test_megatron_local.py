@@ -389,10 +389,7 @@ def test_too_late_or_without_managers():
 
 
 def test_install_chooses_it():
-    buckets = [SimpleNamespace(max_seqs=4, max_seqlen=TOKENS, cp_size=1)]
-    plan = SimpleNamespace(
-        graphs=SimpleNamespace(impl="local", capture="startup", buckets=buckets), graph_tokens=TOKENS
-    )
+    plan = SimpleNamespace(graphs=SimpleNamespace(impl="local", capture="startup"), captured=[WIDE])
     config = model_config()
     run = runner_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
     assert isinstance(run, local.LocalGraphs)

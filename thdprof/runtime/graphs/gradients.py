@@ -26,7 +26,9 @@ class GradientBuffers:
     uses_main_grad: list[bool] = field(default_factory=list)
     """Whether each parameter's buffer is its `main_grad`."""
     _pointers: list[int] = field(default_factory=list)
+    """Address of each buffer when it was made."""
     _chosen: dict[tuple[bool, ...], list[nn.Parameter]] = field(default_factory=dict)
+    """Results of `with_main_grad`, by its argument."""
 
     @classmethod
     def of(cls, parameters: Sequence[nn.Parameter]) -> GradientBuffers:

@@ -215,11 +215,6 @@ class GraphedModule(DispatchedModule):
         super().recapture()
 
 
-def buckets_of(plan: Plan) -> list[Bucket]:
-    """The buckets that `plan` captures; none where its `impl` is."""
-    return plan.captured
-
-
 def offload_of(plan: Plan) -> Choice | None:
     """Which activations `plan` keeps in host memory; None where all stay on the device.
 
@@ -266,7 +261,7 @@ def graphed(
         )
     graphed_module = GraphedModule(
         module,
-        buckets_of(plan),
+        plan.captured,
         num_slots=graphs.slots[pipeline_rank][chunk],
         tail_policy=graphs.tail_policy,
         overflow=graphs.overflow,

@@ -12,7 +12,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import Call, DispatchedModule
-from thdprof.runtime.graphs.graphed_module import buckets_of, offload_of
+from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.megatron import surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
@@ -140,7 +140,7 @@ def install(
         settings.check(config, plan, facts_of(chunks, models))
     else:
         settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
-    if plan.graphs.offload is not None and not (replay and buckets_of(plan)):
+    if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan))
     groups = [groups_of(plan, model.decoder) for model in models]
@@ -159,7 +159,7 @@ def install(
         if replay:
             run = runner_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
         else:
-            run = PaddedEager(decoder, buckets_of(plan), **common)
+            run = PaddedEager(decoder, plan.captured, **common)
         run.stats().prediction = Prediction.of(plan)
         decoders.append(decoder)
         runs.append(run)
@@ -195,20 +195,20 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
         case "chunk" | "none":
             return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
                 decoder,
-                buckets_of(plan),
+                plan.captured,
                 num_slots=slots,
                 surroundings=around,
                 offload=offload_of(plan),
                 **common,
             )
         case "local":
-            return local.LocalGraphs(decoder, buckets_of(plan), **common)
+            return local.LocalGraphs(decoder, plan.captured, **common)
         case "transformer_engine":
             from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
             return LayerGraphs(
                 decoder,
-                buckets_of(plan),
+                plan.captured,
                 num_slots=slots,
                 modules=plan.graphs.modules,
                 generators=surroundings.generators,

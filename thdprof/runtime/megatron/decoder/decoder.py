@@ -70,7 +70,7 @@ class Decoder(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        """The decoder's own is what counts."""
+        """Does nothing: the decoder's own attribute decides."""
 
     def forward(
         self, hidden_states: torch.Tensor, packed: PackedSequence, *, constants: str, with_rope: bool, **kwargs: Any
