@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from pathlib import Path
@@ -10,11 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from support.schedules import make_costs, schedule
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import StepCosts
+from thdprof.analyze.report.terminal import print_report
 from thdprof.analyze.schedule import dynamic_cp
 from thdprof.analyze.schedule.dynamic_cp import deal
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
@@ -295,6 +298,9 @@ class TestDynamicCp:
         assert "all 10 data-parallel x context-parallel ranks" in warned[0]
         assert "in 2 of 3 steps" in warned[0]
         assert not any("were drawn" in w for w in result.warnings)
+        page = io.StringIO()
+        print_report(result, Console(file=page, width=200))
+        assert "in 3 steps, replayed up to a step that Megatron stops on" in page.getvalue()
 
     def test_an_odd_number_of_ranks_is_warned_of(self, documents):
         found = analysed(documents, data_parallel_size=9, context_parallel_size=1, global_batch_size=63).warnings

@@ -47,7 +47,10 @@ def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArra
     chunk = ranks * size
     active = num_rows - num_rows % chunk
     if active == 0:
-        raise DataError(f"{num_rows} rows are fewer than one micro-batch of every rank ({chunk})")
+        raise DataError(
+            f"{num_rows} rows are fewer than one micro-batch of every rank ({chunk}); "
+            "give more data, or a smaller --micro-batch-size"
+        )
     bucket = num_rows // chunk * size
     permute = lru_cache(maxsize=2)(torch_randperm)
     needed = steps * settings.num_microbatches * size
@@ -85,7 +88,9 @@ def batch_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArray
     ranks, size = settings.data_parallel_size, settings.global_batch_size
     steps_an_epoch = steps_of_one_epoch(num_rows, settings)
     if steps_an_epoch == 0:
-        raise DataError(f"{num_rows} rows are fewer than one --global-batch-size {size}")
+        raise DataError(
+            f"{num_rows} rows are fewer than one --global-batch-size {size}; give more data, or a smaller batch"
+        )
     epochs = []
     for epoch in range(-(-steps // steps_an_epoch)):
         order = np.full(steps_an_epoch * size, PADDING_ROW, dtype=np.int64)
