@@ -1,1 +1,1 @@
-"""What a report is made of: counts of a run's micro-batches, their file, and joining several."""
+"""Profiles, of which reports are made: counts of the micro-batches of a run, their file, and the join of several."""

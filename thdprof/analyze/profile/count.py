@@ -1,4 +1,4 @@
-"""Counts an analysis into the profile that its report is made of."""
+"""Counts the micro-batches of an analysis into a profile, from which its report is made."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _LADDER = tuple(sorted({b << k for b in (2, 3) for k in range(24)} | {1}))
-"""Caps of which every profile's grid has its share, so that merged ones have some in common: 1, 2, 3, 4, 6, 8, ..."""
+"""Caps 1, 2, 3, 4, 6, 8, ...: every profile has those in its range on its grid, so that merged profiles share caps."""
 LONGEST_PART = 100
-"""Characters of the name of a part."""
+"""Most characters that the name of a part may have."""
 _MOST_CELLS = 1 << 26
-"""Cells of a joint histogram that is counted by index; a larger one is sorted."""
+"""Most cells of a joint histogram that is counted by index; the values of a larger one are sorted."""
 
 
 def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
-    """The profile of an analysis.
+    """Make the profile of an analysis.
 
     Args:
-        part: name of the data in it; None: the dataset's file, or the directory that its files have in common.
+        part: name of the data in the profile; None: the dataset's file, or the directory that its files share.
 
     Raises:
-        UsageError: `part` is no name, as `check_part` says.
+        UsageError: `part` cannot be a name, as `check_part` says.
     """
     import pandas as pd
 
@@ -77,10 +77,10 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
 
 
 def check_part(part: str | None) -> None:
-    """Refuse what cannot name data in tables and figures; None names nothing.
+    """Refuse a part's name that tables and figures cannot show. None is accepted: no name was given.
 
     Raises:
-        UsageError: it is no text, empty, too long, or holds characters that cannot be shown.
+        UsageError: the name is no text, is empty or too long, or holds characters that cannot be shown.
     """
     if part is None:
         return
@@ -99,12 +99,12 @@ def _name(uris: tuple[str, ...]) -> str:
         return Path(uris[0]).name
     try:
         return Path(os.path.commonpath(uris)).name or "data"
-    except ValueError:  # relative and absolute ones
+    except ValueError:  # relative paths beside absolute ones
         return "data"
 
 
 def _grid(analysis: Analysis) -> list[int]:
-    """Caps at which the expected step time is stored: candidates, percentiles, the least and the most, a ladder."""
+    """Caps for which the expected step time is stored: candidates, percentiles, smallest and largest, and `_LADDER`."""
     histogram = analysis.profile.n_seqs
     least, most = max(1, int(np.flatnonzero(histogram.counts)[0])), histogram.percentile(100.0)
     named = {c.max_seqs for c in analysis.recommendation.candidates}
@@ -113,7 +113,7 @@ def _grid(analysis: Analysis) -> list[int]:
 
 
 def _whole_run(table: MicrobatchTable) -> list[pd.DataFrame]:
-    """Micro-batches, (rank, step) pairs and steps by both measures."""
+    """Counts of micro-batches, of pairs of rank and step, and of steps, by documents and longest document."""
     ranks = [_largest_by_rank(table, values) for values in (table.n_seqs, table.max_seqlen)]
     n_seqs, max_seqlen = ranks
     sizes = [None] if table.groups is None else [int(n) for n in np.unique(table.groups.cp_size)]
@@ -133,16 +133,16 @@ def _joint(kind: str, n_seqs: NDArray[np.integer], max_seqlen: NDArray[np.intege
     keys = n_seqs.astype(np.int64) * width + max_seqlen
     if (int(n_seqs.max()) + 1) * width <= _MOST_CELLS:
         every = np.bincount(keys)
-        found = np.flatnonzero(every)
-        counts = every[found]
+        present = np.flatnonzero(every)
+        counts = every[present]
     else:
-        found, counts = np.unique(keys, return_counts=True)
+        present, counts = np.unique(keys, return_counts=True)
     return pd.DataFrame(
         {
             "kind": kind,
             "segment": -1,
-            "n_seqs": found // width,
-            "max_seqlen": found % width,
+            "n_seqs": present // width,
+            "max_seqlen": present % width,
             "cp_size": cp_size,
             "count": counts,
         }
@@ -150,7 +150,7 @@ def _joint(kind: str, n_seqs: NDArray[np.integer], max_seqlen: NDArray[np.intege
 
 
 def _segments(table: MicrobatchTable) -> list[pd.DataFrame]:
-    """Micro-batches and steps of every segment of the run, by documents."""
+    """Counts of micro-batches and of steps in every segment of the run, by documents."""
     of_step = np.arange(table.num_steps, dtype=np.int64) * SEGMENTS // table.num_steps
     if table.groups is not None:
         of_microbatch = of_step[table.groups.step]
@@ -170,7 +170,7 @@ def _by_segment(kind: str, segment: NDArray[np.int64], n_seqs: NDArray[np.intege
 
 
 def _largest_by_rank(table: MicrobatchTable, values: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The largest of `values` [micro-batches] that each rank sees in a step: [steps, ranks]; 0 where it runs none."""
+    """The largest of `values`, shape [micro-batches], that each rank has in a step, shape [steps, ranks]; 0 if none."""
     if table.groups is not None:
         return _largest_of_groups(table, table.groups, values)
     return table.per_rank_step(values, np.maximum).astype(np.int32, copy=False)

@@ -1,18 +1,19 @@
-"""The profile file: what a run's micro-batches look like, small, exact and mergeable. Parquet, `thdprof.profile/1`.
+"""The profile file `thdprof.profile/1`: counts of a run's micro-batches by shape, as parquet; small, exact, mergeable.
 
-It holds counts, not micro-batches, so a run of any length fits in a report without reading the dataset again. Rows:
+The file holds counts and no micro-batches, so a report on a long run needs neither the dataset nor much memory.
+Columns:
 
 | column | meaning |
 |---|---|
-| `part` | which data: the name of a dataset or of a shard |
-| `kind` | what is counted, one of `KINDS` |
-| `segment` | in which 64th of its run, from 0 (runs of fewer than 64 steps leave some out); -1: the whole run |
-| `n_seqs` | documents |
-| `max_seqlen` | tokens of the longest document; -1 where it is not told apart |
+| `part` | name of the dataset or shard that the micro-batches come from |
+| `kind` | unit that is counted, one of `KINDS` |
+| `segment` | 64th of the run that holds the units, from 0 (runs of fewer than 64 steps leave some out); -1: all of it |
+| `n_seqs` | documents of the unit's fullest micro-batch |
+| `max_seqlen` | tokens of the unit's longest document; -1 where units are counted by `n_seqs` alone |
 | `cp_size` | context-parallel size of the micro-batch under the dynamic kind; 0: the run's own |
-| `count` | how many there are |
+| `count` | number of units with these values |
 
-The expected step time does not follow from counts, and is stored at a grid of caps, in the metadata.
+The expected step time does not follow from counts. The file's metadata hold it for a grid of caps.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 SCHEMA: Literal["thdprof.profile/1"] = "thdprof.profile/1"
 KINDS = ("microbatch", "rank_step_max", "step_max", "segment_microbatch", "segment_step_max")
-"""Micro-batches by both measures; (rank, step) pairs and steps by the largest of each measure among their
-micro-batches; and micro-batches and steps of every segment, by documents alone."""
+"""Units that are counted. Micro-batches are counted by documents and longest document; pairs of rank and step, and
+steps, by the largest of each measure among their micro-batches; those of a segment by documents alone."""
 SEGMENTS = 64
 """Parts of equal length into which a run is cut: step s of n lies in segment 64 * s // n, both counted from 0. A run of
 n < 64 steps has one step in each of n segments, and leaves the others out."""
@@ -64,40 +65,50 @@ class CapTime(_Part):
     """The expected step time under one cap."""
 
     max_seqs: Count
-    """Documents."""
+    """The cap, in documents."""
     step_ms: Milliseconds
-    """Mean step of the cost table's model."""
+    """Mean time of a step of the cost table's model under this cap."""
 
 
 class PartOfRun(_Part):
-    """One dataset or shard, or several of one name."""
+    """One dataset or shard, or several that were given the same name."""
 
     name: str
+    """The name in column `part`."""
     format: str
+    """Name of the dataset's format; that of the first dataset where there are several."""
     uris: list[str]
+    """Files of the dataset, in order."""
     fingerprints: list[str] = Field(min_length=1)
-    """Digests of the data that were counted, one a dataset."""
+    """Digest of the data of each dataset that was counted."""
     exact: bool
-    """Whether the micro-batches equal training's."""
+    """Whether the micro-batches equal those of training, not just their distribution."""
     microbatches: Count
+    """Number of micro-batches that were counted."""
     steps: Count
+    """Number of steps that were counted."""
     eager_step_ms: Milliseconds
-    """Mean step, all eagerly."""
+    """Mean time of a step whose micro-batches all run eagerly."""
     caps: list[CapTime] = Field(min_length=1)
-    """The mean step under single caps, ascending: from one that holds the least micro-batches, so that all run eagerly
-    under less, to one that holds all."""
+    """Mean time of a step under single caps, ascending. The first cap holds only the smallest micro-batches: all run
+    eagerly under a smaller one. The last cap holds all micro-batches."""
     warnings: list[str]
-    """What `analyze` had to say about it."""
+    """Warnings of `analyze` about the part."""
 
 
 class Metadata(_Part):
-    """All but the counts."""
+    """Everything in a profile but the counts, stored as JSON in the metadata of the parquet file."""
 
     schema_: Literal["thdprof.profile/1"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of the file's layout."""
     written_by: str
+    """Version of thdprof that wrote the file."""
     training: Training
+    """Training settings of all parts."""
     costs: CostTable
+    """The table from which the step times were computed."""
     parts: list[PartOfRun] = Field(min_length=1)
+    """The datasets or shards that were counted."""
 
 
 def write_profile_file(path: Path, cells: pd.DataFrame, metadata: Metadata, *, force: bool) -> None:
@@ -126,10 +137,10 @@ def write_profile_file(path: Path, cells: pd.DataFrame, metadata: Metadata, *, f
 
 
 def read_profile_file(path: Path) -> tuple[pd.DataFrame, Metadata]:
-    """The counts of a profile, in the columns of `COLUMNS`, and what belongs to them.
+    """Read the counts of a profile, in the columns of `COLUMNS`, and its metadata.
 
     Raises:
-        DataError: it cannot be read, is no profile, or of another version.
+        DataError: the file cannot be read, is no profile, or has another version.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -144,11 +155,11 @@ def read_profile_file(path: Path) -> tuple[pd.DataFrame, Metadata]:
     text = (content.schema.metadata or {}).get(_KEY)
     if text is None:
         raise DataError(f"{path}: not a profile: analyze --profile writes one")
-    told = _metadata(text, where=str(path))
+    metadata = _metadata(text, where=str(path))
     cells = _cells(content, where=str(path))
-    _check_rows(cells, {part.name for part in told.parts}, where=str(path))
-    _check_sums(cells, told.parts, where=str(path))
-    return cells, told
+    _check_rows(cells, {part.name for part in metadata.parts}, where=str(path))
+    _check_sums(cells, metadata.parts, where=str(path))
+    return cells, metadata
 
 
 def _metadata(text: bytes, *, where: str) -> Metadata:
@@ -167,7 +178,7 @@ def _metadata(text: bytes, *, where: str) -> Metadata:
 
 
 def _cells(content: pa.Table, *, where: str) -> pd.DataFrame:
-    """The columns as `COLUMNS` has them; nothing is rounded, cut or made up."""
+    """The columns with the types of `COLUMNS`; values that a type cannot hold are refused, not rounded or cut."""
     import pyarrow as pa
 
     names = content.schema.names
@@ -196,14 +207,14 @@ def _cells(content: pa.Table, *, where: str) -> pd.DataFrame:
 
 
 def _refuse(wrong: pd.Series[bool], column: pd.Series[Any], rule: str, *, where: str) -> None:
-    """Refuse a column of which rows are `wrong`, naming the first."""
+    """Refuse a column if rows of it are `wrong`, and name the first such row."""
     if wrong.any():
         row = int(np.argmax(wrong.to_numpy()))
         raise DataError(f"{where}: row {row} (from 0): {column.name}: {column.iloc[row]!s:.80}; {rule}")
 
 
 def _check_rows(cells: pd.DataFrame, parts: set[str], *, where: str) -> None:
-    """Refuse rows that no profile has."""
+    """Refuse rows with values that no profile holds."""
     segments = cells["kind"].astype(str).str.startswith("segment_")
     rules = (
         ("part", ~cells["part"].isin(parts), "must be one of the parts that the metadata name"),
@@ -221,7 +232,7 @@ def _check_rows(cells: pd.DataFrame, parts: set[str], *, where: str) -> None:
 
 
 def _check_sums(cells: pd.DataFrame, parts: Sequence[PartOfRun], *, where: str) -> None:
-    """Refuse counts that do not add up to what the metadata tell."""
+    """Refuse counts that do not add up to the numbers in the metadata."""
     known = [part.name for part in parts]
     if len(set(known)) < len(known):
         raise DataError(f"{where}: parts: two have one name")
@@ -233,9 +244,9 @@ def _check_sums(cells: pd.DataFrame, parts: Sequence[PartOfRun], *, where: str) 
             ("segment_microbatch", part.microbatches),
             ("segment_step_max", part.steps),
         ):
-            found = int(of_part.loc[of_part["kind"] == kind, "count"].sum())
-            if found != wanted:
-                raise DataError(f"{where}: part {part.name}: {kind} counts add up to {found}, not {wanted}")
+            total = int(of_part.loc[of_part["kind"] == kind, "count"].sum())
+            if total != wanted:
+                raise DataError(f"{where}: part {part.name}: {kind} counts add up to {total}, not {wanted}")
         in_segments = [
             set(of_part.loc[of_part["kind"] == kind, "segment"]) for kind in ("segment_microbatch", "segment_step_max")
         ]

@@ -13,18 +13,18 @@ from thdprof.errors import DataError, UsageError
 from thdprof.training import TrainingSettings
 
 _OF_THE_DATA = ("train_samples", "weights")
-"""Training settings that say how much data a run takes, not how a step is formed: they may differ."""
+"""Training settings that may differ between parts: they say how much data a run takes, not how its steps are formed."""
 
 
 def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> RunProfile:
-    """One profile of all parts; parts of one name are added up.
+    """Join profiles into one that has the parts of all; the counts of parts that share a name are added up.
 
     Args:
-        names: what to call each profile in errors.
+        names: name of each profile in error messages.
 
     Raises:
-        UsageError: fewer than two are given.
-        DataError: they were made with other settings or another cost table, or count the same data twice.
+        UsageError: fewer than two profiles are given.
+        DataError: two profiles have different settings or cost tables, or count the same data.
     """
     import pandas as pd
 
@@ -51,12 +51,12 @@ def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> R
         training = replace(training, train_samples=None)
     if any(p.training.weights != training.weights for p in profiles):
         training = replace(training, weights=None)
-    parts = [same[0] if len(same) == 1 else _added(same, first.costs) for same in by_name.values()]
+    parts = [of_name[0] if len(of_name) == 1 else _added(of_name, first.costs) for of_name in by_name.values()]
     return RunProfile(cells.astype(COLUMNS), training=training, costs=first.costs, parts=parts)
 
 
 def same_settings(one: TrainingSettings, other: TrainingSettings) -> tuple[str, Any, Any] | None:
-    """The first setting that forms steps in another way, with both values; None: there is none."""
+    """The first setting that would form steps in another way, with both values; None where all are equal."""
     for name in (field.name for field in fields(TrainingSettings)):
         if name not in _OF_THE_DATA and getattr(one, name) != getattr(other, name):
             return name, getattr(one, name), getattr(other, name)
@@ -77,7 +77,7 @@ def _check_alike(one: RunProfile, other: RunProfile, name: str, other_name: str)
 
 
 def _added(parts: Sequence[PartOfRun], costs: CostTable) -> PartOfRun:
-    """Parts of one name as one."""
+    """Add up parts that share a name."""
     caps = combine_caps(list(parts), costs)
     if not caps:
         raise DataError(f"part {parts[0].name}: its profiles have no cap in common; give each a --part name of its own")

@@ -1,7 +1,7 @@
-"""What a profile tells of a run: counts of its micro-batches, and the expected step time under single caps.
+"""A run's profile: counts of its micro-batches, and the expected step time under single caps.
 
-The fallback rates of any one cap follow exactly from the counts: a step falls back where its largest micro-batch does.
-The expected step time does not, and is known at a grid of caps.
+The fallback rates of a single cap follow exactly from the counts, because a step falls back where its largest
+micro-batch does. The expected step time does not follow from them, and is known for a grid of caps.
 """
 
 from __future__ import annotations
@@ -25,42 +25,43 @@ if TYPE_CHECKING:
 
 
 class RunProfile:
-    """Counts of a run's micro-batches, (rank, step) pairs and steps, and the expected step time under single caps."""
+    """Counts of a run's micro-batches, pairs of rank and step, and steps; and expected step times under single caps."""
 
     def __init__(
         self, cells: pd.DataFrame, *, training: TrainingSettings, costs: CostTable, parts: list[PartOfRun]
     ) -> None:
         self.cells = cells
-        """The rows of the file, in the columns of `thdprof.analyze.profile.file.COLUMNS`."""
+        """The counts, in the columns of `thdprof.analyze.profile.file.COLUMNS`."""
         self.training = training
-        """Training settings, the same for all parts."""
+        """Training settings, which all parts share."""
         self.costs = costs
-        """What the step times come from."""
+        """The table from which the step times were computed."""
         self.parts = parts
+        """The datasets or shards that were counted."""
         self._histograms: dict[tuple[str, str, str | None], Histogram] = {}
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches counted."""
+        """Number of micro-batches that were counted."""
         return sum(part.microbatches for part in self.parts)
 
     @property
     def steps(self) -> int:
-        """Steps counted."""
+        """Number of steps that were counted."""
         return sum(part.steps for part in self.parts)
 
     @property
     def num_runs(self) -> int:
-        """Runs counted, each from its own begin to its end."""
+        """Number of runs that were counted, each from its first step to its last."""
         return sum(len(part.fingerprints) for part in self.parts)
 
     @property
     def exact(self) -> bool:
-        """Whether all micro-batches equal training's."""
+        """Whether the micro-batches of all parts equal those of training."""
         return all(part.exact for part in self.parts)
 
     def rows(self, kind: str, *, part: str | None = None) -> pd.DataFrame:
-        """The cells of `kind`, of one part or of all."""
+        """The counts of units of `kind`, of one part or (None) of all."""
         chosen = self.cells["kind"] == kind
         if part is not None:
             chosen &= self.cells["part"] == part
@@ -69,7 +70,7 @@ class RunProfile:
     def histogram(
         self, kind: str = "microbatch", measure: Literal["n_seqs", "max_seqlen"] = "n_seqs", *, part: str | None = None
     ) -> Histogram:
-        """How often each value of `measure` occurs, whatever the other."""
+        """How often each value of `measure` occurs among the units of `kind`, of one part or (None) of all."""
         key = (kind, measure, part)
         if key not in self._histograms:
             self._histograms[key] = histogram_of(self.rows(kind, part=part), measure)
@@ -81,7 +82,7 @@ class RunProfile:
         return numbers
 
     def fallback_rate(self, cap: int, *, part: str | None = None) -> FallbackRate:
-        """The three rates where micro-batches of more than `cap` documents run eagerly; exact."""
+        """The three fallback rates, exact, if micro-batches of more than `cap` documents run eagerly."""
         micro, pair, step = (
             share_over(self.histogram(kind, part=part), cap) for kind in ("microbatch", "rank_step_max", "step_max")
         )
@@ -89,15 +90,15 @@ class RunProfile:
 
     @property
     def eager_step_ms(self) -> float:
-        """Mean step of all parts, all eagerly."""
+        """Mean time of a step of all parts, in milliseconds, if all micro-batches run eagerly."""
         return sum(part.eager_step_ms * part.steps for part in self.parts) / self.steps
 
     def caps(self) -> list[CapTime]:
-        """The mean step of all parts under the caps that every part tells, ascending."""
+        """Mean time of a step of all parts under each cap for which every part has a time, ascending."""
         return combine_caps(self.parts, self.costs)
 
     def relative_step_time(self, cap: int) -> float:
-        """Mean step under `cap`, divided by that of running all eagerly; linear between the caps of `caps`."""
+        """Mean time of a step under `cap`, divided by that of an eager step; linear between the caps of `caps`."""
         known = self.caps()
         if cap < known[0].max_seqs:
             return 1.0
@@ -110,7 +111,7 @@ class RunProfile:
         return float(step_ms) / self.eager_step_ms
 
     def curve(self) -> pd.DataFrame:
-        """What each cap would do: `max_seqs`, `coverage`, the three rates, `step_ms`, `relative_step_time`."""
+        """A row for each cap: `max_seqs`, `coverage`, three fallback rates, `step_ms`, `relative_step_time`."""
         import pandas as pd
 
         rows = []
@@ -130,7 +131,7 @@ class RunProfile:
         return pd.DataFrame(rows)
 
     def percentiles(self) -> pd.DataFrame:
-        """Mean and nearest-rank percentiles of both measures, a row a part and measure."""
+        """Mean and nearest-rank percentiles of both measures, with a row for each part and measure."""
         import pandas as pd
 
         from thdprof.analyze.buckets.statistics import PERCENTILES
@@ -145,7 +146,7 @@ class RunProfile:
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
-        """How much was counted."""
+        """Numbers of micro-batches and steps, and whether they were replayed exactly."""
         how = "replayed exactly" if self.exact else "not all replayed exactly"
         many = counted(self.microbatches, "micro-batch", "micro-batches")
         return f"Profile of {many} in {counted(self.steps, 'step')}, {how}"
@@ -157,63 +158,63 @@ class RunProfile:
         return html_table(repr(self), list(frame.columns), frame.itertuples(index=False))
 
     def save(self, path: Path | str, *, force: bool = False) -> None:
-        """Write the profile whole or not at all.
+        """Write the profile to `path`, whole or not at all.
 
         Raises:
             DataError: the file exists and `force` is false, or it cannot be written.
         """
-        told = Metadata(written_by=__version__, training=self.training, costs=self.costs, parts=self.parts)
-        write_profile_file(Path(path), self.cells, told, force=force)
+        metadata = Metadata(written_by=__version__, training=self.training, costs=self.costs, parts=self.parts)
+        write_profile_file(Path(path), self.cells, metadata, force=force)
 
 
 def load_profile(path: Path | str) -> RunProfile:
     """Read a profile file.
 
     Raises:
-        DataError: it cannot be read, is no profile, or of another version.
+        DataError: the file cannot be read, is no profile, or has another version.
     """
-    cells, told = read_profile_file(Path(path))
-    return RunProfile(cells, training=told.training, costs=told.costs, parts=told.parts)
+    cells, metadata = read_profile_file(Path(path))
+    return RunProfile(cells, training=metadata.training, costs=metadata.costs, parts=metadata.parts)
 
 
 def histogram_of(rows: pd.DataFrame, measure: str) -> Histogram:
-    """The histogram of `measure` over cells, each with its count."""
+    """The histogram of column `measure` of `rows`, in which every row counts as often as its `count` says."""
     counts = np.bincount(rows[measure].to_numpy(), weights=rows["count"].to_numpy())
     return Histogram(counts.astype(np.int64))
 
 
 def share_over(histogram: Histogram, value: int) -> float:
-    """Share of values that are over `value`."""
+    """Share of the values in `histogram` that are larger than `value`."""
     return float(histogram.counts[max(0, value + 1) :].sum() / histogram.total)
 
 
 def combine_caps(parts: list[PartOfRun], costs: CostTable) -> list[CapTime]:
-    """The caps whose mean step every part tells, weighted by steps.
+    """Mean time of a step under each cap for which every part has a time; parts are weighted by their steps.
 
-    A part tells the caps on its grid, those below them (all run eagerly), and, where costs do not depend on
-    max_seqlen, those above (all replay a larger graph).
+    A part has times for the caps on its grid, for those below it (all micro-batches run eagerly) and, where costs do
+    not depend on max_seqlen, for those above it (all micro-batches replay a larger graph).
     """
-    known = [_Known(part, costs) for part in parts]
+    step_times = [_StepTimes(part, costs) for part in parts]
     total = sum(part.steps for part in parts)
     combined = []
     for cap in sorted({c.max_seqs for part in parts for c in part.caps}):
-        times = [k.at(cap) for k in known]
-        told = [t for t in times if t is not None]
-        if len(told) == len(times):
-            mean = sum(t * part.steps for t, part in zip(told, parts, strict=True)) / total
+        times = [part_times.at(cap) for part_times in step_times]
+        known = [ms for ms in times if ms is not None]
+        if len(known) == len(parts):
+            mean = sum(ms * part.steps for ms, part in zip(known, parts, strict=True)) / total
             combined.append(CapTime(max_seqs=cap, step_ms=mean))
     return combined
 
 
-class _Known:
-    """The step times of one part."""
+class _StepTimes:
+    """Mean times of a step of one part, by cap."""
 
     def __init__(self, part: PartOfRun, costs: CostTable) -> None:
         self._part, self._costs = part, costs
         self._by_cap = {c.max_seqs: c.step_ms for c in part.caps}
 
     def at(self, cap: int) -> float | None:
-        """Milliseconds under `cap`; None where the part does not tell."""
+        """Milliseconds under `cap`; None where the part has no time for it."""
         first, last = self._part.caps[0].max_seqs, self._part.caps[-1].max_seqs
         if cap in self._by_cap:
             return self._by_cap[cap]

@@ -1,4 +1,4 @@
-"""Dataset formats: finding the files of a dataset, recognising their format by content, reading documents per row.
+"""Dataset formats: finds the files of a dataset, recognises their format by content, reads documents per row.
 
 A new format is one module with a `FORMAT`, listed here.
 """
@@ -35,16 +35,16 @@ def get_format(name: str) -> Format:
     if name not in _MODULES:
         raise UsageError(f"--format {name}: not a known format; known are auto, {', '.join(FORMATS)}")
     module = import_module(f"thdprof.analyze.sources.{_MODULES[name]}")
-    found: Format = module.FORMAT
-    return found
+    format_: Format = module.FORMAT
+    return format_
 
 
 def read_dataset(locations: Sequence[str], *, format: str = "auto") -> Dataset:
-    """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes without their `.idx`.
+    """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes, which lack the `.idx`.
 
     Raises:
-        DataError: nothing is there, it cannot be read, the format is not recognised, or the content is not what it
-            must be.
+        DataError: a location does not exist or cannot be read, the format is not recognised, or the content is not
+            valid in its format.
         UsageError: no such format, or no location.
     """
     if not locations or "" in locations:
@@ -61,7 +61,7 @@ def read_dataset(locations: Sequence[str], *, format: str = "auto") -> Dataset:
 
 
 def format_of(locations: Sequence[str]) -> str | None:
-    """Name of the one format that what `locations` stand for is of; None where it is of none, or of several."""
+    """Name of the format that all files of `locations` have; None where it is not recognised or they have several."""
     try:
         return _detect([path for location in locations for path in _files(location, "auto")]).name
     except (DataError, OSError):
@@ -110,12 +110,12 @@ def _split_of(directory: Path) -> Path:
 
 
 def _files_of_directory(directory: Path, format: str) -> list[Path]:
-    """The files of `directory` that belong to one format, those of its only one with `auto`.
+    """The files in `directory` of format `format`; with `auto`, those of the only format that there is.
 
-    A file that cannot be read may be of the dataset: its OSError passes.
+    The OSError of a file that cannot be read is passed on, because the file may belong to the dataset.
     """
     names = FORMATS if format == "auto" else (format,)
-    found: dict[str, list[Path]] = {}
+    by_format: dict[str, list[Path]] = {}
     claimed: set[Path] = set()
     for name in names:
         candidate = get_format(name)
@@ -129,20 +129,20 @@ def _files_of_directory(directory: Path, format: str) -> list[Path]:
         ]
         claimed.update(files)
         if files:
-            found[name] = files
-    if not found:
+            by_format[name] = files
+    if not by_format:
         raise unrecognised.directory_error(directory, [get_format(name) for name in names], auto=format == "auto")
-    for name in list(found):
-        if len(found) > 1 and all(map(get_format(name).yields, found[name])):
-            del found[name]
-    if len(found) > 1:
-        kinds = ", ".join(f"{len(files)} of {name}" for name, files in found.items())
+    for name in list(by_format):
+        if len(by_format) > 1 and all(map(get_format(name).yields, by_format[name])):
+            del by_format[name]
+    if len(by_format) > 1:
+        kinds = ", ".join(f"{len(files)} of {name}" for name, files in by_format.items())
         raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
-    return next(iter(found.values()))
+    return next(iter(by_format.values()))
 
 
 def _detect(paths: Sequence[Path]) -> Format:
-    """The one format that recognises every path."""
+    """The first format that recognises the first path, and then every other one."""
     first = paths[0]
     if first.stat().st_size == 0:
         raise DataError(f"{first}: is empty")

@@ -1,4 +1,4 @@
-"""What a source hands over: documents per row, or the document lengths that rows will be made of."""
+"""A dataset as its reader hands it over: documents of packed rows, or lengths of documents that are not packed yet."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from thdprof.errors import DataError
 
 RowRule = Literal["bridge", "concatenate", "trl"]
-"""How training turns a stored row into documents: `bridge` adds a document for an unused tail (Megatron-Bridge's
-collate_fn), `concatenate` takes the stored documents as they are, and `trl` too, but pads a micro-batch with
-tokens that are documents of their own (its collator's pad_to_multiple_of)."""
+"""How training turns a stored row into documents.
+
+`bridge` adds a document for an unused tail, as Megatron-Bridge's collate_fn does. `concatenate` takes the stored
+documents as they are. `trl` does so too, and pads a micro-batch with tokens that form a document of their own, as the
+pad_to_multiple_of of TRL's collator does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +26,14 @@ class TokenStream:
     """One Megatron IndexedDataset: sequences that GPTDataset joins into one stream and cuts into samples."""
 
     path: str
-    """The `.idx` file."""
+    """Path of the `.idx` file."""
     sequence_tokens: NDArray[np.int32]
     """Tokens of every stored sequence, shape [sequences], in file order; none negative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """Rows that are packed already."""
+    """Rows of documents that were packed before training."""
 
     document_tokens: NDArray[np.int32]
     """Tokens of every document as the attention kernel sees it, shape [documents], row after row."""
@@ -40,11 +42,11 @@ class PackedRows:
     rule: RowRule = "concatenate"
 
     def num_rows(self) -> int:
-        """Stored rows."""
+        """Number of stored rows."""
         return len(self.row_offsets) - 1
 
     def num_documents(self) -> NDArray[np.int32]:
-        """Documents of every row, shape [rows]."""
+        """Number of documents of every row, shape [rows]."""
         return np.diff(self.row_offsets).astype(np.int32)
 
     def longest(self) -> NDArray[np.int32]:
@@ -56,7 +58,7 @@ class PackedRows:
         return self.document_tokens[self.row_offsets[1:] - 1]
 
     def num_tokens(self) -> NDArray[np.int64]:
-        """Tokens of every row, shape [rows]."""
+        """Number of tokens of every row, shape [rows]."""
         return np.add.reduceat(self.document_tokens, self.row_offsets[:-1], dtype=np.int64)
 
 
@@ -80,15 +82,15 @@ class Dataset:
     uris: tuple[str, ...]
     """The files read, in order."""
     fingerprint: str
-    """SHA-256 of what was read to count documents; another dataset has another fingerprint."""
+    """SHA-256 of the data that was read to count documents, so that two datasets have different fingerprints."""
     content: Content
     pack_tokens: int | None = None
-    """Pack size in tokens, where the files tell it."""
+    """Pack size in tokens; None where the files do not tell it."""
     notes: tuple[str, ...] = field(default=())
-    """What the reader noticed and the user should know."""
+    """Remarks of the reader that the user should know, such as an assumption that it made."""
 
     def num_rows(self) -> int:
-        """Stored rows; for token streams and unpacked documents, the stored sequences."""
+        """Number of stored rows; for token streams and unpacked documents, of stored sequences."""
         match self.content:
             case PackedRows():
                 return self.content.num_rows()
@@ -98,7 +100,7 @@ class Dataset:
                 return sum(len(s.sequence_tokens) for s in streams)
 
     def num_documents(self) -> int:
-        """Stored documents (boundaries that training can see)."""
+        """Number of stored documents whose boundaries training can see."""
         match self.content:
             case PackedRows() | UnpackedDocuments():
                 return len(self.content.document_tokens)
@@ -106,7 +108,7 @@ class Dataset:
                 return sum(len(s.sequence_tokens) for s in streams)
 
     def num_tokens(self) -> int:
-        """Stored tokens, as training counts them."""
+        """Number of stored tokens, as training counts them."""
         match self.content:
             case PackedRows() | UnpackedDocuments():
                 return int(self.content.document_tokens.sum(dtype=np.int64))
@@ -119,22 +121,23 @@ class Format:
     """One dataset format: how to recognise its files and how to read them."""
 
     name: str
+    """Value of `--format`."""
     summary: str
-    """One line for the documentation: what is read."""
+    """The parts of a file that are read, in one line for the documentation."""
     sign: str
     """What a file is recognised by, for messages."""
     suffixes: tuple[str, ...]
     """File name endings that a directory is searched for."""
     recognises: Callable[[Path], bool]
-    """Whether a file, by its content, is of this format. Raises nothing but the OSError of a file it cannot open."""
+    """Whether the content of a file is of this format. Raises only the OSError of a file that cannot be opened."""
     read: Callable[[Sequence[Path]], Dataset]
-    """Reads the files; raises DataError naming file, row and value."""
+    """Reads the files in order; raises a DataError that names file, row and value."""
     yields: Callable[[Path], bool] = lambda path: False
     """Whether a file that is recognised may be left out where a directory also holds files of another format."""
 
 
 def fingerprint(parts: Iterable[bytes | memoryview | NDArray[np.generic]]) -> str:
-    """A SHA-256 digest over `parts`, in order."""
+    """The SHA-256 digest of `parts`, one after the other, as `sha256:` and hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part)

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's legacy packed `.npy`: a pickled array of dicts, read as data and never executed."""
+"""Megatron-Bridge's legacy packed `.npy`: a pickled array of dicts, which is read without executing code in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thdprof.errors import DataError
 
 
 def recognises(path: Path) -> bool:
-    """Whether the file is `.npy` with an array of objects, of at most one dimension."""
+    """Whether the file is a `.npy` of objects with at most one dimension."""
     with path.open("rb") as file:
         header = read_header(file)
     return header is not None and header[1].hasobject and len(header[0]) <= 1
@@ -25,7 +25,7 @@ def read(paths: Sequence[Path]) -> Dataset:
     """The rows of `paths`, one file after the other.
 
     Raises:
-        DataError: not such a file, anything but plain data in it, or a row that training could not read.
+        DataError: a file is no such `.npy`, holds anything but plain data, or has a row that training could not read.
     """
     parts = [_read_rows(path) for path in paths]
     rows = row_lists.join_rows(parts, "bridge")

@@ -1,4 +1,4 @@
-"""Megatron-Bridge packed parquet: `seq_start_id`, and of `loss_mask` the list lengths; tokens are never read."""
+"""Megatron-Bridge's packed parquet: `seq_start_id` and the lengths of the lists `loss_mask`; tokens are never read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(paths: Sequence[Path]) -> Dataset:
     """The rows of `paths`, one file after the other.
 
     Raises:
-        DataError: a column is missing, of another type, has nulls, or a row that training could not read.
+        DataError: a column is missing, has another type or nulls, or a row is such that training could not read it.
     """
     parts, digests = [], []
     for path in paths:

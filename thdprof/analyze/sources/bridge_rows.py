@@ -1,4 +1,4 @@
-"""What Megatron-Bridge's two packed formats share: checks of their rows, and the pack size."""
+"""Checks of rows and the search for the pack size, for both packed formats of Megatron-Bridge."""
 
 from __future__ import annotations
 
@@ -20,11 +20,15 @@ _LARGEST_METADATA_BYTES = 2**20
 def document_tokens(
     starts: NDArray[np.int64], offsets: NDArray[np.int64], row_lengths: NDArray[np.int64], where: str
 ) -> NDArray[np.int32]:
-    """Tokens that training sees of every stored document, int32, shape [documents].
+    """Number of tokens that training sees of every stored document, shape [documents].
 
-    A document of L stored tokens trains L - 1: its input lacks the last one, its labels the first.
-    `starts` [documents] holds seq_start_id, `offsets` [rows + 1] the rows' places in it, `row_lengths` [rows] the
-    stored tokens of every row. `where` names the file.
+    A document of L stored tokens trains L - 1: its input lacks the last token, its labels lack the first.
+
+    Args:
+        starts: first token of every document in its row, `seq_start_id`, shape [documents], row after row.
+        offsets: row r has the documents offsets[r] to offsets[r + 1], shape [rows + 1].
+        row_lengths: stored tokens of every row, shape [rows].
+        where: name of the file in messages.
 
     Raises:
         DataError: an empty row, a row that does not start at 0, starts that do not ascend or lie beyond the row.
@@ -73,29 +77,29 @@ def _refuse(bad: NDArray[np.bool_], message: Callable[[int], str]) -> None:
 
 
 def pack_size(paths: Sequence[Path], longest_row: int) -> int | None:
-    """The pack size in tokens that file names or the metadata beside the files tell, if they agree.
+    """The pack size in tokens, from the names of the files or the metadata beside them; None where they disagree.
 
-    `longest_row` is the longest row's tokens: a smaller pack size cannot be meant.
+    A size that is less than `longest_row`, the tokens of the longest row, is ignored.
     """
-    told: set[int | None] = set()
+    candidates: set[int | None] = set()
     for path in paths:
         sizes = {size for size in _metadata_sizes(path.parent) if size >= longest_row}
         named = _NAMED_SIZE.match(path.name)
         if named and int(named[1]) >= longest_row:
-            told.add(int(named[1]))
+            candidates.add(int(named[1]))
         elif len(sizes) == 1:
-            told.update(sizes)
+            candidates.update(sizes)
         else:
-            told.add(int(named[1]) if named else None)
-    return told.pop() if len(told) == 1 else None
+            candidates.add(int(named[1]) if named else None)
+    return candidates.pop() if len(candidates) == 1 else None
 
 
 def _metadata_sizes(directory: Path) -> set[int]:
-    """Every pack_size of Bridge's metadata files in `directory`: JSON lists of objects, though named .jsonl."""
+    """Every pack_size in the metadata files of Bridge in `directory`. They are JSON lists, although named .jsonl."""
     sizes: set[int] = set()
     try:
         beside = sorted(directory.iterdir())
-    except OSError:  # may be searched, not listed
+    except OSError:  # a directory whose files may be opened, but not listed
         return sizes
     for path in beside:
         if path.suffix not in (".json", ".jsonl"):
@@ -107,6 +111,6 @@ def _metadata_sizes(directory: Path) -> set[int]:
         except (ValueError, RecursionError, OSError):
             continue
         if isinstance(entries, list):
-            found = [entry.get("pack_size") for entry in entries if isinstance(entry, dict)]
-            sizes.update(size for size in found if type(size) is int and size > 0)
+            named = [entry.get("pack_size") for entry in entries if isinstance(entry, dict)]
+            sizes.update(size for size in named if type(size) is int and size > 0)
     return sizes

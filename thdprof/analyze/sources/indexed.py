@@ -1,4 +1,4 @@
-"""Megatron IndexedDataset: `<prefix>.idx` alone is read, never the `.bin`.
+"""Megatron's IndexedDataset: only `<prefix>.idx` is read, never the `.bin`.
 
 Layout, little-endian (megatron/core/datasets/indexed_dataset.py): magic (9 bytes), u64 version, u8 dtype code,
 u64 sequences N, u64 document indices D, then int32 length[N], int64 pointer[N], int64 document_index[D] and, for
@@ -28,7 +28,7 @@ def recognises(path: Path) -> bool:
 
 
 def read_stream(path: Path) -> TokenStream:
-    """The sequence lengths of one `.idx` file.
+    """Read the sequence lengths of one `.idx` file.
 
     Raises:
         DataError: wrong magic or version, a size that does not match its counts, a negative length.
@@ -58,7 +58,7 @@ def read_stream(path: Path) -> TokenStream:
 
 
 def read(paths: Sequence[Path]) -> Dataset:
-    """One stream a file, in the order given: a blend if there are several."""
+    """Read one token stream from each of `paths`, in their order; several streams are a blend."""
     streams = [read_stream(path) for path in paths]
     return Dataset(
         format=FORMAT.name,

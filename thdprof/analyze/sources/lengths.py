@@ -61,10 +61,10 @@ def _schema(path: Path) -> Any:
 
 
 def read(paths: Sequence[Path]) -> Dataset:
-    """The lengths of `paths`, one file after the other.
+    """Read the lengths of `paths`, one file after the other.
 
     Raises:
-        DataError: neither of the kinds, integers mixed with lists, a length that cannot be.
+        DataError: a file holds no lengths, files of integers are mixed with files of lists, or a length is impossible.
     """
     parts = [_read_file(path) for path in paths]
     rows = [part for part in parts if isinstance(part, tuple)]

@@ -15,7 +15,7 @@ COLUMN = "seq_lengths"
 
 
 def recognises(path: Path) -> bool:
-    """Whether the file has a column `seq_lengths` of lists; not one that `datasets` cached beside its data."""
+    """Whether the file has a column `seq_lengths` of lists, and is no cache that `datasets` left beside its data."""
     schema = parquet_schema(path) if is_parquet(path) else arrow_file.arrow_schema(path)
     if schema is None or schema.get_field_index(COLUMN) < 0 or "seq_start_id" in schema.names:
         return False
@@ -23,22 +23,22 @@ def recognises(path: Path) -> bool:
 
 
 def read(paths: Sequence[Path]) -> Dataset:
-    """The rows of `paths`, one file after the other; the pack size is that of the fullest row.
+    """Read the rows of `paths`, one file after the other; the pack size is the number of tokens of the fullest row.
 
     Raises:
-        DataError: the column is missing or of another type, a null, an empty row, a length that cannot be.
+        DataError: the column is missing or has another type, or a row is null, empty or has an impossible length.
     """
     rows = row_lists.join_rows([_read_rows(path) for path in paths], "trl")
     fullest = int(rows.num_tokens().max())
-    told = 0 < fullest <= np.iinfo(np.int32).max
+    is_size = 0 < fullest <= np.iinfo(np.int32).max
     note = f"pack size taken from the fullest row, {fullest} tokens; TRL's max_length is that or more"
     return Dataset(
         format=FORMAT.name,
         uris=tuple(str(path) for path in paths),
         fingerprint=fingerprint((rows.document_tokens, rows.row_offsets)),
         content=rows,
-        pack_tokens=fullest if told else None,
-        notes=(note,) if told else (),
+        pack_tokens=fullest if is_size else None,
+        notes=(note,) if is_size else (),
     )
 
 

@@ -1,4 +1,4 @@
-"""Columns of pyarrow as NumPy arrays, checked; its own conversion would import pandas."""
+"""Converts columns of pyarrow to NumPy arrays and checks them; pyarrow's own conversion would import pandas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thdprof.errors import DataError
 
 @contextmanager
 def arrow_errors(path: Path) -> Iterator[None]:
-    """Turns what pyarrow raises on a broken file into a one-line DataError; a true OSError passes."""
+    """Turn pyarrow's exceptions about a broken file into a DataError of one line; an OSError of the system passes."""
     import pyarrow as pa
 
     try:
@@ -29,13 +29,13 @@ def arrow_errors(path: Path) -> Iterator[None]:
 
 
 def opened(path: Path) -> Any:
-    """What pyarrow is to open for `path`: its text or, as that takes UTF-8 alone, a map of a file of another name."""
+    """`path` as pyarrow can open it: its text, or a memory map of the file where the name is not UTF-8."""
     import pyarrow as pa
 
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        with path.open("rb") as file:  # the map outlives it, and is closed with the last array over it
+        with path.open("rb") as file:  # the map stays open after the file, until the last array over it is freed
             return pa.BufferReader(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
     return str(path)
 
@@ -48,7 +48,7 @@ def is_list(kind: Any) -> bool:
 
 
 def integers(column: Any, where: str) -> NDArray[np.integer]:
-    """A `ChunkedArray` of integers, shape [n]: int32 if they all fit, else int64; `where` names it in messages.
+    """The integers of a `ChunkedArray`, shape [n]: int32 if they all fit, else int64; `where` names it in messages.
 
     Raises:
         DataError: another type, a null, a number over 2**63 - 1.
@@ -68,7 +68,7 @@ def integers(column: Any, where: str) -> NDArray[np.integer]:
 
 
 def list_integers(column: Any, where: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """A `ChunkedArray` of integer lists: the values, int64 [values], and row offsets into them, int64 [rows + 1].
+    """The values of a `ChunkedArray` of integer lists, shape [values], and row offsets into them, shape [rows + 1].
 
     Raises:
         DataError: another type, a null row, a null in a list.
@@ -105,7 +105,7 @@ def list_lengths(lists: Any, where: str, first_row: int) -> NDArray[np.int64]:
 
 
 def _int64(array: Any, where: str) -> NDArray[np.int64]:
-    """An integer `Array` without nulls as int64; its own `to_numpy` would import pandas."""
+    """The numbers of an integer `Array` without nulls; its own `to_numpy` would import pandas."""
     buffer = array.buffers()[1]
     if buffer is None:
         return np.empty(0, dtype=np.int64)
@@ -122,10 +122,10 @@ def _narrow(values: NDArray[np.int64]) -> NDArray[np.integer]:
 
 
 def validate(array: Any, where: str) -> Any:
-    """`array`, whose buffers came as they are from a file, after a check that its offsets stay inside them.
+    """Return `array`, whose buffers were taken from a file unread, after checking that its offsets stay inside them.
 
     Raises:
-        DataError: they do not.
+        DataError: an offset points outside the buffers.
     """
     import pyarrow as pa
 

@@ -38,7 +38,7 @@ _BEFORE_A_VALUE = _BYTE_ORDER_MARK + b" \t\r\n"
 _REGULAR = re.compile(rb"(?:(?:\d++|\[[^\[\]{}\n]*+\]|\{[^{}\n]*+\})[ \t]*+\r?+(?:\n|\Z))++")
 """Lines that each hold one whole value, so that a chunk of them can be parsed as one list."""
 _LONG_LIST = re.compile(rb"\[[\s\d,]*\Z")
-_WHAT = f"an integer, a list of integers, or an object with one of {', '.join((*KEYS, TOKENS))}"
+_EXPECTED = f"an integer, a list of integers, or an object with one of {', '.join((*KEYS, TOKENS))}"
 
 
 def begins_with_lengths(path: Path) -> bool:
@@ -177,7 +177,7 @@ def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArr
             values.append(json.loads(line))
         except (ValueError, RecursionError) as error:
             if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError):
-                fault = f"{_shown(line)} is not JSON; every line is {_WHAT}"
+                fault = f"{_shown(line)} is not JSON; every line is {_EXPECTED}"
             else:  # Python's limit on the digits of a number
                 fault = f"{_shown(line)} has a number that is not between 0 and 2**31 - 1"
             raise DataError(f"{path}: line {number}: {fault}") from error
@@ -186,7 +186,7 @@ def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArr
 
 
 def _look_up(values: list[Any], numbers: NDArray[np.int64], path: Path) -> list[Any]:
-    """Objects replaced by what their key with lengths holds: that of the first of them, the same in all."""
+    """`values` themselves or, of objects, the values of the key with lengths, which the first object decides on."""
     if type(values[0]) is not dict:
         return values
     _require(values, dict, numbers, path)
@@ -214,7 +214,7 @@ def _count_tokens(values: list[Any], numbers: NDArray[np.int64], path: Path) -> 
 
 
 def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Path) -> None:
-    """Refuse values of another type than `kind`, or that no line of lengths has."""
+    """Refuse values whose type is not `kind`, and a `kind` that is none of those of lengths."""
     if kind in (int, list, dict) and set(map(type, values)) <= {kind}:
         return
     at = next(i for i, value in enumerate(values) if type(value) is not kind or kind not in (int, list, dict))
@@ -223,7 +223,7 @@ def _require(values: list[Any], kind: type, numbers: NDArray[np.int64], path: Pa
     if type(value) in (int, list, dict):
         raise DataError(f"{where}: {_shown(value)} is of another kind than the lines before it; do not mix them")
     fault = "is not a whole number" if type(value) is float else "is no length"
-    raise DataError(f"{where}: {_shown(value)} {fault}; every line is {_WHAT}")
+    raise DataError(f"{where}: {_shown(value)} {fault}; every line is {_EXPECTED}")
 
 
 def _in_range(values: list[int], numbers: NDArray[np.int64], path: Path) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""The header of `.npy` files, for plain arrays; NumPy's own reader evaluates it as Python text."""
+"""Reads the header of a `.npy` by a pattern; NumPy's own reader evaluates it as a Python literal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ _HEADER = re.compile(
 
 
 def read_header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any]] | None:
-    """Shape and dtype of the `.npy` in `file`, which then stands at its content; None if it is none of numbers or
-    objects."""
+    """Shape and dtype of the `.npy` in `file`, whose position is then the array's content.
+
+    None where the file is no `.npy`, or its dtype is neither of plain numbers nor of objects.
+    """
     start = file.read(len(MAGIC) + 2)
     if start[: len(MAGIC)] != MAGIC or len(start) < len(MAGIC) + 2 or start[-2] not in (1, 2, 3):
         return None
     size = int.from_bytes(file.read(2 if start[-2] == 1 else 4), "little")
-    found = _HEADER.fullmatch(file.read(size).decode("latin1")) if size <= _LONGEST else None
-    if found is None:
+    match = _HEADER.fullmatch(file.read(size).decode("latin1")) if size <= _LONGEST else None
+    if match is None:
         return None
-    return tuple(int(n) for n in found[2].replace(",", " ").split()), np.dtype(found[1])
+    return tuple(int(n) for n in match[2].replace(",", " ").split()), np.dtype(match[1])

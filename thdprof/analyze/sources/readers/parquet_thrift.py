@@ -1,6 +1,9 @@
 """Structs of thrift's compact protocol, in which parquet writes its footer and page headers.
 
-pyarrow offers the footer too, but aborts the process on some broken ones, and never the page headers.
+pyarrow gives the footer too, but aborts the process on some broken ones, and it never gives the page headers, from
+which `parquet_pages` reads the lengths of lists. Reading them saves 0.8 s of a command of 1.4 s: `thdprof analyze` of
+Megatron-Bridge's packed parquet with 40,000 rows of 4,096 tokens, 369 MB, as `benchmarks/analyze.py` writes it (1.1 s
+of 1.9 s of processor time).
 """
 
 from __future__ import annotations
@@ -10,18 +13,18 @@ from typing import Any
 _DEEPEST = 12
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
 Struct = dict[int, Any]
-"""Field id -> number, bool, list or struct; texts are left out."""
+"""A field's id -> its number, bool, list or struct; None stands for texts and floating-point numbers."""
 
 
 class CorruptThrift(Exception):
-    """The bytes are no such struct; the text says why."""
+    """The bytes are no struct of thrift's compact protocol; the text says why."""
 
 
 def read_struct(data: memoryview | bytes, position: int, depth: int = 0) -> tuple[Struct, int]:
-    """The struct in `data` from `position` on, and the position after it.
+    """Read the struct that begins at `position` of `data`; returns it and the position after it.
 
     Raises:
-        CorruptThrift: it runs past its end, or is none.
+        CorruptThrift: the struct runs past the end of `data`, is nested too deeply, or has an unknown field.
     """
     if depth > _DEEPEST:
         raise CorruptThrift("is nested too deeply")
@@ -45,11 +48,11 @@ def read_struct(data: memoryview | bytes, position: int, depth: int = 0) -> tupl
 
 
 def read_varint(data: memoryview | bytes, position: int) -> tuple[int, int]:
-    """An unsigned LEB128 number of at most 64 bits, and the position after it.
+    """Read an unsigned LEB128 number of at most 64 bits; returns it and the position after it.
 
     Raises:
-        CorruptThrift: it has more bits.
-        IndexError: `data` ends before it does.
+        CorruptThrift: the number has more than 64 bits.
+        IndexError: `data` ends before the number does.
     """
     value = shift = 0
     while shift < 64:

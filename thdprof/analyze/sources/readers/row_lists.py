@@ -1,4 +1,4 @@
-"""Rows given as lists: checking lists of document lengths, joining the rows of several files."""
+"""Checks rows that are given as lists of document lengths, and joins the rows of several files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from thdprof.analyze.sources.base import PackedRows, RowRule
 from thdprof.errors import DataError
 
 Rows = tuple[NDArray[np.int32], NDArray[np.int64]]
-"""Document tokens [documents] and row offsets [rows + 1] of one file, as in `PackedRows`."""
+"""Document tokens, shape [documents], and row offsets, shape [rows + 1], of one file, as in `PackedRows`."""
 
 
 def check_rows(values: NDArray[np.int64], offsets: NDArray[np.int64], where: str) -> Rows:
-    """Lists of document lengths: `values` [documents], row r from offsets[r] to offsets[r + 1].
+    """Check lists of document lengths: row r has values[offsets[r] : offsets[r + 1]].
 
     Raises:
-        DataError: no rows, an empty row, a length that cannot be; the message begins with `where`.
+        DataError: there are no rows, or a row is empty or has an impossible length; the message begins with `where`.
     """
     if len(offsets) == 1:
         raise DataError(f"{where}: holds no rows; write it again with data")
@@ -33,7 +33,7 @@ def check_rows(values: NDArray[np.int64], offsets: NDArray[np.int64], where: str
 
 
 def join_rows(parts: Sequence[Rows], rule: RowRule) -> PackedRows:
-    """The rows of several files, in order."""
+    """Join the rows of several files, in the order of `parts`."""
     counts = [np.diff(offsets) for _, offsets in parts]
     return PackedRows(
         document_tokens=np.concatenate([tokens for tokens, _ in parts]),
