@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import get_args
 
@@ -64,8 +64,8 @@ def test_the_command_says_it_before_it_reads(thdprof, tmp_path):
 
 def test_a_sweep_says_it_in_the_row(thdprof, documents):
     done = thdprof(
-        "analyze", documents, "--seq-length", 64, "--loader", "single", "--impl", "local", "--global-batch-size", 8,
-        "--sweep", "pipeline-parallel-size=1,2",
+        "sweep", documents, "--seq-length", 64, "--loader", "single", "--impl", "local", "--global-batch-size", 8,
+        "pipeline-parallel-size=1,2",
     )  # fmt: skip
     assert done.returncode == 0
     assert "--impl local with --pipeline-parallel-size 2" in done.stdout
@@ -252,7 +252,7 @@ def lines_of_install(case: Case, plan: Plan) -> list[str]:
     changed = plan.model_copy(
         update={
             "graphs": plan.graphs.model_copy(update=case.graphs),
-            "training": plan.training.model_copy(update=case.training),
+            "training": replace(plan.training, **case.training),
             "microbatches": plan.microbatches.model_copy(update={"n_tokens_constant": True}),
         }
     )

@@ -1,0 +1,120 @@
+"""Models with experts are refused where graphs cannot hold them, or where ranks would not capture together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from support.refusals import FACTS, complaints, config
+
+from thdprof.runtime.megatron.refusals import settings
+
+
+def up_to_router(plan, **graphs):
+    changed = {"impl": "transformer_engine", "modules": ["attn", "moe_router"], **graphs}
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changed)})
+
+
+DROPLESS = {
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_modules": ["moe_router", "attn"],
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_dropless_experts_are_accepted_behind_the_router(plan, dispatcher):
+    changes = {**DROPLESS, "moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": 2}
+    assert complaints(up_to_router(plan, capture="first_use"), changes) == []  # ranks share nothing in the graphs
+
+
+def test_megatron_cores_own_configuration_takes_the_modules(plan):
+    made = config(
+        num_moe_experts=4,
+        moe_token_dispatcher_type="alltoall",
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=["attn", "moe_router"],
+    )
+    settings.check(made, up_to_router(plan), FACTS, {})
+
+
+def test_inputs_are_padded_for_dropless_experts_without_graphs(plan):
+    facts = settings.Facts(num_chunks=1, replay=False)
+    changes = {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex"}
+    assert complaints(plan, changes, facts) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs", "line"),
+    [
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            {},
+            "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall' or 'allgather'",
+        ),
+        (
+            {"cuda_graph_modules": []},
+            {},
+            "- cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
+            "'moe_router']",
+        ),
+        (
+            {"moe_pad_expert_input_to_capacity": True},
+            {},
+            "- graphs.modules is ['attn', 'moe_router']: experts are padded to capacity, and their layers are captured "
+            "whole; analyse with --experts padded",
+        ),
+        (
+            {"num_moe_experts": None},
+            {},
+            "- graphs.modules is ['attn', 'moe_router']: the model has no experts; analyse with --experts none",
+        ),
+        (
+            {"cuda_graph_impl": "none", "cuda_graph_modules": []},
+            {"impl": "chunk"},
+            "- graphs.modules is ['attn', 'moe_router']: a part of a layer is captured by graphs.impl "
+            "transformer_engine alone; set graphs.impl to it, or graphs.modules to []",
+        ),
+    ],
+)
+def test_dropless_experts_are_refused_where_the_plan_is_of_another_run(plan, changes, graphs, line):
+    assert complaints(up_to_router(plan, **graphs), {**DROPLESS, **changes}) == [line]
+
+
+SHARED = [
+    {"expert_model_parallel_size": 2},
+    {"expert_tensor_parallel_size": 2},
+    {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
+]
+
+
+@pytest.mark.parametrize("changes", SHARED, ids=lambda value: next(iter(value)))
+@pytest.mark.parametrize("impl", ["chunk", "transformer_engine"])
+def test_ranks_with_other_micro_batches_must_capture_together(plan, changes, impl):
+    changes = {**changes, "cuda_graph_impl": "none" if impl == "chunk" else impl}
+
+    def told(**graphs):
+        made = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl, **graphs})})
+        even = made.microbatches.model_copy(update={"n_tokens_constant": True})
+        return complaints(made.model_copy(update={"microbatches": even}), changes)
+
+    assert told() == []
+    (line,) = told(capture="first_use")
+    assert "ranks with other micro-batches must capture together; set graphs.capture to startup" in line
+    uneven = plan.model_copy(
+        update={
+            "graphs": plan.graphs.model_copy(update={"impl": impl}),
+            "microbatches": plan.microbatches.model_copy(update={"n_tokens_constant": False}),
+        }
+    )
+    (line,) = complaints(uneven, changes)
+    assert line.endswith("pad every micro-batch to one length and analyse again")
+    padded = replace(FACTS, replay=False)  # which captures nothing
+    assert complaints(uneven, changes, padded) == []
+    alone = {"cuda_graph_impl": changes["cuda_graph_impl"]}
+    assert complaints(uneven, alone) == []

@@ -1,0 +1,154 @@
+"""Settings, facts of the run and plans of other runs are refused, all at once, with the value to use."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from support.refusals import complaints
+
+from thdprof.runtime.megatron.refusals import settings
+
+
+def test_a_plain_configuration_is_accepted(plan):
+    assert complaints(plan) == []
+
+
+REFUSED = [
+    ({"cuda_graph_impl": "local"}, "- cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
+    (
+        {"apply_rope_fusion": False},
+        "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
+    ),
+    ({"fp8": "hybrid"}, "- fp8 is 'hybrid': scales are not kept across replays of packed graphs; set it to None"),
+    (
+        {"recompute_granularity": "full"},
+        "- recompute_granularity is 'full': graphs keep activations, and recomputing in them was not checked; set it "
+        "to None",
+    ),
+    (
+        {"pipeline_model_parallel_size": 2},
+        "- pipeline_model_parallel_size is 2, the plan was made for 1: analyse for this run",
+    ),
+    ({"context_parallel_size": 2}, "- context_parallel_size is 2, the plan was made for 1: analyse for this run"),
+    (
+        {"virtual_pipeline_model_parallel_size": 2},
+        "- virtual_pipeline_model_parallel_size is 2, the plan was made for 1: analyse for this run",
+    ),
+    (
+        {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall"},
+        "- moe_pad_expert_input_to_capacity is False: with dropless experts no layer is captured whole, because each "
+        "expert's number of tokens is read on the host; analyse with --experts dropless (graphs.impl "
+        "transformer_engine, graphs.modules attn and moe_router), or set moe_pad_expert_input_to_capacity to True "
+        "with a moe_expert_capacity_factor",
+    ),
+    (
+        {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex", "moe_pad_expert_input_to_capacity": True},
+        "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall'",
+    ),
+    (
+        {"use_kitchen": True},
+        "- use_kitchen is True: cached quantized weights would not be renewed in replays; set it to False",
+    ),
+    (
+        {"moe_enable_routing_replay": True},
+        "- moe_enable_routing_replay is True: it keeps routing decisions in Python; set it to False",
+    ),
+    (
+        {"moe_paged_stash": True},
+        "- moe_paged_stash is True: it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the "
+        "flex dispatcher's hybridep (DeepEP's package) and ncclep (NCCL 2.30.4; torch 2.11 has 2.28.9) alone, neither "
+        "of which was run; dropless experts run eagerly (graphs.modules); set it to False",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
+def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
+    assert complaints(plan, changes) == [line]
+
+
+LATENT = {
+    "multi_latent_attention": True,
+    "rope_type": "yarn",
+    "cache_mla_latents": False,
+    "experimental_attention_variant": None,
+}
+
+
+def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
+    assert complaints(plan, LATENT) == []
+    layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(layers, {**LATENT, "cuda_graph_impl": "transformer_engine"}) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"rope_type": "rope", "apply_rope_fusion": False},
+            "- rope_type is 'rope': with multi-latent attention only yarn's RoPE is fused, and an unfused one reads "
+            "the boundaries on the host; set it to 'yarn', and apply_rope_fusion to True",
+        ),
+        (
+            {"apply_rope_fusion": False},
+            "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
+        ),
+        (
+            {"cache_mla_latents": True},
+            "- cache_mla_latents is True: megatron-core refuses it in training; set it to False",
+        ),
+        (
+            {"experimental_attention_variant": "dsa"},
+            "- experimental_attention_variant is 'dsa': it was not checked in a graph; set it to None",
+        ),
+    ],
+)
+def test_multi_latent_attention_is_refused_where_its_tables_are_not_in_place(plan, changes, line):
+    facts = settings.Facts(num_chunks=1, position_embedding="none")  # of the model: its layers have their own
+    assert complaints(plan, {**LATENT, **changes}, facts) == [line]
+
+
+def test_every_complaint_is_told_at_once(plan):
+    lines = complaints(plan, {"fp8": "hybrid", "cuda_graph_impl": "local", "qk_clip": True})
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("facts", "part"),
+    [
+        ({"num_chunks": 2}, "2 model chunks on this rank, the plan has slots for [1]"),
+        ({"graph_safe_rng": False}, "call model_parallel_cuda_manual_seed(..., te_rng_tracker=True)"),
+        ({"position_embedding": "mrope"}, "position_embedding_type is 'mrope'"),
+        (
+            {"foreign_hooks": ("layers.0", "layers.1")},
+            "modules with hooks, which a replay does not run: layers.0, layers.1; remove",
+        ),
+        ({"foreign_layers": ("GatedDeltaNet",)}, "the decoder has GatedDeltaNet: only attention, MLP, experts and"),
+        ({"mamba_outside": True}, "multi-token prediction has MambaLayers, which run outside the decoder"),
+        ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
+        ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
+    ],
+)
+def test_what_is_wrong_with_the_run_is_told(plan, facts, part):
+    (line,) = complaints(plan, facts=settings.Facts(**{"num_chunks": 1, **facts}))
+    assert part in line
+
+
+def test_expandable_segments_need_nccls_registration_off(plan):
+    bad = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert "set NCCL_GRAPH_REGISTER=0" in complaints(plan, environment=bad)[0]
+    assert complaints(plan, environment={**bad, "NCCL_GRAPH_REGISTER": "0"}) == []
+
+
+def test_a_plan_for_torch_modules_is_refused(plan):
+    other = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "module"})})
+    assert "which is for thdprof.runtime.graphed: analyse with --impl chunk" in complaints(other)[0]
+
+
+def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
+    none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})
+    assert complaints(none, {"fp8": "hybrid", "qk_clip": True}) == []
+    assert len(complaints(plan, {"fp8": "hybrid", "qk_clip": True})) == 2
