@@ -48,7 +48,7 @@ class ScriptFlags:
     def one(self, flag: str, name: str, option: str | None = None) -> Occurrence | None:
         """The occurrence of `flag`, its values settled; None where it is absent or the caller has setting `name`.
 
-        `option` is the way for the user to give the setting instead; without it, the option that is called `name`.
+        `option` is the way for the user to give the setting instead; by default it is that of setting `name`.
 
         Raises:
             UsageError: commands disagree on the flag, or its value is not settled.
