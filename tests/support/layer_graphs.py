@@ -179,15 +179,6 @@ class FakeEngine:
             assert len(grads) == len(args)
 
 
-class Staging:
-    """A staging buffer that is not pinned."""
-
-    def __init__(self, size):
-        self.pinned = torch.empty(size, dtype=torch.int32)
-        self.array = self.pinned.numpy()
-        self.copied = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-
-
 def make_block(num_layers=LAYERS, **settings):
     """A block of megatron-core's own layers with `Attention` inside; `settings` go to its configuration."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec

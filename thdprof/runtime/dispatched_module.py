@@ -10,7 +10,6 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -18,7 +17,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
-from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, shape_of, to_device
+from thdprof.runtime.call import Call, describe_argument
+from thdprof.runtime.padding import PackedSequence, boundaries_of, shape_of, to_device
 from thdprof.runtime.stats import Stats
 from thdprof.runtime.timing import PassTimer, when_gradient_arrives
 from thdprof.training import TailPolicy
@@ -31,41 +31,6 @@ _TIMERS_KEPT = 1000
 
 class FallbackError(RuntimeError):
     """A micro-batch would run eagerly although the plan forbids it (`overflow: error`)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of a dispatched module: its arguments, and the micro-batch that they describe."""
-
-    args: tuple[Any, ...]
-    """The positional arguments."""
-    kwargs: dict[str, Any]
-    """The keyword arguments."""
-    packed: PackedSequence
-    """The PackedSequence among the arguments."""
-    boundaries: Boundaries
-    """The micro-batch's boundaries after the tail policy."""
-    shape: Shape
-    """The host-side integers by which a bucket is chosen."""
-    tensors: tuple[torch.Tensor, ...]
-    """The tensors among the arguments, in order."""
-
-    def substitute(self, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with `tensors` in place of their tensors, in order, and `packed` in place of their metadata."""
-        replacements = iter(tensors)
-
-        def replaced(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                return next(replacements)
-            return packed if isinstance(value, PackedSequence) else value
-
-        return [replaced(v) for v in self.args], {name: replaced(v) for name, v in self.kwargs.items()}
-
-    def without_values(self) -> Call:
-        """The call with meta tensors, which hold no memory, in place of its tensors: it can be kept as a sample."""
-        tensors = tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in self.tensors)
-        args, kwargs = self.substitute(tensors, self.packed)
-        return replace(self, args=tuple(args), kwargs=kwargs, tensors=tensors)
 
 
 class DispatchedModule(nn.Module):
@@ -239,7 +204,7 @@ class DispatchedModule(nn.Module):
 
     def _sign(self, call: Call) -> tuple[Any, ...]:
         """Everything that must not change between captures and replays, except the values of tensors and boundaries."""
-        described = tuple(_describe_argument(v) for v in (*call.args, *call.kwargs.values()))
+        described = tuple(describe_argument(v) for v in (*call.args, *call.kwargs.values()))
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         modes = tuple(m.training for m in self._submodules)
         return described, tuple(call.kwargs), autocast, modes
@@ -326,21 +291,3 @@ class DispatchedModule(nn.Module):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _describe_argument(value: Any) -> Any:
-    """The part of an argument that a capture fixes.
-
-    Raises:
-        TypeError: the argument is neither a tensor nor a constant; a change inside it would go unnoticed.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.device
-    if isinstance(value, PackedSequence):
-        return value.seq_idx is not None, value.cu_seqlens_padded is not None
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        return type(value), value
-    raise TypeError(
-        f"an argument of a graphed module is a {type(value).__name__}: give tensors, one PackedSequence and constants "
-        "at the top level"
-    )

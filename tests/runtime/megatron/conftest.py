@@ -27,7 +27,7 @@ def parallel_state(tmp_path_factory):
 def as_if_on_a_gpu(monkeypatch):
     """Lets dispatch go on to the graphs; what CUDA would do is left out."""
     import torch
-    from support.layer_graphs import Staging
+    from support.unpinned_staging import UnpinnedStaging
 
     from thdprof.runtime.graphs import static_metadata
 
@@ -39,4 +39,4 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(wait_stream=lambda other: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
-    monkeypatch.setattr(static_metadata, "StagingBuffer", Staging)
+    monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)

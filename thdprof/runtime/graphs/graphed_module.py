@@ -12,7 +12,8 @@ from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
-from thdprof.runtime.dispatched_module import Call, DispatchedModule, FallbackError
+from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import DispatchedModule, FallbackError
 from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
 from thdprof.runtime.graphs.slots import Lease

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import nn
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.dispatched_module import Call, DispatchedModule
+from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.megatron import surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions

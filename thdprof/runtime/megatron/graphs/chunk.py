@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.call import Call
 from thdprof.runtime.graphs.graphed_module import GraphedModule
 from thdprof.runtime.megatron.surroundings import gather_parameters, generators
 

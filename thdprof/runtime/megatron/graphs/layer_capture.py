@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.call import Call
 from thdprof.runtime.graphs.gradients import spare_main_grads
 from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
 from thdprof.runtime.graphs.static_metadata import sample_boundaries

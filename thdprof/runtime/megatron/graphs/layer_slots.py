@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.call import Call
 from thdprof.runtime.graphs.slots import SlotLease, SlotMemory
 from thdprof.runtime.megatron.offload.layers import LayerMoves
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
-from thdprof.runtime.dispatched_module import Call, DispatchedModule
+from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.capture import pool_bytes
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder

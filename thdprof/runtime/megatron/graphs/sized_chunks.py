@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from thdprof.dispatch import Shape
-from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.call import Call
 from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
 
 

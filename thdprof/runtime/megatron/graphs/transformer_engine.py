@@ -22,7 +22,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import Bucket, FallbackReason
-from thdprof.runtime.dispatched_module import Call, DispatchedModule
+from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
 from thdprof.runtime.graphs.module_state import Placement
 from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass

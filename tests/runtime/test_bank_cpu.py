@@ -1,0 +1,169 @@
+"""The bank, its slots and leases, with a capture that runs the module again at every replay: no GPU is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.unpinned_staging import UnpinnedStaging  # noqa: E402
+from torch import nn  # noqa: E402
+
+from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack  # noqa: E402
+from thdprof.runtime.graphs import bank, static_metadata  # noqa: E402
+from thdprof.runtime.graphs.capture import CapturedPass  # noqa: E402
+
+TOKENS, HIDDEN = 12, 4
+SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
+BOUNDS = ([0, 12], [0, 5, 12], [0, 1, 7, 12], [0, 3, 6, 9, 12])
+
+
+class Weighted(nn.Module):
+    """A layer whose output depends on the document of every token."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x, packed):
+        document = torch.searchsorted(packed.cu_seqlens[1:].contiguous(), torch.arange(len(x)), right=True)
+        return self.linear(x) * (1 + document[:, None])
+
+
+def capture_pass(module, call, *, inputs, static_output_grads, gradients, **_):
+    """A pass over the static buffers whose graphs run the module again."""
+    y = call()
+    outputs, (output_grad,) = (torch.zeros_like(y).detach(),), static_output_grads([y])
+    input_grads = tuple(torch.zeros_like(x) for x in inputs)
+    ran = []
+
+    def forward():
+        with torch.enable_grad():
+            ran[:] = [call()]
+        outputs[0].copy_(ran[0].detach())
+
+    def backward():
+        grads = torch.autograd.grad(ran[0], [*inputs, *gradients.parameters], output_grad)
+        for target, grad in zip(input_grads, grads, strict=False):
+            target.copy_(grad)
+        for target, grad in zip(gradients.buffers, grads[len(inputs) :], strict=True):
+            target.add_(grad)
+
+    return CapturedPass(
+        forward=SimpleNamespace(replay=forward, reset=lambda: None),
+        backward=SimpleNamespace(replay=backward, reset=lambda: None),
+        outputs=outputs,
+        differentiable=(True,),
+        spec=torch.utils._pytree.tree_flatten(y)[1],
+        input_grads=input_grads,
+        output_grads=(output_grad,),
+        touched=(True,) * len(gradients.parameters),
+        pool_bytes=1000,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _as_if_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
+    monkeypatch.setattr(bank, "capture_pass", capture_pass)
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(1)
+    return Weighted()
+
+
+def graphed(plain, **options):
+    return GraphedModule(copy.deepcopy(plain), [SMALL, LARGE], sample_every=0, **options)
+
+
+def draw(seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(TOKENS, HIDDEN)).astype(np.float32))
+
+
+def test_replays_give_what_the_module_gives(plain):
+    graphs, compared = graphed(plain), 0
+    for seed, bounds in enumerate(BOUNDS):
+        ours, theirs = draw(seed).requires_grad_(), draw(seed).requires_grad_()
+        y, expected = graphs(ours, pack(bounds)), plain(theirs, pack(bounds))
+        assert torch.equal(y, expected)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert torch.equal(ours.grad, theirs.grad)
+        for p, q in zip(graphs.parameters(), plain.parameters(), strict=True):  # accumulated over micro-batches
+            assert torch.equal(p.grad, q.grad)
+            compared += 1
+    assert compared == len(BOUNDS) * 2
+    assert graphs.stats().replays == {SMALL: 2, LARGE: 2}
+    assert graphs.stats().captures == 2
+    assert graphs.pool_bytes() == 2 * 1000
+    assert graphs.bytes_of_buckets() == [1000, 1000]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_slot_is_held_until_its_backward_or_until_its_output_is_dropped(plain, num_slots):
+    graphs = graphed(plain, num_slots=num_slots)
+    stats = graphs.stats()
+    held = [graphs(draw(seed).requires_grad_(), pack(BOUNDS[seed])) for seed in range(num_slots)]
+    assert stats.replays.total() == num_slots
+    with stats.expect(fallbacks=1):
+        graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+    assert stats.fallbacks == {FallbackReason.no_free_slot: 1}
+    held.pop().sum().backward()
+    with stats.expect(replays=1):
+        dropped = graphs(draw().requires_grad_(), pack(BOUNDS[3]))
+    with stats.expect(fallbacks=1):
+        graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+    del dropped
+    with stats.expect(replays=1):
+        graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+
+
+def test_a_second_backward_is_refused(plain):
+    y = graphed(plain)(draw().requires_grad_(), pack(BOUNDS[0]))
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.sum().backward()
+
+
+def test_a_backward_after_closing_is_refused(plain):
+    graphs = graphed(plain)
+    y = graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+    graphs.close()
+    with pytest.raises(RuntimeError, match="closed or dropped"):
+        y.sum().backward()
+
+
+def test_a_moved_parameter_is_refused(plain):
+    graphs = graphed(plain)
+    graphs(draw().requires_grad_(), pack(BOUNDS[0])).sum().backward()
+    graphs.module.linear.weight.data = graphs.module.linear.weight.data.clone()
+    with pytest.raises(RuntimeError, match=r"shape \(4, 4\) moved in memory"):
+        graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+    graphs.recapture()
+    with graphs.stats().expect(replays=1, captures=2):
+        graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+
+
+def test_a_bucket_whose_capture_fails_runs_eagerly(plain, monkeypatch, caplog):
+    def fails(*_, **__):
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(bank, "capture_pass", fails)
+    graphs = graphed(plain)
+    x = draw()
+    assert torch.equal(graphs(x.clone().requires_grad_(), pack(BOUNDS[1])), plain(x, pack(BOUNDS[1])))
+    assert graphs.stats().fallbacks == {FallbackReason.capture_failed: 1}
+    failures = [record for record in caplog.records if "operation not permitted" in record.getMessage()]
+    assert len(failures) == 2  # one a bucket, although the large one is never asked for
