@@ -13,7 +13,7 @@ from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_c
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction, freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.recommend import Limits, Recommendation, longest_captured, recommend
 from thdprof.analyze.buckets.statistics import Profile
-from thdprof.analyze.caveats import caveats
+from thdprof.analyze.caveats import caveats, on_the_order
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
@@ -81,8 +81,11 @@ class Analysis:
     """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
     packing_efficiency: float | None
     packing_efficiency_without_cap: float | None
+    notes: tuple[str, ...]
+    """What the data decided: documents cut or left out, a size taken from the data, an order that was drawn."""
     warnings: tuple[str, ...]
-    """What the user should know before trusting the numbers."""
+    """Everything that the user should know before trusting the numbers: settings without effect, the notes, and the
+    conditions under which the figures hold."""
 
     @property
     def steps(self) -> int:
@@ -187,7 +190,8 @@ def analyze_read(
     if offload is not None and recommendation.buckets:
         memory = recommendation.graph_memory_bytes
         moved = predict_offload(costs, offload, n_tokens=graph_tokens, num_slots=num_slots, graph_memory_bytes=memory)
-    full_size = _share_of_full_size(table, settings)
+    other_sizes = _other_sizes(table, settings)
+    notes = (*dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
     return Analysis(
         dataset=DatasetSummary.of(dataset),
@@ -198,7 +202,7 @@ def analyze_read(
         n_seqs=profile.n_seqs.percentiles(),
         max_seqlen=profile.max_seqlen.percentiles(),
         n_tokens_max=n_tokens_max,
-        share_of_full_size=full_size,
+        share_of_full_size=(len(table) - other_sizes) / len(table),
         cp_sizes=_cp_sizes(table, by_size, graph_tokens),
         costs=costs,
         slots=in_flight,
@@ -208,11 +212,11 @@ def analyze_read(
         graph_tokens=graph_tokens,
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
+        notes=notes,
         warnings=(
             *replayed.notes,
-            *dataset.notes,
-            *schedule.notes,
-            *caveats(replayed.kind, settings, schedule.table, costs, full_size, recommendation, limited=limited),
+            *notes,
+            *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limited=limited),
         ),
     )
 
@@ -241,10 +245,12 @@ def _cp_sizes(table: MicrobatchTable, profiles: Mapping[int, Profile], graph_tok
     )
 
 
-def _share_of_full_size(table: MicrobatchTable, settings: TrainingSettings) -> float:
-    """Share of micro-batches that have the tokens that a graph is captured for."""
+def _other_sizes(table: MicrobatchTable, settings: TrainingSettings) -> int:
+    """Micro-batches that do not have the number of tokens that graphs are captured for."""
     if table.groups is not None:
         from thdprof.analyze.schedule.dynamic_cp import capacity
 
-        return float((table.n_tokens == capacity(table, settings)).mean())
-    return float((table.n_tokens == table.n_tokens.max()).mean()) if table.n_tokens.strides != (0,) else 1.0
+        return int((table.n_tokens != capacity(table, settings)).sum())
+    if table.n_tokens.strides == (0,):
+        return 0
+    return int((table.n_tokens != table.n_tokens.max()).sum())
