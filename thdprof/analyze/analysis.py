@@ -38,10 +38,13 @@ class CpSize:
     """The micro-batches of one context-parallel size, each counted once, however many ranks share it."""
 
     cp_size: int
+    """Ranks that share such a micro-batch."""
     share: float
     """Share of micro-batches that have this size."""
     n_seqs: Percentiles
+    """Documents of a micro-batch."""
     max_seqlen: Percentiles
+    """Tokens of a micro-batch's longest document."""
     n_tokens: int
     """Tokens that a graph of this size needs, over all its ranks."""
     n_tokens_max: int
@@ -53,11 +56,15 @@ class Analysis:
     """Everything that `thdprof analyze` reports and writes."""
 
     dataset: DatasetSummary
+    """The dataset that was read."""
     settings: TrainingSettings
+    """The run's settings, complete."""
     assumptions: tuple[Assumption, ...]
     """Settings that nobody gave."""
     microbatches: MicrobatchTable
+    """The micro-batches of the whole run."""
     profile: Profile
+    """Histograms of the micro-batches."""
     n_seqs: Percentiles
     """Documents of a micro-batch."""
     max_seqlen: Percentiles
@@ -67,11 +74,13 @@ class Analysis:
     share_of_full_size: float
     """Share of micro-batches that have n_tokens_max tokens (`cp_sizes`: the n_tokens of their size)."""
     cp_sizes: tuple[CpSize, ...]
-    """Under dynamic context parallelism, ascending; else empty."""
+    """The context-parallel sizes under dynamic context parallelism, ascending; else empty."""
     costs: CostTable
+    """The cost table that the step times come from."""
     slots: list[list[int]]
     """Micro-batches in flight for every pipeline rank and model chunk."""
     recommendation: Recommendation
+    """The buckets to capture, and what each single cap would do."""
     offload: OffloadPrediction | None
     """Activations that wait on the host and the memory that this frees, which the recommendation counted on; None where
     all stay on the device, or nothing is captured."""
@@ -80,7 +89,9 @@ class Analysis:
     graph_tokens: int
     """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
     packing_efficiency: float | None
+    """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None
+    """The packer's share without --max-docs-per-pack; None without that cap."""
     notes: tuple[str, ...]
     """What the data decided: documents cut or left out, a size taken from the data, an order that was drawn."""
     warnings: tuple[str, ...]
@@ -144,7 +155,10 @@ def analyze_read(
     progress: Progress = lambda stage, done, documents: None,
     memo: Memo = FORGETFUL,
 ) -> Analysis:
-    """What `analyze` does once the dataset is read; `memo` keeps work for the next analysis of the same dataset.
+    """Replay the schedule of a dataset that was read, and recommend buckets.
+
+    The arguments are those of `analyze`; `measured` is the cost table, and `memo` keeps work for the next analysis of
+    the same dataset.
 
     Raises:
         DataError: what the dataset holds.

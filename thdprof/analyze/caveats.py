@@ -1,4 +1,4 @@
-"""What a reader of an analysis must know before they believe its figures: a sentence each."""
+"""The conditions under which the figures of an analysis hold, and the assumptions behind them: a sentence each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PADDING_REMEDY_BY_PACKER = {
 
 
 def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
-    """What is assumed of the order in which training forms its micro-batches, in at most one sentence."""
+    """The assumption on the order in which training reads rows, in at most one sentence; none where it is known."""
     if table.exact or table.groups is not None:
         return []
     return [
