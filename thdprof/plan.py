@@ -182,7 +182,7 @@ class OffloadPart(_Part):
     modules: list[str] = Field(default=["all"], min_length=1)
     """Parts of a layer whose saved tensors are moved, as megatron-core names them, or all."""
     fraction: Share = 1.0
-    """Of the bytes that may be moved; what is saved first, and used last, is moved first."""
+    """Share of the bytes that may be moved; tensors that are saved first, and used last, are moved first."""
     min_bytes: int = Field(default=2**20, ge=0)
     """Smaller tensors stay on the device."""
     delayed_commit: bool = False
@@ -234,7 +234,7 @@ class PredictionsPart(_Part):
     step_ms: float
     """Mean step time of the cost table's model in milliseconds, without optimizer and data loading."""
     eager_step_ms: float
-    """The same, all eagerly."""
+    """Mean step time in milliseconds with all micro-batches run eagerly."""
     graph_memory_bytes: int | None
     """Graph memory of the busiest pipeline rank, after what graphs.offload frees; null where the cost table does not
     tell."""
@@ -242,7 +242,7 @@ class PredictionsPart(_Part):
     """Pinned host memory of the busiest pipeline rank's slots; null without graphs.offload. Chunk graphs pin as much
     again for each eager micro-batch in flight."""
     offload_freed_bytes: int | None = None
-    """By how much graphs.offload makes that rank's graph memory less; null without it."""
+    """Bytes by which graphs.offload shrinks that rank's graph memory; null without it."""
 
 
 class CostsPart(_Part):

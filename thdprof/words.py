@@ -17,6 +17,16 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
+def percent(share: float) -> str:
+    """`share` in per cent. Only exactly 0 reads as 0.0%, and only exactly 1 as 100.0%."""
+    text = f"{share:.1%}"
+    if text == "100.0%" and share < 1:
+        return ">99.9%"
+    if text == "0.0%" and share > 0:
+        return "<0.1%"
+    return text
+
+
 def printable(text: str) -> str:
     """`text` on one line that can be written in any encoding of Unicode: unprintable characters become U+FFFD."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text)

@@ -13,7 +13,7 @@ from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_c
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction, freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.recommend import Limits, Recommendation, longest_captured, recommend
 from thdprof.analyze.buckets.statistics import Profile
-from thdprof.analyze.caveats import caveats
+from thdprof.analyze.caveats import caveats, on_the_order
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
@@ -38,10 +38,13 @@ class CpSize:
     """The micro-batches of one context-parallel size, each counted once, however many ranks share it."""
 
     cp_size: int
+    """Ranks that share such a micro-batch."""
     share: float
     """Share of micro-batches that have this size."""
     n_seqs: Percentiles
+    """Documents of a micro-batch."""
     max_seqlen: Percentiles
+    """Tokens of a micro-batch's longest document."""
     n_tokens: int
     """Tokens that a graph of this size needs, over all its ranks."""
     n_tokens_max: int
@@ -53,11 +56,15 @@ class Analysis:
     """Everything that `thdprof analyze` reports and writes."""
 
     dataset: DatasetSummary
+    """The dataset that was read."""
     settings: TrainingSettings
+    """The run's settings, complete."""
     assumptions: tuple[Assumption, ...]
     """Settings that nobody gave."""
     microbatches: MicrobatchTable
+    """The micro-batches of the whole run."""
     profile: Profile
+    """Histograms of the micro-batches."""
     n_seqs: Percentiles
     """Documents of a micro-batch."""
     max_seqlen: Percentiles
@@ -67,11 +74,13 @@ class Analysis:
     share_of_full_size: float
     """Share of micro-batches that have n_tokens_max tokens (`cp_sizes`: the n_tokens of their size)."""
     cp_sizes: tuple[CpSize, ...]
-    """Under dynamic context parallelism, ascending; else empty."""
+    """The context-parallel sizes under dynamic context parallelism, ascending; else empty."""
     costs: CostTable
+    """The cost table that the step times come from."""
     slots: list[list[int]]
     """Micro-batches in flight for every pipeline rank and model chunk."""
     recommendation: Recommendation
+    """The buckets to capture, and what each single cap would do."""
     offload: OffloadPrediction | None
     """Activations that wait on the host and the memory that this frees, which the recommendation counted on; None where
     all stay on the device, or nothing is captured."""
@@ -80,9 +89,14 @@ class Analysis:
     graph_tokens: int
     """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
     packing_efficiency: float | None
+    """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None
+    """The packer's share without --max-docs-per-pack; None without that cap."""
+    notes: tuple[str, ...]
+    """What the data decided: documents cut or left out, a size taken from the data, an order that was drawn."""
     warnings: tuple[str, ...]
-    """What the user should know before trusting the numbers."""
+    """Everything that the user should know before trusting the numbers: settings without effect, the notes, and the
+    conditions under which the figures hold."""
 
     @property
     def steps(self) -> int:
@@ -141,7 +155,10 @@ def analyze_read(
     progress: Progress = lambda stage, done, documents: None,
     memo: Memo = FORGETFUL,
 ) -> Analysis:
-    """What `analyze` does once the dataset is read; `memo` keeps work for the next analysis of the same dataset.
+    """Replay the schedule of a dataset that was read, and recommend buckets.
+
+    The arguments are those of `analyze`; `measured` is the cost table, and `memo` keeps work for the next analysis of
+    the same dataset.
 
     Raises:
         DataError: what the dataset holds.
@@ -187,7 +204,8 @@ def analyze_read(
     if offload is not None and recommendation.buckets:
         memory = recommendation.graph_memory_bytes
         moved = predict_offload(costs, offload, n_tokens=graph_tokens, num_slots=num_slots, graph_memory_bytes=memory)
-    full_size = _share_of_full_size(table, settings)
+    other_sizes = _other_sizes(table, settings)
+    notes = (*dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
     return Analysis(
         dataset=DatasetSummary.of(dataset),
@@ -198,7 +216,7 @@ def analyze_read(
         n_seqs=profile.n_seqs.percentiles(),
         max_seqlen=profile.max_seqlen.percentiles(),
         n_tokens_max=n_tokens_max,
-        share_of_full_size=full_size,
+        share_of_full_size=(len(table) - other_sizes) / len(table),
         cp_sizes=_cp_sizes(table, by_size, graph_tokens),
         costs=costs,
         slots=in_flight,
@@ -208,11 +226,11 @@ def analyze_read(
         graph_tokens=graph_tokens,
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
+        notes=notes,
         warnings=(
             *replayed.notes,
-            *dataset.notes,
-            *schedule.notes,
-            *caveats(replayed.kind, settings, schedule.table, costs, full_size, recommendation, limited=limited),
+            *notes,
+            *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limited=limited),
         ),
     )
 
@@ -241,10 +259,12 @@ def _cp_sizes(table: MicrobatchTable, profiles: Mapping[int, Profile], graph_tok
     )
 
 
-def _share_of_full_size(table: MicrobatchTable, settings: TrainingSettings) -> float:
-    """Share of micro-batches that have the tokens that a graph is captured for."""
+def _other_sizes(table: MicrobatchTable, settings: TrainingSettings) -> int:
+    """Micro-batches that do not have the number of tokens that graphs are captured for."""
     if table.groups is not None:
         from thdprof.analyze.schedule.dynamic_cp import capacity
 
-        return float((table.n_tokens == capacity(table, settings)).mean())
-    return float((table.n_tokens == table.n_tokens.max()).mean()) if table.n_tokens.strides != (0,) else 1.0
+        return int((table.n_tokens != capacity(table, settings)).sum())
+    if table.n_tokens.strides == (0,):
+        return 0
+    return int((table.n_tokens != table.n_tokens.max()).sum())

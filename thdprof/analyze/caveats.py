@@ -1,4 +1,4 @@
-"""What a reader of an analysis must know before they believe its figures: a sentence each."""
+"""The conditions under which the figures of an analysis hold, and the assumptions behind them: a sentence each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import LEAST_GAIN, Recommendation
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.training import Kind, TrainingSettings
+from thdprof.words import percent
 
 _PADDING_REMEDY: dict[Kind, str] = {
     "streams": "train with one sequence length",
@@ -20,40 +21,46 @@ _PADDING_REMEDY_BY_PACKER = {
 }
 
 
+def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
+    """The assumption on the order in which training reads rows, in at most one sentence; none where it is known."""
+    if table.exact or table.groups is not None:
+        return []
+    return [
+        "the order in which training reads these rows is not known: micro-batches were drawn with "
+        f"--seed {settings.seed}; --loader single or cyclic replays one"
+    ]
+
+
 def caveats(
     kind: Kind,
     settings: TrainingSettings,
     table: MicrobatchTable,
     costs: CostTable,
-    full_size: float,
+    other_sizes: int,
     recommendation: Recommendation,
     *,
     limited: bool,
 ) -> list[str]:
-    """What does not hold without more ado, in sentences.
+    """The conditions under which the figures hold, a sentence each.
 
     Args:
-        kind: of the data.
-        settings: of the training.
+        kind: what the dataset holds.
+        settings: the run's settings.
         table: its micro-batches.
-        costs: what they were judged by.
-        full_size: share of micro-batches of the captured token count.
-        recommendation: what was chosen.
-        limited: whether memory or fallbacks were.
+        costs: the cost table that the step times come from.
+        other_sizes: micro-batches that do not have the number of tokens that graphs are captured for.
+        recommendation: the buckets that were chosen.
+        limited: whether memory or fallbacks were limited.
     """
     found: list[str] = []
-    if not table.exact and table.groups is None:
-        found.append(
-            "the order in which training reads these rows is not known: micro-batches were drawn with "
-            f"--seed {settings.seed}; --loader single or cyclic replays one"
-        )
-    if full_size < 1:
+    if other_sizes:
         dynamic = table.groups is not None
         count = "the token count of their context-parallel size's graphs" if dynamic else "the largest token count"
         remedy = _PADDING_REMEDY_BY_PACKER[settings.packer] if dynamic else _PADDING_REMEDY[kind]
         found.append(
-            f"only {full_size:.1%} of micro-batches have {count}, and a graph replays one count only: "
-            f"the figures hold once all are padded to it; {remedy}"
+            f"{other_sizes:,} of {len(table):,} micro-batches ({percent(other_sizes / len(table))}) "
+            f"{'does' if other_sizes == 1 else 'do'} not have {count}, and a graph replays one count only: the figures "
+            f"hold once all are padded to it; {remedy}"
         )
     if table.groups is not None:
         found.append(

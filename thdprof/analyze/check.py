@@ -26,15 +26,18 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketUse:
-    """One bucket of the plan."""
+    """The planned and the present share of one bucket, among all micro-batches."""
 
     max_seqs: int
+    """Documents of the bucket."""
     max_seqlen: int
+    """Tokens of the bucket's longest document."""
     cp_size: int
+    """Context-parallel size of the bucket."""
     planned_share: float
-    """Of micro-batches, as the plan predicts."""
+    """Share of micro-batches that the plan predicts to replay the bucket."""
     share: float
-    """Of micro-batches now."""
+    """Share of micro-batches that would replay the bucket now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +76,19 @@ class Check:
     fallback_rate: FallbackRate
     """Shares that run eagerly now; where the plan rests on padding, once micro-batches are padded."""
     fallback_rate_unpadded: FallbackRate | None
-    """The same without padding; None where all of the plan's micro-batches have one token count anyway."""
+    """Shares that run eagerly now without padding; None where all of the plan's micro-batches have one token count."""
     reasons: dict[FallbackReason, int]
     """Micro-batches that run eagerly, by reason."""
     buckets: tuple[BucketUse, ...]
-    """Ascending."""
+    """The plan's buckets, ascending."""
     worst: Overshoot | None
-    """None where nothing falls back, or the plan captures nothing."""
+    """The micro-batch that is furthest from fitting; None where nothing falls back, or the plan captures nothing."""
     level: Level
-    """Whose rate is limited."""
+    """The units whose rate is limited: micro-batches, (rank, step) pairs or steps."""
     max_fallback_rate: float
     """Largest rate that is let pass."""
     notes: tuple[str, ...]
-    """What the user should know."""
+    """Sentences that the user should know before trusting the rates."""
 
     @property
     def same_data(self) -> bool:

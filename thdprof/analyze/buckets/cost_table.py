@@ -66,7 +66,7 @@ class CostTable(_Part):
 
     schema_: Literal["thdprof.costs/1"] = Field(default=SCHEMA, alias="schema")
     name: str
-    """What was measured, in a line."""
+    """The measured model and settings, in a line."""
     calibrated: bool
     """Whether this is the user's own model and GPU."""
     hardware: str
@@ -79,13 +79,13 @@ class CostTable(_Part):
     max_seqs_granularity: Count = 1
     """Documents to whose multiple caps are rounded up: cost is flat between them."""
     max_seqlen_granularity: Count = 1
-    """The same for max_seqlen, in tokens."""
+    """Tokens to whose multiple max_seqlen is rounded up: cost is flat between them."""
     slot_bytes: int | None = Field(default=None, ge=0)
     """Graph memory of one slot with one bucket; null where it was not measured."""
     bucket_overhead: float = Field(default=0.0, ge=0)
     """Share of slot_bytes that every further bucket of a slot adds."""
     model: MeasuredModel | None = None
-    """What --offload predicts from: Transformer Engine's layers, dense; null where it is another model."""
+    """Sizes that --offload predicts from, of dense Transformer Engine layers; null where another model was measured."""
 
     @property
     def needs_max_seqlen(self) -> bool:

@@ -34,9 +34,11 @@ class Candidate:
     """A single cap, the same for every context-parallel size, and what it would do."""
 
     max_seqs: int
+    """Documents that the graphs are captured for."""
     coverage: float
     """Share of micro-batches that replay."""
     fallback_rate: FallbackRate
+    """Shares that run eagerly."""
     relative_step_time: float
     """Mean step time divided by that of running all eagerly."""
     padding_ms: float
@@ -47,7 +49,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the recommendation must keep to."""
+    """Limits that the recommended buckets must keep to."""
 
     num_buckets: int = 3
     """Most buckets to choose, of each context-parallel size."""
@@ -66,19 +68,24 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """What to capture, and what that is expected to do."""
+    """The buckets to capture, and the step times and fallbacks that are expected with them."""
 
     buckets: tuple[Bucket, ...]
     """Ascending, one context-parallel size after the other; empty where none save LEAST_GAIN of the eager step time."""
     shares: tuple[float, ...]
     """Share of micro-batches that replay each bucket."""
     fallback_rate: FallbackRate
+    """Shares that run eagerly."""
     fallback_rate_upper_bound: float
     """95% one-sided Clopper-Pearson bound of the micro-batch rate on unseen data."""
     relative_step_time: float
+    """Mean step time divided by that of running all eagerly."""
     step_ms: float
+    """Mean step time in milliseconds."""
     eager_step_ms: float
+    """Mean step time in milliseconds with all micro-batches run eagerly."""
     graph_memory_bytes: int | None
+    """Graph memory of the busiest pipeline rank with all activations on the device; None where it is not known."""
     one_cap: Candidate | None
     """The best single cap within the limits; None where none saves LEAST_GAIN of the eager step time."""
     unlimited_relative_step_time: float
@@ -155,7 +162,7 @@ def recommend(
     """
     caps = candidate_caps(profile, costs)
     run_cp_size = min(longest_possible)
-    profiles = Profile.by_cp_size(table, run_cp_size)
+    profiles = {run_cp_size: profile} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
     shapes = {
         cp_size: [
             Bucket(n, s, n_tokens_per_rank, cp_size)
@@ -298,7 +305,7 @@ def _best(
 def _cap_curve(
     options: Sequence[tuple[Bucket, ...]], profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float
 ) -> tuple[Candidate, ...]:
-    """What each single cap would do, captured for the longest document: systems with one cap know no other limit.
+    """The outcome of each single cap, captured for the longest document: systems with one cap know no other limit.
 
     An option is one bucket for each context-parallel size.
     """

@@ -60,7 +60,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """What the micro-batches look like."""
+    """Histograms of the micro-batches of a run."""
 
     n_seqs: Histogram
     """Documents of a micro-batch."""

@@ -153,7 +153,7 @@ class StepCosts:
         return sums / -(-self._table.num_steps // stride)
 
     def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
-        """What to multiply counts (first half) and eager milliseconds (second) of the classes with, [2c, choices]."""
+        """Factors of the classes' counts (first half) and eager milliseconds (second half): [2 * classes, choices]."""
         classes = len(self.class_counts)
         weights = np.zeros((2 * classes, len(choices)))
         distinct = {bucket for choice in choices for bucket in choice}
@@ -227,7 +227,12 @@ class StepCosts:
 
 
 def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Of `ms` [rows, choices] the largest among the rows of a step, `row` [steps, ranks]: [steps, choices]."""
+    """The slowest rank's time in every step under each choice: [steps, choices].
+
+    Args:
+        ms: milliseconds of each distinct row of counts, shape [rows, choices].
+        row: index of the row of each rank in each step, shape [steps, ranks].
+    """
     slowest = ms[row[:, 0]]
     for rank in range(1, row.shape[1]):
         np.maximum(slowest, ms[row[:, rank]], out=slowest)

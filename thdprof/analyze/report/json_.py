@@ -81,6 +81,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
             "attention": analysis.costs.attention,
             "n_tokens": analysis.costs.n_tokens,
         },
+        "notes": list(analysis.notes),
         "warnings": list(analysis.warnings),
     }
 

@@ -60,6 +60,8 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     yield Text(f"{many} in {counted(analysis.steps, 'step')}, {how}")
     for assumption in analysis.assumptions:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
+    for note in analysis.notes:
+        yield Text(f"  note: {note}", style="yellow")
     if analysis.packing_efficiency is not None:
         yield Text(_packing(analysis))
     yield ""
@@ -73,7 +75,7 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     yield Text(sentence(analysis), style="bold")
     for reason in reasons(analysis):
         yield Text(f"  - {reason}")
-    for warning in analysis.warnings:
+    for warning in (text for text in analysis.warnings if text not in analysis.notes):
         yield Text(f"warning: {warning}", style="yellow")
     if analysis.offload is not None:
         yield Text(_offloaded(analysis.offload))

@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-from thdprof.words import counted, printable, shortened
+from thdprof.words import counted, percent, printable, shortened
 
 __all__ = ["apart", "counted", "listed", "memory_size", "percent", "percentile_name", "printable", "shortened"]
 
 _DECIMALS = 12
 """Decimals of a share that count; differences further behind come from rounding."""
-
-
-def percent(share: float) -> str:
-    """`share` in per cent. Only exactly 0 reads as 0.0%, and only exactly 1 as 100.0%."""
-    text = f"{share:.1%}"
-    if text == "100.0%" and share < 1:
-        return ">99.9%"
-    if text == "0.0%" and share > 0:
-        return "<0.1%"
-    return text
 
 
 def apart(*shares: float) -> list[str]:

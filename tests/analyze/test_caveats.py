@@ -1,0 +1,74 @@
+"""What a report says beside its assumptions, and of micro-batches that do not have the graphs' number of tokens."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from thdprof.analyze import Analysis, analyze_dataset
+from thdprof.analyze.report.json_ import to_dict
+from thdprof.analyze.report.terminal import print_report
+
+
+def lines_of(analysis: Analysis) -> list[str]:
+    """The lines of the report of `analysis`."""
+    console = Console(file=StringIO(), width=120)
+    print_report(analysis, console)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("short", "rows", "told"),
+    [
+        (1, 3000, "1 of 3,000 micro-batches (<0.1%) does not have the largest token count, and "),
+        (2, 3000, "2 of 3,000 micro-batches (0.1%) do not have the largest token count, and "),
+        (2999, 3000, "2,999 of 3,000 micro-batches (>99.9%) do not have the largest token count, and "),
+        (0, 100, None),
+    ],
+)
+def test_how_many_micro_batches_have_other_token_counts(tmp_path, short, rows, told):
+    data = tmp_path / "packs.jsonl"
+    data.write_text('{"lengths": [8, 7]}\n' * short + '{"lengths": [8, 8]}\n' * (rows - short))
+    found = analyze_dataset(data, loader="single", seq_length=16)
+    assert found.share_of_full_size == (rows - short) / rows
+    said = [warning for warning in found.warnings if "token count" in warning]
+    assert len(said) == (told is not None)
+    assert told is None or said[0].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("packer", "told"),
+    [
+        ("first_fit_decreasing", "2 documents longer than the pack of 16 tokens were left out"),
+        ("next_fit", "2 documents longer than 16 tokens were cut to that"),
+    ],
+)
+def test_documents_left_out_or_cut_are_told_beside_the_assumptions(tmp_path, packer, told):
+    data = tmp_path / "lengths.jsonl"
+    data.write_text("".join(f"{json.dumps(length)}\n" for length in [5, 17, 16, 3, 40, 9, 7, 8]))
+    found = analyze_dataset(data, seq_length=16, packer=packer, loader="single")
+    assert found.notes == (told,)
+    assert told in found.warnings
+    lines = lines_of(found)
+    assert lines.count(f"  note: {told}") == 1
+    assert sum(told in line for line in lines) == 1
+    at = lines.index(f"  note: {told}")
+    assert lines[at - 1].startswith("  assumed ")
+    assert lines[at + 1].startswith(f"packed by {packer}: ")
+    values = to_dict(found)
+    assert values["notes"] == [told]
+    assert told in values["warnings"]
+
+
+def test_a_drawn_order_is_told_beside_the_assumptions(tmp_path):
+    data = tmp_path / "packs.jsonl"
+    data.write_text('{"lengths": [8, 8]}\n' * 50)
+    lines = lines_of(analyze_dataset(data, seq_length=16))
+    at = next(index for index, line in enumerate(lines) if "the order in which training reads these rows" in line)
+    assert lines[at].startswith("  note: ")
+    assert lines[at - 1].startswith("  assumed ")
+    replayed = analyze_dataset(data, seq_length=16, loader="single")
+    assert replayed.notes == ()
