@@ -12,9 +12,9 @@ import pytest
 
 from thdprof.analyze.settings.launch_script import parse_megatron_args
 from thdprof.analyze.settings.megatron_flags import FLAGS
-from thdprof.analyze.settings.resolve import NAMES
 from thdprof.analyze.settings.shell import read_shell
 from thdprof.errors import UsageError
+from thdprof.training import definitions
 
 ARRAYS = r"""#!/bin/bash
 
@@ -137,7 +137,7 @@ def test_arrays_as_in_megatron_examples():
         "run.sh, line 36: --rampup-batch-size: the batch size ramp is not followed; the final global batch size is used",
         "run.sh: --dataloader-inter-document-masking is not found: without it every sample is one document in training; add the flag",
     ]
-    assert set(found.settings) <= NAMES
+    assert set(found.settings) <= set(definitions())
 
 
 def test_option_strings_defaults_arithmetic_and_a_quoted_command_line():
