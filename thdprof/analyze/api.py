@@ -118,7 +118,8 @@ def _dataset(locations: tuple[str | Path | Lengths, ...], format: str) -> Datase
     [lengths] = locations
     if isinstance(lengths, str | os.PathLike) or not isinstance(lengths, list | tuple | np.ndarray):
         raise UsageError(
-            f"a {type(lengths).__name__} is no dataset; give files, or a list or array of document lengths"
+            f"an object of type {type(lengths).__name__} is no dataset; give files, or a list or array of document "
+            "lengths"
         )
     if format not in ("auto", FORMAT):
         raise UsageError(f"format {format}: lengths are of format {FORMAT}; leave format out")
