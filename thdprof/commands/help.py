@@ -35,10 +35,10 @@ class PanelGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the options before the command.
 
-        A switch that is not given is False. Typer's own for completion would be None, for which typer imports pydantic:
-        that takes as long as all else of `analyze --help`.
+        A switch that is not given is False. Typer's own, for help and completion, would be None, for which typer
+        imports pydantic: that takes as long as all else of `analyze --help`.
         """
-        for param in self.params:
+        for param in self.get_params(ctx):
             if getattr(param, "is_flag", False) and param.default is None:
                 param.default = False
         return list(super().parse_args(ctx, args))
