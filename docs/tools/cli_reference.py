@@ -8,6 +8,7 @@ import typer
 
 from thdprof.cli import app
 from thdprof.commands.help import option_row
+from thdprof.commands.options import removed_options
 
 
 def commands() -> dict[str, Any]:
@@ -18,7 +19,18 @@ def commands() -> dict[str, Any]:
 
 def reference() -> str:
     """Markdown: a section for each command, a row for each argument and option."""
-    return "\n\n".join(_section(name, command) for name, command in commands().items())
+    return "\n\n".join([*(_section(name, command) for name, command in commands().items()), _without_options()])
+
+
+def _without_options() -> str:
+    """The settings that a settings file alone gives."""
+    lines = ["## Settings without an option", "", "A line such as `drop_last: false` in a file gives each of these to"]
+    lines += ["`analyze --settings FILE` and `sweep --settings FILE`; `sweep` can vary them by their names.", ""]
+    lines += ["| setting | meaning | default |", "|---|---|---|"]
+    for definition in dict.fromkeys(removed_options().values()):
+        default = definition.setting.assumed or ("none" if definition.default is None else str(definition.default))
+        lines.append(f"| `{definition.name}` | {definition.setting.help} | {default.lower()} |")
+    return "\n".join(lines)
 
 
 def _section(name: str, command: Any) -> str:

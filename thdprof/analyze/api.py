@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
-from thdprof.analyze.analysis import Analysis, analyze
+import numpy as np
+
+from thdprof.analyze.analysis import Analysis, analyze_read
+from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.buckets.recommend import Limits
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.sources import read_dataset
+from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset
+from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
-from thdprof.training import Attention
+from thdprof.training import Attention, TrainingOptions
 
 
 def analyze_dataset(
-    *locations: str | Path,
+    *locations: str | Path | Lengths,
     format: str = "auto",
     cost_table: str | Path | None = None,
     attention: Attention = "transformer_engine",
@@ -23,51 +30,97 @@ def analyze_dataset(
     max_fallback_rate: float | None = None,
     graph_memory_bytes: int | None = None,
     offload: Choice | None = None,
-    **settings: Any,
+    **settings: Unpack[TrainingOptions],
 ) -> Analysis:
-    """What `thdprof analyze` prints, as an object.
+    """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
 
     Args:
-        locations: files, globs, directories or Megatron prefixes of one dataset.
-        format: name of its format, or "auto".
-        cost_table: measured costs; the built-in ones of `attention` without it.
+        locations: files, globs, directories or Megatron prefixes of one dataset. Or, alone, the lengths of its
+            documents in tokens: a list or array of whole numbers for documents that are not packed yet, shape
+            [documents]; a list of such lists or arrays for packed rows.
+        format: name of the format of the files, or "auto".
+        cost_table: a file of measured costs; without it the built-in ones of `attention` are taken.
         attention: attention backend whose built-in costs are taken.
         buckets: most shapes to capture.
         max_fallback_rate: largest share of steps with an eager micro-batch.
         graph_memory_bytes: most graph memory of a pipeline rank.
         offload: activations that are moved to the host, which leaves memory for graphs.
-        settings: training settings, named as the command's options with underscores: `seq_length=4096`.
+        settings: training settings by name, as in `seq_length=4096`; `thdprof.training.TrainingOptions` has them all.
 
     Raises:
         DataError: the dataset or the cost table cannot be read or does not hold what it must.
-        UsageError: settings that cannot be.
+        UsageError: settings or lengths that cannot be.
     """
-    names: Sequence[str] = [str(location) for location in locations]
-    return analyze(
-        names,
-        settings,
-        format=format,
-        cost_table=Path(cost_table) if cost_table is not None else None,
-        attention=attention,
-        limits=Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes),
-        offload=offload,
-    )
+    limits = Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes)
+    measured = None if cost_table is None else load_costs(Path(cost_table))
+    dataset = _dataset(locations, format)
+    return analyze_read(dataset, settings, measured=measured, attention=attention, limits=limits, offload=offload)
 
 
-def profile_dataset(*locations: str | Path, part: str | None = None, **arguments: Any) -> RunProfile:
-    """What `thdprof analyze --profile` writes: counts of the run's micro-batches as pandas frames.
+def profile_dataset(
+    *locations: str | Path | Lengths,
+    part: str | None = None,
+    format: str = "auto",
+    cost_table: str | Path | None = None,
+    attention: Attention = "transformer_engine",
+    buckets: int = 3,
+    max_fallback_rate: float | None = None,
+    graph_memory_bytes: int | None = None,
+    offload: Choice | None = None,
+    **settings: Unpack[TrainingOptions],
+) -> RunProfile:
+    """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
 
     Of the result, `cells` has a row for every count (`thdprof.analyze.profile.file` documents its columns), `curve()` a
     row for every cap with coverage, fallback rates and step time, `percentiles()` a row for each measure; `save(path)`
     writes it, and in a notebook it shows itself.
 
     Args:
-        locations: files, globs, directories or Megatron prefixes of one dataset.
+        locations: as for `analyze_dataset`.
         part: name of the data in the profile; None: that of the file or directory.
-        arguments: as for `analyze_dataset`.
+        format: as for `analyze_dataset`.
+        cost_table: as for `analyze_dataset`.
+        attention: as for `analyze_dataset`.
+        buckets: as for `analyze_dataset`.
+        max_fallback_rate: as for `analyze_dataset`.
+        graph_memory_bytes: as for `analyze_dataset`.
+        offload: as for `analyze_dataset`.
+        settings: as for `analyze_dataset`.
 
     Raises:
         DataError: as `analyze_dataset`.
-        UsageError: settings that cannot be.
+        UsageError: settings or lengths that cannot be.
     """
-    return make_profile(analyze_dataset(*locations, **arguments), part=part)
+    analysis = analyze_dataset(
+        *locations,
+        format=format,
+        cost_table=cost_table,
+        attention=attention,
+        buckets=buckets,
+        max_fallback_rate=max_fallback_rate,
+        graph_memory_bytes=graph_memory_bytes,
+        offload=offload,
+        **settings,
+    )
+    return make_profile(analysis, part=part)
+
+
+def _dataset(locations: tuple[str | Path | Lengths, ...], format: str) -> Dataset:
+    """The dataset in files, or in one list or array of lengths."""
+    names = [str(location) for location in locations if isinstance(location, str | os.PathLike)]
+    if len(names) == len(locations):
+        return read_dataset(names, format=format)
+    if len(locations) > 1:
+        raise UsageError(
+            f"{len(locations)} datasets given, {len(locations) - len(names)} of them as lengths; give one list or "
+            "array of lengths alone"
+        )
+    [lengths] = locations
+    if isinstance(lengths, str | os.PathLike) or not isinstance(lengths, list | tuple | np.ndarray):
+        raise UsageError(
+            f"an object of type {type(lengths).__name__} is no dataset; give files, or a list or array of document "
+            "lengths"
+        )
+    if format not in ("auto", FORMAT):
+        raise UsageError(f"format {format}: lengths are of format {FORMAT}; leave format out")
+    return lengths_dataset(lengths)

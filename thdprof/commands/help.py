@@ -32,6 +32,17 @@ class PanelCommand(TyperCommand):
 class PanelGroup(TyperGroup):
     """The commands' help."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options before the command.
+
+        A switch that is not given is False. Typer's own, for help and completion, would be None, for which typer
+        imports pydantic: that takes as long as all else of `analyze --help`.
+        """
+        for param in self.get_params(ctx):
+            if getattr(param, "is_flag", False) and param.default is None:
+                param.default = False
+        return list(super().parse_args(ctx, args))
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a panel of options and one of commands."""
         formatter.write_paragraph()
