@@ -781,8 +781,7 @@ def test_a_signal_ends_the_report_and_its_kernel(made, tmp_path, suffix, later):
     command = [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(out)]
     running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     kernels: list[str] = []
-    until = time.monotonic() + 60
-    while not kernels and running.poll() is None and time.monotonic() < until:
+    while not kernels and running.poll() is None:  # it ends within two minutes, with a kernel or without
         for task in Path(f"/proc/{running.pid}/task").glob("*/children"):
             kernels += task.read_text().split()
         time.sleep(0.02)

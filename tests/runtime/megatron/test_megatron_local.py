@@ -122,7 +122,7 @@ class Run:
         return sum(len(layer.cudagraph_manager.cudagraph_runners) for layer in self.block.layers)
 
     def answers_left(self) -> list[str]:
-        return [name for layer in self.block.modules() for name in vars(layer) if name == local._ASKED]
+        return [name for layer in self.block.modules() for name in vars(layer) if name == local.ASKED]
 
 
 def of(count: int) -> tuple[int, ...]:
@@ -270,7 +270,7 @@ def test_the_bypass_ends_with_the_pass_also_where_it_fails():
     assert run.block.layers[0]._should_call_local_cudagraph()
     with run.graphs._past_managers():
         assert not any(layer._should_call_local_cudagraph() for layer in run.block.layers)
-        assert vars(run.block).get(local._ASKED) is None
+        assert vars(run.block).get(local.ASKED) is None
 
 
 def test_a_second_micro_batch_before_the_first_ones_backward_runs_eagerly():

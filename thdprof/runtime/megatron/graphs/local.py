@@ -26,7 +26,7 @@ from thdprof.runtime.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-_ASKED = "_should_call_local_cudagraph"
+ASKED = "_should_call_local_cudagraph"
 """The method by which every layer's `__call__` decides whether to go to its graph manager."""
 
 
@@ -66,7 +66,7 @@ class LocalGraphs(DispatchedModule):
         self._recorded: list[Bucket] = []
         self._announced = self._closed = False
         for layer in self._layers:
-            layer.__dict__.pop(_ASKED, None)  # an installation that was closed has left it there
+            layer.__dict__.pop(ASKED, None)  # an installation that was closed has left it there
         if not self._layers:
             raise SettingsError("no layer has a graph manager: build the model with cuda_graph_impl 'local'")
         if _CudagraphGlobalRecord.cudagraph_created or any(m.cudagraph_runners for m in self._managers):
@@ -112,13 +112,13 @@ class LocalGraphs(DispatchedModule):
     def _past_managers(self) -> Iterator[None]:
         """Let the layers run, inside the block, as if they had no graph manager."""
         for layer in self._layers:
-            layer.__dict__[_ASKED] = _no
+            layer.__dict__[ASKED] = _no
         try:
             yield
         finally:
             for layer in self._layers:
                 if not self._closed:
-                    layer.__dict__.pop(_ASKED, None)
+                    layer.__dict__.pop(ASKED, None)
 
     def _created(self) -> bool:
         from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
@@ -177,7 +177,7 @@ class LocalGraphs(DispatchedModule):
         self._free()
         self.enabled, self._closed = False, True
         for layer in self._layers:  # else Megatron's managers would record graphs anew
-            layer.__dict__[_ASKED] = _no
+            layer.__dict__[ASKED] = _no
 
     def _free(self) -> None:
         from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
