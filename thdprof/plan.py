@@ -29,7 +29,7 @@ SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
 _MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
 
 _SHOWN = 200
-"""Letters of a wrong value that an error shows."""
+"""Most characters of a wrong value that an error message shows."""
 
 Impl = Literal["none", GraphKind]
 Module = Literal["attn", "moe_router"]
@@ -47,24 +47,24 @@ class DatasetPart(_Part):
     """The dataset that was analysed."""
 
     uris: list[str]
-    """Files read, in order."""
+    """Paths of the files that were read, in that order."""
     format: str
     """Name of the format."""
     fingerprint: str
-    """Digest of what was read; a changed dataset has another."""
+    """Digest of the bytes that were read; it changes when the dataset changes."""
     rows: int = Field(ge=0)
-    """Stored rows (sequences, where the format stores no rows)."""
+    """Number of stored rows, or of stored sequences where the format stores no rows."""
     documents: int = Field(ge=0)
-    """Stored documents."""
+    """Number of stored documents."""
     tokens: int = Field(ge=0)
-    """Stored tokens, as training counts them."""
+    """Number of stored tokens, as training counts them."""
 
 
 class _AsInAFile:
-    """Lets a file hold the settings of a run as `TrainingSettings`, and has every setting stand in it.
+    """Validates `TrainingSettings` from a file, in which every setting must stand.
 
-    A default is for a setting that nobody gave. A file that leaves one out was cut or misspelt, so its absence is an
-    error, but for the settings that were added after the first files were written.
+    The defaults of `TrainingSettings` are for users who give no value. A plan or profile that lacks a setting was cut
+    or misspelt, and is refused. Settings that were added after the first files were written may be absent.
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -85,7 +85,7 @@ _REQUIRED = tuple(name for name, d in definitions_of(TrainingSettings).items() i
 
 
 def _check_names(value: Any) -> Any:
-    """`value` as it is, if it is not a mapping that lacks a setting or holds one that does not exist."""
+    """Return `value`; raise ValidationError if it is a mapping that lacks a setting or has an unknown one."""
     if not isinstance(value, dict):
         return value
     known = {field.name for field in fields(TrainingSettings)}
@@ -97,7 +97,7 @@ def _check_names(value: Any) -> Any:
 
 
 Training = Annotated[TrainingSettings, _AsInAFile()]
-"""The settings of a run as a plan or a profile holds them: validated, and with every setting there."""
+"""The settings of a run as a plan or a profile holds them: validated and complete."""
 
 
 class Percentiles(_Part):
@@ -123,19 +123,19 @@ class MicrobatchesPart(_Part):
     """The micro-batches that training will form."""
 
     exact: bool
-    """Whether they equal training's, or were drawn by a seeded simulation."""
+    """Whether the counted micro-batches equal training's; false: a seeded simulation drew them."""
     count: Count
-    """Micro-batches over all ranks and steps."""
+    """Number of micro-batches over all ranks and steps."""
     steps: Count
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     n_seqs: Percentiles
-    """Documents of a micro-batch."""
+    """Number of documents of a micro-batch."""
     max_seqlen: Percentiles
     """Tokens of a micro-batch's longest document."""
     n_tokens_max: Count
     """Tokens of the largest micro-batch, over all context-parallel ranks."""
     n_tokens_constant: bool
-    """Whether all micro-batches have that many tokens, as a graph needs; under dynamic context parallelism, whether
+    """Whether all micro-batches have n_tokens_max tokens, as a graph needs; under dynamic context parallelism, whether
     all have max_seqlen_per_dp_cp_rank tokens on each of their ranks."""
 
 
@@ -154,7 +154,7 @@ class BucketPart(_Part):
     """One static shape to capture."""
 
     max_seqs: Count
-    """Documents, a dummy tail included; `cu_seqlens` has one entry more."""
+    """Most documents of a micro-batch, a dummy tail included; `cu_seqlens` has one entry more."""
     max_seqlen: Count
     """Tokens of the longest document that the graph may see."""
     cp_size: Count = 1
@@ -171,20 +171,20 @@ class OneCapPart(_Part):
     """The best single cap, for systems that take only one."""
 
     max_seqs: Count
-    """Documents, a dummy tail included."""
+    """Most documents of a micro-batch, a dummy tail included."""
     fallback_rate: FallbackRate
-    """Predicted under this cap."""
+    """Fallback rates that are predicted with this cap alone."""
 
 
 class OffloadPart(_Part):
-    """Activations that are in host memory between a micro-batch's forward and its backward."""
+    """Which activations wait in host memory between the forward and the backward pass of a micro-batch."""
 
     modules: list[str] = Field(default=["all"], min_length=1)
     """Parts of a layer whose saved tensors are moved, as megatron-core names them, or all."""
     fraction: Share = 1.0
     """Share of the bytes that may be moved; tensors that are saved first, and used last, are moved first."""
     min_bytes: int = Field(default=2**20, ge=0)
-    """Smaller tensors stay on the device."""
+    """Bytes; smaller tensors stay on the device."""
     delayed_commit: bool = False
     """Whether copies wait until a graph was launched: megatron-core's delay_offload_until_cuda_graph."""
 
@@ -195,24 +195,25 @@ class GraphsPart(_Part):
     impl: Impl = "module"
     """What is captured: nothing, a wrapped torch module, a Megatron model chunk, or Megatron's layers."""
     modules: list[Module] = []
-    """What of a Megatron layer with experts is captured, by megatron-core's cuda_graph_modules; the rest runs eagerly,
-    and other layers are captured whole. Empty: all of it. Dropless experts need attn and moe_router."""
+    """Captured parts of a Megatron layer with experts, named as in megatron-core's cuda_graph_modules. The other parts
+    run eagerly; layers without experts are captured whole. Empty: layers with experts are captured whole too. Dropless
+    experts need attn and moe_router."""
     buckets: list[BucketPart]
     """Shapes to capture, ascending; a micro-batch takes the first that fits. Empty: run eagerly."""
     one_cap: OneCapPart | None
-    """Null where running eagerly is best."""
+    """The best single cap; null where running eagerly is best."""
     slots: list[list[Count]]
-    """Copies of the graphs for every pipeline rank and, within it, model chunk."""
+    """Copies of the graphs (slots): a list for each pipeline rank, with a number for each of its model chunks."""
     tail_policy: TailPolicy
     """How training pads a row's unused tail; `append_dummy_seq` is counted in max_seqs."""
     overflow: Literal["eager", "error"] = "eager"
-    """What to do with a micro-batch that fits no bucket."""
+    """What happens to a micro-batch that fits no bucket: it runs eagerly, or training stops with an error."""
     capture: Literal["startup", "first_use"] = "startup"
-    """When graphs are captured."""
+    """When graphs are captured: all of them at the first micro-batch, or each one when it is first needed."""
     no_grad: Literal["eager", "replay"] = "eager"
-    """What passes without gradients do while the module is in training mode; in eval mode they always run eagerly."""
+    """How passes without gradients run while the module is in training mode; in eval mode they always run eagerly."""
     offload: OffloadPart | None = None
-    """Activations in host memory; null: all stay on the device."""
+    """Activations that wait in host memory; null: all activations stay on the device."""
 
     @field_validator("buckets")
     @classmethod
@@ -223,50 +224,50 @@ class GraphsPart(_Part):
 
 
 class PredictionsPart(_Part):
-    """What the recommendation is expected to do."""
+    """Predictions for a run by this plan, over the analysed micro-batches."""
 
     fallback_rate: FallbackRate
-    """Predicted over the analysed micro-batches."""
+    """Shares of what runs eagerly."""
     fallback_rate_upper_bound: Share
-    """95% one-sided Clopper-Pearson bound of the micro-batch rate on unseen data."""
+    """Upper end of the one-sided 95% Clopper-Pearson interval of the micro-batch rate on data that was not seen."""
     relative_step_time: float
-    """Mean step time divided by that of running all eagerly."""
+    """Mean step time divided by the mean step time with all micro-batches run eagerly."""
     step_ms: float
     """Mean step time of the cost table's model in milliseconds, without optimizer and data loading."""
     eager_step_ms: float
     """Mean step time in milliseconds with all micro-batches run eagerly."""
     graph_memory_bytes: int | None
-    """Graph memory of the busiest pipeline rank, after what graphs.offload frees; null where the cost table does not
-    tell."""
+    """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
+    table has no memory."""
     offload_host_bytes: int | None = None
-    """Pinned host memory of the busiest pipeline rank's slots; null without graphs.offload. Chunk graphs pin as much
+    """Pinned host memory for the slots of that pipeline rank; null without graphs.offload. Chunk graphs pin as much
     again for each eager micro-batch in flight."""
     offload_freed_bytes: int | None = None
     """Bytes by which graphs.offload shrinks that rank's graph memory; null without it."""
 
 
 class CostsPart(_Part):
-    """Where the times come from."""
+    """The measurements that the predicted times are made from."""
 
     name: str
     """The cost table's name."""
     calibrated: bool
-    """Whether it was measured on the user's own GPU and model."""
+    """Whether the costs were measured on the user's own GPU and model."""
     hardware: str
-    """GPU that was measured on."""
+    """Name of the GPU that the costs were measured on."""
     attention: str
-    """Attention backend that was measured."""
+    """Name of the attention backend that was measured."""
     n_tokens: Count
-    """Tokens of the micro-batches that were measured."""
+    """Tokens of each measured micro-batch."""
 
 
 class Plan(_Part):
-    """Everything that training needs to capture and dispatch, and what is predicted to happen."""
+    """A plan: the graphs that training captures, the data and settings they were chosen for, and the predictions."""
 
     schema_: Literal["thdprof.plan/1"] = Field(default=SCHEMA, alias="schema")
-    """Version of this file's layout."""
+    """Name and major version of this file's layout."""
     written_by: str
-    """thdprof version."""
+    """Version of the thdprof that wrote the plan."""
     dataset: DatasetPart
     training: Training
     microbatches: MicrobatchesPart
@@ -352,7 +353,7 @@ def parse_plan(loaded: Any, *, where: str) -> Plan:
 
 def _html(plan: Plan) -> str:
     """The plan's buckets and predictions as two small tables."""
-    data, found = plan.dataset, plan.predictions
+    data, predictions = plan.dataset, plan.predictions
     source = data.uris[0] if len(data.uris) == 1 else f"{len(data.uris)} files"
     shares = [f"{b.share:.2%}" for b in plan.graphs.buckets]
     buckets = [
@@ -361,13 +362,13 @@ def _html(plan: Plan) -> str:
     facts: list[tuple[str, str]] = [
         ("data", f"{source} ({data.format}), {counted(data.rows, 'row')}, {counted(data.documents, 'document')}"),
         ("micro-batches", f"{plan.microbatches.count:,} in {counted(plan.microbatches.steps, 'step')}, {_how(plan)}"),
-        ("step time, eager = 1", f"{found.relative_step_time:.3f}"),
-        ("steps with an eager micro-batch", f"{found.fallback_rate.step:.2%}"),
+        ("step time, eager = 1", f"{predictions.relative_step_time:.3f}"),
+        ("steps with an eager micro-batch", f"{predictions.fallback_rate.step:.2%}"),
         ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in plan.graphs.slots))),
         ("times are of", f"{plan.costs.name} on {plan.costs.hardware}"),
     ]
-    if found.graph_memory_bytes is not None:
-        facts.insert(5, ("graph memory", f"{found.graph_memory_bytes / 2**30:.2f} GiB"))
+    if predictions.graph_memory_bytes is not None:
+        facts.insert(5, ("graph memory", f"{predictions.graph_memory_bytes / 2**30:.2f} GiB"))
     graphs = html_table(
         f"Plan: graphs to capture ({plan.graphs.impl})",
         ["documents", "longest document, tokens", "context-parallel size", "share of micro-batches"],

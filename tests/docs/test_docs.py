@@ -423,7 +423,10 @@ def test_a_field_without_a_description_is_not_let_pass():
 
 def test_types_of_the_plan_reference():
     text = plan_reference.reference()
-    assert "| `max_seqs` | whole number, at least 1 | required | Documents, a dummy tail included;" in text
+    assert (
+        "| `max_seqs` | whole number, at least 1 | required | Most documents of a micro-batch, a dummy tail included;"
+        in text
+    )
     assert "| `cp_size` | whole number, at least 1 | `1` |" in text
     assert "| `impl` | one of `none`, `module`, `chunk`, `local`, `transformer_engine` | `module` |" in text
     assert "| `buckets` | list ([mapping](#bucketpart)) | required |" in text
