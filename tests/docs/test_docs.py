@@ -423,7 +423,8 @@ def test_a_field_without_a_description_is_not_let_pass():
 
 def test_types_of_the_plan_reference():
     text = plan_reference.reference()
-    assert (
+    row = "| `max_seqs` | whole number, at least 1 | required | Most documents of a micro-batch, a dummy tail included;"
+    assert row in text
         "| `max_seqs` | whole number, at least 1 | required | Most documents of a micro-batch, a dummy tail included;"
         in text
     )
