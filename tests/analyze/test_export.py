@@ -415,7 +415,7 @@ def test_a_cap_that_would_fail_is_refused(target, least):
     assert str(error.value) == (
         f"--max-seqs 64: target {target} has no eager fallback, and the fullest micro-batch has {least} documents "
         f"there: use --max-seqs {least}, or the megatron-lm target, which runs longer micro-batches eagerly, or "
-        "repack with --max-docs-per-pack 64"
+        "repack with max_docs_per_pack 64 in --settings"
     )
     assert error.value.exit_code == 2
     text = export_plan(make_plan(), target, max_seqs=least)
