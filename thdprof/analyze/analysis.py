@@ -91,7 +91,7 @@ class Analysis:
     packing_efficiency: float | None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None
-    """The packer's share without --max-docs-per-pack; None without that cap."""
+    """The packer's share without max_docs_per_pack; None without that cap."""
     notes: tuple[str, ...]
     """What the data decided: documents cut or left out, a size taken from the data, an order that was drawn."""
     warnings: tuple[str, ...]
