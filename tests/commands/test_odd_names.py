@@ -80,7 +80,7 @@ def test_everything_that_is_written_there(thdprof, odd):
         ("export", odd / "plan.yaml", "--to", "json"), ("export", odd / "plan.yaml", "--to", "megatron-lm"),
         ("export", odd / "plan.yaml", "--to", "megatron-bridge", "-o", odd / "bridge"), ("demo", odd / "demo"),
         ("analyze", odd / "demo/bridge", "--loader", "single"), ("analyze", odd / "demo/trl", "-o", "-"),
-        ("analyze", data, "--loader", "single", "--sweep", "seq-length=8,16", "-o", odd / "plans", "--json"),
+        ("sweep", data, "--loader", "single", "seq-length=8,16", "-o", odd / "plans", "--json"),
     ):  # fmt: skip
         done = thdprof(*command)
         assert done.returncode == 0, (command, done.stderr)

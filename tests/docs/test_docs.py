@@ -425,9 +425,6 @@ def test_types_of_the_plan_reference():
     text = plan_reference.reference()
     row = "| `max_seqs` | whole number, at least 1 | required | Most documents of a micro-batch, a dummy tail included;"
     assert row in text
-        "| `max_seqs` | whole number, at least 1 | required | Most documents of a micro-batch, a dummy tail included;"
-        in text
-    )
     assert "| `cp_size` | whole number, at least 1 | `1` |" in text
     assert "| `impl` | one of `none`, `module`, `chunk`, `local`, `transformer_engine` | `module` |" in text
     assert "| `buckets` | list ([mapping](#bucketpart)) | required |" in text
