@@ -47,18 +47,14 @@ def thdprof() -> Callable[..., subprocess.CompletedProcess]:
 def thdprof_process() -> Callable[..., subprocess.CompletedProcess]:
     """Runs the command line in a process of its own, which takes a second.
 
-    It is for tests of the process itself: signals, closed streams, permissions, memory, and what is imported.
+    It is for tests of the process itself: closed streams, terminals, and what it can import. `variables` are of the
+    environment; other options go to `subprocess.run`.
     """
 
-    def run(*args: object, **options) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-m", "thdprof", *map(str, args)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **ENVIRONMENT},
-            cwd=options.pop("cwd", ROOT),
-            timeout=120,
-            **options,
-        )
+    def run(*args: object, variables: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "thdprof", *map(str, args)]
+        environment = {**os.environ, **ENVIRONMENT, **(variables or {})}
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.run(command, **{**streams, "cwd": ROOT, "timeout": 120, **options}, env=environment)
 
     return run

@@ -694,14 +694,11 @@ def test_a_notebook_with_a_cap_that_cannot_be_says_so(made):
         execute(notebook, directory=made)
 
 
-def test_without_matplotlib_it_says_what_to_install(made, tmp_path):
+def test_without_matplotlib_it_says_what_to_install(thdprof_process, made, tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no matplotlib')\n")
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     for output in ("r.ipynb", "figures"):
-        done = subprocess.run(
-            [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(tmp_path / output)],
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120, check=False,
-        )  # fmt: skip
+        done = thdprof_process("report", made / "plan.yaml", "-o", tmp_path / output, variables={"PYTHONPATH": paths})
         refused(done, 1 if output == "r.ipynb" else 2, "figures need matplotlib (no matplotlib): pip install")
 
 
@@ -762,13 +759,10 @@ def test_names_of_parts_are_drawn_whatever_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("package", ["nbconvert", "nbclient", "ipykernel", "nbformat"])
-def test_without_the_notebook_packages(made, tmp_path, package):
+def test_without_the_notebook_packages(thdprof_process, made, tmp_path, package):
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')\n")
-    command = [sys.executable, "-m", "thdprof", "report", str(made / "plan.yaml"), "-o", str(tmp_path / "r.html")]
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths}, timeout=120, check=False
-    )
+    done = thdprof_process("report", made / "plan.yaml", "-o", tmp_path / "r.html", variables={"PYTHONPATH": paths})
     refused(done, 2, f"needs {package}: pip install 'thdprof[notebook]'; figures alone do not")
     assert not (tmp_path / "r.html").exists()
 

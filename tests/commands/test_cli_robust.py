@@ -383,10 +383,9 @@ def test_full_and_closed_streams(packs):
     assert shell(f"{command} >&-").returncode == 0
 
 
-def test_the_progress_bar_leaves_a_terminal_clean(packs):
+def test_the_progress_bar_leaves_a_terminal_clean(thdprof_process, packs):
     parent, child = pty.openpty()
-    command = [sys.executable, "-m", "thdprof", "analyze", str(packs), "--loader", "single", "--json"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=child, timeout=120, check=False)
+    done = thdprof_process("analyze", packs, "--loader", "single", "--json", stderr=child, variables={"TERM": "xterm"})
     os.close(child)
     time.sleep(0.1)
     os.set_blocking(parent, False)

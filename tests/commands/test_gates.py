@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
-from support.paths import ROOT
 from support.sample_files import cost_table, write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
@@ -16,22 +13,24 @@ COSTS = cost_table("[{max_seqs: 2, ms: 1.0}, {max_seqs: 4, ms: 2.0}]")
 PACKS = [[3, 5], [8], [1, 6, 1], [7, 1], [8], [2, 2, 2, 2], [8], [1, 7]]
 
 
-def code_with_nobody_reading(*arguments: object) -> tuple[int, str]:
-    """Exit code and stderr of a command whose stdout is a pipe without a reader."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "thdprof", *map(str, arguments)],
-            stdout=writing, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120,
-        )  # fmt: skip
-    finally:
-        os.close(writing)
-    return done.returncode, done.stderr
+@pytest.fixture
+def code_with_nobody_reading(thdprof_process):
+    """Gives exit code and stderr of a command whose stdout is a pipe without a reader."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        reading, writing = os.pipe()
+        os.close(reading)
+        try:
+            done = thdprof_process(*arguments, stdout=writing)
+        finally:
+            os.close(writing)
+        return done.returncode, done.stderr
+
+    return run
 
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
-def test_a_closed_stdout_does_not_change_it(tmp_path, more):
+def test_a_closed_stdout_does_not_change_it(code_with_nobody_reading, tmp_path, more):
     plan, other = tmp_path / "plan.yaml", tmp_path / "other.yaml"
     (tmp_path / "costs.yaml").write_text(COSTS)
     given = {"cost_table": tmp_path / "costs.yaml", "loader": "single", "seq_length": 8}
