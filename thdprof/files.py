@@ -12,6 +12,9 @@ from typing import Any
 
 from thdprof.errors import DataError, UsageError
 
+_DEEPEST = 100
+"""Most levels of YAML values inside each other; a plan has 6."""
+
 
 def check_targets(paths: Sequence[Path], *, force: bool) -> None:
     """Refuse output files that cannot be written or must not be replaced. Called before the work, not after it.
@@ -146,7 +149,7 @@ def read_text(path: Path | str, *, where: str) -> str:
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """The values in YAML text.
+    """The values in YAML text, nested in at most 100 levels.
 
     Args:
         text: the text.
@@ -158,7 +161,17 @@ def parse_yaml(text: str, *, where: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Names the line of an impossible value, as YAML's own errors do."""
+        """Names the line of an impossible value, as YAML's own errors do, and limits how deeply values are nested."""
+
+        depth = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            if self.depth == _DEEPEST:
+                raise yaml.YAMLError("is nested too deeply")
+            self.depth += 1
+            node: yaml.Node | None = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
 
         def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
             try:
@@ -174,5 +187,3 @@ def parse_yaml(text: str, *, where: str) -> Any:
         raise DataError(f"{where}: not YAML: {line}{said}") from error
     except yaml.YAMLError as error:
         raise DataError(f"{where}: not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise DataError(f"{where}: not YAML: is nested too deeply") from error

@@ -570,10 +570,11 @@ class TestNotRecognised:
     def test_the_files_of_a_directory_are_named(self, tmp_path):
         for number in range(14):
             (tmp_path / f"{number:02}.txt").write_text("a")
+        refused(tmp_path, "holds no file of a known format, but the files 00.txt, 01")
         refused(
-            tmp_path, "holds no file of a known format; name the files, or say --format: it has the files 00.txt, 01"
+            tmp_path,
+            "11.txt and 2 more; name the files, or say --format. Looked for: megatron (an .idx that begins with MMIDIDX, named *.idx); ",
         )
-        refused(tmp_path, "11.txt and 2 more. Looked for: megatron (an .idx that begins with MMIDIDX, named *.idx); ")
         (tmp_path / "empty" / "train").mkdir(parents=True)
         refused(tmp_path / "empty", "it has the directories train: give one of them")
 

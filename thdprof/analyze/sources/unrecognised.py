@@ -25,15 +25,16 @@ def file_error(path: Path, formats: Sequence[Format]) -> DataError:
 def directory_error(directory: Path, formats: Sequence[Format], *, auto: bool) -> DataError:
     """The error for a directory of which no file is of `formats`: all of them with `auto`, else the one asked for."""
     files = sorted(path.name for path in directory.iterdir() if path.is_file())
-    looked = f"it has the files {_listed(files)}" if files else "it has no files"
     directories = sorted(path.name for path in directory.iterdir() if path.is_dir())
-    if not files and directories:
-        looked = f"it has the directories {_listed(directories)}: give one of them"
-    which = "a known format" if auto else f"format {formats[0].name}"
     advice = "name the files, or say --format" if auto else "name the files, or another directory"
-    return DataError(
-        f"{directory}: holds no file of {which}; {advice}: {looked}. Looked for: {_signs(formats, suffixes=True)}"
-    )
+    if files:
+        content = f"but the files {_listed(files)}; {advice}"
+    elif directories:
+        content = f"but the directories {_listed(directories)}; give one of them"
+    else:
+        content = f"and no other file; {advice}"
+    which = "a known format" if auto else f"format {formats[0].name}"
+    return DataError(f"{directory}: holds no file of {which}, {content}. Looked for: {_signs(formats, suffixes=True)}")
 
 
 def _signs(formats: Sequence[Format], *, suffixes: bool = False) -> str:
