@@ -573,10 +573,11 @@ class TestNotRecognised:
         refused(tmp_path, "holds no file of a known format, but the files 00.txt, 01")
         refused(
             tmp_path,
-            "11.txt and 2 more; name the files, or say --format. Looked for: megatron (an .idx that begins with MMIDIDX, named *.idx); ",
+            "11.txt and 2 more; name the files, or say --format. Looked for: megatron (an .idx that begins with MMIDIDX, "
+            "named *.idx); ",
         )
         (tmp_path / "empty" / "train").mkdir(parents=True)
-        refused(tmp_path / "empty", "it has the directories train: give one of them")
+        refused(tmp_path / "empty", "but the directories train; give one of them")
 
 
 def test_each_format_recognises_its_own_files_only(tmp_path):
