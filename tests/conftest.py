@@ -13,10 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 from support.command import ENVIRONMENT, run_in_process
 from support.paths import ROOT
 
 logging.getLogger("megatron").setLevel(logging.ERROR)
+settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without a clock")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Tensors of tests are small, and each worker has a core: more threads would wait for each other, busily."""
 

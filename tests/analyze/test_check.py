@@ -476,7 +476,10 @@ def test_data_that_is_gone_or_of_another_format(plan, packs, tmp_path):
         with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
             check(load_plan(plan), [str(at)], where="old.yaml")
     (tmp_path / "none").mkdir()
-    with pytest.raises(DataError, match=r"none: holds no file of format lengths; name the files, or another directory"):
+    with pytest.raises(
+        DataError,
+        match=r"none: holds no file of format lengths, and no other file; name the files, or another directory",
+    ):
         check(load_plan(plan), [str(tmp_path / "none")])
     packs.unlink()
     with pytest.raises(DataError, match=r"packs.jsonl: no such file"):

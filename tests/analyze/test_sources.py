@@ -573,8 +573,8 @@ class TestNotRecognised:
         refused(tmp_path, "holds no file of a known format, but the files 00.txt, 01")
         refused(
             tmp_path,
-            "11.txt and 2 more; name the files, or say --format. Looked for: megatron (an .idx that begins with MMIDIDX, "
-            "named *.idx); ",
+            "11.txt and 2 more; name the files, or say --format. Looked for: megatron (an .idx that begins with "
+            "MMIDIDX, named *.idx); ",
         )
         (tmp_path / "empty" / "train").mkdir(parents=True)
         refused(tmp_path / "empty", "but the directories train; give one of them")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
@@ -137,6 +137,7 @@ def test_padding_of_any_documents():
     checked = dict.fromkeys(POLICIES, 0)
     refused = 0
 
+    @example([2, 3], 0, -1, "none")
     @given(documents, st.integers(0, 30), st.integers(-1, 6), st.sampled_from(POLICIES))
     def check(lengths, tail, room, policy):
         nonlocal refused
