@@ -478,7 +478,7 @@ def test_data_that_is_gone_or_of_another_format(plan, packs, tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(
         DataError,
-        match=r"none: holds no file of format lengths, and no other file; name the files, or another directory",
+        match=r"none: holds no file of format lengths, and no other file; name the files, or ano",
     ):
         check(load_plan(plan), [str(tmp_path / "none")])
     packs.unlink()
