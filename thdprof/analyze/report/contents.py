@@ -48,7 +48,7 @@ class Report:
         return min(self.profile.caps(), key=lambda cap: (cap.step_ms, cap.max_seqs)).max_seqs
 
     def check_cap(self, cap: object) -> None:
-        """Refuse a cap, in documents, whose step time could not be told from measured times.
+        """Refuse a cap, in documents, whose step time cannot be estimated from measured times.
 
         Raises:
             ValueError: `cap` is no whole number, is less than 1, or is so far above all measured caps that its step
