@@ -1,4 +1,4 @@
-"""The analysis half: what micro-batches training will see, and which static shapes to capture for them."""
+"""Analysis of packed datasets: predicts the micro-batches of a run, and recommends the shapes to capture for them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ _MODULES = {
     "make_profile": "profile.count",
     "profile_dataset": "api",
 }
+"""The submodule of each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: a source alone need not load the whole analysis."""
+    """Import a public name on first use, so that a program that only reads sources does not load the whole analysis."""
     if name in _MODULES:
         from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""The main job: a dataset and training settings -> prediction and recommendation, as one result."""
+"""Analyses a dataset under training settings: predicts the micro-batches and recommends the buckets to capture."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from thdprof.offload.plan import Choice
 
 Progress = Callable[[str, float, int], None]
-"""Called with the stage, the share of the whole work that is done, and the documents it is about (0: not known yet)."""
+"""Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""
 _READ_SHARE, _REPLAYED_SHARE = 0.1, 0.85
 """Progress-bar estimates: reading ends at 10% of the total time, replaying the schedule at 85%."""
 
@@ -38,7 +38,7 @@ class CpSize:
     """The micro-batches of one context-parallel size, each counted once, however many ranks share it."""
 
     cp_size: int
-    """Ranks that share such a micro-batch."""
+    """Ranks that share a micro-batch of this size."""
     share: float
     """Share of micro-batches that have this size."""
     n_seqs: Percentiles
@@ -60,7 +60,7 @@ class Analysis:
     settings: TrainingSettings
     """The run's settings, complete."""
     assumptions: tuple[Assumption, ...]
-    """Settings that nobody gave."""
+    """Settings that the user did not give, with the values that were assumed."""
     microbatches: MicrobatchTable
     """The micro-batches of the whole run."""
     profile: Profile
@@ -80,10 +80,10 @@ class Analysis:
     slots: list[list[int]]
     """Micro-batches in flight for every pipeline rank and model chunk."""
     recommendation: Recommendation
-    """The buckets to capture, and what each single cap would do."""
+    """The buckets to capture, and the fallbacks and the step time under each single cap."""
     offload: OffloadPrediction | None
-    """Activations that wait on the host and the memory that this frees, which the recommendation counted on; None where
-    all stay on the device, or nothing is captured."""
+    """Activations that wait on the host and the memory that moving them frees, which the recommendation counted on;
+    None where all activations stay on the device, or nothing is captured."""
     longest: dict[int, int]
     """Tokens of the longest document that a single cap is captured for, by context-parallel size."""
     graph_tokens: int
@@ -93,9 +93,9 @@ class Analysis:
     packing_efficiency_without_cap: float | None
     """The packer's share without max_docs_per_pack; None without that cap."""
     notes: tuple[str, ...]
-    """What the data decided: documents cut or left out, a size taken from the data, an order that was drawn."""
+    """Sentences on decisions by the data: documents cut or left out, a size taken from the data, an order drawn."""
     warnings: tuple[str, ...]
-    """Everything that the user should know before trusting the numbers: settings without effect, the notes, and the
+    """Sentences that the user should know before trusting the numbers: settings without effect, the notes, and the
     conditions under which the figures hold."""
 
     @property
@@ -105,7 +105,7 @@ class Analysis:
 
     @property
     def drawn(self) -> bool:
-        """Whether the order of rows is not known, so that micro-batches were drawn."""
+        """Whether micro-batches were drawn, because the order in which training reads rows is not known."""
         return not self.microbatches.exact and self.microbatches.groups is None
 
 
@@ -128,13 +128,13 @@ def analyze(
         format: name of the dataset's format, or "auto".
         cost_table: measured costs; None takes the built-in ones of `attention`.
         attention: attention backend whose built-in costs are taken.
-        limits: what the recommendation must keep to.
-        offload: activations that are moved to the host; the memory that this frees is there for graphs.
-        progress: called with the stage, the share of the whole work that is done, and the documents it is about.
+        limits: limits that the recommendation must keep to; None: the default limits.
+        offload: activations that are moved to the host; graphs can use the memory that the move frees.
+        progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
-        DataError: the dataset, the cost table, or what they hold.
-        UsageError: settings that cannot be.
+        DataError: the dataset or the cost table cannot be read, or has contents that training would refuse.
+        UsageError: the settings or limits contradict each other or the dataset.
     """
     measured = load_costs(cost_table) if cost_table is not None else None
     progress("reading", 0.0, 0)
@@ -157,12 +157,12 @@ def analyze_read(
 ) -> Analysis:
     """Replay the schedule of a dataset that was read, and recommend buckets.
 
-    The arguments are those of `analyze`; `measured` is the cost table, and `memo` keeps work for the next analysis of
-    the same dataset.
+    The arguments are those of `analyze`, but for `dataset`, `measured` (the cost table; None: the built-in one) and
+    `memo`, which keeps intermediate results for the next analysis of this dataset.
 
     Raises:
-        DataError: what the dataset holds.
-        UsageError: settings that cannot be.
+        DataError: the dataset has contents that training would refuse.
+        UsageError: the settings or limits contradict each other or the dataset.
     """
     documents = dataset.num_documents()
 
@@ -200,10 +200,12 @@ def analyze_read(
         independent=schedule.independent,
         limits=limits,
     )
-    moved = None
+    prediction = None
     if offload is not None and recommendation.buckets:
         memory = recommendation.graph_memory_bytes
-        moved = predict_offload(costs, offload, n_tokens=graph_tokens, num_slots=num_slots, graph_memory_bytes=memory)
+        prediction = predict_offload(
+            costs, offload, n_tokens=graph_tokens, num_slots=num_slots, graph_memory_bytes=memory
+        )
     other_sizes = _other_sizes(table, settings)
     notes = (*dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
@@ -221,7 +223,7 @@ def analyze_read(
         costs=costs,
         slots=in_flight,
         recommendation=recommendation,
-        offload=moved,
+        offload=prediction,
         longest=longest_captured(by_size or {settings.context_parallel_size: profile}, longest_possible),
         graph_tokens=graph_tokens,
         packing_efficiency=schedule.packing_efficiency,

@@ -1,4 +1,4 @@
-"""The analysis as a Python function."""
+"""The analysis and the profile of a dataset as Python functions."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def analyze_dataset(
             documents in tokens: a list or array of whole numbers for documents that are not packed yet, shape
             [documents]; a list of such lists or arrays for packed rows.
         format: name of the format of the files, or "auto".
-        cost_table: a file of measured costs; without it the built-in ones of `attention` are taken.
+        cost_table: a file of measured costs; None: the built-in ones of `attention`.
         attention: attention backend whose built-in costs are taken.
-        buckets: most shapes to capture.
-        max_fallback_rate: largest share of steps with an eager micro-batch.
-        graph_memory_bytes: most graph memory of a pipeline rank.
-        offload: activations that are moved to the host, which leaves memory for graphs.
-        settings: training settings by name, as in `seq_length=4096`; `thdprof.training.TrainingOptions` has them all.
+        buckets: most shapes to capture, for each context-parallel size.
+        max_fallback_rate: largest share of steps with an eager micro-batch; None: no limit.
+        graph_memory_bytes: most graph memory of a pipeline rank, in bytes; None: no limit.
+        offload: activations that are moved to the host, which frees memory for graphs; None: all stay on the device.
+        settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
     Raises:
-        DataError: the dataset or the cost table cannot be read or does not hold what it must.
-        UsageError: settings or lengths that cannot be.
+        DataError: the dataset or the cost table cannot be read, or has contents that training would refuse.
+        UsageError: the settings, limits or lengths contradict each other or cannot be trained with.
     """
     limits = Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes)
     measured = None if cost_table is None else load_costs(Path(cost_table))
@@ -71,13 +71,13 @@ def profile_dataset(
 ) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
 
-    Of the result, `cells` has a row for every count (`thdprof.analyze.profile.file` documents its columns), `curve()` a
-    row for every cap with coverage, fallback rates and step time, `percentiles()` a row for each measure; `save(path)`
-    writes it, and in a notebook it shows itself.
+    In the result, `cells` has a row for every count (`thdprof.analyze.profile.file` documents its columns), `curve()`
+    has a row for every cap with its coverage, fallback rates and step time, and `percentiles()` has a row for each
+    measure. `save(path)` writes the profile to a file. A notebook shows the profile as a table.
 
     Args:
         locations: as for `analyze_dataset`.
-        part: name of the data in the profile; None: that of the file or directory.
+        part: name of the data in the profile; None: the name of the file or directory.
         format: as for `analyze_dataset`.
         cost_table: as for `analyze_dataset`.
         attention: as for `analyze_dataset`.
@@ -88,8 +88,8 @@ def profile_dataset(
         settings: as for `analyze_dataset`.
 
     Raises:
-        DataError: as `analyze_dataset`.
-        UsageError: settings or lengths that cannot be.
+        DataError: as for `analyze_dataset`.
+        UsageError: as for `analyze_dataset`.
     """
     analysis = analyze_dataset(
         *locations,

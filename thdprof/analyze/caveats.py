@@ -1,4 +1,4 @@
-"""The conditions under which the figures of an analysis hold, and the assumptions behind them: a sentence each."""
+"""Sentences on the conditions under which the figures of an analysis hold, and on the assumptions behind them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ _PADDING_REMEDY: dict[Kind, str] = {
     "packs": "train and analyse with a --tail-policy",
     "documents": "train and analyse with a --tail-policy (Megatron-Bridge's packers: --pad-to-max-length)",
 }
+"""The way to give all micro-batches one token count, by the kind of data that the dataset holds."""
 _PADDING_REMEDY_BY_PACKER = {
     "balanced_cp": "the scheduler pads nothing: pad in your own, and analyse with the --tail-policy that does so",
     "dynamic_cp": "train with --pad-packed-seq-alignment max, and analyse with its --tail-policy",
 }
+"""The way to do so under dynamic context parallelism, by the packer."""
 
 
 def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
-    """The assumption on the order in which training reads rows, in at most one sentence; none where it is known."""
+    """A sentence on the assumed order in which training reads rows; none where the order is known."""
     if table.exact or table.groups is not None:
         return []
     return [
@@ -44,53 +46,56 @@ def caveats(
     """The conditions under which the figures hold, a sentence each.
 
     Args:
-        kind: what the dataset holds.
+        kind: the kind of data that the dataset holds.
         settings: the run's settings.
-        table: its micro-batches.
+        table: the run's micro-batches.
         costs: the cost table that the step times come from.
         other_sizes: micro-batches that do not have the number of tokens that graphs are captured for.
         recommendation: the buckets that were chosen.
-        limited: whether memory or fallbacks were limited.
+        limited: whether the user limited graph memory or fallbacks.
     """
-    found: list[str] = []
+    sentences: list[str] = []
     if other_sizes:
         dynamic = table.groups is not None
         count = "the token count of their context-parallel size's graphs" if dynamic else "the largest token count"
         remedy = _PADDING_REMEDY_BY_PACKER[settings.packer] if dynamic else _PADDING_REMEDY[kind]
-        found.append(
+        sentences.append(
             f"{other_sizes:,} of {len(table):,} micro-batches ({percent(other_sizes / len(table))}) "
             f"{'does' if other_sizes == 1 else 'do'} not have {count}, and a graph replays one count only: the figures "
             f"hold once all are padded to it; {remedy}"
         )
     if table.groups is not None:
-        found.append(
+        sentences.append(
             "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
             "documents, whatever its tokens and its context-parallel size"
         )
     if not costs.calibrated:
-        found.append(
+        sentences.append(
             f"times are of {costs.name} on {costs.hardware}, {costs.attention}, not of your model: "
             "measure your own and give --cost-table"
         )
     if settings.experts == "dropless":
-        found.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
+        sentences.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
     unlimited = recommendation.unlimited_relative_step_time
-    left_out = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN  # else they would save too little
-    if limited and left_out and recommendation.relative_step_time > unlimited + 1e-9:
-        found.append(
+    # Without limits too, graphs that save less than LEAST_GAIN are left out.
+    limits_matter = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN
+    if limited and limits_matter and recommendation.relative_step_time > unlimited + 1e-9:
+        sentences.append(
             "the limits on memory or fallbacks decided: without them a step would take "
             f"{unlimited:.3f} of its eager time"
         )
     if recommendation.relative_step_time > 1:
-        found.append(
+        sentences.append(
             "the recommended graphs are slower than running eagerly; only the limit on fallbacks asks for them"
         )
     top = max((b.max_seqs for b in recommendation.buckets), default=0)
     if top > costs.measured_max_seqs()[-1]:
-        found.append(f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}")
+        sentences.append(
+            f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}"
+        )
     if recommendation.steps_searched < table.num_steps:
-        found.append(
+        sentences.append(
             f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
             f"{table.num_steps}; all figures are of all steps"
         )
-    return found
+    return sentences

@@ -1,4 +1,4 @@
-"""Does a dataset still fit a plan? Every micro-batch is decisions to the plan's buckets, as training would."""
+"""Checks whether a dataset still fits a plan: dispatches every micro-batch to the plan's buckets, as training would."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from thdprof.plan import FallbackRate, Percentiles, Plan
 _READ_SHARE = 0.15
 """Progress-bar estimate: reading ends at 15% of the total time."""
 _ROUNDING = 1e-12
+"""Largest excess of a rate over its limit that is put down to rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,28 +46,37 @@ class Overshoot:
     """The eager micro-batch that is over the largest bucket by the largest factor; the first of equals."""
 
     step: int
+    """Step in which it is trained on, from 0."""
     dp_rank: int
+    """Data-parallel rank that trains on it, from 0."""
     microbatch: int
-    """Position on the rank in the step; all three from 0."""
+    """Position among the micro-batches of the rank in the step, from 0."""
     n_seqs: int
+    """Documents of the micro-batch."""
     max_seqlen: int
+    """Tokens of the longest document."""
     n_tokens: int
-    """Over all context-parallel ranks."""
+    """Tokens of the micro-batch over all context-parallel ranks."""
     cp_size: int
+    """Context-parallel ranks that share the micro-batch."""
     reason: FallbackReason
+    """The reason why it runs eagerly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A plan's prediction beside what a dataset would do now."""
+    """The rates that a plan predicts beside those of a dataset now."""
 
     plan: Plan
+    """The plan that is checked."""
     dataset: DatasetSummary
+    """The dataset that was read."""
     exact: bool
-    """Whether the micro-batches equal training's, or were drawn."""
+    """Whether the micro-batches are exactly those of training; false where they were drawn."""
     microbatches: int
-    """Over all ranks and steps."""
+    """Micro-batches over all ranks and steps."""
     steps: int
+    """Optimizer steps."""
     n_seqs: Percentiles
     """Documents of a micro-batch now."""
     max_seqlen: Percentiles
@@ -74,7 +84,7 @@ class Check:
     n_tokens_max: int
     """Tokens of the largest micro-batch now."""
     fallback_rate: FallbackRate
-    """Shares that run eagerly now; where the plan rests on padding, once micro-batches are padded."""
+    """Shares that run eagerly now; of padded micro-batches where the plan assumes padding."""
     fallback_rate_unpadded: FallbackRate | None
     """Shares that run eagerly now without padding; None where all of the plan's micro-batches have one token count."""
     reasons: dict[FallbackReason, int]
@@ -86,7 +96,7 @@ class Check:
     level: Level
     """The units whose rate is limited: micro-batches, (rank, step) pairs or steps."""
     max_fallback_rate: float
-    """Largest rate that is let pass."""
+    """Largest rate at `level` with which the plan holds."""
     notes: tuple[str, ...]
     """Sentences that the user should know before trusting the rates."""
 
@@ -123,12 +133,13 @@ def check(
     """Replay a dataset with the plan's own training settings and dispatch its micro-batches to the plan's buckets.
 
     Args:
-        plan: what `thdprof analyze` wrote.
-        locations: files, globs, directories or Megatron prefixes; none: the files that the plan names.
-        max_fallback_rate: largest rate at `level` that is let pass; None: the plan's own prediction.
-        level: of micro-batches, of (rank, step) pairs with an eager one, or of steps with an eager one on any rank.
-        where: names the plan in errors.
-        progress: called with the stage, the share of the whole work that is done, and the documents it is about.
+        plan: a plan that `thdprof analyze` wrote.
+        locations: files, globs, directories or Megatron prefixes; empty: the files that the plan names.
+        max_fallback_rate: largest rate at `level` with which the plan holds; None: the rate that the plan predicts.
+        level: the rate that is limited: that of eager micro-batches, of (rank, step) pairs with one, or of steps with
+            one on any rank.
+        where: name of the plan in errors.
+        progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
         DataError: the dataset cannot be read, or cannot be trained on with the plan's settings.
@@ -177,7 +188,7 @@ def check(
 
 
 def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
-    """The dataset at `locations`, or else the plan's, in the plan's format."""
+    """The dataset at `locations`, or the plan's dataset without any, read in the plan's format."""
     planned = plan.dataset.format
     try:
         return read_dataset(list(locations) or plan.dataset.uris, format=planned)
@@ -191,27 +202,27 @@ def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
 
 
 def dispatch(table: MicrobatchTable, plan: Plan, *, padded: bool = False) -> Decisions:
-    """What `thdprof.dispatch.Dispatcher` decides about every micro-batch of `table` over the plan's buckets.
+    """The decisions of `thdprof.dispatch.Dispatcher` about every micro-batch of `table` with the plan's buckets.
 
     Args:
         table: micro-batches of the plan's training.
         plan: the plan whose buckets the micro-batches are to replay.
-        padded: whether micro-batches with fewer tokens than the graphs have are padded before, as a plan assumes whose
-            micro-batches differ in their number of tokens.
+        padded: whether micro-batches with fewer tokens than the graphs are counted as padded, as is assumed by a plan
+            whose micro-batches differ in their number of tokens.
     """
     cp_size = _cp_size(table, plan)
-    of_rank = (table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens) // cp_size
+    rank_tokens = (table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens) // cp_size
     shapes = Shapes(
         n_seqs=table.n_seqs,
         max_seqlen=table.max_seqlen,
-        n_tokens=np.maximum(of_rank, plan.graph_tokens) if padded else of_rank,
+        n_tokens=np.maximum(rank_tokens, plan.graph_tokens) if padded else rank_tokens,
         cp_size=cp_size,
     )
     return decide_all(plan.captured, shapes)
 
 
 def _cp_size(table: MicrobatchTable, plan: Plan) -> NDArray[np.int32]:
-    """Context-parallel size of every micro-batch, shape [micro-batches], or [1] where all have the run's."""
+    """Context-parallel size of every micro-batch, shape [micro-batches], or [1] where all have the run's size."""
     if table.groups is not None:
         return table.groups.cp_size
     return np.array([plan.training.context_parallel_size], dtype=np.int32)
@@ -233,27 +244,28 @@ def _bucket_uses(plan: Plan, decisions: Decisions) -> tuple[BucketUse, ...]:
 
 
 def _worst(table: MicrobatchTable, plan: Plan, decisions: Decisions) -> Overshoot | None:
-    """The eager micro-batch that is over the largest documents, length or tokens by the largest factor."""
+    """The eager micro-batch that exceeds the buckets' documents, length or tokens by the largest factor."""
     eager, buckets = decisions.eager, decisions.buckets
     if not len(eager) or not buckets:
         return None
     cp_size = np.broadcast_to(_cp_size(table, plan), len(table))
-    over = np.zeros(len(eager))
+    excess = np.zeros(len(eager))
     for size in {b.cp_size for b in buckets}:
-        here = np.flatnonzero(cp_size[eager] == size)
-        at = eager[here]
+        of_size = np.flatnonzero(cp_size[eager] == size)
+        at = eager[of_size]
         fitting = [b for b in buckets if b.cp_size == size]
         most = fitting[-1].max_seqs
-        lengths = np.maximum.accumulate([b.max_seqlen for b in reversed(fitting)])[::-1]  # of a bucket and those above
-        first = np.searchsorted([b.max_seqs for b in fitting], table.n_seqs[at])  # with room for the documents
+        # The longest document of each bucket and of those above it, then the first bucket with room for the documents.
+        lengths = np.maximum.accumulate([b.max_seqlen for b in reversed(fitting)])[::-1]
+        first = np.searchsorted([b.max_seqs for b in fitting], table.n_seqs[at])
         longest = lengths[np.minimum(first, len(fitting) - 1)]
         factors = (
             table.n_seqs[at] / most,
             table.max_seqlen[at] / longest,
             table.n_tokens[at] / (plan.graph_tokens * size),
         )
-        over[here] = np.maximum.reduce(factors)
-    index = int(eager[over.argmax()])
+        excess[of_size] = np.maximum.reduce(factors)
+    index = int(eager[excess.argmax()])
     step, rank, place = table.position(index)
     return Overshoot(
         step=step,
@@ -269,12 +281,12 @@ def _worst(table: MicrobatchTable, plan: Plan, decisions: Decisions) -> Overshoo
 
 def _slots(plan: Plan, table: MicrobatchTable) -> list[list[int]]:
     """Micro-batches in flight now for every pipeline rank and model chunk."""
-    run = plan.training
+    training = plan.training
     return slots(
-        pipeline_size=run.pipeline_parallel_size,
-        num_chunks=run.virtual_pipeline_size or 1,
+        pipeline_size=training.pipeline_parallel_size,
+        num_chunks=training.virtual_pipeline_size or 1,
         num_microbatches=int(table.num_microbatches.max()),
-        group=run.microbatch_group_size,
+        group=training.microbatch_group_size,
     )
 
 
@@ -285,32 +297,43 @@ def _notes(
     unpadded: FallbackRate | None,
     needed: list[list[int]],
 ) -> list[str]:
-    found = []
+    """Sentences that the user should know before trusting the rates.
+
+    Args:
+        plan: the plan.
+        table: the micro-batches now.
+        decisions: the decisions about these micro-batches, padded where the plan assumes padding.
+        unpadded: the shares that run eagerly without padding; None where the plan assumes none.
+        needed: micro-batches in flight now for every pipeline rank and model chunk.
+    """
+    sentences = []
     if not decisions.buckets:
-        found.append("the plan captures no graphs: all micro-batches run eagerly by its own advice, whatever the data")
+        sentences.append(
+            "the plan captures no graphs: all micro-batches run eagerly by its own advice, whatever the data"
+        )
     elif unpadded is not None:
-        found.append(
+        sentences.append(
             "the plan's rates hold once every micro-batch is padded to one token count, which its training settings do "
             "not do, and so those here count every smaller one as padded: without padding "
             f"{100 * unpadded.microbatch:.3g}% of micro-batches run eagerly, and {100 * unpadded.step:.3g}% of steps "
             "have one"
         )
     if plan.graphs.tail_policy != plan.training.tail_policy:
-        found.append(
+        sentences.append(
             f"graphs.tail_policy {plan.graphs.tail_policy} is not the training settings' "
             f"{plan.training.tail_policy}, with which micro-batches were replayed: analyse again"
         )
     if decisions.buckets and plan.graphs.slots != needed:
-        had = {(r, c): n for r, rank in enumerate(plan.graphs.slots) for c, n in enumerate(rank)}
-        lacking = sum(n > had.get((r, c), 0) for r, rank in enumerate(needed) for c, n in enumerate(rank))
+        planned = {(r, c): n for r, rank in enumerate(plan.graphs.slots) for c, n in enumerate(rank)}
+        lacking = sum(n > planned.get((r, c), 0) for r, rank in enumerate(needed) for c, n in enumerate(rank))
         if lacking:
-            found.append(
+            sentences.append(
                 f"{lacking} model chunks now have more micro-batches in flight than slots: some will run eagerly "
                 "(no_free_slot), which the rates here do not count; analyse again"
             )
     if not table.exact:
-        found.append(
+        sentences.append(
             "micro-batches were drawn, or Megatron would stop on some of these steps: rates are estimates, and "
             "positions examples"
         )
-    return found
+    return sentences

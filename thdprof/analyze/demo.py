@@ -13,37 +13,40 @@ from thdprof.errors import DataError
 from thdprof.files import json_text
 
 SEED = 1234
+"""Seed of all random numbers."""
 PACK_TOKENS = 2048
+"""Tokens of a packed row."""
 NUM_ROWS = 2000
+"""Packed rows of the Megatron-Bridge file."""
 ROWS_A_GROUP = 500
 """Rows of a parquet row group, as Megatron-Bridge writes them."""
 VOCABULARY = 251
-"""Small, so that the files compress well; 0 is kept for the end of a document."""
+"""Number of distinct tokens: few, so that the files compress well. Token 0 only ends documents."""
 PERCENTILES = ((0.5, 12), (0.9, 43), (0.96, 64), (0.99, 106), (1.0, 358))
-"""Documents of a row by share of rows: the example distribution of Megatron-LM's pull request 3869."""
+"""Shares of rows and the documents that so many rows do not exceed: the example of Megatron-LM's pull request 3869."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoFiles:
-    """What `write_demo` wrote."""
+    """The files that `write_demo` wrote."""
 
     megatron: Path
-    """IndexedDataset: the `.idx`, its `.bin` beside it."""
+    """Index of a Megatron IndexedDataset, the `.idx` file; its `.bin` file is beside it."""
     bridge: Path
-    """Megatron-Bridge packed parquet."""
+    """Packed parquet of Megatron-Bridge."""
     bridge_metadata: Path
-    """Its metadata: a JSON list."""
+    """Metadata of the Megatron-Bridge file, a JSON list."""
     trl: Path
-    """TRL `bfd` packed parquet."""
+    """Parquet that TRL packed with `bfd`."""
     lengths: Path
-    """JSON lines, one document's length each."""
+    """JSON lines, each with the length of one document in tokens."""
 
 
 def write_demo(directory: Path, *, force: bool = False) -> DemoFiles:
-    """Write the sample dataset under `directory`, the same bytes every time.
+    """Write the sample dataset under `directory`; its bytes are equal every time.
 
     Raises:
-        DataError: `directory` is not empty and `force` is false, or it cannot be written.
+        DataError: `directory` is a file, or is not empty and `force` is false, or cannot be written.
     """
     files = DemoFiles(
         megatron=directory / "megatron" / "documents.idx",
@@ -69,15 +72,15 @@ def write_demo(directory: Path, *, force: bool = False) -> DemoFiles:
 
 
 def _random(stream: int) -> np.random.Generator:
-    """A generator of its own for every file, so that one file's change leaves the others' bytes."""
+    """The generator of one file: each file has its own, so that a change of one leaves the others' bytes alone."""
     return np.random.default_rng((SEED, stream))
 
 
 def documents_per_row() -> NDArray[np.int64]:
     """Documents of every row as training sees them, a tail included: ascending, int64, shape [NUM_ROWS].
 
-    The inverse of the distribution function at (i + 1) / NUM_ROWS, straight in the logarithm between
-    PERCENTILES, so that nearest-rank percentiles meet them exactly.
+    Row i has the inverse of the distribution function at (i + 1) / NUM_ROWS, whose logarithm is linear between
+    PERCENTILES, so that nearest-rank percentiles equal PERCENTILES exactly.
     """
     shares = np.array([0.0, *(share for share, _ in PERCENTILES)])
     logarithms = np.log([1.0, *(count for _, count in PERCENTILES)])
@@ -86,20 +89,26 @@ def documents_per_row() -> NDArray[np.int64]:
 
 
 def _heavy_tailed(random: np.random.Generator, count: int, longest: int) -> NDArray[np.int32]:
-    """Document lengths in tokens, int32, shape [count]."""
+    """Random document lengths from 8 to `longest` tokens, int32, shape [count]."""
     lengths = np.rint(random.lognormal(mean=5.3, sigma=1.3, size=count))
     return np.clip(lengths, 8, longest).astype(np.int32)
 
 
 def _split_rows(random: np.random.Generator, totals: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Lengths of `counts` uneven documents, each at least 1, that fill every row of `totals` tokens."""
+    """Random lengths of documents in tokens, each at least 1, that fill every row, int64, shape [documents].
+
+    Args:
+        random: the generator.
+        totals: tokens of each row, shape [rows].
+        counts: documents of each row, shape [rows].
+    """
     row = np.repeat(np.arange(len(counts)), counts)
     starts = np.concatenate(([0], np.cumsum(counts)[:-1]))
     weights = random.lognormal(sigma=1.0, size=len(row))
     before = np.cumsum(weights)
     row_weight = np.add.reduceat(weights, starts)
     share = (before - np.repeat(before[starts] - weights[starts], counts)) / row_weight[row]
-    # The places of the cuts in what is left over once every document has its one token.
+    # The cuts divide the tokens that remain once every document has one.
     cuts = np.floor(np.clip(share, 0, 1) * (totals - counts)[row]).astype(np.int64)
     cuts[starts + counts - 1] = totals - counts
     lengths = np.diff(cuts, prepend=0)
@@ -108,7 +117,7 @@ def _split_rows(random: np.random.Generator, totals: NDArray[np.int64], counts: 
 
 
 def _tokens(random: np.random.Generator, document_tokens: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Noise tokens, each document ending in 0, int64, shape [tokens]."""
+    """Random tokens of documents that each end in token 0, int64, shape [tokens]."""
     tokens = random.integers(1, VOCABULARY, size=int(document_tokens.sum()), dtype=np.int64)
     tokens[np.cumsum(document_tokens) - 1] = 0
     return tokens
@@ -187,7 +196,12 @@ def _write_trl(parquet: Path) -> None:
 
 
 def _lists(ends: NDArray[np.int64], values: object) -> object:
-    """An Arrow list array, one list a row; `ends` [rows + 1] in `values`."""
+    """An Arrow list array with one list a row.
+
+    Args:
+        ends: start of the first list in `values`, then the end of every list, shape [rows + 1].
+        values: the Arrow array of all lists' elements.
+    """
     import pyarrow as pa
 
     return pa.ListArray.from_arrays(pa.array(ends.astype(np.int32)), values)
@@ -196,7 +210,7 @@ def _lists(ends: NDArray[np.int64], values: object) -> object:
 def _write_parquet(table: object, path: Path) -> None:
     import pyarrow.parquet as pq
 
-    with path.open("wb") as file:  # pyarrow itself opens names in UTF-8 alone
+    with path.open("wb") as file:  # pyarrow can open only paths that are UTF-8
         pq.write_table(table, file, row_group_size=ROWS_A_GROUP)
 
 

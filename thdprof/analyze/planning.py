@@ -1,4 +1,4 @@
-"""Writes an analysis down as the plan that training follows."""
+"""Makes the plan that training follows from an analysis."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ if TYPE_CHECKING:
 
 
 def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
-    """The plan file of an analysis, for graphs of the kind `impl`; a plan without buckets says none.
+    """The plan of an analysis, for graphs of the kind `impl`; without buckets, the plan's impl is "none".
 
     Args:
-        analysis: the analysis; the activations that it counted as moved to the host are moved by the plan too.
-        impl: what training captures; without it a torch module, or what dropless experts leave to capture.
+        analysis: the analysis; the plan moves the activations to the host that the analysis counted as moved.
+        impl: the kind of graphs that training captures; None: graphs of a torch module, or with dropless experts the
+            kind that captures the layers' other parts.
 
     Raises:
-        UsageError: `impl` cannot capture anything of a model with dropless experts, does not move the activations that
-            the analysis counted as moved, or is a plan that `thdprof.runtime.megatron` would always refuse to install.
+        UsageError: `impl` cannot capture any part of a model with dropless experts, or does not move the activations
+            that the analysis counted as moved; or `thdprof.runtime.megatron` would always refuse to install the plan.
     """
     from thdprof.plan import Plan
 
-    kind, modules = captured(analysis.settings.experts, impl)
-    check_settings(asdict(analysis.settings), kind)
+    resolved_impl, modules = captured(analysis.settings.experts, impl)
+    check_settings(asdict(analysis.settings), resolved_impl)
     chosen, settings, costs, offload = analysis.recommendation, analysis.settings, analysis.costs, analysis.offload
     if offload is not None:
-        check_choice(offload.choice, impl=kind, experts=settings.experts)
+        check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
     one_cap = chosen.one_cap
     plan = Plan.model_validate(
         {
@@ -50,7 +51,7 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                 "n_tokens_constant": analysis.share_of_full_size == 1.0,
             },
             "graphs": {
-                "impl": kind if chosen.buckets else "none",
+                "impl": resolved_impl if chosen.buckets else "none",
                 "modules": modules if chosen.buckets else [],
                 "buckets": [
                     {

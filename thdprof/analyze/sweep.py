@@ -1,4 +1,4 @@
-"""Several analyses of one dataset, which is read once: one for every combination of values of some options."""
+"""Analyses one dataset, which is read once, under every combination of values of some options."""
 
 from __future__ import annotations
 
@@ -26,48 +26,51 @@ if TYPE_CHECKING:
     from thdprof.plan import Impl
 
 _READ_SHARE = 0.1
+"""Progress-bar estimate: reading ends at 10% of the total time."""
 _SCHEDULE_ANEW = ("seed", "packer", "max_docs_per_pack", "pad_seq_to_mult", "train_samples", "train_iters")
+"""Options whose change makes everything in a Memo useless."""
 _SAMPLES_ANEW = ("add_extra_token", "seq_length")
-"""Options on which the work depends that a Memo keeps; the second still leave the shuffled sequences."""
+"""Options whose change makes everything in a Memo useless but the shuffled sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """One value of each swept option, and what comes of them."""
+    """One value of each swept option, and the plan that they lead to."""
 
     values: dict[str, Any]
-    """By name, with underscores."""
+    """The values by the option's name, which has underscores."""
     plan: Plan | None
-    """What `analyze` would write; None where the combination cannot be."""
+    """The plan that `analyze` would write; None where the analysis of the combination failed."""
     problem: str | None
-    """Why it cannot be; None where it can."""
+    """The error of the analysis; None where there is a plan."""
     assumptions: tuple[Assumption, ...] = ()
-    """Settings that nobody gave."""
+    """Settings that the user did not give, with the values that were assumed."""
     warnings: tuple[str, ...] = ()
-    """What the user should know before trusting its numbers."""
+    """Sentences that the user should know before trusting the plan's numbers."""
 
     @property
     def file_name(self) -> str:
-        """Name of the combination's plan file, told by its values."""
+        """Name of the combination's plan file, made of its values."""
         parts = (f"{name.replace('_', '-')}-{_plain(value)}" for name, value in self.values.items())
         return "_".join(parts) + ".yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What `thdprof sweep` reports."""
+    """Everything that `thdprof sweep` reports."""
 
     dataset: DatasetSummary
+    """The dataset that was read."""
     names: tuple[str, ...]
-    """Of the swept options, with underscores."""
+    """Names of the swept options, with underscores."""
     combinations: tuple[Combination, ...]
-    """Of all values; those of the last name vary fastest."""
+    """Combinations of all values; the values of the last name vary fastest."""
     notes: tuple[str, ...]
-    """What reading the request has to say."""
+    """Notes from reading the requests, each once."""
 
     @property
     def any_works(self) -> bool:
-        """Whether a combination can be."""
+        """Whether any combination has a plan."""
         return any(c.plan is not None for c in self.combinations)
 
 
@@ -91,19 +94,19 @@ def sweep(
     """Analyse one dataset under every combination of the axes' values.
 
     Args:
-        axes: what is swept.
-        request_of: the request with these values of the swept options, by name; all must name the same dataset.
-        impl: what the plans capture; None: as make_plan has it.
-        progress: called with the stage, the share of the whole work that is done, and the documents it is about.
+        axes: the swept options with their values.
+        request_of: makes the request from values of the swept options, by name; all requests must name one dataset.
+        impl: the kind of graphs that the plans capture; None: the default of `make_plan`.
+        progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
         DataError: the dataset or a cost table cannot be read.
         UsageError: no combination makes a request, so that nothing could be read.
     """
     names = tuple(axis.name for axis in axes)
-    wanted = [c.values for c in combinations_of(axes)]
+    value_sets = [c.values for c in combinations_of(axes)]
     requests: list[Request | UsageError] = []
-    for values in wanted:
+    for values in value_sets:
         try:
             requests.append(request_of(values))
         except UsageError as error:
@@ -118,29 +121,29 @@ def sweep(
     memo, done = Memo(), dict[int, Combination]()
     for count, index in enumerate(analysis_order(axes)):
         request = requests[index]
-        low, share = _READ_SHARE + (1 - _READ_SHARE) * count / len(wanted), (1 - _READ_SHARE) / len(wanted)
+        low, share = _READ_SHARE + (1 - _READ_SHARE) * count / len(value_sets), (1 - _READ_SHARE) / len(value_sets)
 
         def show(stage: str, part: float, documents: int, low: float = low, share: float = share) -> None:
             progress(stage, low + share * part, documents)
 
         if isinstance(request, UsageError):
-            done[index] = Combination(values=wanted[index], plan=None, problem=str(request))
+            done[index] = Combination(values=value_sets[index], plan=None, problem=str(request))
         else:
-            done[index] = _analysed(wanted[index], request, dataset, costs, impl, memo, show)
+            done[index] = _analysed(value_sets[index], request, dataset, costs, impl, memo, show)
     return Sweep(
         dataset=DatasetSummary.of(dataset),
         names=names,
-        combinations=tuple(done[index] for index in range(len(wanted))),
+        combinations=tuple(done[index] for index in range(len(value_sets))),
         notes=tuple(dict.fromkeys(note for r in requests if isinstance(r, Request) for note in r.notes)),
     )
 
 
 def check_plan_files(axes: Sequence[Axis], directory: Path, *, force: bool) -> None:
-    """Refuse, before the work, a directory in which the plans of a sweep cannot be written; make it.
+    """Make the directory for the plans of a sweep, and refuse it before the work if the plans cannot be written there.
 
     Raises:
-        UsageError: it is none, or holds one of the plans' files without `force`.
-        DataError: it cannot be made.
+        UsageError: `directory` is a file or stdout, or has one of the plans' files and `force` is false.
+        DataError: the directory cannot be made.
     """
     if str(directory) == "-":
         raise UsageError("-o -: several plans cannot go to stdout; name a directory, or use --json")
@@ -154,10 +157,10 @@ def check_plan_files(axes: Sequence[Axis], directory: Path, *, force: bool) -> N
 
 
 def write_plans(sweep: Sweep, directory: Path, *, force: bool) -> list[Path]:
-    """Write the plan of every combination that can be, each whole or not at all; their paths.
+    """Write the plan of every combination that has one, each file whole or not at all, and return their paths.
 
     Raises:
-        DataError: a file exists and `force` is false, or it cannot be written.
+        DataError: a file exists and `force` is false, or a file cannot be written.
     """
     paths = []
     for combination in sweep.combinations:
@@ -199,13 +202,13 @@ def _analysed(
 
 
 def analysis_order(axes: Sequence[Axis]) -> list[int]:
-    """Indices of the combinations, so ordered that those which share the most work come one after the other."""
+    """Indices of the combinations, ordered so that combinations that share much work follow one another."""
     places = list(product(*(range(len(axis.values)) for axis in axes)))
     slow = [k for names in (_SCHEDULE_ANEW, _SAMPLES_ANEW) for k, axis in enumerate(axes) if axis.name in names]
     return sorted(range(len(places)), key=lambda index: [places[index][k] for k in slow])
 
 
 def _plain(value: Any) -> str:
-    """`value` in letters that any file system takes."""
+    """`value` as text, in characters that any file system accepts."""
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return "".join(c if c.isascii() and (c.isalnum() or c in ".+-") else "-" for c in text)

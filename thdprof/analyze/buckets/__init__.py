@@ -1,1 +1,1 @@
-"""What to capture: statistics of the micro-batches, costs, and the choice of buckets."""
+"""The choice of buckets to capture, from statistics of the micro-batches and measured costs."""

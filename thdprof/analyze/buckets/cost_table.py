@@ -1,4 +1,4 @@
-"""What a micro-batch costs: measured eager and replay times, interpolated."""
+"""The time of a micro-batch, interpolated between measured eager and replay times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EagerPoint(_Part):
     n_seqs: Count
     """Documents of the micro-batch."""
     ms: Milliseconds
-    """Milliseconds of forward and backward."""
+    """Time of the forward and the backward pass together, in milliseconds."""
 
 
 class ReplayPoint(_Part):
@@ -39,13 +39,13 @@ class ReplayPoint(_Part):
     max_seqs: Count
     """Documents that the graph was captured for."""
     max_seqlen: Count | None = None
-    """Longest document that it was captured for, in tokens; null where that makes no difference."""
+    """Longest document that the graph was captured for, in tokens; null where the time does not depend on it."""
     ms: Milliseconds
-    """Milliseconds of forward and backward."""
+    """Time of the forward and the backward pass together, in milliseconds."""
 
 
 class MeasuredModel(_Part):
-    """The model that a table was measured on, as far as its activations depend on it."""
+    """Sizes of the model that a table was measured on, on which the size of its activations depends."""
 
     layers: Count
     """Transformer layers."""
@@ -56,49 +56,56 @@ class MeasuredModel(_Part):
     heads: Count
     """Attention heads."""
     query_groups: Count
-    """Heads of keys and values."""
+    """Heads of keys and values; fewer than `heads` where query heads share them."""
     head_size: Count
-    """Width of a head."""
+    """Width of one attention head."""
 
 
 class CostTable(_Part):
     """Measured times of one model on one kind of GPU."""
 
     schema_: Literal["thdprof.costs/1"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of the file format."""
     name: str
-    """The measured model and settings, in a line."""
+    """Description of the measured model and settings, in a line."""
     calibrated: bool
-    """Whether this is the user's own model and GPU."""
+    """Whether the times were measured on the user's own model and GPU."""
     hardware: str
+    """Name of the GPU."""
     attention: str
-    """Attention backend."""
+    """Name and version of the attention backend."""
     n_tokens: Count
     """Tokens of the measured micro-batches on one rank."""
     eager: list[EagerPoint] = Field(min_length=1)
+    """Eager times, one for each measured number of documents."""
     replay: list[ReplayPoint] = Field(min_length=1)
+    """Replay times, one for each measured max_seqs and max_seqlen."""
     max_seqs_granularity: Count = 1
-    """Documents to whose multiple caps are rounded up: cost is flat between them."""
+    """Caps are rounded up to a multiple of this many documents: between multiples replay times are equal."""
     max_seqlen_granularity: Count = 1
-    """Tokens to whose multiple max_seqlen is rounded up: cost is flat between them."""
+    """max_seqlen is rounded up to a multiple of this many tokens: between multiples replay times are equal."""
     slot_bytes: int | None = Field(default=None, ge=0)
-    """Graph memory of one slot with one bucket; null where it was not measured."""
+    """Graph memory of one slot with one bucket, in bytes; null where it was not measured."""
     bucket_overhead: float = Field(default=0.0, ge=0)
-    """Share of slot_bytes that every further bucket of a slot adds."""
+    """Graph memory that each further bucket of a slot adds, as a share of slot_bytes."""
     model: MeasuredModel | None = None
-    """Sizes that --offload predicts from, of dense Transformer Engine layers; null where another model was measured."""
+    """Sizes of the measured dense Transformer Engine layers, which --offload needs; null for other layers."""
 
     @property
     def needs_max_seqlen(self) -> bool:
-        """Whether replay times depend on the baked-in max_seqlen."""
+        """Whether replay times depend on the max_seqlen that a graph is captured for."""
         return any(p.max_seqlen is not None for p in self.replay)
 
     def eager_ms(self, n_seqs: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Eager milliseconds at every `n_seqs`; linear between measured points, constant outside them."""
+        """Eager times of micro-batches with `n_seqs` documents, in milliseconds, of the shape of `n_seqs`.
+
+        Times are linear between measured points and constant outside them.
+        """
         points = sorted((p.n_seqs, p.ms) for p in self.eager)
         return np.asarray(np.interp(n_seqs, [p[0] for p in points], [p[1] for p in points]))
 
     def replay_ms(self, max_seqs: int, max_seqlen: int) -> float:
-        """Replay milliseconds of a bucket; linear between measured points and above them, constant below."""
+        """Replay time of a bucket in milliseconds: linear between and above measured points, constant below them."""
         lengths = sorted({p.max_seqlen for p in self.replay if p.max_seqlen is not None})
         if not lengths:
             return self._along_seqs(max_seqs, None)
@@ -121,7 +128,10 @@ class CostTable(_Part):
 
 
 def _linear(at: float, xs: Sequence[int], ys: Sequence[float]) -> float:
-    """Piecewise linear through (xs, ys), ascending; constant below, the last slope (never falling) above."""
+    """The piecewise linear function through (xs, ys), with xs ascending, evaluated at `at`.
+
+    It is constant below the first point, and goes on with the last slope, or flat if that slope falls, above the last.
+    """
     if at > xs[-1]:
         slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2])) if len(xs) > 1 else 0.0
         return ys[-1] + slope * (at - xs[-1])
@@ -132,12 +142,12 @@ def load_costs(path: Path) -> CostTable:
     """Read a cost table (YAML or JSON).
 
     Raises:
-        DataError: it cannot be read or is not a cost table.
+        DataError: the file cannot be read or is not a cost table.
     """
     loaded = read_yaml(path, where=f"--cost-table {path}")
     if not isinstance(loaded, dict) or loaded.get("schema") != SCHEMA:
-        found = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
-        raise DataError(f"--cost-table {path}: not a cost table: schema is {found!r}, not {SCHEMA!r}")
+        schema = loaded.get("schema") if isinstance(loaded, dict) else type(loaded).__name__
+        raise DataError(f"--cost-table {path}: not a cost table: schema is {schema!r}, not {SCHEMA!r}")
     try:
         table = CostTable.model_validate(loaded)
     except ValidationError as error:
@@ -169,7 +179,7 @@ def _transformer_engine(n_tokens: int, eager_ms: float, replay_ms: dict[int, flo
 
 
 def _built_in(attention: Attention) -> list[CostTable]:
-    """H200 figures: torch 2.11, CUDA 13; medians of 20 forward and backward passes."""
+    """The built-in tables: medians of 20 forward and backward passes on an H200 with torch 2.11 and CUDA 13."""
     if attention == "transformer_engine":
         return [
             _transformer_engine(2048, 50.5, {16: 13.3, 64: 12.3, 384: 18.4, 1024: 25.5}),
@@ -198,7 +208,11 @@ def _built_in(attention: Attention) -> list[CostTable]:
 
 
 def built_in_costs(attention: Attention, n_tokens: int) -> CostTable:
-    """The built-in table for an attention backend whose measured token count is nearest to `n_tokens`."""
+    """The built-in table of an attention backend whose micro-batches have nearest to `n_tokens` tokens on a rank.
+
+    Raises:
+        UsageError: there is no table of this attention backend.
+    """
     if attention not in get_args(Attention):
         raise UsageError(f"--attention {attention}: choose one of {', '.join(get_args(Attention))}")
     return min(_built_in(attention), key=lambda table: abs(math.log(table.n_tokens / n_tokens)))

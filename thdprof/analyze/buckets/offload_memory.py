@@ -1,4 +1,4 @@
-"""Activations on the host: what a slot of the cost table's model saves for its backward, and what moving it frees."""
+"""Predicts the memory that moving activations to the host frees, for the model that the cost table was measured on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATISTICS_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPrediction:
-    """Host and device memory of the pipeline rank with most slots, once chosen activations wait on the host."""
+    """Host and device memory of the pipeline rank with most slots when the chosen activations wait on the host."""
 
     choice: Choice
     """The activations that are moved."""
@@ -28,30 +28,36 @@ class OffloadPrediction:
     device_bytes_freed: int
     """Bytes by which the rank's graph memory shrinks."""
     graph_memory_bytes: int | None
-    """The rank's graph memory once they are freed; None where the cost table does not tell graph memory."""
+    """The rank's remaining graph memory in bytes; None where the cost table does not give graph memory."""
     model: str
-    """Name of the cost table, whose model these figures are of."""
+    """Name of the cost table, which describes the model that these figures are of."""
 
 
 def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
-    """What a forward of `model` saves, in order; the decoder's input and output are not its own and left out.
+    """The storages that a forward pass of `model` saves for its backward, in order.
 
     A layer is Transformer Engine's, with norms fused into the linear layers behind them, without biases and dropout:
     each such linear layer saves its norm's input, statistics and output; attention saves queries, keys, values, its
-    output and statistics; the linear layer behind it saves that same output; the activation and the linear layer behind
-    it save their inputs.
+    output and statistics; the linear layer behind it saves attention's output again; the activation and the linear
+    layer behind it save their inputs. The decoder's input and output are left out, because the decoder does not own
+    them.
+
+    Args:
+        model: sizes of the model.
+        n_tokens: tokens of a micro-batch on one context-parallel rank.
     """
-    found: list[SavedStorage] = []
+    storages: list[SavedStorage] = []
     position = 0
 
     def add(
         module: str, width: float, element: int = BYTES, *, again: str | None = None, released: bool = True
     ) -> None:
+        """Append a tensor of `width` elements a token, saved by `module` and then by `again`."""
         nonlocal position
         nbytes = round(n_tokens * width * element)
         modules = (module,) if again is None else (module, again)
         last = position if again is None else position + 1
-        found.append(SavedStorage(nbytes=nbytes, modules=modules, first=position, last=last, released=released))
+        storages.append(SavedStorage(nbytes=nbytes, modules=modules, first=position, last=last, released=released))
         position = last + 1
 
     attention, keys = model.heads * model.head_size, model.query_groups * model.head_size
@@ -71,14 +77,14 @@ def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
         add(fc1, 2, STATISTICS_BYTES)
         add(f"{at}.mlp", model.ffn_hidden)
         add(f"{at}.mlp.linear_fc2", model.ffn_hidden)
-    return found
+    return storages
 
 
 def freed_bytes(costs: CostTable, choice: Choice, *, n_tokens: int, num_slots: float) -> int:
     """Bytes by which the graph memory of `num_slots` slots of the whole model shrinks under `choice`.
 
     Raises:
-        UsageError: the cost table does not describe its model.
+        UsageError: the cost table does not give the sizes of the model that it was measured on.
     """
     return round(num_slots * _planned(costs, choice, n_tokens).device_bytes_freed)
 
@@ -89,14 +95,15 @@ def predict_offload(
     """Host and device memory under `choice`, for the model that the cost table was measured on.
 
     Args:
-        costs: the cost table.
+        costs: the cost table, with the sizes of its model.
         choice: the activations that are moved.
         n_tokens: tokens of a micro-batch on one context-parallel rank.
         num_slots: slots of the pipeline rank that needs most, in whole models (`most_slots`).
-        graph_memory_bytes: graph memory of that rank with all activations on the device; None where it is not known.
+        graph_memory_bytes: graph memory of this rank in bytes with all activations on the device; None where it is not
+            known.
 
     Raises:
-        UsageError: the cost table does not describe its model.
+        UsageError: the cost table does not give the sizes of the model that it was measured on.
     """
     moved = _planned(costs, choice, n_tokens)
     freed = round(num_slots * moved.device_bytes_freed)
@@ -125,5 +132,9 @@ def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
 
 
 def most_slots(slots: Sequence[Sequence[int]]) -> float:
-    """Slots of the pipeline rank that needs most, in whole models: a chunk is its part of one."""
+    """Slots of the pipeline rank that needs most, in whole models: a slot of one of n model chunks counts 1 / n.
+
+    Args:
+        slots: slots of each model chunk, for every pipeline rank.
+    """
     return max(sum(rank) / (len(slots) * len(rank)) for rank in slots)

@@ -22,29 +22,31 @@ LEAST_GAIN = 0.02
 """Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
 _MAX_CANDIDATES = 16
+"""Caps that are considered at most, unless the percentiles alone are more."""
 _SEARCH_WORK = 4_000_000_000
 """Multiplications that the search over subsets may take; beyond it, it looks at evenly spaced steps."""
 _SLOWNESS_BY_ROUND = 8
-"""How many multiplications a micro-batch and choice take the time of, under dynamic context parallelism."""
+"""Multiplications that take as long as one micro-batch under one choice does with dynamic context parallelism."""
 _MOST_CHOICES = 50_000
+"""Most choices of buckets that are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A single cap, the same for every context-parallel size, and what it would do."""
+    """A single cap for all context-parallel sizes, with the fallbacks and the step time under it."""
 
     max_seqs: int
     """Documents that the graphs are captured for."""
     coverage: float
     """Share of micro-batches that replay."""
     fallback_rate: FallbackRate
-    """Shares that run eagerly."""
+    """Shares of micro-batches, (rank, step) pairs and steps with eager execution."""
     relative_step_time: float
-    """Mean step time divided by that of running all eagerly."""
+    """Mean step time divided by that of running all micro-batches eagerly."""
     padding_ms: float
-    """Mean milliseconds a replayed micro-batch pays over a graph of its own number of documents."""
+    """Mean time in milliseconds by which a replay takes longer than that of a graph for exactly its documents would."""
     names: tuple[str, ...]
-    """Percentiles of n_seqs that the cap equals, as in "p90"."""
+    """Names of the percentiles of n_seqs that the cap equals, such as "p90"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +56,16 @@ class Limits:
     num_buckets: int = 3
     """Most buckets to choose, of each context-parallel size."""
     max_fallback_rate: float | None = None
-    """Largest share of steps with a fallback."""
+    """Largest share of steps with an eager micro-batch; None: no limit."""
     graph_memory_bytes: int | None = None
-    """Most graph memory of a pipeline rank."""
+    """Most graph memory of a pipeline rank in bytes; None: no limit."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that cannot be."""
+        """Refuse limits that cannot be kept to.
+
+        Raises:
+            UsageError: `num_buckets` is less than 1, or `max_fallback_rate` is not between 0 and 1.
+        """
         if self.num_buckets < 1:
             raise UsageError(f"--buckets {self.num_buckets}: must be at least 1")
         if self.max_fallback_rate is not None and not 0 <= self.max_fallback_rate <= 1:
@@ -75,25 +81,25 @@ class Recommendation:
     shares: tuple[float, ...]
     """Share of micro-batches that replay each bucket."""
     fallback_rate: FallbackRate
-    """Shares that run eagerly."""
+    """Shares of micro-batches, (rank, step) pairs and steps with eager execution."""
     fallback_rate_upper_bound: float
-    """95% one-sided Clopper-Pearson bound of the micro-batch rate on unseen data."""
+    """Upper bound, with 95% confidence, of the share of micro-batches of unseen data that run eagerly."""
     relative_step_time: float
-    """Mean step time divided by that of running all eagerly."""
+    """Mean step time divided by that of running all micro-batches eagerly."""
     step_ms: float
     """Mean step time in milliseconds."""
     eager_step_ms: float
     """Mean step time in milliseconds with all micro-batches run eagerly."""
     graph_memory_bytes: int | None
-    """Graph memory of the busiest pipeline rank with all activations on the device; None where it is not known."""
+    """Graph memory of the busiest pipeline rank in bytes with all activations on the device; None where not known."""
     one_cap: Candidate | None
     """The best single cap within the limits; None where none saves LEAST_GAIN of the eager step time."""
     unlimited_relative_step_time: float
-    """relative_step_time of the best choice without limits on memory and fallbacks."""
+    """The relative_step_time of the best choice of buckets without limits on memory and fallbacks."""
     candidates: tuple[Candidate, ...]
-    """The cap curve, ascending."""
+    """All single caps that were considered, ascending."""
     steps_searched: int
-    """Steps of the table that the choice was made on; the figures are always of all of them."""
+    """Number of steps on which choices were compared; the figures of the chosen buckets are of all steps."""
 
 
 def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
@@ -114,7 +120,7 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
 
 
 def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
-    """Values of max_seqlen worth considering; only the longest possible document where costs do not depend on it."""
+    """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only the largest possible."""
     top = max(longest_possible, profile.max_seqlen.percentile(100.0))
     if not costs.needs_max_seqlen:
         return [top]
@@ -147,18 +153,22 @@ def recommend(
     independent: int,
     limits: Limits,
 ) -> Recommendation:
-    """Choose buckets for `table`.
+    """Choose the buckets that make a mean step quickest within the limits.
 
     Args:
+        table: the micro-batches of the run.
+        profile: histograms of these micro-batches.
+        costs: the cost table.
         longest_possible: tokens of the longest document that a micro-batch of each context-parallel size can hold; the
             run's size alone without dynamic context parallelism.
         pipeline_size: pipeline-parallel size, for the bubble.
         num_slots: slots of the pipeline rank that needs most, in whole models, for the memory.
         n_tokens_per_rank: tokens of a graph's micro-batches on one context-parallel rank.
-        independent: micro-batches of `table` that are independent draws, for the confidence bound.
+        independent: number of micro-batches of `table` that are independent draws, for the confidence bound.
+        limits: limits that the buckets must keep to.
 
     Raises:
-        UsageError: no choice keeps to `limits`.
+        UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
     caps = candidate_caps(profile, costs)
     run_cp_size = min(longest_possible)
@@ -228,7 +238,7 @@ def recommend(
 
 
 def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:
-    """Every choice of at most `most` of `buckets`, fewest first; the empty one is to run eagerly."""
+    """Every choice of at most `most` of `buckets`, those of fewest buckets first; the empty choice runs all eagerly."""
     ordered = sorted(buckets)
     return [choice for size in range(min(most, len(ordered)) + 1) for choice in combinations(ordered, size)]
 
@@ -236,8 +246,9 @@ def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:
 def _choices(shapes: Sequence[Sequence[Bucket]], most: int, costs: StepCosts) -> Sequence[tuple[Bucket, ...]]:
     """Choices of at most `most` of `shapes` of each context-parallel size, fewest first.
 
-    With one size these are all. With several the sizes are joined, and of each come only the quickest choice of every
-    number of buckets, where it saves time over that of fewer, and the one bucket that fits all.
+    For a single size these are all choices. For several sizes they are the combinations of a few choices of each size:
+    the quickest choice of every number of buckets, if it is quicker than those of fewer buckets, and the one bucket
+    that fits all micro-batches.
     """
     by_size = [subsets(part, most) for part in shapes]
     if len(by_size) == 1:
@@ -270,7 +281,7 @@ def _refuse_long_search(num_shapes: int, num_buckets: int) -> None:
 
 
 def _search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> int:
-    """Every how many-th step to compare `choices` on: 1, unless all would take too long."""
+    """The stride of the steps on which so many `choices` are compared: 1, unless all steps would take too long."""
     if table.data_parallel_size == 1 and table.uniform:
         return 1
     if table.groups is not None:
@@ -285,7 +296,17 @@ def _best(
     costs: StepCosts,
     max_fallback_rate: float | None,
 ) -> tuple[Bucket, ...]:
-    """The quickest choice within the rate; among equals the one with fewest, then smallest, buckets."""
+    """The quickest choice within the limits; of equally quick choices, that of the fewest and then smallest buckets.
+
+    Args:
+        choices: the choices, those of fewest buckets first.
+        times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
+        costs: the step costs, for the fallback rates.
+        max_fallback_rate: largest share of steps with an eager micro-batch; None: no limit.
+
+    Raises:
+        UsageError: no choice keeps to the limits.
+    """
     for index in np.argsort(times.round(9), kind="stable"):  # choices come fewest first
         choice = choices[int(index)]
         if not np.isfinite(times[index]):
@@ -293,7 +314,7 @@ def _best(
         if max_fallback_rate is None:
             return choice
         if not choice and max_fallback_rate < 1:
-            continue  # all eager: every step falls back
+            continue  # the empty choice: every step has an eager micro-batch
         if costs.fallback_rate(choice).step <= max_fallback_rate:
             return choice
     raise UsageError(
@@ -305,9 +326,16 @@ def _best(
 def _cap_curve(
     options: Sequence[tuple[Bucket, ...]], profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float
 ) -> tuple[Candidate, ...]:
-    """The outcome of each single cap, captured for the longest document: systems with one cap know no other limit.
+    """The fallbacks and the step time under each single cap.
 
-    An option is one bucket for each context-parallel size.
+    Its graphs are captured for the longest document, because systems with one cap limit nothing else.
+
+    Args:
+        options: the buckets of each cap, one for each context-parallel size.
+        profile: histograms of the micro-batches.
+        costs: the cost table.
+        step_costs: the step costs of the micro-batches.
+        eager_ms: mean step time in milliseconds with all micro-batches run eagerly.
     """
     times = step_costs.step_ms(options)
     named: dict[int, list[str]] = {}
@@ -330,7 +358,7 @@ def _cap_curve(
 
 
 def _padding_ms(profile: Profile, costs: CostTable, bucket: Bucket) -> float:
-    """Mean milliseconds that a micro-batch within the cap pays over a graph of its own number of documents."""
+    """Mean time in ms by which a replay of `bucket` takes longer than that of a graph for its exact documents."""
     counts = profile.n_seqs.counts[: bucket.max_seqs + 1]
     present = np.flatnonzero(counts)
     if not present.size:

@@ -12,6 +12,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.plan import FallbackRate, Percentiles
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9, "max": 100.0}
+"""The percentiles that plans and reports show, in per cent, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Histogram:
     """How often each non-negative integer occurs."""
 
     counts: NDArray[np.int64]
-    """counts[v] is the number of times v was seen; shape [largest value + 1]."""
+    """counts[v] is the number of times that v occurs; shape [largest value + 1]."""
 
     @classmethod
     def of(cls, values: NDArray[np.integer]) -> Histogram:
@@ -35,7 +36,7 @@ class Histogram:
 
     @property
     def total(self) -> int:
-        """Values counted."""
+        """Number of values counted."""
         return int(self.counts.sum())
 
     @property
@@ -95,7 +96,12 @@ class Profile:
 
 
 def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> FallbackRate:
-    """The three rates where `falls_back`, shape [micro-batches], marks those that run eagerly."""
+    """The shares of micro-batches, (rank, step) pairs and steps with a fallback.
+
+    Args:
+        table: the micro-batches.
+        falls_back: whether each micro-batch runs eagerly, shape [micro-batches].
+    """
     per_rank_step = table.any_per_rank_step(falls_back)
     return FallbackRate(
         microbatch=float(falls_back.mean()),
@@ -105,7 +111,7 @@ def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> Fall
 
 
 def upper_bound(num_failures: int, num_trials: int, *, confidence: float = 0.95) -> float:
-    """One-sided Clopper-Pearson bound of a rate of which `num_failures` in `num_trials` were seen."""
+    """One-sided upper Clopper-Pearson bound of the rate of failures, after `num_failures` in `num_trials` trials."""
     if num_failures >= num_trials:
         return 1.0
     if num_failures == 0:

@@ -21,13 +21,15 @@ from thdprof.dispatch import Bucket, Shapes, holds
 from thdprof.plan import FallbackRate
 
 _CHUNK = 1 << 22
+"""Most elements of an array that is computed at once."""
 
 
 class StepCosts:
     """Expected step times of any buckets made of given caps, from counts of micro-batches in classes.
 
-    A class holds the micro-batches of one context-parallel size whose smallest fitting caps are the same pair; all of
-    a class share their bucket. Every micro-batch is counted as padded to the tokens of the graphs.
+    A class holds the micro-batches with equal context-parallel sizes that are fitted by equal smallest values of
+    max_seqs and max_seqlen; all of a class replay one bucket. Every micro-batch is counted as padded to the tokens of
+    the graphs.
     """
 
     def __init__(
@@ -55,24 +57,24 @@ class StepCosts:
         self._table, self._costs, self._pipeline = table, costs, pipeline
         width, height = len(lengths) + 1, len(caps) + 1
         numbers = np.arange(int(table.n_seqs.max()) + 1)
-        kind: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
-        pair = (np.searchsorted(caps, numbers) * width).astype(kind)[table.n_seqs]
+        dtype: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
+        pair = (np.searchsorted(caps, numbers) * width).astype(dtype)[table.n_seqs]
         if int(table.max_seqlen.max()) > lengths[0]:
             sizes = np.arange(int(table.max_seqlen.max()) + 1)
-            pair += np.searchsorted(lengths, sizes).astype(kind)[table.max_seqlen]
+            pair += np.searchsorted(lengths, sizes).astype(dtype)[table.max_seqlen]
         cp_sizes = np.array([cp_size])
         if table.groups is not None:
             cp_sizes, index = np.unique(table.groups.cp_size, return_inverse=True)
-            pair += (index * (height * width)).astype(kind)
+            pair += (index * (height * width)).astype(dtype)
         used = np.flatnonzero(np.bincount(pair))
         seqs, length = np.divmod(used % (height * width), width)
-        self._asked = Shapes(
+        self._largest_of_class = Shapes(
             n_seqs=np.append(caps, caps[-1] + 1)[seqs],
             max_seqlen=np.append(lengths, lengths[-1] + 1)[length],
             n_tokens=np.array([n_tokens]),
             cp_size=cp_sizes[used // (height * width)],
         )
-        """The largest micro-batch of each class, arrays of shape [classes]; past the last cap any larger one."""
+        """The largest micro-batch of each class, arrays of shape [classes]; above the last cap, that cap plus 1."""
         renumber = np.zeros(int(used[-1]) + 1, dtype=np.int16)
         renumber[used] = np.arange(len(used))
         self._class = renumber[pair]
@@ -80,19 +82,19 @@ class StepCosts:
         self._eager_ms = costs.eager_ms(numbers)
 
     def bucket_of_class(self, buckets: Sequence[Bucket]) -> NDArray[np.int64]:
-        """Index of the first of `buckets` that fits each class, or -1: it falls back; shape [classes]."""
-        found = np.full(len(self.class_counts), -1)
+        """Index of the first of `buckets` that fits each class, or -1 where none does, shape [classes]."""
+        index_of_class = np.full(len(self.class_counts), -1)
         for index in reversed(range(len(buckets))):  # the first that fits is written last
-            found[holds(buckets[index], self._asked)] = index
-        return found
+            index_of_class[holds(buckets[index], self._largest_of_class)] = index
+        return index_of_class
 
     def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
-        """The three rates under `buckets`."""
+        """The shares of micro-batches, (rank, step) pairs and steps with a fallback under `buckets`."""
         table, uncovered = self._table, self.bucket_of_class(buckets) < 0
         if table.groups is not None:
             return fallback_rate(table, uncovered[self._class])
         eager = int(self.class_counts[uncovered].sum()) / len(table)
-        if table.num_steps == len(table):  # one micro-batch a step: the rates are the same
+        if table.num_steps == len(table):  # one micro-batch a step: all three rates are equal
             return FallbackRate(microbatch=eager, rank_step=eager, step=eager)
         ranks = self._rank_counts.any_in(uncovered)
         return FallbackRate(microbatch=eager, rank_step=float(ranks.mean()), step=float(ranks.any(axis=1).mean()))
@@ -103,7 +105,7 @@ class StepCosts:
         return tuple(int(self.class_counts[chosen == i].sum()) / len(self._table) for i in range(len(buckets)))
 
     def step_ms(self, choices: Sequence[Sequence[Bucket]], stride: int = 1) -> NDArray[np.float64]:
-        """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, [choices]."""
+        """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, shape [choices]."""
         weights = self._weights(choices)
         table = self._table
         if table.groups is not None:
@@ -128,7 +130,7 @@ class StepCosts:
         return sums / len(steps)
 
     def total_ms(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
-        """Time of all micro-batches together under each choice, whoever waits for whom, in milliseconds, [choices]."""
+        """Sum of the times of all micro-batches under each choice, without waits, in milliseconds, shape [choices]."""
         return self._total_ms(self._weights(choices))
 
     def _total_ms(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -141,36 +143,39 @@ class StepCosts:
         lane = groups.round[order] * self._table.data_parallel_size + groups.first_rank[order]
         lanes = np.flatnonzero(np.diff(lane, prepend=-1))
         rounds = np.flatnonzero(np.diff(groups.round[order][lanes], prepend=-1))
-        kind, classes = self._class[order], len(self.class_counts)
+        class_of, classes = self._class[order], len(self.class_counts)
         eager = self._eager_ms[self._table.n_seqs[order]][:, None]
         sums = np.empty(weights.shape[1])
         at_once = max(1, _CHUNK // len(order))
         for first in range(0, len(sums), at_once):
             part = weights[:, first : first + at_once]
-            ms = part[:classes][kind] + part[classes:][kind] * eager
+            ms = part[:classes][class_of] + part[classes:][class_of] * eager
             by_lane = np.add.reduceat(ms, lanes, axis=0)
             sums[first : first + at_once] = np.maximum.reduceat(by_lane, rounds, axis=0).sum(axis=0)
         return sums / -(-self._table.num_steps // stride)
 
     def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
-        """Factors of the classes' counts (first half) and eager milliseconds (second half): [2 * classes, choices]."""
+        """Factors of the classes' counts (first half) and eager times (second half), shape [2 * classes, choices]."""
         classes = len(self.class_counts)
         weights = np.zeros((2 * classes, len(choices)))
         distinct = {bucket for choice in choices for bucket in choice}
         replay = {b: self._costs.replay_ms(b.max_seqs, b.max_seqlen) for b in distinct}
-        held = {b: holds(b, self._asked) for b in distinct}
+        fits = {b: holds(b, self._largest_of_class) for b in distinct}
         for column, choice in enumerate(choices):
             falls_back = np.ones(classes, dtype=np.bool_)
             for bucket in reversed(choice):  # the first that fits is written last
-                weights[:classes, column][held[bucket]] = replay[bucket]
-                falls_back &= ~held[bucket]
+                weights[:classes, column][fits[bucket]] = replay[bucket]
+                falls_back &= ~fits[bucket]
             weights[classes:, column] = falls_back
         return weights
 
     def _counts(self, cells: NDArray[np.integer], groups: int, n_seqs: NDArray[np.int32]) -> NDArray[np.float64]:
-        """Counts and eager milliseconds of every class: [groups, 2 * classes].
+        """Micro-batches and eager milliseconds of every class, shape [groups, 2 * classes].
 
-        A micro-batch with n_seqs[i] documents is counted in cells[i] = group * classes + class.
+        Args:
+            cells: group * classes + class of each micro-batch, shape [micro-batches].
+            groups: number of groups.
+            n_seqs: documents of each micro-batch, shape [micro-batches].
         """
         shape = (groups, len(self.class_counts))
         counts = np.bincount(cells, minlength=shape[0] * shape[1]).reshape(shape)
@@ -189,7 +194,10 @@ class StepCosts:
         return bool(np.ptp(self._eager_ms) == 0)
 
     def _ms_of_rows(self, weights: NDArray[np.float64]) -> NDArray[np.float64] | None:
-        """Milliseconds of each distinct row of counts under each choice, [rows, choices]; None: sum up for every rank.
+        """Milliseconds of each distinct row of counts under each choice, shape [rows, choices].
+
+        None where times must be summed for every rank instead: eager times differ, the number of ranks does not suit
+        BLAS, or there are too many rows.
 
         Rows are multiplied in groups as large as a step has ranks. BLAS adds up in another order at the end of a group
         than within, so other sizes than these could change the last bits of a sum with a row's place in its group.
@@ -206,11 +214,11 @@ class StepCosts:
         return np.asarray(rows.reshape(groups, ranks, -1) @ weights).reshape(groups * ranks, -1)
 
     def _with_eager(self, counts: NDArray[np.integer]) -> NDArray[np.float64]:
-        """Counts [..., classes] with the classes' eager milliseconds behind, where all take the same time."""
+        """`counts`, shape [..., classes], followed by eager milliseconds, if all eager times are equal."""
         return np.concatenate((counts, counts * self._eager_ms[0]), axis=-1)
 
     def _rank_step_counts(self, steps: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Counts and eager milliseconds of every class on each rank of `steps`: [steps, ranks, 2 * classes]."""
+        """Micro-batches and eager milliseconds of every class on each rank, shape [steps, ranks, 2 * classes]."""
         if self._same_eager_ms:
             return self._with_eager(self._rank_counts.counts[self._rank_counts.row[steps]])
         table, classes = self._table, len(self.class_counts)
@@ -227,7 +235,7 @@ class StepCosts:
 
 
 def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32]) -> NDArray[np.float64]:
-    """The slowest rank's time in every step under each choice: [steps, choices].
+    """The slowest rank's time in milliseconds in every step under each choice, shape [steps, choices].
 
     Args:
         ms: milliseconds of each distinct row of counts, shape [rows, choices].
@@ -254,7 +262,7 @@ def one_cap_step_ms(
         table: the micro-batches.
         costs: the cost table.
         caps: documents that a graph of every context-parallel size is captured for.
-        longest: tokens of the longest document that it is captured for, by context-parallel size.
+        longest: tokens of the longest document that a graph is captured for, by context-parallel size.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
         pipeline_size: pipeline-parallel size, for the bubble.
     """

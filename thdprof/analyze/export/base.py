@@ -100,7 +100,7 @@ def header(plan: Plan, name: str) -> list[str]:
 
 
 def eager_reason(plan: Plan) -> str:
-    """Why a plan has no cap, for a comment."""
+    """The reason why a plan has no cap, for a comment of an export."""
     if plan.graphs.impl == "none" and plan.graphs.one_cap is not None:
         return "the plan asks for no graphs (graphs.impl: none)"
     return "no cap makes a step faster than running eagerly, by the plan's cost table"

@@ -8,7 +8,7 @@ from thdprof.plan import Plan
 
 
 def render(plan: Plan, cap: int | None) -> Exported:
-    """The whole plan, with the keys of the plan file; `cap` makes no difference."""
+    """The whole plan, with the keys of the plan file; `cap` is ignored."""
     del cap
     return Exported(text=json_text(plan.model_dump(mode="json", by_alias=True)) + "\n")
 

@@ -1,4 +1,4 @@
-"""A check of a plan for a terminal, and as one JSON object, schema `thdprof.check/1`."""
+"""Reports a check of a plan: as text for a terminal, and as one JSON object of schema `thdprof.check/1`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _LEVELS = {
     "rank_step": "of (rank, step) pairs with one",
     "step": "of steps with one on any rank",
 }
+"""The label of each level's row in the table of shares."""
 _VERDICTS = {
     "microbatch": "of micro-batches run eagerly",
     "rank_step": "of (rank, step) pairs have an eager micro-batch",
     "step": "of steps have an eager micro-batch",
 }
+"""The words that follow each level's rate in the verdict."""
 _PERCENTILES = {"p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99", "p99_9": "P99.9", "max": "max"}
 
 
@@ -64,33 +66,33 @@ def verdict(check: Check) -> str:
     """Whether the plan still fits, in one sentence."""
     if not check.buckets:
         return "Nothing to outgrow: the plan captures no graphs."
-    what = "fits" if check.holds else "does not fit"
+    fits = "fits" if check.holds else "does not fit"
     rate, planned, allowed = apart(check.rate, check.planned_rate, check.max_fallback_rate)
-    return f"The dataset {what} the plan: {rate} {_VERDICTS[check.level]}, {planned} planned, {allowed} allowed."
+    return f"The dataset {fits} the plan: {rate} {_VERDICTS[check.level]}, {planned} planned, {allowed} allowed."
 
 
 def _sizes(check: Check) -> Table:
-    was, now, part = check.plan.dataset, check.dataset, check.plan.microbatches
+    before, now, microbatches = check.plan.dataset, check.dataset, check.plan.microbatches
     table = _table("")
     pairs = {
-        "fingerprint": (_short(was.fingerprint), _short(now.fingerprint)),
-        "files": (len(was.uris), len(now.uris)),
-        "rows": (was.rows, now.rows),
-        "documents": (was.documents, now.documents),
-        "tokens": (was.tokens, now.tokens),
-        "micro-batches": (part.count, check.microbatches),
-        "steps": (part.steps, check.steps),
+        "fingerprint": (_short(before.fingerprint), _short(now.fingerprint)),
+        "files": (len(before.uris), len(now.uris)),
+        "rows": (before.rows, now.rows),
+        "documents": (before.documents, now.documents),
+        "tokens": (before.tokens, now.tokens),
+        "micro-batches": (microbatches.count, check.microbatches),
+        "steps": (microbatches.steps, check.steps),
     }
-    for title, planned, found in (
-        ("documents of a micro-batch", part.n_seqs, check.n_seqs),
-        ("longest document", part.max_seqlen, check.max_seqlen),
+    for title, planned, present in (
+        ("documents of a micro-batch", microbatches.n_seqs, check.n_seqs),
+        ("longest document", microbatches.max_seqlen, check.max_seqlen),
     ):
         for name, label in _PERCENTILES.items():
-            pairs[f"{title}, {label}"] = getattr(planned, name), getattr(found, name)
-    pairs["tokens of the largest micro-batch"] = part.n_tokens_max, check.n_tokens_max
-    for label, (before, after) in pairs.items():
-        texts = [value if isinstance(value, str) else f"{value:,}" for value in (before, after)]
-        table.add_row(label, *texts, "" if before == after else "changed")
+            pairs[f"{title}, {label}"] = getattr(planned, name), getattr(present, name)
+    pairs["tokens of the largest micro-batch"] = microbatches.n_tokens_max, check.n_tokens_max
+    for label, values in pairs.items():
+        texts = [value if isinstance(value, str) else f"{value:,}" for value in values]
+        table.add_row(label, *texts, "" if values[0] == values[1] else "changed")
     return table
 
 
@@ -106,8 +108,8 @@ def _shares(check: Check) -> Table:
     return table
 
 
-def _add_share(table: Table, label: str, planned: float, found: float) -> None:
-    table.add_row(label, f"{planned:.3%}", f"{found:.3%}", "" if planned == found else f"{found - planned:+.3%}")
+def _add_share(table: Table, label: str, planned: float, present: float) -> None:
+    table.add_row(label, f"{planned:.3%}", f"{present:.3%}", "" if planned == present else f"{present - planned:+.3%}")
 
 
 def _table(title: str) -> Table:

@@ -1,4 +1,4 @@
-"""What a report is made of: a plan, its profile and, where there are some, a run's statistics."""
+"""The inputs of a report: a plan, its profile and, where they are given, a run's statistics."""
 
 from __future__ import annotations
 
@@ -16,38 +16,43 @@ from thdprof.errors import DataError
 from thdprof.files import read_yaml
 from thdprof.plan import Plan, parse_plan
 from thdprof.training import Attention, TrainingSettings, definitions_of
-from thdprof.words import counted as told
+from thdprof.words import counted
 
 TOLERANCE = 0.01
-"""Difference of a share from its prediction up to which the two are called alike, as in `thdprof compare`."""
+"""Largest difference of a share from its prediction that counts as agreement, as in `thdprof compare`."""
 _MOST_URIS = 5
-_FILE = "settings.yaml"
-_PAST = 2
-"""How many times the largest cap that is known a cap may be: times beyond are a line drawn on."""
+"""Most files of a dataset that a suggested command names."""
+_SETTINGS_FILE = "settings.yaml"
+"""The name that a suggested command gives to a settings file."""
+_MOST_EXTRAPOLATION = 2
+"""Largest cap that may be asked about, as a multiple of the largest known one: step times beyond are extrapolated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
-    """Everything that figures are computed from; nothing reads the dataset again."""
+    """Everything that figures are computed from; no figure reads the dataset again."""
 
     plan: Plan
+    """The plan that is reported on."""
     profile: RunProfile
+    """The micro-batch counts of the plan's data and settings, and of joined data."""
     comparison: Comparison | None
-    """The plan beside a run's statistics; None where none were given."""
+    """The plan's predictions beside a run's statistics; None where no statistics were given."""
 
     @property
     def default_cap(self) -> int:
-        """The cap that the report opens with: the plan's best single one, else the quickest of the profile."""
+        """The cap, in documents, that the report opens with: the plan's best, else the quickest of the profile."""
         one = self.plan.graphs.one_cap
         if one is not None:
             return one.max_seqs
         return min(self.profile.caps(), key=lambda cap: (cap.step_ms, cap.max_seqs)).max_seqs
 
     def check_cap(self, cap: object) -> None:
-        """Refuse a cap of which nothing was measured.
+        """Refuse a cap, in documents, whose step time cannot be estimated from measured times.
 
         Raises:
-            ValueError: it is no whole number, less than 1, or so large that its times would be made up.
+            ValueError: `cap` is no whole number, is less than 1, or is so far above all measured caps that its step
+                time would be a guess.
         """
         if isinstance(cap, bool) or not isinstance(cap, Integral):
             raise ValueError(f"cap {cap!r:.40}: is no whole number; give documents of a micro-batch, 1 or more")
@@ -55,16 +60,16 @@ class Report:
             raise ValueError(f"cap {cap}: is less than 1; give documents of a micro-batch, 1 or more")
         measured = max(point.max_seqs for point in self.profile.costs.replay)
         known = self.profile.caps()[-1].max_seqs
-        most = _PAST * max(measured, known)
+        most = _MOST_EXTRAPOLATION * max(measured, known)
         if int(cap) > most:
             fullest = self.profile.histogram().percentile(100.0)
             raise ValueError(
-                f"cap {cap:,}: past what was measured: graphs were timed up to {told(measured, 'document')}, and no "
+                f"cap {cap:,}: past what was measured: graphs were timed up to {counted(measured, 'document')}, and no "
                 f"micro-batch holds more than {fullest:,}; give at most {most:,}"
             )
 
     def __repr__(self) -> str:
-        """What it is of; the whole shows itself in a notebook."""
+        """The dataset and the profile in a line; a notebook shows the whole report."""
         return f"Report of {self.plan.dataset.uris[0]}: {self.profile!r}"
 
     def _repr_html_(self) -> str:
@@ -73,12 +78,12 @@ class Report:
     def _warnings_html(self) -> str:
         from html import escape
 
-        told = list(dict.fromkeys(w for part in self.profile.parts for w in part.warnings))
-        return "<ul>" + "".join(f"<li>{escape(w)}</li>" for w in told) + "</ul>" if told else ""
+        warnings = list(dict.fromkeys(w for part in self.profile.parts for w in part.warnings))
+        return "<ul>" + "".join(f"<li>{escape(w)}</li>" for w in warnings) + "</ul>" if warnings else ""
 
 
 def default_profile(plan: Path) -> Path:
-    """Where the profile of a plan file is looked for: beside it, as in plan.profile.parquet."""
+    """The path at which the profile of a plan file is expected: plan.profile.parquet beside plan.yaml."""
     return plan.with_name(f"{plan.stem}.profile.parquet")
 
 
@@ -89,44 +94,46 @@ def open_report(
     stats: str | Path | None = None,
     plan_name: str | None = None,
 ) -> Report:
-    """Read what a report is made of.
+    """Read the files that a report is made of.
 
     Args:
-        plan: what `analyze -o` wrote.
-        profile: what `analyze --profile` or `merge` wrote; None: plan.profile.parquet beside plan.yaml.
-        stats: statistics of a run, JSON lines; the last one is read.
-        plan_name: the plan in messages; None: its path.
+        plan: path of a plan that `analyze -o` wrote.
+        profile: path of a profile that `analyze --profile` or `merge` wrote; None: plan.profile.parquet beside
+            plan.yaml.
+        stats: path of a run's statistics, JSON lines of which the last is read; None: no statistics.
+        plan_name: name of the plan in messages; None: its path.
 
     Raises:
-        DataError: a file is missing or wrong, or the profile is not of the plan's data and settings.
+        DataError: a file is missing or wrong, or the profile was not counted from the plan's data and settings.
     """
     plan = Path(plan)
     name = str(plan) if plan_name is None else plan_name
     loaded = parse_plan(read_yaml(plan, where=name), where=name)
-    where = default_profile(plan) if profile is None else Path(profile)
-    if not where.exists():
-        raise DataError(f"{where}: there is no such profile; make it with: {profile_command(loaded, where)}")
-    counted = load_profile(where)
-    check_belongs(loaded, counted, plan_name=name, profile_name=str(where))
+    profile_path = default_profile(plan) if profile is None else Path(profile)
+    if not profile_path.exists():
+        command = profile_command(loaded, profile_path)
+        raise DataError(f"{profile_path}: there is no such profile; make it with: {command}")
+    counts = load_profile(profile_path)
+    check_belongs(loaded, counts, plan_name=name, profile_name=str(profile_path))
     comparison = None
     if stats is not None:
         comparison = compare(loaded, read_stats(Path(stats)), tolerance=TOLERANCE, where=str(stats))
-    return Report(plan=loaded, profile=counted, comparison=comparison)
+    return Report(plan=loaded, profile=counts, comparison=comparison)
 
 
 def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", profile_name: str = "profile") -> None:
     """Refuse a profile that was not counted from the plan's data, settings and costs.
 
     Raises:
-        DataError: naming what differs.
+        DataError: the data, a setting or the costs differ; the message names the difference.
     """
     remedy = "give the profile that was written with the plan, or analyse again with --profile and -o"
     if plan.dataset.fingerprint not in {f for part in profile.parts for f in part.fingerprints}:
         raise DataError(f"{profile_name}: not of the data of {plan_name} (its fingerprint is not among them): {remedy}")
     differs = same_settings(plan.training, profile.training)
     if differs is not None:
-        name, planned, found = differs
-        raise DataError(f"{profile_name}: {name} is {found}, but {planned} in {plan_name}: {remedy}")
+        name, planned, counted_with = differs
+        raise DataError(f"{profile_name}: {name} is {counted_with}, but {planned} in {plan_name}: {remedy}")
     if len(profile.parts) == len(profile.parts[0].fingerprints) == 1 and plan.training != profile.training:
         raise DataError(f"{profile_name}: of another length or blend of the run than {plan_name}: {remedy}")
     for name in type(plan.costs).model_fields:
@@ -138,16 +145,17 @@ def check_belongs(plan: Plan, profile: RunProfile, *, plan_name: str = "plan", p
 
 
 def profile_command(plan: Plan, profile: Path) -> str:
-    """The command that counts the plan's data into `profile`."""
+    """The command line that counts the micro-batches of the plan's data and writes them to `profile`."""
     uris = plan.dataset.uris if len(plan.dataset.uris) <= _MOST_URIS else ["DATASET"]
     options, in_a_file = _options(plan.training)
-    words = ["thdprof", "analyze", *uris, *options, *(["--settings", _FILE] if in_a_file else []), *_costs(plan)]
+    settings = ["--settings", _SETTINGS_FILE] if in_a_file else []
+    words = ["thdprof", "analyze", *uris, *options, *settings, *_costs(plan)]
     command = shlex.join([*words, "--profile", str(profile)])
-    return f"{command} (where {_FILE} holds {{{', '.join(in_a_file)}}})" if in_a_file else command
+    return f"{command} (where {_SETTINGS_FILE} holds {{{', '.join(in_a_file)}}})" if in_a_file else command
 
 
 def _costs(plan: Plan) -> list[str]:
-    """The options of `analyze` that take the costs of `plan`."""
+    """The options of `analyze` that select the cost table of `plan`."""
     for attention in get_args(Attention):
         built_in = built_in_costs(attention, plan.graph_tokens)
         if all(getattr(built_in, name) == getattr(plan.costs, name) for name in type(plan.costs).model_fields):
@@ -156,7 +164,7 @@ def _costs(plan: Plan) -> list[str]:
 
 
 def _options(training: TrainingSettings) -> tuple[list[str], list[str]]:
-    """The options of `analyze` that give `training`, and the lines of a settings file, but for defaults."""
+    """The options of `analyze` and the lines of a settings file that together give `training`, without defaults."""
     words, in_a_file = list[str](), list[str]()
     for name, definition in definitions_of(TrainingSettings).items():
         value = getattr(training, name)

@@ -28,14 +28,14 @@ def _cp_size(size: CpSize) -> dict[str, Any]:
 
 
 def _captures(analysis: Analysis) -> dict[str, Any] | None:
-    """What of the model to capture, where its experts decide that; None: whatever `--impl` says."""
+    """The parts of the model to capture where dropless experts decide them; None where `--impl` does."""
     if not analysis.recommendation.buckets or analysis.settings.experts != "dropless":
         return None
     return {"impl": "transformer_engine", "modules": [*UP_TO_ROUTER], "why": DROPLESS_EXPERTS_RUN_EAGERLY}
 
 
 def to_dict(analysis: Analysis) -> dict[str, Any]:
-    """The JSON object as a dict; the key `offload` is there where activations are moved to the host."""
+    """The JSON object as a dict; it has the key `offload` if activations are moved to the host."""
     chosen, offload = analysis.recommendation, analysis.offload
     return {
         "schema": SCHEMA,

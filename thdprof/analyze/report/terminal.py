@@ -1,4 +1,4 @@
-"""An analysis for a terminal: what comes, what each cap costs, what to do, and what to doubt."""
+"""Prints an analysis on a terminal: the micro-batches, the cost of each cap, the recommendation, and warnings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
 from thdprof.training import shown
 
 _BAR = 20
+"""Characters of the bar of a step as long as an eager one."""
 
 
 def print_report(analysis: Analysis, console: Console) -> None:
@@ -26,7 +27,7 @@ def print_report(analysis: Analysis, console: Console) -> None:
 
 
 def _offloaded(offload: OffloadPrediction) -> str:
-    """Which activations wait on the host, and the memory that they take there and free on the device."""
+    """The activations that wait on the host, and the memory that they take there and free on the device."""
     choice = offload.choice
     if not offload.offloaded_bytes and choice.fraction:
         return (
@@ -47,17 +48,19 @@ def _offloaded(offload: OffloadPrediction) -> str:
 def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
-    held = (counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token")))
-    yield Text(f"{source} ({data.format}): {', '.join(held)}")
-    how = (
+    amounts = (
+        counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
+    )
+    yield Text(f"{source} ({data.format}): {', '.join(amounts)}")
+    origin = (
         "replayed exactly"
         if table.exact
         else "drawn, not replayed"
         if analysis.drawn
         else "replayed up to a step that Megatron stops on"
     )
-    many = counted(len(table), "micro-batch", "micro-batches")
-    yield Text(f"{many} in {counted(analysis.steps, 'step')}, {how}")
+    count = counted(len(table), "micro-batch", "micro-batches")
+    yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
     for assumption in analysis.assumptions:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
     for note in analysis.notes:
@@ -186,19 +189,19 @@ def _ranks(cp_size: int) -> str:
 def reasons(analysis: Analysis) -> list[str]:
     """The reasons for the recommendation, a sentence each; graph memory is counted after offloading."""
     chosen, offload = analysis.recommendation, analysis.offload
-    found = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
+    sentences = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
     one = chosen.one_cap
     if one is None:
-        found.append(f"no single cap saves {LEAST_GAIN:.0%} of the eager step time")
+        sentences.append(f"no single cap saves {LEAST_GAIN:.0%} of the eager step time")
     elif len(chosen.buckets) > 1:
-        found.append(
+        sentences.append(
             f"with one cap only, {one.max_seqs} is best: {one.relative_step_time:.3f} of the eager step time, "
             f"{percent(one.fallback_rate.step)} of steps with an eager micro-batch"
         )
     if chosen.buckets and analysis.settings.experts == "dropless":
-        found.append(DROPLESS_EXPERTS_RUN_EAGERLY)
+        sentences.append(DROPLESS_EXPERTS_RUN_EAGERLY)
     if chosen.buckets:
-        found.append(
+        sentences.append(
             "unseen data: with 95% confidence fewer than "
             f"{chosen.fallback_rate_upper_bound:.2g} of micro-batches will fall back; " + _coverage_of_run(analysis)
         )
@@ -208,12 +211,12 @@ def reasons(analysis: Analysis) -> list[str]:
         if size is not None:
             after = "" if offload is None else ", after offloading,"
             memory = f", about {size / 2**30:.1f} GiB of graph memory{after} for the measured model"
-        found.append(f"slots: at most {most} on a pipeline rank{memory}")
-    return found
+        sentences.append(f"slots: at most {most} on a pipeline rank{memory}")
+    return sentences
 
 
 def _percentile_advice(analysis: Analysis, name: str) -> str | None:
-    """What the usual advice, a cap at a percentile with eager fallback, would do."""
+    """The fallbacks under the usual advice, a cap at a percentile; None where it has none or was not considered."""
     candidate = next((c for c in analysis.recommendation.candidates if name in c.names), None)
     if candidate is None or candidate.fallback_rate.step == 0:
         return None

@@ -7,7 +7,7 @@ from thdprof.words import counted, percent, printable, shortened
 __all__ = ["apart", "counted", "listed", "memory_size", "percent", "percentile_name", "printable", "shortened"]
 
 _DECIMALS = 12
-"""Decimals of a share that count; differences further behind come from rounding."""
+"""Decimals of a share that are compared; differences in later decimals come from rounding."""
 
 
 def apart(*shares: float) -> list[str]:

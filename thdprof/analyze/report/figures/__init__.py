@@ -1,6 +1,6 @@
-"""The report's figures: each draws one finding and shows itself in a notebook. Nothing is computed here.
+"""The report's figures: each draws one finding and shows itself in a notebook. No number is computed here.
 
-Every function takes the report and a cap, so that a notebook which changes the cap redraws all.
+Every function takes the report and a cap in documents, so that a notebook can redraw all figures for another cap.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from thdprof.analyze.report import findings
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.figures import draw
+from thdprof.analyze.report.figures import draw_graphs, draw_microbatches
 from thdprof.analyze.report.figures.canvas import Drawing, Note
 
 __all__ = [
@@ -29,54 +29,54 @@ __all__ = [
 
 
 def shapes(report: Report, cap: int) -> Drawing:
-    """Histogram and cumulative curve of documents and of the longest document."""
-    return draw.shapes(findings.shapes(report, cap))
+    """Histograms and cumulative curves of a micro-batch's documents and of the tokens of its longest document."""
+    return draw_microbatches.shapes(findings.shapes(report, cap))
 
 
 def joint(report: Report, cap: int) -> Drawing:
-    """Documents and longest document together."""
-    return draw.joint(findings.joint(report, cap))
+    """A map of micro-batches by documents and by tokens of the longest document."""
+    return draw_microbatches.joint(findings.joint(report, cap))
 
 
 def caps(report: Report, cap: int) -> Drawing:
-    """What every single cap costs."""
-    return draw.caps(findings.cap_curve(report, cap))
+    """The fallbacks and the step time under every single cap."""
+    return draw_graphs.caps(findings.cap_curve(report, cap))
 
 
 def choice(report: Report, cap: int) -> Drawing:
-    """What was chosen, beside its alternatives."""
-    return draw.choice(findings.choice(report, cap))
+    """The plan's graphs beside their alternatives."""
+    return draw_graphs.choice(findings.choice(report, cap))
 
 
 def steps(report: Report, cap: int) -> Drawing:
-    """The fullest micro-batch of ranks and steps."""
-    return draw.steps(findings.steps(report, cap))
+    """Documents of a micro-batch beside those of the fullest micro-batch of a rank and of a step."""
+    return draw_microbatches.steps(findings.steps(report, cap))
 
 
 def drift(report: Report, cap: int) -> Drawing:
-    """Documents over the run."""
-    return draw.drift(findings.drift(report, cap))
+    """Percentiles of documents over the run."""
+    return draw_microbatches.drift(findings.drift(report, cap))
 
 
 def parts(report: Report, cap: int) -> Drawing | Note:
-    """Parts of the data beside one another."""
-    found = findings.parts(report, cap)
-    if found is None:
+    """Percentiles of documents in each part of the data; a note where the profile has one part only."""
+    finding = findings.parts(report, cap)
+    if finding is None:
         return Note("parts", findings.NO_PARTS)
-    return draw.parts(found)
+    return draw_microbatches.parts(finding)
 
 
 def memory(report: Report, cap: int) -> Drawing:
-    """Slots and graph memory."""
-    return draw.memory(findings.memory(report, cap))
+    """The slots of every pipeline rank, and graph memory."""
+    return draw_graphs.memory(findings.memory(report, cap))
 
 
 def observed(report: Report, cap: int) -> Drawing | Note:
-    """The prediction beside what happened."""
-    found = findings.observed(report, cap)
-    if found is None:
+    """Predicted shares beside those of a run; a note where the report has no statistics of a run."""
+    finding = findings.observed(report, cap)
+    if finding is None:
         return Note("observed", findings.NO_STATS)
-    return draw.observed(found)
+    return draw_graphs.observed(finding)
 
 
 ALL: tuple[Callable[[Report, int], Drawing | Note], ...] = (
@@ -90,4 +90,4 @@ ALL: tuple[Callable[[Report, int], Drawing | Note], ...] = (
     memory,
     observed,
 )
-"""In the order of the report."""
+"""All figures in the order of the report."""

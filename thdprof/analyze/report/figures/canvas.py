@@ -1,6 +1,7 @@
-"""A figure as text: SVG whose ink is the page's, so that it reads in light and dark, and the same bytes every time.
+"""Figures as SVG text. Their ink is the page's text colour, so that they are legible on light and dark pages.
 
-Lines differ by colour, by dash and by marker; areas by hatch: nothing is told by colour alone.
+Equal figures have equal bytes. No difference is shown by colour alone: lines also differ by dash and marker, areas by
+hatch.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#010203"
-"""Drawn in this, shown in the page's text colour."""
+"""The colour that matplotlib draws ink in; the page shows it in its text colour."""
 BLUE, ORANGE, GREEN = "#2A87C8", "#D9630F", "#0A9B74"
-"""Apart for colour-blind eyes, and legible on white and on black."""
+"""Colours that colour-blind readers can tell apart, legible on white and on black."""
 WIDTH = 9.0
-"""Inches; SVG scales to the page."""
+"""Width of every figure in inches; the page scales the SVG."""
 _TITLE_COLUMNS = 92
-_STANDALONE = "<style>svg{color:#1b1b1b}@media(prefers-color-scheme:dark){svg{color:#e6e6e6}}</style>"
+"""Characters of a line of a title."""
+_STANDALONE_STYLE = "<style>svg{color:#1b1b1b}@media(prefers-color-scheme:dark){svg{color:#e6e6e6}}</style>"
 _RC: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -58,16 +60,16 @@ class Drawing:
     """One figure."""
 
     id: str
-    """The same in every report; `figure-{id}` in a page, `{id}.svg` in a directory."""
+    """The figure's name in every report; the figure is `figure-{id}` in a page and `{id}.svg` in a directory."""
     title: str
-    """What it shows of these data, in a sentence."""
+    """The finding about these data that the figure shows, in a sentence."""
     alt: str
-    """What is drawn, for those who do not see it."""
+    """A description of the drawing for readers who cannot see it."""
     svg: str
-    """For a page: ink is `currentColor`."""
+    """The SVG for a page, in which ink is `currentColor`."""
 
     def __repr__(self) -> str:
-        """The title: the drawing itself is for a page."""
+        """The id and the title, for a terminal."""
         return f"Figure {self.id}: {self.title}"
 
     def _repr_html_(self) -> str:
@@ -75,15 +77,17 @@ class Drawing:
 
     def standalone(self) -> str:
         """The SVG as a file of its own, which follows the reader's light or dark scheme."""
-        return '<?xml version="1.0" encoding="utf-8"?>\n' + self.svg.replace(">", f">{_STANDALONE}", 1) + "\n"
+        return '<?xml version="1.0" encoding="utf-8"?>\n' + self.svg.replace(">", f">{_STANDALONE_STYLE}", 1) + "\n"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Note:
-    """A sentence where a figure has nothing to draw."""
+    """A sentence in the place of a figure that has nothing to draw."""
 
     id: str
+    """The name of the figure that it stands for."""
     title: str
+    """The sentence."""
 
     def __repr__(self) -> str:
         """The sentence."""
@@ -115,7 +119,7 @@ def canvas(height: float, title: str) -> Iterator[Figure]:
 
 
 def drawing(figure: Figure, id: str, title: str, alt: str) -> Drawing:
-    """The finished figure; called within `canvas`."""
+    """The drawing of a finished figure; call it within the `canvas` that made the figure."""
     import matplotlib as mpl
 
     stream = io.StringIO()
@@ -125,7 +129,7 @@ def drawing(figure: Figure, id: str, title: str, alt: str) -> Drawing:
 
 
 def _page_svg(text: str, id: str, title: str, alt: str) -> str:
-    """Matplotlib's SVG with ids of its own, the page's ink, a title and a description, and no fixed size."""
+    """Matplotlib's SVG `text` for a page: ids begin with `id`, ink is the page's, and the size is not fixed."""
     text = text[text.index("<svg") :].strip()
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{id}-\1"', text)

@@ -1,4 +1,7 @@
-"""What a report's figures show and say: pure functions of plan, profile and cap. Each finding carries its sentence."""
+"""The findings that a report's figures show: pure functions of a plan, its profile and a cap in documents.
+
+Each finding has the sentence that states it as its `title`.
+"""
 
 from __future__ import annotations
 
@@ -46,35 +49,36 @@ NO_STATS = "No statistics of a run were given: thdprof report plan.yaml stats.js
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentence:
-    """What one figure finds."""
+    """The finding of one figure, in words and numbers."""
 
     id: str
-    """The figure's."""
+    """The figure's id."""
     text: str
+    """The finding in words, or why there is nothing to draw."""
     drawn: bool
-    """Whether there is anything to draw."""
+    """Whether the figure has anything to draw."""
     values: dict[str, Any]
-    """The numbers, by names that tell the unit; `findings.values` documents them."""
+    """The finding's numbers by name; each name ends in its unit, as `findings.values` documents."""
 
 
 def sentences(report: Report, cap: int) -> tuple[Sentence, ...]:
-    """What the report finds, in its order."""
-    spread, map_, curve = shapes(report, cap), joint(report, cap), cap_curve(report, cap)
-    chosen, fullest, over_run = choice(report, cap), steps(report, cap), drift(report, cap)
-    by_part, held, seen = parts(report, cap), memory(report, cap), observed(report, cap)
-    found: list[tuple[str, str | None, dict[str, Any]]] = [
-        ("shapes", spread.title, values.shapes(spread)),
-        ("joint", map_.title, values.joint(map_)),
+    """All findings of the report, in the order of its figures."""
+    distributions, together, curve = shapes(report, cap), joint(report, cap), cap_curve(report, cap)
+    alternatives, fullest, over_run = choice(report, cap), steps(report, cap), drift(report, cap)
+    by_part, captured, outcome = parts(report, cap), memory(report, cap), observed(report, cap)
+    findings: list[tuple[str, str | None, dict[str, Any]]] = [
+        ("shapes", distributions.title, values.shapes(distributions)),
+        ("joint", together.title, values.joint(together)),
         ("caps", curve.title, values.caps(curve, report)),
-        ("choice", chosen.title, values.choice(chosen, report)),
+        ("choice", alternatives.title, values.choice(alternatives, report)),
         ("steps", fullest.title, values.steps(fullest, report)),
         ("drift", over_run.title, values.drift(over_run)),
         ("parts", None if by_part is None else by_part.title, values.parts(by_part)),
-        ("memory", held.title, values.memory(held)),
-        ("observed", None if seen is None else seen.title, values.observed(report)),
+        ("memory", captured.title, values.memory(captured)),
+        ("observed", None if outcome is None else outcome.title, values.observed(report)),
     ]
     notes = {"parts": NO_PARTS, "observed": NO_STATS}
     return tuple(
         Sentence(id=name, text=text or notes[name], drawn=text is not None, values=numbers)
-        for name, text, numbers in found
+        for name, text, numbers in findings
     )

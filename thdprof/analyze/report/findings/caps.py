@@ -1,8 +1,9 @@
-"""What every cap costs, what was chosen, and why."""
+"""Findings on caps: the cost of every single cap, and why the plan's graphs were chosen."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,38 +16,48 @@ from thdprof.analyze.report.words import counted, listed, percent, percentile_na
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapCurve:
-    """Single caps and what each would do; arrays have shape [caps]."""
+    """The fallbacks and the step time under each single cap; arrays have shape [caps]."""
 
     title: str
+    """The finding in a sentence."""
     max_seqs: NDArray[np.int64]
+    """The caps in documents, ascending."""
     coverage: NDArray[np.float64]
+    """Share of micro-batches that replay a graph."""
     microbatch: NDArray[np.float64]
     """Share of micro-batches that run eagerly."""
     rank_step: NDArray[np.float64]
+    """Share of (rank, step) pairs with an eager micro-batch."""
     step: NDArray[np.float64]
+    """Share of steps with an eager micro-batch on any rank."""
     relative_step_time: NDArray[np.float64]
-    """Mean step, all eagerly = 1."""
+    """Mean step time divided by that of running all micro-batches eagerly."""
     marks: dict[str, tuple[int, float]]
-    """Cap and relative step time where percentiles and the maximum land, by name."""
+    """The caps at percentiles and at the maximum, in documents, with their relative step times, by name."""
     plan_step_time: float
     """Relative step time of the plan's own buckets."""
     plan_data: str
-    """What to add to it where the profile holds other data too."""
+    """Words that the figure adds to this time where the profile also counts data that the plan was not made for."""
     num_buckets: int
+    """Buckets of the plan."""
     cap: int
+    """The cap that the report is asked about, in documents."""
     cap_step_time: float
+    """Relative step time under that cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """One way to run."""
+    """One way to train: eagerly, under a single cap, or by the plan."""
 
     name: str
+    """The alternative in words."""
     relative_step_time: float
+    """Mean step time divided by that of running all micro-batches eagerly."""
     stalled: float
     """Share of steps with an eager micro-batch."""
-    kind: str
-    """"plan", "cap" (the one that is asked about) or "other"."""
+    role: Literal["plan", "cap", "other"]
+    """Whether it is the plan, the cap that the report is asked about, or another alternative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +65,15 @@ class Choice:
     """The plan beside its alternatives."""
 
     title: str
+    """The finding in a sentence."""
     alternatives: tuple[Alternative, ...]
-    """Slowest first."""
+    """All alternatives, the slowest first."""
     shares: tuple[tuple[str, float], ...]
-    """Share of micro-batches that each graph of the plan replays, and of those that run eagerly."""
+    """Name and share of micro-batches of each graph of the plan, then of those that run eagerly."""
 
 
 def cap_curve(report: Report, cap: int) -> CapCurve:
-    """The curve of single caps."""
+    """The fallbacks and the step time under every single cap, with `cap` marked."""
     profile = report.profile
     frame = profile.curve()
     documents = profile.histogram()
@@ -104,7 +116,7 @@ def cap_curve(report: Report, cap: int) -> CapCurve:
 def choice(report: Report, cap: int) -> Choice:
     """The plan's buckets beside the usual advice, the best single cap and `cap`."""
     plan, profile = report.plan, report.profile
-    found = [Alternative(name="all eager", relative_step_time=1.0, stalled=1.0, kind="other")]
+    alternatives = [Alternative(name="all eager", relative_step_time=1.0, stalled=1.0, role="other")]
     caps: dict[int, list[str]] = {}
     documents = profile.histogram()
     for name in ("p90", "p99", "max"):
@@ -115,26 +127,26 @@ def choice(report: Report, cap: int) -> Choice:
         caps.setdefault(one.max_seqs, []).append("plan's one cap")
     caps.setdefault(cap, []).append("your cap")
     for at, names in caps.items():
-        found.append(
+        alternatives.append(
             Alternative(
                 name=f"{', '.join(names)}: {at:,}",
                 relative_step_time=profile.relative_step_time(at),
                 stalled=profile.fallback_rate(at).step,
-                kind="cap" if at == cap else "other",
+                role="cap" if at == cap else "other",
             )
         )
     buckets = plan.graphs.buckets
     if buckets:
         own = ", on its own data" if len(profile.parts) > 1 else ""
-        found.append(
+        alternatives.append(
             Alternative(
                 name=f"plan{own}: {_short_names(report)}",
                 relative_step_time=plan.predictions.relative_step_time,
                 stalled=plan.predictions.fallback_rate.step,
-                kind="plan",
+                role="plan",
             )
         )
-    ordered = sorted(found, key=lambda a: (-a.relative_step_time, a.name))
+    ordered = sorted(alternatives, key=lambda a: (-a.relative_step_time, a.name))
     shares = [(_label(report, i), b.share) for i, b in enumerate(buckets)]
     shares.append(("eager", plan.predictions.fallback_rate.microbatch))
     return Choice(title=_choice_title(report), alternatives=tuple(ordered), shares=tuple(shares))
@@ -170,18 +182,18 @@ def _short_names(report: Report) -> str:
 
 def _choice_title(report: Report) -> str:
     plan, profile = report.plan, report.profile
-    buckets, found = plan.graphs.buckets, plan.predictions
+    buckets, predicted = plan.graphs.buckets, plan.predictions
     if not buckets or plan.graphs.impl == "none":
         considered = {profile.histogram().percentile(p) for p in PERCENTILES.values()}
         best = min(profile.relative_step_time(max(1, cap)) for cap in considered)
-        bound = profile.num_runs == 1 and best <= 1 - LEAST_GAIN  # without limits that cap would have been chosen
+        bound = profile.num_runs == 1 and best <= 1 - LEAST_GAIN  # but for limits, that cap would have been chosen
         none = f"no graphs {'within the limits that were given' if bound else 'that were considered'} save"
         return f"Running eagerly was chosen: {none} {LEAST_GAIN:.0%} of the step time."
-    stalled = found.fallback_rate.step
+    stalled = predicted.fallback_rate.step
     stalls = "no step waits for an eager micro-batch" if stalled == 0 else f"{percent(stalled)} of steps wait"
     title = (
         f"Graphs for {_bucket_names(report)} were chosen because a step takes "
-        f"{found.relative_step_time:.3f} of its eager time and {stalls}"
+        f"{predicted.relative_step_time:.3f} of its eager time and {stalls}"
     )
     if len(profile.parts) > 1:
         return f"{title}, on the data that the plan was made for."
@@ -189,5 +201,5 @@ def _choice_title(report: Report) -> str:
     if one is None or len(buckets) == 1:
         return title + "."
     ratio = profile.relative_step_time(one.max_seqs)
-    less = 1 - found.relative_step_time / ratio
+    less = 1 - predicted.relative_step_time / ratio
     return f"{title}: {percent(less)} less than the best single cap, {one.max_seqs:,}." if less > 0 else f"{title}."

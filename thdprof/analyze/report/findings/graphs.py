@@ -1,4 +1,4 @@
-"""Slots, memory, and what really happened."""
+"""Findings on the plan's graphs: their slots, their memory, and their use in a real run."""
 
 from __future__ import annotations
 
@@ -11,35 +11,42 @@ from thdprof.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Copies of the graphs, and what they take."""
+    """The slots of the plan's graphs, and the memory that the graphs take."""
 
     title: str
+    """The finding in a sentence."""
     slots: tuple[tuple[int, ...], ...]
-    """For every pipeline rank, and within it model chunk."""
+    """Slots of each model chunk, for every pipeline rank."""
     gib_by_buckets: tuple[float, ...]
-    """Graph memory of the busiest rank with 1, 2, ... buckets, after what the plan's offloading frees; empty where the
-    cost table does not tell."""
+    """Graph memory of the busiest rank in GiB with 1, 2, ... buckets, less the memory that the plan's offloading frees;
+    empty where the cost table does not give graph memory."""
     host_gib: float | None
-    """Pinned host memory of the busiest rank's slots; None without offloading."""
+    """Pinned host memory of the busiest rank's slots in GiB; None without offloading."""
     num_buckets: int
-    """Buckets of the plan."""
+    """Buckets of the plan; 0 where it captures nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Shares of micro-batches, predicted and seen."""
+    """Predicted shares of micro-batches beside those that a run observed."""
 
     title: str
+    """The finding in a sentence."""
     names: tuple[str, ...]
-    """The plan's graphs, then those that fell back by shape."""
+    """The names of the plan's graphs, then that of the micro-batches whose shape made them run eagerly."""
     predicted: tuple[float, ...]
+    """The share of micro-batches that the plan predicts for each name."""
     observed: tuple[float, ...]
+    """The share of dispatched micro-batches that the run observed for each name."""
     note: str
-    """What else there is to know."""
+    """Sentences on other fallbacks and on measured times; empty where there are none."""
 
 
 def memory(report: Report, cap: int) -> Memory:
-    """Slots of every pipeline rank, and the memory of so many buckets."""
+    """Slots of every pipeline rank, and graph memory for 1, 2, ... buckets.
+
+    The title of a plan that captures nothing tells the slots and the memory that one `cap` would need.
+    """
     plan, costs = report.plan, report.profile.costs
     slots = plan.graphs.slots
     num_buckets = 0 if plan.graphs.impl == "none" else len(plan.graphs.buckets)
@@ -52,7 +59,7 @@ def memory(report: Report, cap: int) -> Memory:
         if size is not None:
             gib.append(max(0, size - freed) / 2**30)
     return Memory(
-        title=_captured(plan, most, gib, num_buckets, host) if num_buckets else _nothing(plan, most, gib, cap),
+        title=_captured(plan, most, gib, num_buckets, host) if num_buckets else _nothing_captured(plan, most, gib, cap),
         slots=tuple(tuple(rank) for rank in slots),
         gib_by_buckets=tuple(gib),
         host_gib=host,
@@ -61,19 +68,19 @@ def memory(report: Report, cap: int) -> Memory:
 
 
 def _offloaded(plan: Plan) -> tuple[int, float | None]:
-    """Bytes of graph memory that offloading frees, and GiB of host memory that it takes; None without it."""
-    found = plan.predictions
-    host = None if found.offload_host_bytes is None else found.offload_host_bytes / 2**30
-    return found.offload_freed_bytes or 0, host
+    """Bytes of graph memory that offloading frees, and GiB of host memory that it takes; 0 and None without it."""
+    predicted = plan.predictions
+    host = None if predicted.offload_host_bytes is None else predicted.offload_host_bytes / 2**30
+    return predicted.offload_freed_bytes or 0, host
 
 
-def _who(plan: Plan) -> str:
+def _busiest_rank(plan: Plan) -> str:
     ranks = len(plan.graphs.slots)
     return "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
 
 
-def _nothing(plan: Plan, most: int, gib: list[float], cap: int) -> str:
-    would = f"with one cap of {counted(cap, 'document')} {_who(plan)} would need {counted(most, 'slot')}"
+def _nothing_captured(plan: Plan, most: int, gib: list[float], cap: int) -> str:
+    would = f"with one cap of {counted(cap, 'document')} {_busiest_rank(plan)} would need {counted(most, 'slot')}"
     size = (
         f" and about {memory_size(gib[0])} of graph memory" if gib else "; the cost table does not tell what one takes"
     )
@@ -81,8 +88,8 @@ def _nothing(plan: Plan, most: int, gib: list[float], cap: int) -> str:
 
 
 def _captured(plan: Plan, most: int, gib: list[float], num_buckets: int, host: float | None) -> str:
-    who = _who(plan)
-    title = f"{who[0].upper()}{who[1:]} needs {counted(most, 'slot')}"
+    rank = _busiest_rank(plan)
+    title = f"{rank[0].upper()}{rank[1:]} needs {counted(most, 'slot')}"
     pinned = "" if host is None else f" and {memory_size(host)} of pinned host memory"
     after = "" if host is None else " after offloading"
     if not gib:
@@ -107,36 +114,36 @@ def _tokens_per_rank(plan: Plan) -> int:
 
 
 def observed(report: Report, cap: int) -> Observed | None:
-    """The plan beside the run's statistics; None without them."""
-    found = report.comparison
-    if found is None:
+    """The plan's shares beside the run's statistics; None without statistics."""
+    comparison = report.comparison
+    if comparison is None:
         return None
-    several = len({b.cp_size for b in found.buckets}) > 1
+    several = len({b.cp_size for b in comparison.buckets}) > 1
     names = [
         f"{counted(b.max_seqs, 'document')}\nof {counted(b.max_seqlen, 'token')}"
         + (f", {counted(b.cp_size, 'rank')}" if several else "")
-        for b in found.buckets
+        for b in comparison.buckets
     ]
-    verdict = "as predicted" if found.holds else "not as predicted"
-    dispatched = counted(found.dispatched, "dispatched micro-batch", "dispatched micro-batches")
+    verdict = "as predicted" if comparison.holds else "not as predicted"
+    dispatched = counted(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
     title = (
-        f"{percent(found.observed_fallback_rate)} of {dispatched} fell back by their "
-        f"shape, {percent(found.predicted_fallback_rate)} were predicted: {verdict}, no share is further off than "
-        f"{found.largest_difference * 100:.2f} points."
+        f"{percent(comparison.observed_fallback_rate)} of {dispatched} fell back by their "
+        f"shape, {percent(comparison.predicted_fallback_rate)} were predicted: {verdict}, no share is further off than "
+        f"{comparison.largest_difference * 100:.2f} points."
     )
     notes = []
-    if found.basis == "decided":
+    if comparison.basis == "decided":
         notes.append("Nothing was replayed; what the shapes decide is shown.")
-    if found.other_fallbacks:
-        named = ", ".join(f"{reason} {n:,}" for reason, n in found.other_fallbacks.items())
+    if comparison.other_fallbacks:
+        named = ", ".join(f"{reason} {n:,}" for reason, n in comparison.other_fallbacks.items())
         notes.append(f"Eager for reasons that no plan predicts: {named}.")
-    for what, ms in (("replayed", found.replay_ms), ("eager", found.eager_ms)):
+    for way, ms in (("replayed", comparison.replay_ms), ("eager", comparison.eager_ms)):
         if ms is not None:
-            notes.append(f"A{'n' if what == 'eager' else ''} {what} micro-batch took {ms:.2f} ms.")
+            notes.append(f"A{'n' if way == 'eager' else ''} {way} micro-batch took {ms:.2f} ms.")
     return Observed(
         title=title,
         names=(*names, "eager by shape"),
-        predicted=(*(b.predicted_share for b in found.buckets), found.predicted_fallback_rate),
-        observed=(*(b.observed_share for b in found.buckets), found.observed_fallback_rate),
+        predicted=(*(b.predicted_share for b in comparison.buckets), comparison.predicted_fallback_rate),
+        observed=(*(b.observed_share for b in comparison.buckets), comparison.observed_fallback_rate),
         note=" ".join(notes),
     )

@@ -1,4 +1,4 @@
-"""How it varies: over ranks, over the run, between parts of the data."""
+"""Findings on how documents vary: over ranks and steps, over the run, and between parts of the data."""
 
 from __future__ import annotations
 
@@ -22,43 +22,49 @@ MOST_PARTS = 20
 LONGEST_NAME = 60
 """Characters of a part's name in a sentence."""
 _SKEWED = 8
-"""A largest value this many times the least median is shown on a logarithmic axis."""
+"""A largest value more than this many times the least median is shown on a logarithmic axis."""
 _LEAST = 200
-"""Micro-batches of a segment, if the run has so many: fewer tell no P99."""
+"""Least micro-batches of a segment, where the run has that many: the P99 of fewer would be noise."""
+_POINTS = 400
+"""Most points of a curve."""
 _ONCE_IN_1000 = 1.949
-"""Of the Kolmogorov-Smirnov statistic of two samples."""
+"""Critical value of the two-sample Kolmogorov-Smirnov statistic, which chance exceeds once in 1000 times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """Documents of micro-batches, and of the fullest of a rank and of a step."""
+    """Documents of a micro-batch, and of the fullest micro-batch of a rank and of a step."""
 
     title: str
+    """The finding in a sentence."""
     curves: dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]
-    """By name: documents, and the share with more than so many."""
+    """For each name, numbers of documents and the share with more documents than each number."""
     at_cap: dict[str, float]
-    """Share over the cap, by the same names."""
+    """Share with more documents than the cap, by the names of `curves`."""
     cap: int
+    """The cap that the report is asked about, in documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Segments of the run, in order; arrays have shape [segments]."""
+    """Documents over the run, segment by segment; arrays have shape [segments]."""
 
     title: str
+    """The finding in a sentence."""
     percentiles: dict[str, NDArray[np.int64]]
-    """Documents of micro-batches: P50, P90, P99 and max, by name."""
+    """Documents of a micro-batch at p50, p90, p99 and max, by these names."""
     step_median: NDArray[np.int64]
     """Documents of the fullest micro-batch of a step, at the median."""
     stalled: NDArray[np.float64]
     """Share of steps with a micro-batch over the cap."""
     logarithmic: bool
-    """Whether documents want a logarithmic axis."""
+    """Whether documents are so skewed that the figure has a logarithmic axis."""
     steps: int
-    """Of all runs together."""
+    """Steps of all runs together."""
     num_runs: int
-    """Runs that were counted; of several, each was cut into segments by itself."""
+    """Runs that were counted; each of them was cut into segments by itself."""
     cap: int
+    """The cap that the report is asked about, in documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,45 +72,49 @@ class Parts:
     """Parts of the data beside one another."""
 
     title: str
+    """The finding in a sentence."""
     names: tuple[str, ...]
+    """The names of the parts that are shown, the largest part first."""
     percentiles: dict[str, tuple[int, ...]]
-    """Documents of micro-batches: P50, P90, P99 and max, a value a part."""
+    """Documents of a micro-batch at p50, p90, p99 and max, by these names; a value for each part."""
     stalled: tuple[float, ...]
-    """Share of steps with a micro-batch over the cap, a value a part."""
+    """Share of steps with a micro-batch over the cap; a value for each part."""
     left_out: int
-    """Smaller parts that are not shown."""
+    """Number of smaller parts that are not shown."""
     cap: int
+    """The cap that the report is asked about, in documents."""
 
 
 def steps(report: Report, cap: int) -> Steps:
-    """What synchronous training makes of the documents' spread."""
-    kinds = {
+    """Shares of micro-batches, ranks and steps over the cap: a step waits for its fullest micro-batch on any rank."""
+    rows_of = {
         "a micro-batch": "microbatch",
         "fullest of a rank's step": "rank_step_max",
         "fullest of a step": "step_max",
     }
-    found = {name: report.profile.histogram(kind) for name, kind in kinds.items()}
-    at_cap = {name: share_over(h, cap) for name, h in found.items()}
-    micro, step = found["a micro-batch"], found["fullest of a step"]
+    histograms = {name: report.profile.histogram(rows) for name, rows in rows_of.items()}
+    at_cap = {name: share_over(h, cap) for name, h in histograms.items()}
+    micro, step = histograms["a micro-batch"], histograms["fullest of a step"]
     over, stalled = percent(at_cap["a micro-batch"]), percent(at_cap["fullest of a step"])
     title = (
         f"The fullest micro-batch of a step holds {counted(step.percentile(50.0), 'document')} at the median, where a "
         f"micro-batch holds {micro.percentile(50.0):,}: over a cap of {cap:,} are {over} of micro-batches "
         f"and {stalled} of steps."
     )
-    return Steps(title=title, curves={n: _exceeding(h) for n, h in found.items()}, at_cap=at_cap, cap=cap)
+    return Steps(title=title, curves={n: _exceeding(h) for n, h in histograms.items()}, at_cap=at_cap, cap=cap)
 
 
 def _exceeding(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Values of the histogram, at most `_POINTS`, and the share of larger values than each."""
     values = np.concatenate(([max(0, int(np.flatnonzero(histogram.counts)[0]) - 1)], np.flatnonzero(histogram.counts)))
-    if len(values) > 400:
-        values = values[np.unique(np.linspace(0, len(values) - 1, 400).astype(np.int64))]
+    if len(values) > _POINTS:
+        values = values[np.unique(np.linspace(0, len(values) - 1, _POINTS).astype(np.int64))]
     over = histogram.total - np.cumsum(histogram.counts)
     return values, over[values] / histogram.total
 
 
 def drift(report: Report, cap: int) -> Drift:
-    """Documents over the run, all parts together, each from its own begin to its end."""
+    """Documents over the run: all parts together, each part from its own first step to its last."""
     profile = report.profile
     segments = {part.name: profile.segments(part.name) for part in profile.parts}
     bins = int(np.clip(profile.microbatches // _LEAST, 1, min(map(len, segments.values()))))
@@ -130,11 +140,11 @@ def drift(report: Report, cap: int) -> Drift:
 def _by_bin(rows: pd.DataFrame, segments: Mapping[str, NDArray[np.int64]], bins: int) -> list[Histogram]:
     """Documents in `bins` equal stretches of the run, none of them empty.
 
-    A run of fewer steps than the profile has segments leaves segments out. Cutting by a segment's number would leave
-    stretches without a step, so each part is cut by the places of its segments among those that it has.
+    A run of fewer steps than a profile has segments has gaps in its segment numbers. To keep every stretch from being
+    empty, a part is cut by the rank of a segment among the segments that the part has, not by the segment's number.
 
     Args:
-        rows: cells of one kind, with `part`, `segment`, `n_seqs` and `count`.
+        rows: cells of the profile, of one cell kind, with columns `part`, `segment`, `n_seqs` and `count`.
         segments: the segments that each part has, ascending, by the part's name; at least `bins` each.
     """
     of_row = np.empty(len(rows), dtype=np.int64)
@@ -167,7 +177,7 @@ def _drift_title(micro: list[Histogram], stalled: NDArray[np.float64], cap: int,
 
 
 def _distance(one: Histogram, other: Histogram) -> tuple[float, float]:
-    """Largest difference of the cumulative shares, and what independent draws exceed once in a thousand times."""
+    """The largest difference of the cumulative shares, and the one that chance alone exceeds once in 1000 times."""
     size = max(len(one.counts), len(other.counts))
     shares = [np.cumsum(np.pad(h.counts, (0, size - len(h.counts)))) / h.total for h in (one, other)]
     by_chance = _ONCE_IN_1000 * float(np.sqrt(1 / one.total + 1 / other.total))
@@ -175,13 +185,15 @@ def _distance(one: Histogram, other: Histogram) -> tuple[float, float]:
 
 
 def parts(report: Report, cap: int) -> Parts | None:
-    """Parts of the profile beside one another; None where it has one only."""
+    """The parts of the profile beside one another; None where it has one part only."""
     every = report.profile.parts
     if len(every) == 1:
         return None
     shown = sorted(every, key=lambda p: -p.microbatches)[:MOST_PARTS]
-    found = [report.profile.histogram(part=p.name) for p in shown]
-    percentiles = {name: tuple(h.percentile(PERCENTILES[name]) for h in found) for name in ("p50", "p90", "p99", "max")}
+    histograms = [report.profile.histogram(part=p.name) for p in shown]
+    percentiles = {
+        name: tuple(h.percentile(PERCENTILES[name]) for h in histograms) for name in ("p50", "p90", "p99", "max")
+    }
     p99 = percentiles["p99"]
     low, high = int(np.argmin(p99)), int(np.argmax(p99))
     named = [shortened(p.name, LONGEST_NAME) for p in shown]

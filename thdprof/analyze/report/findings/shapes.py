@@ -1,4 +1,4 @@
-"""What the micro-batches look like."""
+"""Findings on the shapes of micro-batches: documents, and tokens of the longest document."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.words import counted, percent
 
 _BINS = 40
+"""Most bars of a histogram."""
 _CELLS = 48
+"""Most columns, and most rows, of the map of both measures."""
 _POINTS = 400
+"""Most points of a curve."""
 _SKEWED = 8
-"""A largest value this many times the median is shown on a logarithmic axis."""
+"""A largest value more than this many times the median is shown on a logarithmic axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,54 +27,61 @@ class Distribution:
     """How a measure is spread over micro-batches."""
 
     edges: NDArray[np.float64]
-    """Borders of the bars, half-way between whole numbers, [bars + 1]."""
+    """Borders of the bars, half-way between whole numbers, shape [bars + 1]."""
     shares: NDArray[np.float64]
-    """Share of micro-batches in each bar, [bars]."""
+    """Share of micro-batches in each bar, shape [bars]."""
     values: NDArray[np.int64]
-    """Ascending, [points]; all that occur, or so many that a curve shows no difference."""
+    """Values that occur, ascending, shape [points]; evenly spaced ones where there are too many for a curve to show."""
     cumulative: NDArray[np.float64]
-    """Share of micro-batches of at most each value, [points]."""
+    """Share of micro-batches with at most each value, shape [points]."""
     percentiles: dict[str, int]
-    """By name, as in `PERCENTILES`."""
+    """Values at the percentiles, by their names in `PERCENTILES`."""
     mean: float
+    """Arithmetic mean."""
     logarithmic: bool
-    """Whether it is so skewed that it wants a logarithmic axis."""
+    """Whether the values are so skewed that the figure has a logarithmic axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """Documents of a micro-batch, and tokens of its longest."""
+    """The distributions of a micro-batch's documents and of the tokens of its longest document."""
 
     title: str
+    """The finding in a sentence."""
     n_seqs: Distribution
+    """Documents of a micro-batch."""
     max_seqlen: Distribution
+    """Tokens of a micro-batch's longest document."""
     cap: int
+    """The cap that the report is asked about, in documents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joint:
-    """Documents and longest document together."""
+    """Micro-batches counted by documents and by tokens of the longest document together."""
 
     title: str
+    """The finding in a sentence."""
     n_seqs_edges: NDArray[np.float64]
-    """[columns + 1]"""
+    """Borders of the columns in documents, shape [columns + 1]."""
     max_seqlen_edges: NDArray[np.float64]
-    """[rows + 1]"""
+    """Borders of the rows in tokens, shape [rows + 1]."""
     counts: NDArray[np.int64]
-    """Micro-batches of each cell, [rows, columns]."""
+    """Number of micro-batches in each cell, shape [rows, columns]."""
     logarithmic: bool
-    """Whether documents want a logarithmic axis."""
+    """Whether documents are so skewed that the figure has a logarithmic axis."""
     buckets: tuple[tuple[int, int], ...]
-    """(max_seqs, max_seqlen) of the plan's graphs."""
+    """The max_seqs and max_seqlen of each of the plan's graphs."""
     border: int
-    """P90 of documents."""
+    """P90 of documents: micro-batches with more hold many documents."""
     over_border: float
-    """Share of micro-batches with more."""
+    """Share of micro-batches with more documents than `border`."""
     long_many: int | None
-    """Tokens of their longest documents, at the median; None: there are none."""
+    """Median tokens of the longest document of micro-batches over `border`; None where no micro-batch is over it."""
     long_few: int
-    """The same of the others."""
+    """Median tokens of the longest document of the other micro-batches."""
     cap: int
+    """The cap that the report is asked about, in documents."""
 
 
 def distribution(histogram: Histogram) -> Distribution:
@@ -96,7 +106,10 @@ def distribution(histogram: Histogram) -> Distribution:
 
 
 def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float64]:
-    """Borders between whole numbers from at most 1 to `largest`, in steps of a whole number or of a factor."""
+    """Borders of at most `bins` bins over 1 to `largest`, half-way between whole numbers.
+
+    The bins are equally wide, or where `logarithmic` about equally wide on a logarithmic axis.
+    """
     if logarithmic:
         numbers = np.unique(np.rint(np.geomspace(1, largest + 1, bins + 1)).astype(np.int64))
     else:
@@ -106,7 +119,7 @@ def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float
 
 
 def shapes(report: Report, cap: int) -> Shapes:
-    """Both measures of micro-batches."""
+    """The distributions of both measures over micro-batches; `cap` is shown on that of documents."""
     n_seqs = distribution(report.profile.histogram())
     longest = distribution(report.profile.histogram(measure="max_seqlen"))
     s = longest.percentiles
@@ -118,7 +131,12 @@ def shapes(report: Report, cap: int) -> Shapes:
 
 
 def _spread(documents: Histogram, p: dict[str, int]) -> str:
-    """How many documents micro-batches hold, in words."""
+    """The documents of a micro-batch in words.
+
+    Args:
+        documents: micro-batches by their number of documents.
+        p: percentiles of that number, by name.
+    """
     if p["p50"] == p["max"]:
         if documents.counts[-1] == documents.total:
             return f"Every micro-batch holds {counted(p['max'], 'document')}"
@@ -131,12 +149,12 @@ def _spread(documents: Histogram, p: dict[str, int]) -> str:
 
 
 def _share_of_most(documents: Histogram) -> str:
-    """Share of micro-batches with the most documents."""
+    """The share of micro-batches with the most documents, in words."""
     return percent(share_over(documents, documents.percentile(100.0) - 1))
 
 
 def joint(report: Report, cap: int) -> Joint:
-    """Both measures together, with the plan's graphs."""
+    """Micro-batches by both measures together, with the borders of the plan's graphs."""
     rows = report.profile.rows("microbatch")
     n_seqs, max_seqlen, count = (rows[c].to_numpy(dtype=np.int64) for c in ("n_seqs", "max_seqlen", "count"))
     documents = report.profile.histogram()
