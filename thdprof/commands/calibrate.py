@@ -14,24 +14,27 @@ from thdprof.errors import UsageError
 def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", help="Cost table to write (YAML).")],
     module: Annotated[
-        str | None, typer.Option(help="package.module:callable that makes the module; else the built-in stack.")
+        str | None,
+        typer.Option(
+            help="Callable that makes the module to measure, as package.module:name; else the built-in stack."
+        ),
     ] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the built-in stack.")] = 24,
     hidden: Annotated[int, typer.Option(min=1, help="Width of the input, also of --module.")] = 1024,
     heads: Annotated[int, typer.Option(min=1, help="Attention heads of the built-in stack.")] = 16,
     seq_length: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch.")] = 2048,
     attention: Annotated[
-        str, typer.Option(help="Attention of the built-in stack, torch; else a name to note.")
+        str, typer.Option(help="Name of the attention backend in the cost table; the built-in stack has torch only.")
     ] = "torch",
-    n_seqs: Annotated[str, typer.Option(help="Documents to run eagerly.")] = "1,4,12,43,106,358",
-    max_seqs: Annotated[str, typer.Option(help="Documents of the buckets to replay.")] = "16,64,128,358",
+    n_seqs: Annotated[str, typer.Option(help="Numbers of documents of the eager micro-batches.")] = "1,4,12,43,106,358",
+    max_seqs: Annotated[str, typer.Option(help="Numbers of documents of the replayed buckets.")] = "16,64,128,358",
     max_seqlen: Annotated[
-        str | None, typer.Option(help="Longest documents of the buckets.", show_default="--seq-length")
+        str | None, typer.Option(help="Longest documents of the buckets, in tokens.", show_default="--seq-length")
     ] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds; the median counts.")] = 7,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds of measurement; the median is written.")] = 7,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Measure eager and replayed micro-batches on this GPU, for analyze --cost-table."""
+    """Measure eager and replayed micro-batches on this GPU, and write a cost table for analyze --cost-table."""
     import importlib.util
 
     import yaml

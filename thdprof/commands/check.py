@@ -25,21 +25,21 @@ def check(
     ] = None,
     max_fallback_rate: Annotated[
         str | None,
-        typer.Option(help="Largest rate that is let pass: 0.005 or 0.5%.", show_default="the plan's own prediction"),
+        typer.Option(help="Largest allowed rate: 0.005 or 0.5%.", show_default="the plan's own prediction"),
     ] = None,
     level: Annotated[
         Level,
         typer.Option(
-            help="Rate that counts: of micro-batches, of a rank's steps with an eager one, or of steps with one on any "
-            "rank, which is what training waits for."
+            help="Rate to check: the share of eager micro-batches, of (rank, step) pairs with an eager micro-batch, or "
+            "of steps with one on any rank, for which training waits."
         ),
     ] = "step",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Hold a dataset against a plan that was made before; exit 3 where it no longer fits.
+    """Check whether a plan still fits a dataset; exit with 3 where it does not.
 
-    The dataset is replayed with the plan's own training settings, and every micro-batch is dispatched to the plan's
-    buckets as training does.
+    The dataset is replayed with the plan's training settings, and every micro-batch is dispatched to the plan's buckets
+    as training does it.
     """
     from thdprof.analyze.check import check as check_dataset
     from thdprof.analyze.report.check import print_check, to_json, verdict

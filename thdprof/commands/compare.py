@@ -24,16 +24,17 @@ def compare(
             metavar="STATS|PLAN",
         ),
     ],
-    tolerance: Annotated[str, typer.Option(help="Largest difference that is let pass: 0.01 or 1%.")] = "0.01",
+    tolerance: Annotated[str, typer.Option(help="Largest allowed difference: 0.01 or 1%.")] = "0.01",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Hold a run's statistics, or another plan, against a plan; exit 3 where they differ.
+    """Compare a plan with a run's statistics or with another plan; exit with 3 where they differ too much.
 
-    Statistics: the shares of micro-batches that ran eagerly and that replayed each bucket count, by their difference.
+    With statistics, the compared values are the share of micro-batches that ran eagerly and the share that replayed
+    each bucket. Their differences are held to --tolerance.
 
-    Another plan: all that changed is listed. The fallback rates count by their difference; the predicted step times
-    (in ms, and beside eager) and the percentiles from P50 to max of documents and longest document by their relative
-    change, of the larger. Nothing else counts: neither dataset, training settings, buckets and slots nor costs.
+    With another plan, every field that differs is listed. Held to --tolerance are the differences of the fallback
+    rates, and the relative changes of the predicted step times and of the percentiles from P50 to max. Other fields
+    (dataset, training settings, buckets, slots, costs) are listed only.
     """
     from thdprof.analyze.settings.limits import share_of
     from thdprof.commands.plan_file import check_one_stdin, from_stdin, read_plan, shown

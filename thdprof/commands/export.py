@@ -13,7 +13,7 @@ from thdprof.errors import UsageError
 
 def export(
     plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
-    to: Annotated[str, typer.Option(help="megatron-lm, megatron-lm-dev, megatron-bridge or json.")],
+    to: Annotated[str, typer.Option(help="Target: megatron-lm, megatron-lm-dev, megatron-bridge or json.")],
     max_seqs: Annotated[int | None, typer.Option(min=1, help="Export this cap instead of the plan's.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Directory for the target's files; stdout without it.")

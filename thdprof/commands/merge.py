@@ -17,7 +17,7 @@ def merge(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Join profiles of several datasets or shards; parts of one name are added up."""
+    """Join the profiles of several datasets or shards; parts with the same name are added up."""
     from thdprof.analyze.profile.merge import merge_profiles
     from thdprof.analyze.profile.run_profile import load_profile
     from thdprof.analyze.report.merged_profile import describe, to_json

@@ -17,20 +17,21 @@ def report(
     profile: Annotated[
         Path | None,
         typer.Option(
-            help="Profile of analyze --profile or merge.", show_default="PLAN.profile.parquet beside the plan"
+            help="Profile that analyze --profile or merge wrote.", show_default="PLAN.profile.parquet beside the plan"
         ),
     ] = None,
     cap: Annotated[
-        int | None, typer.Option(min=1, help="Single cap to look at.", show_default="the plan's best")
+        int | None,
+        typer.Option(min=1, help="Cap, in documents, that the figures are about.", show_default="the plan's best"),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="A .ipynb or .html file, or a directory for the figures as SVG."),
+        typer.Option("-o", "--output", help="File to write, .html or .ipynb; or a directory for the figures as SVG."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Say and draw what a plan rests on, what each cap costs and what happened: a page, a notebook or figures."""
+    """Describe a plan in sentences and figures: its data, the cost of each cap, and what happened in a run."""
     from thdprof.analyze.report.write import write_report
     from thdprof.commands.plan_file import from_stdin, plan_as_file, shown
 
