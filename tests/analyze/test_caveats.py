@@ -72,3 +72,12 @@ def test_a_drawn_order_is_told_beside_the_assumptions(tmp_path):
     assert lines[at - 1].startswith("  assumed ")
     replayed = analyze_dataset(data, seq_length=16, loader="single")
     assert replayed.notes == ()
+
+
+def test_training_that_would_stop_is_warned_of_and_not_a_note(tmp_path):
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\n".join(["700"] * 60))
+    options = {"packer": "dynamic_cp", "max_seqlen_per_dp_cp_rank": 2048, "data_parallel_size": 3}
+    analysis = analyze_dataset(path, global_batch_size=6, **options)
+    (refused,) = (text for text in analysis.warnings if "odd number of ranks" in text)
+    assert refused not in analysis.notes

@@ -314,7 +314,7 @@ class TestDynamicCp:
             size = ranks * int(rng.integers(1, 12))
             lengths = random_lengths(rng, ranks * room, size * 3)
             values = run_settings("dynamic_cp", ranks, room, global_batch_size=size, pad_seq_to_mult=mult)
-            table, used, _ = dynamic_cp.dynamic_cp(lengths.astype(np.int32), settings=values)
+            table, used, _, _ = dynamic_cp.dynamic_cp(lengths.astype(np.int32), settings=values)
             groups = table.groups
             padded = -(-lengths // mult) * mult
             assert int(table.n_seqs.sum()) == len(lengths)

@@ -49,7 +49,7 @@ def test_ranks_and_micro_batches_of_the_single_loader():
 def test_the_single_loader_ends_with_the_data():
     found = schedule(rows([1], [2], [3]), seq_length=8, train_samples=7)
     assert found.table.num_steps == 3
-    assert "the data ends after 3" in found.notes[0]
+    assert "the data ends after 3" in found.warnings[0]
 
 
 def test_an_unknown_order_is_drawn_and_says_so():

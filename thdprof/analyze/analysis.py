@@ -232,6 +232,7 @@ def analyze_read(
         warnings=(
             *replayed.notes,
             *notes,
+            *schedule.warnings,
             *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limited=limited),
         ),
     )

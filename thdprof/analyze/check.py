@@ -182,6 +182,7 @@ def check(
             *dataset.notes,
             *replayed.notes,
             *replayed.schedule.notes,
+            *replayed.schedule.warnings,
             *_notes(plan, table, decisions, unpadded, needed),
         ),
     )
@@ -332,8 +333,6 @@ def _notes(
                 "(no_free_slot), which the rates here do not count; analyse again"
             )
     if not table.exact:
-        sentences.append(
-            "micro-batches were drawn, or Megatron would stop on some of these steps: rates are estimates, and "
-            "positions examples"
-        )
+        why = "were drawn" if table.groups is None else "are a guess where Megatron would stop"
+        sentences.append(f"micro-batches {why}: rates are estimates, and positions examples")
     return sentences

@@ -26,11 +26,13 @@ _BRIDGE_ROUNDING = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The predicted micro-batches, with notes on the prediction."""
+    """The predicted micro-batches, with what the user should know about them."""
 
     table: MicrobatchTable
-    notes: tuple[str, ...]
-    """Sentences that the user should read before trusting the prediction."""
+    notes: tuple[str, ...] = ()
+    """Sentences on how the rows became micro-batches: documents that were cut or left out."""
+    warnings: tuple[str, ...] = ()
+    """Sentences on training that would stop or hang."""
     independent: int
     """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor collated
     together."""
@@ -80,7 +82,7 @@ def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings
             f"a sample of {settings.seq_length} tokens holds {samples.n_seqs.max()} documents, empty ones among them; "
             "GPTDataset has room for no more than tokens: drop empty sequences from the data"
         )
-    steps, notes = _num_steps(len(samples), settings)
+    steps, warnings = _num_steps(len(samples), settings)
     if settings.loader == "cyclic":
         rows = samplers.cyclic_rows(len(samples), steps, settings)
         n_seqs, max_seqlen = samples.n_seqs[rows], samples.max_seqlen[rows]
@@ -88,7 +90,7 @@ def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings
         n_seqs, max_seqlen = (_in_file_order(a, steps, settings) for a in (samples.n_seqs, samples.max_seqlen))
     tokens = settings.micro_batch_size * settings.seq_length
     table = _merge(n_seqs, max_seqlen, tokens, settings)
-    return Schedule(table=table, notes=notes, independent=len(table))
+    return Schedule(table=table, warnings=warnings, independent=len(table))
 
 
 def _samples_of(
@@ -162,7 +164,7 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         used = float(rows.num_tokens().sum()) / (rows.num_rows() * settings.seq_length)
         one_epoch = len(table) * len(documents.document_tokens) // max(1, len(rows.document_tokens))
         independent = max(1, min(len(table), one_epoch))
-        return Schedule(table=table, notes=(), independent=independent, packing_efficiency=used)
+        return Schedule(table=table, independent=independent, packing_efficiency=used)
     adds_tail = settings.packer.startswith("first_fit") or settings.tail_policy == "append_dummy_seq"
     options: dict[str, Any] = {
         "packer": settings.packer,
@@ -178,7 +180,8 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
     schedule = _schedule_rows(packing.rows, settings)
     return Schedule(
         table=schedule.table,
-        notes=packing.notes + schedule.notes,
+        notes=packing.notes,
+        warnings=schedule.warnings,
         independent=schedule.independent,
         packing_efficiency=packing.efficiency,
         packing_efficiency_without_cap=packing.efficiency_without_cap,
@@ -187,10 +190,16 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
 
 def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
     """The schedule of documents under dynamic context parallelism."""
-    table, used, notes = dynamic_cp(documents.document_tokens, settings=settings)
+    table, used, notes, warnings = dynamic_cp(documents.document_tokens, settings=settings)
     one_epoch = len(table) * len(documents.document_tokens) // (table.num_steps * settings.global_batch_size)
     independent = max(1, min(len(table), one_epoch))
-    return Schedule(table=table, notes=tuple(notes), independent=independent, packing_efficiency=used)
+    return Schedule(
+        table=table,
+        notes=tuple(notes),
+        warnings=tuple(warnings),
+        independent=independent,
+        packing_efficiency=used,
+    )
 
 
 def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
@@ -204,7 +213,7 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
         )
     mapping = _sample_mapping(rows.num_rows(), settings)
     num_rows = rows.num_rows() if mapping is None else len(mapping)
-    steps, notes = _num_steps(num_rows, settings)
+    steps, warnings = _num_steps(num_rows, settings)
     read = {
         "single": samplers.sequential_rows,
         "cyclic": samplers.cyclic_rows,
@@ -216,7 +225,8 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
     if rows.rule == "bridge":
         table = _bridge_table(rows, read, settings)
         together = settings.num_microbatches if settings.loader == "batch" else 1
-        return Schedule(table=table, notes=notes, independent=max(1, min(len(table), rows.num_rows()) // together))
+        independent = max(1, min(len(table), rows.num_rows()) // together)
+        return Schedule(table=table, warnings=warnings, independent=independent)
     documents, longest, tokens_by_row = _plain_rows(rows, settings)
     shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
     n_seqs = documents[read].reshape(shape).sum(axis=3, dtype=np.int64)
@@ -227,7 +237,7 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
         n_seqs, tokens = n_seqs + padding, tokens + padding
     table = _table(n_seqs, max_seqlen, tokens, settings)
     distinct = max(1, rows.num_rows() // settings.micro_batch_size)
-    return Schedule(table=table, notes=notes, independent=min(len(table), distinct))
+    return Schedule(table=table, warnings=warnings, independent=min(len(table), distinct))
 
 
 def _sample_mapping(num_rows: int, settings: TrainingSettings) -> NDArray[np.int64] | None:
@@ -280,7 +290,7 @@ def _plain_rows(
 
 
 def _num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str, ...]]:
-    """The number of steps to predict, and a note if the data ends before the run does."""
+    """The number of steps to predict, and a warning if the data ends before the run does."""
     one_epoch = samplers.steps_of_one_epoch(num_rows, settings)
     if one_epoch == 0:
         raise DataError(
@@ -291,11 +301,11 @@ def _num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[st
         return one_epoch, ()
     steps = settings.train_samples // settings.global_batch_size
     if settings.loader == "single" and steps > one_epoch:
-        note = (
+        warning = (
             f"the run asks for {steps} steps, but the data ends after {one_epoch}: the single loader does not start "
             "again, and training stops there"
         )
-        return one_epoch, (note,)
+        return one_epoch, (warning,)
     return steps, ()
 
 

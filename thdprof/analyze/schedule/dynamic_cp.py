@@ -48,7 +48,7 @@ class Placement:
 
 def dynamic_cp(
     document_tokens: NDArray[np.int32], *, settings: TrainingSettings
-) -> tuple[MicrobatchTable, float, list[str]]:
+) -> tuple[MicrobatchTable, float, list[str], list[str]]:
     """Form the micro-batches of `settings.packer`, which is `balanced_cp` or `dynamic_cp`.
 
     Documents are cut to `seq_length` and padded to a multiple of `pad_seq_to_mult`; empty ones are left out, as in
@@ -60,7 +60,7 @@ def dynamic_cp(
 
     Returns:
         The micro-batch table; the share of the ranks' `max_seqlen_per_dp_cp_rank` tokens that hold documents, 0 to 1;
-        and notes for the user.
+        notes on documents that were cut or left out; and warnings that training may stop.
 
     Raises:
         DataError: the documents do not fill one step; a step has only empty documents; a document needs more ranks
@@ -74,25 +74,25 @@ def dynamic_cp(
         notes.append(f"{empty} empty documents were left out")
     placement, dealt = deal(by_step, settings)
     tokens = dealt[placement.document]
-    notes += _notes_on_ranks(placement, tokens, len(by_step), settings)
     table = _table(placement, tokens, len(by_step), settings)
-    return table, float(tokens.sum()) / float(capacity(table, settings).sum()), notes
+    warnings = _warnings_on_ranks(placement, tokens, len(by_step), settings)
+    return table, float(tokens.sum()) / float(capacity(table, settings).sum()), notes, warnings
 
 
-def _notes_on_ranks(
+def _warnings_on_ranks(
     placement: Placement, tokens: NDArray[np.int64], num_steps: int, settings: TrainingSettings
 ) -> list[str]:
     """Reasons why Megatron may stop, although the scheduler places documents of `tokens` [documents placed]."""
-    notes = []
+    warnings = []
     ranks = settings.data_parallel_size * settings.context_parallel_size
     if settings.packer == "dynamic_cp" and ranks % 2:
-        notes.append(
+        warnings.append(
             f"{ranks} data-parallel x context-parallel ranks: Megatron-LM refuses dynamic context parallelism on an "
             "odd number of ranks when training starts"
         )
     stopped = placement.stopped_steps
     if stopped.size:
-        notes.append(
+        warnings.append(
             f"step {stopped[0]}: Megatron-LM's default_dynamic_cp would stop training with an IndexError, because it "
             f"cannot give work to all {ranks} data-parallel x context-parallel ranks. That happens in {stopped.size} "
             f"of {num_steps} steps, whose micro-batches here are a guess: use a number of ranks that is a power of 2"
@@ -100,18 +100,18 @@ def _notes_on_ranks(
     parts = np.where(placement.cp_size > 1, 2 * placement.cp_size, 1)
     uneven = int((tokens % parts != 0).sum())
     if uneven:
-        notes.append(
+        warnings.append(
             f"{uneven} documents run on a group of ranks of whose double their tokens are no multiple, and Megatron "
             f"cannot cut them: --pad-seq-to-mult {2 * math.lcm(ranks, 1 << (ranks.bit_length() - 1))} pads them"
         )
     size, most = placement.cp_size, 1 << max(0, ranks.bit_length() - 2)
     grouped = (size == 1) | (size == ranks) | ((size <= most) & (placement.first_rank % size == 0))
     if not grouped.all():
-        notes.append(
+        warnings.append(
             f"{int((~grouped).sum())} documents run on ranks that Megatron makes no process group of: its groups begin "
             f"at multiples of their size, which is at most {most} or all {ranks}; training may stop or hang there"
         )
-    return notes
+    return warnings
 
 
 def capacity(table: MicrobatchTable, settings: TrainingSettings) -> NDArray[np.int64]:
