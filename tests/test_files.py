@@ -21,6 +21,7 @@ from thdprof.files import parse_yaml, read_yaml
         ("\n? [1]\n: 2\n", "line 2: while constructing a mapping, found unhashable key"),
         ("a: !!python/object:x.y {}\n", "line 1: could not determine a constructor for the tag"),
         ("a: \0\n", "unacceptable character #x0000"),
+        ("a:\n  b: 1\n  c: 2\n  b: 3\n", "line 4: b is given twice in one mapping"),
         ("[" * 5000, "is nested too deeply"),
     ],
 )

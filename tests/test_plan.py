@@ -126,3 +126,19 @@ def test_a_killed_write_leaves_the_old_file(tmp_path):
     child.wait()
     time.sleep(0.05)
     assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(plan, tmp_path, value):
+    values = yaml.safe_load(plan.to_yaml())
+    values["predictions"]["step_ms"] = value
+    (tmp_path / "plan.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(DataError, match=r"predictions\.step_ms: Input should be a finite number"):
+        load_plan(tmp_path / "plan.yaml")
+
+
+def test_a_part_that_is_there_twice_is_refused(plan, tmp_path):
+    text = plan.to_yaml()
+    (tmp_path / "plan.yaml").write_text(text + text[text.index("graphs:") : text.index("predictions:")])
+    with pytest.raises(DataError, match="graphs is given twice in one mapping"):
+        load_plan(tmp_path / "plan.yaml")

@@ -114,7 +114,7 @@ def check_not_inputs(outputs: Iterable[Path], inputs: Iterable[Path | None]) -> 
         for path in read:
             with contextlib.suppress(OSError):  # one of them does not exist
                 if os.path.samefile(output, path):
-                    raise UsageError(f"-o {output}: is {path}, which is read; give another name")
+                    raise UsageError(f"{output}: is {path}, which is read; give another name")
 
 
 def read_yaml(path: Path | str, *, where: str) -> Any:
@@ -156,12 +156,13 @@ def parse_yaml(text: str, *, where: str) -> Any:
         where: the file's name in errors.
 
     Raises:
-        DataError: the text is not YAML, is nested too deeply, or holds an impossible date, number or tag.
+        DataError: the text is not YAML, is nested too deeply, has a key twice in one mapping, or holds an impossible
+            date, number or tag.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Names the line of an impossible value, as YAML's own errors do, and limits how deeply values are nested."""
+        """Names the line of an impossible value, refuses repeated keys, and limits how deeply values are nested."""
 
         depth = 0
 
@@ -172,6 +173,15 @@ def parse_yaml(text: str, *, where: str) -> Any:
             node: yaml.Node | None = super().compose_node(parent, index)
             self.depth -= 1
             return node
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen = set[str]()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    said = f"{key.value} is given twice in one mapping"
+                    raise yaml.constructor.ConstructorError(None, None, said, key.start_mark)
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
 
         def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
             try:

@@ -38,9 +38,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Part(BaseModel):
-    """A part of the plan: unknown fields are refused, so that a misspelt one is never ignored."""
+    """A part of the plan. Unknown fields are refused, so that a misspelt one is never ignored; NaN and infinity too."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class DatasetPart(_Part):

@@ -337,7 +337,7 @@ def test_merge_from_the_command_line(thdprof, tmp_path):
     for output in (files[1], tmp_path / "link.parquet"):
         done = thdprof("merge", *files, "-o", output, "--force")
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == f"thdprof: -o {output}: is {files[1]}, which is read; give another name\n"
+        assert done.stderr == f"thdprof: {output}: is {files[1]}, which is read; give another name\n"
     assert files[1].read_bytes() == before
 
 

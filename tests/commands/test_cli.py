@@ -533,3 +533,19 @@ def test_graphs_that_save_too_little_are_not_said_to_be_left_out_by_limits(thdpr
     done = analyze(thdprof, packs, "--cost-table", costs, "--graph-memory-gib", "0")
     assert "none within the limits saves 2% of the eager step time" in done.stdout
     assert "the limits on memory or fallbacks decided: without them a step would take 0.500" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["-o", "--microbatches", "--profile"])
+def test_the_dataset_is_never_replaced(thdprof, packs, option):
+    done = thdprof("analyze", packs, option, packs, "--force")
+    assert done.returncode == 2
+    assert f"{packs}: is {packs}, which is read; give another name" in done.stderr
+    assert packs.read_text() == PACKS
+
+
+def test_the_settings_file_is_never_replaced(thdprof, packs, tmp_path):
+    settings = tmp_path / "run.yaml"
+    settings.write_text("loader: single\n")
+    done = thdprof("analyze", packs, "--settings", settings, "-o", settings, "--force")
+    assert done.returncode == 2
+    assert settings.read_text() == "loader: single\n"

@@ -68,6 +68,7 @@ def analyze(
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
+    from thdprof.files import check_not_inputs
 
     to_stdout = output is not None and str(output) == "-"
     _check_outputs(output, profile=profile, part=part, microbatches=microbatches, json=json, force=force)
@@ -77,6 +78,8 @@ def analyze(
     _check_captures(request, impl, choice)
     for note in request.notes:
         streams.say(note)
+    outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
+    check_not_inputs(outputs, [settings, megatron_args, request.cost_table])
     with streams.progress_bar() as progress:
         analysis = analyze_files(
             request.locations,
@@ -88,6 +91,7 @@ def analyze(
             offload=choice,
             progress=progress,
         )
+        check_not_inputs(outputs, map(Path, analysis.dataset.uris))
         if microbatches is not None:
             progress("writing the table", 1.0, 0)
             analysis.microbatches.write_parquet(microbatches)
