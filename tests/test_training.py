@@ -15,7 +15,7 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.settings.limits import analysis_options
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import Training, parse_plan
-from thdprof.training import TrainingSettings, definitions, definitions_of, shown
+from thdprof.training import TrainingSettings, definitions, definitions_of, shown, to_give
 
 DEFINED = definitions_of(TrainingSettings)
 ADDED_LATER = {"microbatch_group_size", "experts", "max_seqlen_per_dp_cp_rank"}
@@ -49,7 +49,7 @@ def outside():
 def test_the_command_and_the_plan_refuse_the_same_values(plan, name, value):
     with pytest.raises(UsageError) as told:
         DEFINED[name].check(value)
-    assert str(told.value).startswith(shown(name).removesuffix(" in --settings"))
+    assert str(told.value).startswith(shown(name))
     written = yaml.safe_load(plan.to_yaml())
     written["training"][name] = value
     with pytest.raises(DataError, match=rf"^p: training\.{name}"):
@@ -98,8 +98,14 @@ def test_a_plan_reads_what_it_writes(plan):
 def test_settings_without_an_option_are_named_as_in_a_file():
     assert shown("seq_length") == "--seq-length"
     assert shown("seq_length", 8) == "--seq-length 8"
-    assert shown("drop_last") == "drop_last in --settings"
-    assert shown("microbatch_group_size", 4) == "microbatch_group_size 4 in --settings"
+    assert shown("drop_last") == "drop_last"
+    assert shown("microbatch_group_size", 4) == "microbatch_group_size 4"
+
+
+def test_a_message_that_asks_for_a_setting_says_where_it_is_given():
+    assert to_give("seq_length", 8) == "--seq-length 8"
+    assert to_give("drop_last") == "drop_last in --settings"
+    assert to_give("microbatch_group_size", 4) == "microbatch_group_size 4 in --settings"
 
 
 def test_no_message_names_an_option_that_there_is_not():

@@ -109,10 +109,13 @@ class Definition:
         """The setting, and its value where one is given, as messages name them.
 
         Every message uses this text, so that it names an option only where the command has one:
-        `--seq-length 4096`, but `microbatch_group_size 4 in --settings`.
+        `--seq-length 4096`, but `microbatch_group_size 4`.
         """
-        words = [self.option if self.setting.everyday else self.name, *map(str, value)]
-        return " ".join(words if self.setting.everyday else [*words, "in --settings"])
+        return " ".join([self.option if self.setting.everyday else self.name, *map(str, value)])
+
+    def to_give(self, *value: object) -> str:
+        """The setting as `shown`, and where to give it if no option does: `microbatch_group_size 4 in --settings`."""
+        return self.shown(*value) + ("" if self.setting.everyday else " in --settings")
 
     def check(self, value: object) -> None:
         """Refuse a value of a wrong type or out of bounds.
@@ -410,6 +413,11 @@ def definitions_of(settings: type) -> dict[str, Definition]:
 def shown(name: str, *value: object) -> str:
     """The training setting `name`, and its value where one is given, as messages name them: `Definition.shown`."""
     return definitions()[name].shown(*value)
+
+
+def to_give(name: str, *value: object) -> str:
+    """The training setting `name` for a message that asks for it: `Definition.to_give`."""
+    return definitions()[name].to_give(*value)
 
 
 def _definition(name: str, hint: Any, default: Any) -> Definition:

@@ -547,7 +547,7 @@ def test_from_the_command_line(thdprof, documents, tmp_path):
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 with --packer dynamic_cp: .*; use 1"),
         ({"micro_batch_size": 2}, "--micro-batch-size 2: --packer dynamic_cp needs 1"),
         ({"loader": "cyclic"}, "--loader cyclic: Megatron reads data for --packer dynamic_cp with single alone"),
-        ({"max_docs_per_pack": 4}, "max_docs_per_pack in --settings: --packer dynamic_cp has no cap on documents"),
+        ({"max_docs_per_pack": 4}, "max_docs_per_pack: --packer dynamic_cp has no cap on documents"),
         (
             {"packer": "balanced_cp", "data_parallel_size": 1, "context_parallel_size": 1},
             "--data-parallel-size 1 x --context-parallel-size 1: .* needs an even number of ranks",

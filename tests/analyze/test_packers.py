@@ -83,7 +83,7 @@ class TestByHand:
             pack([11], "first_fit_decreasing")
         with pytest.raises(DataError, match=r"no document is left to pack .* 2 empty documents were left out"):
             pack([0, 0], "best_fit_decreasing")
-        with pytest.raises(UsageError, match=r"max_docs_per_pack 1 in --settings: leaves no document .* use 2 or more"):
+        with pytest.raises(UsageError, match=r"max_docs_per_pack 1: leaves no document .* use 2 or more"):
             pack([1], max_documents=1, tail_documents=1)
         with pytest.raises(UsageError, match="--packer dp_balanced"):
             pack([1], "dp_balanced")

@@ -31,7 +31,7 @@ def write_lines(path, lines):
         ({"pipeline_parallel_size": 10**8}, "--pipeline-parallel-size 100000000: is larger than 4096"),
         ({"train_samples": 10**13}, "--train-samples 10000000000000: more than 2,000,000,000 micro-batches"),
         ({"seed": 2**32}, "--seed 4294967296: is larger than 4294967295"),
-        ({"microbatch_group_size": 4}, "microbatch_group_size 4 in --settings: needs --virtual-pipeline-size"),
+        ({"microbatch_group_size": 4}, "microbatch_group_size 4: needs --virtual-pipeline-size"),
         ({"micro_batch_size": 1.5}, "--micro-batch-size 1.5: must be a whole number"),
         ({"nonsense": 1}, "unknown setting 'nonsense'"),
     ],
@@ -50,7 +50,7 @@ def test_what_has_no_effect_is_left_out_and_said(tmp_path):
         "--tail-policy has no effect on format lengths and was left out",
     )
     packs = write_lines(tmp_path / "packs.jsonl", ["[1, 2]", "[3]"])
-    assert "max_docs_per_pack in --settings has no effect" in analyze_dataset(packs, max_docs_per_pack=3).warnings[0]
+    assert "max_docs_per_pack has no effect" in analyze_dataset(packs, max_docs_per_pack=3).warnings[0]
 
 
 def test_every_default_that_matters_is_an_assumption():

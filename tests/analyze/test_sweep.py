@@ -301,14 +301,14 @@ WRONG = [
     (["--vary", "seq-length=8", "--vary", "seq_length=9"], "seq_length=9: seq-length is varied already"),
     (["--vary", "seed=1", "--seed", "1"], "seed=1: --seed is given too; give it once"),
     (["--vary", "loader=fast"], "loader=fast: --loader fast: choose one of single, cyclic, batch"),
-    (["--vary", "drop-last=maybe"], "drop-last=maybe: drop_last 'maybe' in --settings: must be true or false"),
+    (["--vary", "drop-last=maybe"], "drop-last=maybe: drop_last 'maybe': must be true or false"),
     (["--vary", "buckets=0"], "buckets=0: --buckets 0: must be a whole number of at least 1"),
     (["--vary", "max-fallback-rate=7"], "max-fallback-rate=7: --max-fallback-rate 7: must be a share"),
     (["--vary", "graph-memory-gib=nan"], "graph-memory-gib=nan: --graph-memory-gib nan: must be a number"),
     (["--vary", "attention=x"], "attention=x: --attention x: choose one of transformer_engine, torch"),
-    (["--vary", "world-size=0"], "world-size=0: world_size 0 in --settings: must be a whole number of at least 1"),
+    (["--vary", "world-size=0"], "world-size=0: world_size 0: must be a whole number of at least 1"),
     (["--vary", f"seq-length={','.join(map(str, range(1, 300)))}"], "299 combinations to analyse; at most 256"),
-    (["--vary", "world-size=8"], "world_size in --settings: only completes --megatron-args"),
+    (["--vary", "world-size=8"], "world_size: only completes --megatron-args"),
 ]
 
 

@@ -222,7 +222,7 @@ def test_a_max_documents_cap_reports_what_it_costs(thdprof, tmp_path):
     options = ("--seq-length", 50, "--packer", "next_fit", "--settings", tmp_path / "settings.yaml")
     done = thdprof("analyze", tmp_path / "documents.jsonl", *options)
     assert done.returncode == 0, done.stderr
-    assert "20.00% of the tokens hold documents; max_docs_per_pack 10 in --settings loses 80.00 points" in done.stdout
+    assert "20.00% of the tokens hold documents; max_docs_per_pack 10 loses 80.00 points" in done.stdout
 
 
 def test_bridges_packers_have_one_row_a_micro_batch(thdprof, tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
-from thdprof.training import shown
+from thdprof.training import to_give
 
 Flag = tuple[str, ...]
 """A flag and its values; each string is one word of a shell command."""
@@ -74,7 +74,7 @@ def choose_cap(target: Target, plan: Plan, max_seqs: int | None) -> int | None:
         raise UsageError(
             f"--max-seqs {max_seqs}: target {target.name} has no eager fallback, and the fullest micro-batch "
             f"has {least} documents there: use --max-seqs {least}, or the megatron-lm target, which runs "
-            f"longer micro-batches eagerly, or repack with {shown('max_docs_per_pack', max_seqs)}"
+            f"longer micro-batches eagerly, or repack with {to_give('max_docs_per_pack', max_seqs)}"
         )
     return least if max_seqs is None else max_seqs
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.schedule.shuffles import torch_randperm
 from thdprof.errors import DataError
-from thdprof.training import TrainingSettings, shown
+from thdprof.training import TrainingSettings, to_give
 
 PADDING_ROW = -1
 """Index of a row that only fills up the last global batch of an epoch. As an index into the dataset it is the last row,
@@ -67,7 +67,7 @@ def cyclic_rows(num_rows: int, steps: int, settings: TrainingSettings) -> NDArra
             if batches == 0:
                 raise DataError(
                     f"{num_rows} rows: Megatron's cyclic sampler gives rank {rank} nothing in epoch {epoch}; "
-                    f"use {shown('data_sharding', 'true')}, or more data"
+                    f"use {to_give('data_sharding', 'true')}, or more data"
                 )
             taken = min(batches * size, needed - filled[rank])
             rows[rank, filled[rank] : filled[rank] + taken] = epoch_rows[:taken]

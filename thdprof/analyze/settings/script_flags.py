@@ -19,7 +19,7 @@ from thdprof.analyze.settings.flag_occurrences import (
 from thdprof.analyze.settings.megatron_flags import CONVERSATIONS, DATA_PATHS, DOCUMENT_MASKING, FLAGS
 from thdprof.analyze.settings.shell import ShellText, Word
 from thdprof.errors import UsageError
-from thdprof.training import shown
+from thdprof.training import to_give
 
 
 class ScriptFlags:
@@ -56,7 +56,7 @@ class ScriptFlags:
         occurrences = self.occurrences.get(flag, [])
         if not occurrences or name in self.from_caller:
             return None
-        option = option or shown(name)
+        option = option or to_give(name)
         last = occurrences[-1]
         for other in occurrences[:-1]:
             if not other.agrees_with(last):
@@ -96,7 +96,7 @@ class ScriptFlags:
         if not re.fullmatch(r"\+?[0-9]{1,18}", text) or int(text) < least:
             raise UsageError(
                 f"{self.where}, line {occurrence.line}: {flag} {text}: not a whole number of at least {least}; "
-                f"mend it or give {option or shown(name)}"
+                f"mend it or give {option or to_give(name)}"
             )
         return int(text)
 
