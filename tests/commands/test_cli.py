@@ -345,13 +345,23 @@ ERRORS = [
     (["analyze", "x", "--seqlength", "8"], "--seqlength: no such option; did you mean --seq-length?"),
     (["analyze", "x", "--zzz"], "--zzz: no such option; see thdprof analyze --help"),
     (["analize"], "no such command 'analize'"),
-    (["analyze", "x", "--seq-length", "many"], "--seq-length: "),
-    (["analyze", "x", "--loader", "fast"], "--loader: "),
-    (["analyze", "x", "--loader"], ""),
-    (["report", "plan.yaml", "--cap", "0"], "--cap: "),
+    (["analyze", "x", "--seq-length", "many"], "--seq-length many: must be a whole number\n"),
+    (["analyze", "x", "--seq-length", "1.5"], "--seq-length 1.5: must be a whole number\n"),
+    (["analyze", "x", "--seq-length", ""], "--seq-length '': must be a whole number\n"),
+    (["analyze", "x", "--seq-length", "a\n\x1b[2J"], "--seq-length a \ufffd[2J: must be a whole number\n"),
+    (["analyze", "x", "--graph-memory-gib", "much"], "--graph-memory-gib much: must be a number\n"),
+    (["analyze", "x", "--loader", "fast"], "--loader fast: choose one of single, cyclic, batch\n"),
+    (["check", "x", "--level", "all"], "--level all: choose one of microbatch, rank_step, step\n"),
+    (["analyze", "x", "--loader"], "--loader: needs a value; see thdprof analyze --help\n"),
+    (["analyze", "--offload"], "--offload: needs a value; see thdprof analyze --help\n"),
+    (["export", "p.yaml", "-o"], "-o: needs a value; see thdprof export --help\n"),
+    (["merge", "a", "--force=yes"], "--force: takes no value; see thdprof merge --help\n"),
+    (["--version=1"], "--version: takes no value; see thdprof --help\n"),
+    (["report", "plan.yaml", "--cap", "0"], "--cap 0: must be at least 1\n"),
+    (["report", "plan.yaml", "--cap", "x"], "--cap x: must be a whole number\n"),
     (["export", "plan.yaml"], "thdprof export: --to is missing"),
     (["compare", "plan.yaml"], "thdprof compare: STATS|PLAN is missing"),
-    (["demo", "a", "b"], ""),
+    (["demo", "a", "b", "c"], "b c: more arguments than there can be; see thdprof demo --help\n"),
 ]
 
 
@@ -361,6 +371,15 @@ def test_the_parsers_errors_are_one_line_in_the_same_style(thdprof, arguments, m
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"thdprof: {message}"), done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_an_option_and_a_settings_file_are_refused_in_the_same_words(thdprof, packs, tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_text("packer: zz\n")
+    option, file = thdprof("analyze", packs, "--packer", "zz"), thdprof("analyze", packs, "--settings", path)
+    assert option.stderr == file.stderr
+    assert option.stderr.startswith("thdprof: --packer zz: choose one of first_fit_decreasing, first_fit_shuffle,")
+    assert (option.returncode, file.returncode) == (2, 2)
 
 
 RARE = """

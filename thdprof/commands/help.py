@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -21,6 +22,11 @@ Rows = list[tuple[str, str]]
 
 class PanelCommand(TyperCommand):
     """A command whose help has a panel for every heading of its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; an error names this command's help."""
+        with _errors_of(ctx):
+            return list(super().parse_args(ctx, args))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the panels, in the order in which the options are declared."""
@@ -41,7 +47,8 @@ class PanelGroup(TyperGroup):
         for param in self.get_params(ctx):
             if getattr(param, "is_flag", False) and param.default is None:
                 param.default = False
-        return list(super().parse_args(ctx, args))
+        with _errors_of(ctx):
+            return list(super().parse_args(ctx, args))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write a panel of options and one of commands."""
@@ -50,6 +57,17 @@ class PanelGroup(TyperGroup):
             formatter.write(_drawn(title, rows))
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         formatter.write(_drawn("Commands", [(n, c.get_short_help_str(200)) for n, c in commands.items() if c]))
+
+
+@contextlib.contextmanager
+def _errors_of(ctx: Any) -> Iterator[None]:
+    """Tell an error that the parser raises which command it is of: some of typer's do not know."""
+    try:
+        yield
+    except Exception as error:
+        if getattr(error, "ctx", ctx) is None:
+            error.ctx = ctx  # type: ignore[attr-defined]
+        raise
 
 
 def _panels(params: Sequence[Any], ctx: Any) -> dict[str, Rows]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from typing import Any
 
 from thdprof.commands.options import removed_options
+from thdprof.words import printable
 
 _SWEEP = "--sweep: has become a command: thdprof sweep DATASET... seq-length=4096,8192 micro-batch-size=1,2"
 
@@ -19,10 +21,45 @@ def usage_message(error: Exception) -> str:
         return _no_such_option(error, command)
     if kind == "MissingParameter" and param is not None:
         return f"{command}: {_named(param)} is missing; {command} --help tells what it is"
-    text = " ".join(str(getattr(error, "message", error)).split()).rstrip(".")
+    text = _line(str(getattr(error, "message", error))).rstrip(".")
     if kind == "BadParameter" and param is not None:
-        return f"{_named(param)}: {_lowered(text)}"
-    return f"{_lowered(text)}; see {command} --help"
+        return _bad_value(error, param) or f"{_named(param)}: {_lowered(text)}"
+    return f"{_usage(error, text)}; see {command} --help"
+
+
+def _bad_value(error: Exception, param: Any) -> str:
+    """The option, its value and what it must be, as a settings file's errors say it; empty where that is not known."""
+    problems = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
+    if not problems:
+        return ""
+    kind, bounds = str(problems[0]["type"]), problems[0].get("ctx", {})
+    choices = param.type_descriptor.choices
+    if choices:
+        must = f"choose one of {', '.join(map(str, choices))}"
+    elif kind == "greater_than_equal":
+        must = f"must be at least {bounds['ge']}"
+    elif kind == "less_than_equal":
+        must = f"is larger than {bounds['le']}"
+    elif kind.startswith("int_"):
+        must = "must be a whole number"
+    elif kind.startswith("float_"):
+        must = "must be a number"
+    else:
+        return ""
+    return f"{_named(param)} {_line(str(problems[0]['input'])) or repr('')}: {must}"
+
+
+def _usage(error: Exception, text: str) -> str:
+    """An error of the command line as a whole; in the parser's words `text` where it is of no known kind."""
+    option = getattr(error, "option_name", None)
+    if option is not None and "requires" in text:
+        return f"{option}: needs a value"
+    if option is not None and "does not take" in text:
+        return f"{option}: takes no value"
+    surplus = re.fullmatch(r"Got unexpected extra arguments? *(?:\(s\) )?\((.*)\)", text)
+    if surplus is not None:
+        return f"{surplus[1]}: more arguments than there can be"
+    return _lowered(text)
 
 
 def _no_such_option(error: Any, command: str) -> str:
@@ -47,6 +84,11 @@ def _named(param: Any) -> str:
     if param.param_type_name == "option":
         return str(max(param.opts, key=len))
     return str(param.metavar or param.name.upper())
+
+
+def _line(text: str) -> str:
+    """`text` in one line, without control characters."""
+    return printable(" ".join(text.split()))
 
 
 def _lowered(text: str) -> str:
