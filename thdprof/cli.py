@@ -82,10 +82,12 @@ def _ending_signals() -> Iterator[None]:
     ours = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores SIGHUP
     for number in ours:
         signal.signal(number, _end)
-    yield
-    for number in ours:
-        if signal.getsignal(number) is _end:
-            signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number in ours:
+            if signal.getsignal(number) is _end:
+                signal.signal(number, signal.SIG_DFL)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
