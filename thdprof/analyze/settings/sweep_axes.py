@@ -25,9 +25,9 @@ class Axis:
     """A setting and the values that it takes."""
 
     name: str
-    """With underscores."""
+    """The name of the setting, written with underscores."""
     values: tuple[Any, ...]
-    """As in a settings file; at least one, each once."""
+    """The values as a settings file would hold them: at least one, and none of them twice."""
 
     @property
     def flag(self) -> str:
