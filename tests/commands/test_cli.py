@@ -333,6 +333,33 @@ def test_shells_complete_commands_options_and_choices(tmp_path):
     assert '"dp_balanced"' in completed("analyze", "--packer", "dp")
 
 
+USAGES = {
+    "analyze": "[DATASET]...",
+    "sweep": "[DATASET|NAME=V1,V2]...",
+    "report": "PLAN [STATS]",
+    "merge": "PROFILE...",
+    "export": "PLAN",
+    "compare": "PLAN STATS|PLAN",
+    "check": "PLAN [DATASET]...",
+    "calibrate": "",
+    "demo": "DIRECTORY",
+}
+
+
+@pytest.mark.parametrize("command", USAGES)
+def test_arguments_are_words_in_capitals(thdprof, command):
+    usage, _, rest = thdprof(command, "-h").stdout.partition("\n")
+    assert usage == f"Usage: thdprof {command} [OPTIONS] {USAGES[command]}".rstrip()
+    for word in USAGES[command].replace("[", "").replace("]", "").split():
+        assert word in rest
+
+
+def test_help_gives_defaults_without_parentheses(thdprof):
+    text = " ".join(thdprof("report", "-h").stdout.replace("│", " ").split())
+    assert "[default: the plan's best; x>=1]" in text
+    assert "[default: PLAN.profile.parquet beside the plan]" in text
+
+
 def test_bare_commands_show_their_help(thdprof):
     for arguments in ((), ("analyze",), ("export",)):
         done = thdprof(*arguments)
@@ -413,6 +440,20 @@ def test_main_can_be_called_again_and_again(packs, capsys):
         told = capsys.readouterr()
         assert (told.out != "") == (code == 0)
         assert (told.err != "") == (code != 0)
+    assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), sys.stdout, sys.stderr)
+
+
+def test_an_error_that_leaves_main_leaves_signals_and_streams_as_they_were(monkeypatch):
+    from thdprof import cli
+
+    def broken(**_: object) -> None:
+        raise RuntimeError("a defect")
+
+    before = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), sys.stdout, sys.stderr)
+    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setenv("THDPROF_DEBUG", "1")
+    with pytest.raises(RuntimeError, match="a defect"):
+        cli.main([])
     assert before == (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGHUP), sys.stdout, sys.stderr)
 
 

@@ -12,7 +12,7 @@ from thdprof.commands import streams
 
 
 def demo(
-    directory: Annotated[Path, typer.Argument(help="Where to write the sample datasets.")],
+    directory: Annotated[Path, typer.Argument(help="Where to write the sample datasets.", metavar="DIRECTORY")],
     force: Annotated[bool, typer.Option("--force", help="Write into a directory that is not empty.")] = False,
 ) -> None:
     """Write a small sample dataset in every format."""

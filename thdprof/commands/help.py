@@ -28,6 +28,10 @@ class PanelCommand(TyperCommand):
         with _errors_of(ctx):
             return list(super().parse_args(ctx, args))
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line; a required argument stands there without the braces that typer puts."""
+        return [re.sub(r"^\{(.*)\}", r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the panels, in the order in which the options are declared."""
         formatter.write_paragraph()
@@ -86,7 +90,8 @@ def option_row(param: Any, ctx: Any) -> tuple[str, str] | None:
     if record is None:
         return None
     name, meaning = (" ".join(text.split()) for text in record)
-    return name, re.sub(r"\[default: \((.*)\)\]", r"[default: \1]", meaning)
+    name = re.sub(r" <list\[.*\]>", "...", name)
+    return name, re.sub(r"\[default: \((.*?)\)(?=; |\])", r"[default: \1", meaning)
 
 
 def _heading(param: Any, panels: dict[str, Rows]) -> str:

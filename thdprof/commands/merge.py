@@ -12,7 +12,7 @@ from thdprof.errors import UsageError
 
 
 def merge(
-    profiles: Annotated[list[Path], typer.Argument(help="Profiles of the same settings and costs.")],
+    profiles: Annotated[list[Path], typer.Argument(help="Profiles of the same settings and costs.", metavar="PROFILE")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Profile to write (parquet).")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,

@@ -13,7 +13,9 @@ from thdprof.errors import UsageError
 
 def report(
     plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
-    stats: Annotated[Path | None, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.")] = None,
+    stats: Annotated[
+        Path | None, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.", metavar="STATS")
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(
