@@ -371,7 +371,9 @@ def test_bare_commands_show_their_help(thdprof):
 ERRORS = [
     (["analyze", "x", "--seqlength", "8"], "--seqlength: no such option; did you mean --seq-length?"),
     (["analyze", "x", "--zzz"], "--zzz: no such option; see thdprof analyze --help"),
-    (["analize"], "no such command 'analize'"),
+    (["analyze", "x", "--zzz\n\x1b"], "--zzz \ufffd: no such option; see thdprof analyze --help\n"),
+    (["analize"], "analize: no such command; did you mean analyze?\n"),
+    (["zz"], "zz: no such command; see thdprof --help\n"),
     (["analyze", "x", "--seq-length", "many"], "--seq-length many: must be a whole number\n"),
     (["analyze", "x", "--seq-length", "1.5"], "--seq-length 1.5: must be a whole number\n"),
     (["analyze", "x", "--seq-length", ""], "--seq-length '': must be a whole number\n"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from thdprof.commands.options import removed_options
@@ -24,14 +25,19 @@ def usage_message(error: Exception) -> str:
     text = _line(str(getattr(error, "message", error))).rstrip(".")
     if kind == "BadParameter" and param is not None:
         return _bad_value(error, param) or f"{_named(param)}: {_lowered(text)}"
+    unknown = re.match(r"No such command '(.*?)'(\.|$)", text)
+    if unknown is not None:
+        known = error.ctx.command.list_commands(error.ctx)  # type: ignore[attr-defined]
+        return f"{unknown[1]}: no such command; {_advice(unknown[1], known, command)}"
     return f"{_usage(error, text)}; see {command} --help"
 
 
 def _bad_value(error: Exception, param: Any) -> str:
     """The option, its value and what it must be, as a settings file's errors say it; empty where that is not known."""
-    problems = error.__cause__.errors() if hasattr(error.__cause__, "errors") else []
-    if not problems:
+    cause: Any = error.__cause__
+    if not hasattr(cause, "errors"):
         return ""
+    problems = cause.errors()
     kind, bounds = str(problems[0]["type"]), problems[0].get("ctx", {})
     choices = param.type_descriptor.choices
     if choices:
@@ -63,15 +69,20 @@ def _usage(error: Exception, text: str) -> str:
 
 
 def _no_such_option(error: Any, command: str) -> str:
-    option = str(error.option_name)
+    option = _line(str(error.option_name))
     if option == "--sweep":
         return _SWEEP
     moved = removed_options().get(option) if command in ("thdprof analyze", "thdprof sweep") else None
     if moved is not None:
         return f"{option}: is no option; put `{moved.name}: VALUE` into a file and give --settings FILE"
     known = [name for param in error.ctx.command.get_params(error.ctx) for name in param.opts] if error.ctx else []
-    near = difflib.get_close_matches(option, known, n=1)
-    return f"{option}: no such option; " + (f"did you mean {near[0]}?" if near else f"see {command} --help")
+    return f"{option}: no such option; {_advice(option, known, command)}"
+
+
+def _advice(name: str, known: Sequence[str], command: str) -> str:
+    """The known name that is most like `name`; where none is, the command whose help has them."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"see {command} --help"
 
 
 def _command_of(error: Any) -> str:
