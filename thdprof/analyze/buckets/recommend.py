@@ -22,6 +22,7 @@ from thdprof.plan import FallbackRate
 LEAST_GAIN = 0.02
 """Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
+"""Percentiles of max_seqlen that are considered as lengths of a bucket."""
 _MAX_CANDIDATES = 16
 """Caps that are considered at most, unless the percentiles alone are more."""
 _SEARCH_WORK = 4_000_000_000
