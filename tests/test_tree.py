@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.paths import ROOT
 
 PACKAGE = ROOT / "thdprof"
@@ -62,14 +63,48 @@ def circles(graph: dict[str, set[str]]) -> list[set[str]]:
     return found
 
 
-def test_no_module_imports_one_that_imports_it():
+def imports() -> dict[str, set[str]]:
+    """The modules that each module imports."""
     known = modules()
     names = frozenset(known)
     # A package that only hands on names of its modules is no module of its own: its modules may not import it.
-    graph = {name: set(imported(ast.parse(path.read_text()), names)) - {name} for name, path in known.items()}
+    return {name: set(imported(ast.parse(path.read_text()), names)) - {name} for name, path in known.items()}
+
+
+def between_entries(graph: dict[str, set[str]], package: str) -> dict[str, set[str]]:
+    """`graph` of the entries of `package` alone, where a folder stands for all of its modules."""
+
+    def entries_of(names: set[str]) -> set[str]:
+        depth = package.count(".") + 2
+        return {".".join(name.split(".")[:depth]) for name in names if name.startswith(f"{package}.")}
+
+    found = {entry: set[str]() for entry in entries_of(set(graph))}
+    for name, others in graph.items():
+        for entry in entries_of({name}):
+            found[entry] |= entries_of(others) - {entry}
+    return found
+
+
+def test_no_module_imports_one_that_imports_it():
+    graph = imports()
     assert len(graph) > 100
     assert sum(map(len, graph.values())) > 300
     assert circles(graph) == []
+
+
+@pytest.mark.parametrize("package", ["thdprof", "thdprof.analyze", "thdprof.runtime"])
+def test_no_entry_of_a_package_imports_one_that_imports_it(package):
+    graph = between_entries(imports(), package)
+    assert len(graph) >= 10
+    assert sum(map(len, graph.values())) > 20
+    assert circles(graph) == []
+
+
+def test_a_circle_between_packages_is_found():
+    graph = {"a.b.c": {"a.d.e", "f"}, "a.b.g": set(), "a.d.e": set(), "a.d.h": {"a.b.g"}, "a": {"a.b.c"}, "f": set()}
+    assert circles(graph) == []
+    assert between_entries(graph, "a") == {"a.b": {"a.d"}, "a.d": {"a.b"}}
+    assert circles(between_entries(graph, "a")) == [{"a.b", "a.d"}]
 
 
 def test_a_circle_is_found():

@@ -339,6 +339,31 @@ def test_a_pickle_that_takes_too_long_is_stopped(tmp_path, monkeypatch):
         read_dataset([str(path)])
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("sys.modules['resource'] = None", "ModuleNotFoundError"),
+        ("import resource; del resource.RLIMIT_AS", "AttributeError"),
+        ("import resource; resource.setrlimit = lambda *_: (_ for _ in ()).throw(ValueError('no'))", "ValueError: no"),
+        ("import resource; resource.setrlimit = lambda *_: open('/')", "IsADirectoryError: "),
+    ],
+)
+def test_where_no_limits_can_be_set_the_file_is_not_blamed(tmp_path, monkeypatch, fault, said):
+    path = files.write_bridge_npy(tmp_path / "a.npy", ROWS)
+    program = tmp_path / "program.py"
+    program.write_text(f"import runpy, sys; {fault}; runpy.run_path({unpickler.__file__!r}, run_name='__main__')")
+    monkeypatch.setattr(plain_pickle, "_PROGRAM", program)
+    with pytest.raises(DataError, match=r"was not read: a pickle is safe to read only in a .* these limits") as raised:
+        read_dataset([str(path)])
+    assert f"({said}" in str(raised.value)
+    assert "refused" not in str(raised.value)
+
+
+def test_the_reader_is_imported_where_the_system_has_no_limits():
+    code = f"import sys; sys.modules['resource'] = None; import {plain_pickle.__name__}, {unpickler.__name__}"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_the_reader_of_pickles_needs_nothing_of_its_caller(tmp_path):
     """The caller is a `python -c` whose directory and PYTHONPATH hold another module of a name that the child needs."""
     path = files.write_bridge_npy(tmp_path / "a.npy", ROWS)

@@ -11,10 +11,11 @@ from support.schedules import make_costs, make_table
 
 from thdprof.analyze.buckets.cost_table import built_in_costs
 from thdprof.analyze.buckets.rank_counts import RankCounts
-from thdprof.analyze.buckets.recommend import Limits, recommend
+from thdprof.analyze.buckets.recommend import recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.report.terminal import sentence
+from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 

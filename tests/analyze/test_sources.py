@@ -526,6 +526,12 @@ class TestGzip:
             path.write_bytes(gzip.compress(bomb))
             refused(path, "refused: its gzip becomes more than 200 times as long")
 
+    def test_equal_lengths_may_become_longer(self, tmp_path):
+        path, line = tmp_path / "a.jsonl.gz", b"4096".ljust(1023) + b"\n"
+        path.write_bytes(gzip.compress(line * 2**17))
+        assert 2**26 + 200 * path.stat().st_size < 2**27
+        assert read_dataset([str(path)]).content.document_tokens.tolist() == [4096] * 2**17
+
 
 class TestNotRecognised:
     def test_a_bin_stands_for_the_index_beside_it(self, tmp_path):

@@ -10,9 +10,9 @@ import numpy as np
 
 from thdprof.analyze.analysis import Analysis, analyze_read
 from thdprof.analyze.buckets.cost_table import load_costs
-from thdprof.analyze.buckets.recommend import Limits
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
+from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset
@@ -26,7 +26,7 @@ def analyze_dataset(
     format: str = "auto",
     cost_table: str | Path | None = None,
     attention: Attention = "transformer_engine",
-    buckets: int = 3,
+    buckets: int = DEFAULT_BUCKETS,
     max_fallback_rate: float | None = None,
     graph_memory_bytes: int | None = None,
     offload: Choice | None = None,
@@ -63,7 +63,7 @@ def profile_dataset(
     format: str = "auto",
     cost_table: str | Path | None = None,
     attention: Attention = "transformer_engine",
-    buckets: int = 3,
+    buckets: int = DEFAULT_BUCKETS,
     max_fallback_rate: float | None = None,
     graph_memory_bytes: int | None = None,
     offload: Choice | None = None,

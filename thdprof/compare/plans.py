@@ -23,7 +23,7 @@ _RELATIVE = frozenset(
     )
 )
 _SNIFFED_BYTES = 2**16
-"""Bytes at the begin of a file by which its kind is recognised."""
+"""Number of bytes at the beginning of a file from which its kind is recognised."""
 _JSON_PLAN = re.compile(r'\s*\{\s*"schema"\s*:\s*"thdprof\.plan/')
 _OBJECT = re.compile(r"^[ \t]*\{", re.MULTILINE)
 _SCHEMA = re.compile(r"""^["']?schema["']?\s*:""", re.MULTILINE)

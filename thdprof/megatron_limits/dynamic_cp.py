@@ -34,7 +34,7 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         "pipeline_model_parallel_size",
         1,
         "megatron-core 0.19 has no dynamic context parallelism with pipeline parallelism",
-        remedy=_ONE_SIZE,
+        remedy="set it to 1, or analyse with another packer",
         is_on=lambda run: (run.pipeline_parallel_size or 1) > 1,
         options=Words(
             case=lambda run: f"--pipeline-parallel-size {run.pipeline_parallel_size} with --packer {run.packer}",

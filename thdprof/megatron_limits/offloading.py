@@ -26,6 +26,14 @@ def _by_core(run: Run) -> bool:
     return bool(run.core_offload) and run.impl == "transformer_engine"
 
 
+def _turned_off_first(run: Run) -> bool:
+    """Whether megatron-core's own offloading is on with graphs that do not work with it.
+
+    `install` refuses that in any case, and says to turn it off or to set graphs.impl to transformer_engine.
+    """
+    return bool(run.core_offload) and run.impl != "transformer_engine"
+
+
 def _unsupported(run: Run) -> list[str]:
     """Modules that megatron-core's own offloading has in no model."""
     return [name for name in run.offload_modules or () if name not in CORE_MODULES]
@@ -35,6 +43,11 @@ def _unsupported_with_experts(run: Run) -> list[str]:
     """Modules that it has, but not where a layer is captured up to its router."""
     known = [name for name in run.offload_modules or () if name in CORE_MODULES]
     return [name for name in known if name not in CORE_MODULES_WITH_EXPERTS]
+
+
+def _lacks_core_attn(run: Run) -> bool:
+    modules = run.offload_modules or ()
+    return "attn_proj" in modules and not {"all", "core_attn"} & {*modules}
 
 
 def _has_experts(run: Run) -> bool:
@@ -48,7 +61,7 @@ def _names(run: Run) -> str:
 OFFLOAD_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="offloading with `local`",
-        holds=lambda run: run.offload_modules is not None and run.impl == "local",
+        holds=lambda run: run.offload_modules is not None and run.impl == "local" and not _turned_off_first(run),
         reason="megatron-core does not offload with cuda_graph_impl='local' and whole-layer capture, so Megatron's own "
         "layer graphs move nothing",
         options=Words(case=lambda run: "--offload", remedy="use --impl chunk or transformer_engine"),
@@ -101,9 +114,7 @@ OFFLOAD_LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="offloading `attn_proj` without `core_attn`",
-        holds=lambda run: (
-            "attn_proj" in (run.offload_modules or ()) and not {"all", "core_attn"} & {*(run.offload_modules or ())}
-        ),
+        holds=lambda run: _lacks_core_attn(run) and run.impl != "module" and not _turned_off_first(run),
         reason="the input of attn_proj is the output of core_attn, which the backward of core_attn needs too",
         options=Words(case=lambda run: f"--offload {_names(run)}", remedy="add core_attn"),
         fields=Words(case=lambda run: "graphs.offload.modules has attn_proj without core_attn", remedy="add core_attn"),

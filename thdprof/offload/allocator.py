@@ -34,17 +34,17 @@ class _Block:
     """A part of a segment, taken or free."""
 
     small: bool
-    """Whether it lies in a segment for small requests."""
+    """Whether the block lies in a segment for small requests."""
     number: int
-    """Its index among all blocks."""
+    """The block's index among all blocks."""
     nbytes: int
-    """Its size in bytes."""
+    """The block's size in bytes."""
     free: bool = False
-    """Whether no tensor has it."""
+    """Whether no tensor has the block."""
     before: _Block | None = None
-    """The block before it in its segment."""
+    """The block before this one in its segment."""
     after: _Block | None = None
-    """The block after it in its segment."""
+    """The block after this one in its segment."""
 
     def key(self) -> tuple[int, int]:
         return self.nbytes, self.number

@@ -91,6 +91,7 @@ def test_a_plan_of_several_sizes_is_taken(plan):
     [
         ({"multi_latent_attention": True}, "megatron-core 0.19 has no dynamic context parallelism with it (MLA)"),
         ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size is 2: megatron-core 0.19 has no dynamic"),
+        ({"pipeline_model_parallel_size": 2}, "pipeline parallelism; set it to 1, or analyse with another packer"),
         ({"mtp_num_layers": 1}, "multi-token prediction rolls tokens over groups of one size; set it to None"),
         ({"calculate_per_token_loss": False}, "calculate_per_token_loss is False: a token would weigh more in"),
         (

@@ -14,6 +14,7 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES, Profile, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.settings.limits import Limits as Limits
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.plan import FallbackRate
@@ -21,6 +22,7 @@ from thdprof.plan import FallbackRate
 LEAST_GAIN = 0.02
 """Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
+"""Percentiles of max_seqlen that are considered as lengths of a bucket."""
 _MAX_CANDIDATES = 16
 """Caps that are considered at most, unless the percentiles alone are more."""
 _SEARCH_WORK = 4_000_000_000
@@ -47,29 +49,6 @@ class Candidate:
     """Mean time in milliseconds by which a replay takes longer than that of a graph for exactly its documents would."""
     names: tuple[str, ...]
     """Names of the percentiles of n_seqs that the cap equals, such as "p90"."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits that the recommended buckets must keep to."""
-
-    num_buckets: int = 3
-    """Most buckets to choose, of each context-parallel size."""
-    max_fallback_rate: float | None = None
-    """Largest share of steps with an eager micro-batch; None: no limit."""
-    graph_memory_bytes: int | None = None
-    """Most graph memory of a pipeline rank in bytes; None: no limit."""
-
-    def __post_init__(self) -> None:
-        """Refuse limits that cannot be kept to.
-
-        Raises:
-            UsageError: `num_buckets` is less than 1, or `max_fallback_rate` is not between 0 and 1.
-        """
-        if self.num_buckets < 1:
-            raise UsageError(f"--buckets {self.num_buckets}: must be at least 1")
-        if self.max_fallback_rate is not None and not 0 <= self.max_fallback_rate <= 1:
-            raise UsageError(f"--max-fallback-rate {self.max_fallback_rate}: must be between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,10 +54,6 @@ class Histogram:
         """The mean and the percentiles that plans and reports show."""
         return Percentiles(mean=self.mean, **{name: self.percentile(p) for name, p in PERCENTILES.items()})
 
-    def share_up_to(self, value: int) -> float:
-        """Share of values that are at most `value`."""
-        return float(self.counts[: value + 1].sum()) / self.total
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:

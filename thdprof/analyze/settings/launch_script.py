@@ -99,7 +99,7 @@ def _direct_settings(flags: ScriptFlags) -> dict[str, Any]:
 
 
 def _read_loader(flags: ScriptFlags, settings: dict[str, Any]) -> None:
-    """Add the order in which rows are read."""
+    """Add to `settings` the loader, which orders the rows, and data sharding where a flag switches it off."""
     loader = flags.text(LOADER, "loader", "--loader")
     if loader in ("single", "cyclic"):
         settings["loader"] = loader

@@ -7,15 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from annotated_types import Interval
 
 from thdprof.errors import UsageError
 from thdprof.training import Attention, Definition, Setting, definitions_of
 
-if TYPE_CHECKING:
-    from thdprof.analyze.buckets.recommend import Limits
+DEFAULT_BUCKETS = 3
+"""Most shapes to capture, of each context-parallel size, where nobody says another number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,31 @@ class AnalysisOptions:
         int,
         Interval(ge=1),
         Setting(help="Most graph shapes to capture, of each context-parallel size.", panel="What to capture"),
-    ] = 3
+    ] = DEFAULT_BUCKETS
     """Most shapes to capture, of each context-parallel size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Limits that the recommended buckets must keep to."""
+
+    num_buckets: int = DEFAULT_BUCKETS
+    """Most buckets to choose, of each context-parallel size."""
+    max_fallback_rate: float | None = None
+    """Largest share of steps with an eager micro-batch; None: no limit."""
+    graph_memory_bytes: int | None = None
+    """Most graph memory of a pipeline rank in bytes; None: no limit."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that cannot be kept to.
+
+        Raises:
+            UsageError: `num_buckets` is less than 1, or `max_fallback_rate` is not between 0 and 1.
+        """
+        if self.num_buckets < 1:
+            raise UsageError(f"--buckets {self.num_buckets}: must be at least 1")
+        if self.max_fallback_rate is not None and not 0 <= self.max_fallback_rate <= 1:
+            raise UsageError(f"--max-fallback-rate {self.max_fallback_rate}: must be between 0 and 1")
 
 
 @functools.cache
@@ -82,8 +105,6 @@ def read_limits(given: Mapping[str, Any]) -> Limits:
     Raises:
         UsageError: a value that cannot be, named with its option.
     """
-    from thdprof.analyze.buckets.recommend import Limits
-
     limits = Limits()
     rate, memory = given.get("max_fallback_rate"), given.get("graph_memory_gib")
     return Limits(

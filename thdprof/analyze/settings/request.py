@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from thdprof.analyze.settings.limits import analysis_options, read_limits, whole_number
+from thdprof.analyze.settings.limits import Limits, analysis_options, read_limits, whole_number
 from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.errors import DataError, UsageError
 from thdprof.training import Attention, definitions
-
-if TYPE_CHECKING:
-    from thdprof.analyze.buckets.recommend import Limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

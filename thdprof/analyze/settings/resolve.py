@@ -67,9 +67,9 @@ def resolve_settings(
     else:
         assume("seq_length", _SEQ_LENGTH_WITHOUT_PACKS, "the dataset does not tell")
     for name in ("micro_batch_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"):
-        assume(name, 1, "not given")
+        assume(name, known[name].default, "not given")
     if kind == "documents":
-        assume("packer", "first_fit_decreasing", "Megatron-Bridge's default")
+        assume("packer", known["packer"].default, "Megatron-Bridge's default")
         packer = values["packer"]
         if packer in STEP_PACKERS and "global_batch_size" not in values:
             raise UsageError(f"--packer {packer} packs the documents of one step together: give --global-batch-size")
@@ -85,11 +85,11 @@ def resolve_settings(
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
     if kind == "streams":
-        assume("split", "969,30,1", "Megatron-LM's default")
+        assume("split", known["split"].default, "Megatron-LM's default")
     if kind == "bridge":
-        assume("pad_to_max_length", False, "Megatron-Bridge's default")
+        assume("pad_to_max_length", known["pad_to_max_length"].default, "Megatron-Bridge's default")
     if kind == "streams" or values.get("loader") == "batch":
-        assume("seed", 1234, "the usual default")
+        assume("seed", known["seed"].default, "the usual default")
     if "train_iters" in values:
         if "train_samples" in values:
             raise UsageError("--train-iters and --train-samples both say how long the run is; give one")

@@ -39,6 +39,7 @@ OFFLOADS = [
         "graphs.offload.modules has attn_proj without core_attn: the input of attn_proj is the output of core_attn, "
         "which the backward of core_attn needs too; add core_attn",
     ),
+    ("module", {"modules": ["attn_proj"]}, {}, None),
     (
         "chunk",
         {"modules": ["fused_group_mlp"]},
@@ -147,6 +148,27 @@ CORE_OFFLOADS = [
         {"cuda_graph_impl": "none"},
         "fine_grained_activation_offloading is True: graphs.impl chunk does not work with it; set it to False "
         "(graphs.offload moves the same tensors in chunk graphs), or set graphs.impl to transformer_engine",
+    ),
+    (
+        "chunk",
+        {"modules": ["attn_proj"]},
+        {"cuda_graph_impl": "none", "offload_modules": ["attn_proj"]},
+        "fine_grained_activation_offloading is True: graphs.impl chunk does not work with it; set it to False "
+        "(graphs.offload moves the same tensors in chunk graphs), or set graphs.impl to transformer_engine",
+    ),
+    (
+        "local",
+        {},
+        {"cuda_graph_impl": "local"},
+        "fine_grained_activation_offloading is True: graphs.impl local does not work with it; set it to False "
+        "(graphs.offload moves the same tensors in chunk graphs), or set graphs.impl to transformer_engine",
+    ),
+    (
+        "transformer_engine",
+        {"modules": ["attn_proj"]},
+        {"offload_modules": ["attn_proj"]},
+        "graphs.offload.modules has attn_proj without core_attn: the input of attn_proj is the output of core_attn, "
+        "which the backward of core_attn needs too; add core_attn",
     ),
 ]
 

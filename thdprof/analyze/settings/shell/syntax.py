@@ -106,6 +106,6 @@ class RawCommand:
     """One simple command before expansion."""
 
     words: list[RawWord]
-    """Its words, redirections left out; reserved words such as `if` stand among them."""
+    """The words of the command without its redirections; reserved words such as `if` stand among them."""
     conditional: bool
     """Whether `&&` or `||` decides that the command runs."""

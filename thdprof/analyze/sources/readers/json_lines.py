@@ -30,7 +30,8 @@ Lengths = NDArray[np.int32] | Rows
 _CHUNK_BYTES = 2**23
 _SNIFFED_BYTES = 2**16
 _LONGEST_SNIFFED_LINE = 2**25
-_FREE_BYTES = 2**26
+_FREE_BYTES = 2**30
+"""Bytes that any gzip may become: equal lengths are legitimate, and become up to 700 times as long."""
 _EXPANSION = 200
 """Bytes that a byte of gzip may become, beyond `_FREE_BYTES`; JSON becomes 4 to 20 times as long."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

@@ -16,14 +16,15 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.readers import unpickler
 from thdprof.errors import DataError
 
+_PROGRAM = Path(__file__).with_name("unpickler.py")
+"""The program, which is not imported here: it needs the module `resource`, which some systems lack."""
 _FREE_BYTES = 2**27
 _BYTES_A_BYTE = 48
 """Memory that the child may have, for each byte of the file beyond `_FREE_BYTES`. Rows of a single token, the most
 wasteful ones, take 25 bytes in the file and 600 as objects; rows of thousands of tokens take 13 times their file."""
-_FREE_SECONDS = 60
+_FREE_SECONDS = 10
 _BYTES_A_SECOND = 2**20
 """Bytes of the file for which the child gets a second of processor time beyond `_FREE_SECONDS`; it needs a fiftieth."""
 
@@ -44,7 +45,7 @@ def read_rows(file: BinaryIO, shape: tuple[int, ...], path: Path) -> PickledRows
 
     Raises:
         DataError: the pickle is broken, holds anything but packed rows, or takes more memory or time than packed rows
-            of its size need; the message begins with `path`.
+            of its size need; or the system sets no limits on these. The message begins with `path`.
     """
     if not sys.executable:
         raise DataError(f"{path}: needs a Python interpreter to read it safely, and sys.executable names none")
@@ -52,17 +53,22 @@ def read_rows(file: BinaryIO, shape: tuple[int, ...], path: Path) -> PickledRows
     memory, seconds = _FREE_BYTES + _BYTES_A_BYTE * size, _FREE_SECONDS + size // _BYTES_A_SECOND
     arguments = [file.tell(), memory, seconds, *shape]
     done = subprocess.run(
-        [sys.executable, "-I", "-S", unpickler.__file__, *map(str, arguments)],
+        [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, arguments)],
         stdin=file,
         capture_output=True,
         check=False,
     )
+    line, _, content = done.stdout.partition(b"\n")
+    kind, _, answer = line.decode("utf-8", "replace").partition(" ")
+    if kind == "unlimited":
+        raise DataError(
+            f"{path}: was not read: a pickle is safe to read only in a process of limited memory and processor time, "
+            f"and this system did not set these limits ({answer[:200]}); read the file on Linux, where they can be set"
+        )
     if done.returncode == -signal.SIGXCPU:
         raise DataError(
             f"{path}: refused: the pickle takes more than {seconds} s of processor time, too long for its size"
         )
-    line, _, content = done.stdout.partition(b"\n")
-    kind, _, answer = line.decode("utf-8", "replace").partition(" ")
     if done.returncode or kind not in ("rows", "refused"):
         said = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         raise DataError(f"{path}: refused: the pickle ended the process that read it ({said[0][:200]})")

@@ -16,7 +16,6 @@ import gc
 import os
 import pickle
 import re
-import resource
 import struct
 import sys
 from array import array
@@ -296,16 +295,33 @@ def _kind(value: Any) -> str:
     return value.kind if isinstance(value, StandIn) else type(value).__name__
 
 
-def main(position: int, memory_bytes: int, cpu_seconds: int, *shape: int) -> None:
-    """Read stdin under the limits and write the answer to stdout.
+def set_limits(memory_bytes: int, cpu_seconds: int) -> None:
+    """Limit the memory and the processor time of this process.
 
-    Its first line is `refused REASON`, or `rows DOCUMENTS ROWS`, two counts. After the latter come three arrays of
-    native int64, as `rows` returns them.
+    Raises:
+        ImportError: the system has no such limits.
+        AttributeError: it lacks one of them.
+        OSError, ValueError: it refuses one.
     """
+    import resource  # not at the top: some systems lack it
+
     limits = {resource.RLIMIT_AS: memory_bytes, resource.RLIMIT_CPU: cpu_seconds, resource.RLIMIT_CORE: 0}
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]  # of the processor time, the soft limit sends a signal of its own
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def main(position: int, memory_bytes: int, cpu_seconds: int, *shape: int) -> None:
+    """Read stdin under the limits and write the answer to stdout.
+
+    Its first line is `unlimited REASON` where the limits cannot be set and nothing is read, `refused REASON`, or
+    `rows DOCUMENTS ROWS`, two counts. After the last come three arrays of native int64, as `rows` returns them.
+    """
+    try:
+        set_limits(memory_bytes, cpu_seconds)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        print("unlimited", *f"{type(error).__name__}: {error}".split(), flush=True)
+        return
     gc.disable()  # millions of containers are made, and none is freed before the end
     content: tuple[array[int], ...] = ()
     try:

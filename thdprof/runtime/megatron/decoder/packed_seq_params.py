@@ -26,7 +26,7 @@ _HOST = "_thdprof_host"
 _CONSTANT = ("qkv_format", "local_cp_size", "cp_group", "tokens_per_sample")
 """Fields that are passed on unchanged; a graph fixes their values."""
 _OF_SIZE = ("local_cp_size", "cp_group")
-"""Those of the fields that belong to a bucket under dynamic context parallelism."""
+"""Fields of `_CONSTANT` whose values belong to a bucket under dynamic context parallelism."""
 
 
 def packed_seq_params(
