@@ -148,12 +148,13 @@ def read_text(path: Path | str, *, where: str) -> str:
         raise DataError(f"{where}: not YAML: {error}") from error
 
 
-def parse_yaml(text: str, *, where: str) -> Any:
+def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
     """The values in YAML text, nested in at most 100 levels.
 
     Args:
         text: the text.
         where: the file's name in errors.
+        unique_keys: whether a key that stands twice in one mapping is an error; otherwise the last one counts.
 
     Raises:
         DataError: the text is not YAML, is nested too deeply, has a key twice in one mapping, or holds an impossible
@@ -177,7 +178,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set[str]()
             for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                if unique_keys and isinstance(key, yaml.ScalarNode) and key.value in seen:
                     said = f"{key.value} is given twice in one mapping"
                     raise yaml.constructor.ConstructorError(None, None, said, key.start_mark)
                 seen.add(str(key.value))

@@ -20,7 +20,8 @@ def load_settings_file(path: Path, names: Collection[str]) -> dict[str, Any]:
     import yaml
 
     text = read_text(path, where=f"--settings {path}")
-    loaded, node = parse_yaml(text, where=f"--settings {path}"), yaml.compose(text, yaml.SafeLoader)
+    loaded = parse_yaml(text, where=f"--settings {path}", unique_keys=False)  # the names are compared below
+    node = yaml.compose(text, yaml.SafeLoader)
     if loaded is None:
         return {}
     if not isinstance(loaded, dict) or not isinstance(node, yaml.MappingNode):
