@@ -526,6 +526,12 @@ class TestGzip:
             path.write_bytes(gzip.compress(bomb))
             refused(path, "refused: its gzip becomes more than 200 times as long")
 
+    def test_refuses_a_line_that_would_fill_memory(self, tmp_path, monkeypatch):
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(gzip.compress(b"3\n" + b"5" * 2**21 + b"\n"))
+        monkeypatch.setattr("thdprof.analyze.sources.readers.json_lines._LONGEST_PACKED_LINE", 2**20)
+        refused(path, "refused: its gzip has a line of more than 1 MiB")
+
     def test_equal_lengths_may_become_longer(self, tmp_path):
         path, line = tmp_path / "a.jsonl.gz", b"4096".ljust(1023) + b"\n"
         path.write_bytes(gzip.compress(line * 2**17))

@@ -11,13 +11,14 @@ import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction, freed_bytes, most_slots, predict_offload
-from thdprof.analyze.buckets.recommend import Limits, Recommendation, longest_captured, recommend
+from thdprof.analyze.buckets.recommend import Recommendation, longest_captured, recommend
 from thdprof.analyze.buckets.statistics import Profile
 from thdprof.analyze.caveats import caveats, on_the_order
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
 from thdprof.analyze.schedule.replay import DatasetSummary, replay
+from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset

@@ -14,7 +14,7 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES, Profile, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.settings.limits import Limits as Limits
+from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.plan import FallbackRate

@@ -34,6 +34,8 @@ _FREE_BYTES = 2**30
 """Bytes that any gzip may become: equal lengths are legitimate, and become up to 700 times as long."""
 _EXPANSION = 200
 """Bytes that a byte of gzip may become, beyond `_FREE_BYTES`; JSON becomes 4 to 20 times as long."""
+_LONGEST_PACKED_LINE = 2**27
+"""Bytes of the longest line that is unpacked from gzip: a line is held in memory whole."""
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BEFORE_A_VALUE = _BYTE_ORDER_MARK + b" \t\r\n"
 _REGULAR = re.compile(rb"(?:(?:\d++|\[[^\[\]{}\n]*+\]|\{[^{}\n]*+\})[ \t]*+\r?+(?:\n|\Z))++")
@@ -104,6 +106,10 @@ def _chunks(path: Path) -> Iterator[list[bytes]]:
         try:
             with gzip.GzipFile(fileobj=raw) as file:
                 while lines := _some_lines(file, left):
+                    if len(lines[-1]) == _LONGEST_PACKED_LINE and not lines[-1].endswith(b"\n"):
+                        raise DataError(
+                            f"{path}: refused: its gzip has a line of more than {_LONGEST_PACKED_LINE / 2**20:.0f} MiB"
+                        )
                     left -= sum(map(len, lines))
                     if left <= 0:
                         raise DataError(
@@ -115,10 +121,12 @@ def _chunks(path: Path) -> Iterator[list[bytes]]:
 
 
 def _some_lines(file: BinaryIO | gzip.GzipFile, most_bytes: int) -> list[bytes]:
-    """About `_CHUNK_BYTES` of lines; the last one is cut where they become longer than `most_bytes`."""
+    """About `_CHUNK_BYTES` of lines, at most `most_bytes`; a line over `_LONGEST_PACKED_LINE` is cut."""
     lines: list[bytes] = []
     size = 0
-    while size < min(_CHUNK_BYTES, most_bytes) and (line := file.readline(most_bytes - size)):
+    while size < min(_CHUNK_BYTES, most_bytes) and (
+        line := file.readline(min(most_bytes - size, _LONGEST_PACKED_LINE))
+    ):
         lines.append(line)
         size += len(line)
     return lines
