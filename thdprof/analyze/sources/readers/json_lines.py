@@ -106,7 +106,7 @@ def _chunks(path: Path) -> Iterator[list[bytes]]:
         try:
             with gzip.GzipFile(fileobj=raw) as file:
                 while lines := _some_lines(file, left):
-                    if len(lines[-1]) == _LONGEST_PACKED_LINE and not lines[-1].endswith(b"\n"):
+                    if any(len(line) == _LONGEST_PACKED_LINE and not line.endswith(b"\n") for line in lines):
                         raise DataError(
                             f"{path}: refused: its gzip has a line of more than {_LONGEST_PACKED_LINE / 2**20:.0f} MiB"
                         )
