@@ -48,9 +48,9 @@ import numpy as np
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.offload_memory import freed_bytes, most_slots
 from thdprof.analyze.buckets.statistics import fallback_rate, upper_bound
-from thdprof.analyze.demo import _heavy_tailed, _random, _tokens
 from thdprof.analyze.report.terminal import sentence
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.sources.demo import _heavy_tailed, _random, _tokens
 from thdprof.errors import ThdprofError, UsageError
 from thdprof.offload.plan import Choice
 from thdprof.plan import Plan

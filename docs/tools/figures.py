@@ -20,7 +20,7 @@ from thdprof.analyze import analyze_dataset
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import StepCosts
-from thdprof.analyze.demo import write_demo
+from thdprof.analyze.sources.demo import write_demo
 from thdprof.dispatch import Bucket
 
 

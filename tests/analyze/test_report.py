@@ -22,7 +22,6 @@ from support.paths import ROOT
 
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.statistics import Histogram
-from thdprof.analyze.demo import write_demo
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.report import figures, findings, open_report
@@ -31,6 +30,7 @@ from thdprof.analyze.report.findings import sentences
 from thdprof.analyze.report.findings.shapes import joint_title
 from thdprof.analyze.report.terminal import reasons
 from thdprof.analyze.report.write import Written
+from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import DataError
 from thdprof.files import json_text
 from thdprof.offload.plan import Choice

@@ -250,7 +250,7 @@ def test_dp_balanced_from_the_command_line(thdprof, tmp_path):
 def test_analysis_needs_no_torch():
     code = (
         "import sys, runpy; sys.modules['torch'] = None; sys.modules['megatron'] = None\n"
-        "import thdprof.cli, thdprof.analyze.planning, thdprof.analyze.analysis, thdprof.analyze.demo\n"
+        "import thdprof.cli, thdprof.analyze.planning, thdprof.analyze.analysis, thdprof.analyze.sources.demo\n"
         "import thdprof.analyze.export\n"
         "from thdprof.analyze.sources import FORMATS, get_format\n"
         "[get_format(name) for name in FORMATS]"

@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from thdprof.analyze import demo, sources
-from thdprof.analyze.demo import PACK_TOKENS, DemoFiles, documents_per_row, write_demo
+from thdprof.analyze import sources
+from thdprof.analyze.sources import demo
+from thdprof.analyze.sources.demo import PACK_TOKENS, DemoFiles, documents_per_row, write_demo
 from thdprof.errors import DataError
 
 

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from support.command import run_in_process
 from support.paths import ROOT
 
-from thdprof.analyze.demo import write_demo
+from thdprof.analyze.sources.demo import write_demo
 from thdprof.dispatch import FallbackReason
 from thdprof.megatron_limits import LIMITS
 

@@ -24,7 +24,7 @@ from support.paths import ROOT
 pytest.importorskip("torch")
 
 from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.demo import write_demo
+from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import UsageError
 from thdprof.plan import OffloadPart, load_plan
 from thdprof.runtime import Bucket, FallbackReason, Stats

@@ -9,7 +9,7 @@ import pytest
 def plans(tmp_path_factory):
     """Of short micro-batches, for which Transformer Engine has deterministic kernels; by number of buckets."""
     from thdprof.analyze import analyze_dataset, make_plan
-    from thdprof.analyze.demo import write_demo
+    from thdprof.analyze.sources.demo import write_demo
 
     directory = tmp_path_factory.mktemp("data")
     write_demo(directory)

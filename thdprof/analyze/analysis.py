@@ -22,8 +22,9 @@ from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
 from thdprof.plan import Percentiles
-from thdprof.training import Attention, TrainingSettings
+from thdprof.training import Attention, Model, TrainingSettings
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice
@@ -89,6 +90,20 @@ class Analysis:
     """Tokens of the longest document that a single cap is captured for, by context-parallel size."""
     graph_tokens: int
     """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
+    model: Model | None
+    """The model that the run trains; None where it is not known."""
+    gpu: str | None
+    """Name of the GPU that the times are of, such as h100; None where no times were modelled."""
+    times: Times
+    """Times of the median micro-batch and of a step, and where they come from."""
+    verdict: Verdict
+    """Whether graphs pay."""
+    worth: Worth | None
+    """What the plan is worth over the run; None without times."""
+    memory: Memory | None
+    """Predicted peak memory; None where the model or its memory is not known."""
+    capture: Capture | None
+    """What capturing the plan's graphs takes; None without times or graphs."""
     packing_efficiency: float | None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None
@@ -227,6 +242,13 @@ def analyze_read(
         offload=prediction,
         longest=longest_captured(by_size or {settings.context_parallel_size: profile}, longest_possible),
         graph_tokens=graph_tokens,
+        model=None,
+        gpu=None,
+        times=Times(origin="none", basis="the model is not known: give --model or --megatron-args, and --gpu"),
+        verdict=Verdict(ruling=None, reason="the model is not known: give --model or --megatron-args, and --gpu"),
+        worth=None,
+        memory=None,
+        capture=None,
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
         notes=notes,

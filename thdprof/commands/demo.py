@@ -16,7 +16,7 @@ def demo(
     force: Annotated[bool, typer.Option("--force", help="Write into a directory that is not empty.")] = False,
 ) -> None:
     """Write a small sample dataset in every format."""
-    from thdprof.analyze.demo import write_demo
+    from thdprof.analyze.sources.demo import write_demo
 
     for path in dataclasses.astuple(write_demo(directory, force=force)):
         streams.write(f"{path}\n")

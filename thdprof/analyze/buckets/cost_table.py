@@ -31,6 +31,8 @@ class EagerPoint(_Part):
     """Documents of the micro-batch."""
     ms: Milliseconds
     """Time of the forward and the backward pass together, in milliseconds."""
+    range_ms: tuple[Milliseconds, Milliseconds] | None = None
+    """The lowest and the highest time that is expected, where it was modelled; null where it was measured."""
 
 
 class ReplayPoint(_Part):
@@ -61,8 +63,25 @@ class MeasuredModel(_Part):
     """Width of one attention head."""
 
 
+class Stamp(_Part):
+    """The software and hardware that times were measured on."""
+
+    torch: str
+    """Version of torch."""
+    transformer_engine: str | None
+    """Version of Transformer Engine; null where it is not installed."""
+    cudnn: str | None
+    """Version of cuDNN."""
+    megatron_core: str | None
+    """Version of megatron-core; null where it is not installed."""
+    gpu: str
+    """Name of the GPU, as the driver gives it."""
+    processor: str
+    """Name of the processor, which eager times depend on."""
+
+
 class CostTable(_Part):
-    """Measured times of one model on one kind of GPU."""
+    """Times of one model on one kind of GPU, measured or modelled."""
 
     schema_: Literal["thdprof.costs/1"] = Field(default=SCHEMA, alias="schema")
     """Name and version of the file format."""
@@ -70,6 +89,8 @@ class CostTable(_Part):
     """Description of the measured model and settings, in a line."""
     calibrated: bool
     """Whether the times were measured on the user's own model and GPU."""
+    modelled: bool = False
+    """Whether the times were modelled from the user's own model and GPU."""
     hardware: str
     """Name of the GPU."""
     attention: str
@@ -88,8 +109,24 @@ class CostTable(_Part):
     """Graph memory of one slot with one bucket, in bytes; null where it was not measured."""
     bucket_overhead: float = Field(default=0.0, ge=0)
     """Graph memory that each further bucket of a slot adds, as a share of slot_bytes."""
+    ms_per_squared_token: float = Field(default=0.0, ge=0)
+    """GPU time that a micro-batch takes longer for each unit by which the sum of its documents' squared lengths exceeds
+    `squared_tokens`, in milliseconds: attention's work grows with that sum."""
+    squared_tokens: float | None = None
+    """Sum of squared document lengths of the micro-batches that the times are of; null where it is not known."""
+    outside_ms: float | None = Field(default=None, ge=0)
+    """Embedding, output layer and loss of a micro-batch, forward and backward, in milliseconds."""
+    optimizer_ms: float | None = Field(default=None, ge=0)
+    """One step of the optimizer, with the reduction of gradients, in milliseconds."""
+    stamp: Stamp | None = None
+    """What the times were measured on; null where they were not measured."""
     model: MeasuredModel | None = None
     """Sizes of the measured dense Transformer Engine layers, which --offload needs; null for other layers."""
+
+    @property
+    def origin(self) -> Literal["measured", "modelled", "none"]:
+        """Where the times come from; "none" where they are of another model than the user's."""
+        return "measured" if self.calibrated else "modelled" if self.modelled else "none"
 
     @property
     def needs_max_seqlen(self) -> bool:

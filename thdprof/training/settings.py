@@ -44,6 +44,7 @@ or documents that are not packed yet."""
 Panel = Literal[
     "Dataset",
     "Batch and parallelism",
+    "Model",
     "Data loader",
     "Packing and padding",
     "Where settings come from",

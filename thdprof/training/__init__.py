@@ -1,0 +1,49 @@
+"""A training run: its settings, and the model that it trains."""
+
+from __future__ import annotations
+
+from thdprof.training.model import Fp8Recipe, Model, Norm, Precision, Recompute
+from thdprof.training.settings import (
+    DYNAMIC_CP,
+    STEP_PACKERS,
+    Attention,
+    Definition,
+    Experts,
+    GraphKind,
+    Kind,
+    Loader,
+    Panel,
+    Setting,
+    TailPolicy,
+    TrainingOptions,
+    TrainingSettings,
+    definitions,
+    definitions_of,
+    shown,
+    to_give,
+)
+
+__all__ = [
+    "DYNAMIC_CP",
+    "STEP_PACKERS",
+    "Attention",
+    "Definition",
+    "Experts",
+    "Fp8Recipe",
+    "GraphKind",
+    "Kind",
+    "Loader",
+    "Model",
+    "Norm",
+    "Panel",
+    "Precision",
+    "Recompute",
+    "Setting",
+    "TailPolicy",
+    "TrainingOptions",
+    "TrainingSettings",
+    "definitions",
+    "definitions_of",
+    "shown",
+    "to_give",
+]

@@ -1,0 +1,170 @@
+"""The model that a run trains: the sizes, the precision and the parallelism on which its times and memory depend.
+
+Fields are named as in megatron-core's TransformerConfig and Megatron-LM's flags. All of them can be given in a settings
+file; launch scripts, a Hugging Face `config.json` and recipes of Megatron-Bridge or NeMo are read into the same fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Interval
+
+from thdprof.training.settings import Setting
+
+Precision = Literal["bf16", "fp16", "fp32"]
+Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
+"""Scaling recipes of FP8 by megatron-core's names; `tensorwise` is current scaling."""
+Recompute = Literal["selective", "full"]
+Norm = Literal["LayerNorm", "RMSNorm"]
+
+_SIZE = Interval(ge=1, le=2**31 - 1)
+_COUNT = Interval(ge=0, le=2**31 - 1)
+
+
+def _setting(help: str, assumed: str | None = None) -> Setting:
+    return Setting(help=help, panel="Model", everyday=False, assumed=assumed, in_every_plan=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A model's shape, precision and parallelism. Sizes are of the whole model, not of one rank's share."""
+
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid", "use_attribute_docstrings": True}
+
+    num_layers: Annotated[int, _SIZE, _setting("Layers of the whole model.")]
+    """Layers of the whole model, over all pipeline stages; of a hybrid, letters of its pattern."""
+    hidden_size: Annotated[int, _SIZE, _setting("Width of hidden states.")]
+    """Width of hidden states."""
+    num_attention_heads: Annotated[int, _SIZE, _setting("Attention heads.")]
+    """Attention heads."""
+    ffn_hidden_size: Annotated[int | None, _SIZE, _setting("Width inside the MLP.", "4 x hidden size")] = None
+    """Width inside the MLP; null: 4 times hidden_size, for a gated MLP 8/3 of it in multiples of 64, as in Megatron."""
+    num_query_groups: Annotated[int | None, _SIZE, _setting("Heads of keys and values.", "all heads")] = None
+    """Heads of keys and values; null: as many as attention heads."""
+    kv_channels: Annotated[int | None, _SIZE, _setting("Width of a head.", "hidden size / heads")] = None
+    """Width of one attention head; null: hidden_size / num_attention_heads."""
+    gated_linear_unit: Annotated[bool, _setting("Whether the MLP is gated, as with --swiglu.")] = False
+    """Whether the MLP is gated (SwiGLU): its first product is twice as wide."""
+    normalization: Annotated[Norm, _setting("Kind of normalization.")] = "LayerNorm"
+    """Kind of normalization."""
+    qk_layernorm: Annotated[bool, _setting("Whether queries and keys are normalized.")] = False
+    """Whether queries and keys are normalized."""
+    add_bias_linear: Annotated[bool, _setting("Whether linear layers have biases.")] = True
+    """Whether linear layers have biases."""
+    rotary: Annotated[bool, _setting("Whether positions are rotary embeddings.")] = False
+    """Whether positions are rotary embeddings."""
+    hidden_dropout: Annotated[float, _setting("Dropout of hidden states.")] = 0.1
+    """Dropout of hidden states; 0: no dropout kernel keeps a mask."""
+    attention_dropout: Annotated[float, _setting("Dropout of attention.")] = 0.1
+    """Dropout of attention probabilities."""
+    vocab_size: Annotated[int | None, _SIZE, _setting("Tokens of the vocabulary.")] = None
+    """Rows of the embedding, padded as training pads them; null: not known, so time outside the decoder is not
+    either."""
+    untie_embeddings_and_output_weights: Annotated[bool, _setting("Whether the output layer has own weights.")] = False
+    """Whether the output layer has weights of its own."""
+    mtp_num_layers: Annotated[int, _COUNT, _setting("Layers of multi-token prediction.")] = 0
+    """Layers of multi-token prediction after the decoder."""
+
+    multi_latent_attention: Annotated[bool, _setting("Whether attention is latent (MLA).")] = False
+    """Whether attention is multi-head latent attention."""
+    q_lora_rank: Annotated[int | None, _SIZE, _setting("Rank of MLA's queries.", "not compressed")] = None
+    """Rank of MLA's queries; null: queries are not compressed."""
+    kv_lora_rank: Annotated[int, _SIZE, _setting("Rank of MLA's keys and values.")] = 512
+    """Rank of MLA's keys and values."""
+    qk_head_dim: Annotated[int, _SIZE, _setting("Width of a head's part without positions (MLA).")] = 128
+    """Width of the part of an MLA head's query and key that has no positions."""
+    qk_pos_emb_head_dim: Annotated[int, _SIZE, _setting("Width of a head's part with positions (MLA).")] = 64
+    """Width of the part of an MLA head's query and key that has positions."""
+    v_head_dim: Annotated[int, _SIZE, _setting("Width of a head's values (MLA).")] = 128
+    """Width of an MLA head's values."""
+
+    num_experts: Annotated[int | None, _SIZE, _setting("Experts of a layer.", "none")] = None
+    """Experts of a layer that has experts; null: none."""
+    moe_router_topk: Annotated[int, _SIZE, _setting("Experts of a token.")] = 2
+    """Experts that a token goes to."""
+    moe_ffn_hidden_size: Annotated[int | None, _SIZE, _setting("Width inside an expert.", "ffn_hidden_size")] = None
+    """Width inside one expert; null: ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: Annotated[
+        int | None, _SIZE, _setting("Width inside the shared experts.", "none")
+    ] = None
+    """Width inside all shared experts together; null: none."""
+    num_moe_layers: Annotated[int | None, _COUNT, _setting("Layers with experts.", "all, where there are experts")] = (
+        None
+    )
+    """Layers that have experts; null: all of them where num_experts is given."""
+    moe_expert_capacity_factor: Annotated[float | None, _setting("Room of an expert.", "no limit")] = None
+    """Room of an expert as a factor of its share of tokens, to which its input is padded; null: dropless."""
+
+    hybrid_layer_pattern: Annotated[str | None, _setting("Kinds of a hybrid's layers: M, *, -, E.", "none")] = None
+    """Kinds of a hybrid's layers, a letter each: M Mamba, * attention, - MLP, E experts; null: no hybrid."""
+    mamba_state_dim: Annotated[int, _SIZE, _setting("State of a Mamba layer.")] = 128
+    """Width of the state of a Mamba layer."""
+    mamba_head_dim: Annotated[int, _SIZE, _setting("Width of a Mamba head.")] = 64
+    """Width of a head of a Mamba layer."""
+    mamba_num_groups: Annotated[int, _SIZE, _setting("Groups of a Mamba layer.")] = 8
+    """Groups of a Mamba layer."""
+    mamba_num_heads: Annotated[int | None, _SIZE, _setting("Heads of a Mamba layer.", "by the hidden size")] = None
+    """Heads of a Mamba layer; null: as many as make it twice as wide as hidden states."""
+
+    tensor_model_parallel_size: Annotated[int, _SIZE, _setting("Ranks that share each layer's weights.")] = 1
+    """Ranks that share each layer's weights."""
+    sequence_parallel: Annotated[bool, _setting("Whether these ranks share tokens between products.")] = False
+    """Whether these ranks share the tokens out among them between matrix products."""
+    expert_model_parallel_size: Annotated[int, _SIZE, _setting("Ranks that share the experts.")] = 1
+    """Ranks that share the experts."""
+    expert_tensor_parallel_size: Annotated[int | None, _SIZE, _setting("Ranks that share one expert.", "TP")] = None
+    """Ranks that share the weights of one expert; null: tensor_model_parallel_size."""
+
+    precision: Annotated[Precision, _setting("Precision of weights and activations.")] = "bf16"
+    """Precision of weights and activations."""
+    fp8_recipe: Annotated[Fp8Recipe | None, _setting("Scaling of FP8 matrix products.", "no FP8")] = None
+    """Scaling recipe of matrix products in FP8; null: they are in `precision`."""
+    recompute_granularity: Annotated[Recompute | None, _setting("How much is recomputed.", "nothing")] = None
+    """How much of a layer its backward computes again; null: nothing."""
+    recompute_modules: Annotated[tuple[str, ...], _setting("Modules that selective recompute computes again.")] = (
+        "core_attn",
+    )
+    """Parts of a layer that selective recompute computes again, by megatron-core's names."""
+    recompute_num_layers: Annotated[int | None, _SIZE, _setting("Layers of a recomputed block.", "all")] = None
+    """Layers that full recompute computes again (method block), or that are computed again together (uniform)."""
+    recompute_method: Annotated[Literal["uniform", "block"], _setting("Which layers full recompute takes.")] = "uniform"
+    """Which layers full recompute computes again: all, or the first recompute_num_layers of each stage."""
+    use_distributed_optimizer: Annotated[bool, _setting("Whether ranks share the optimizer's state.")] = False
+    """Whether data-parallel ranks share the optimizer's state out among them."""
+    gradient_accumulation_fusion: Annotated[bool, _setting("Whether weight gradients add to main_grad at once.")] = True
+    """Whether the products that make weight gradients add them to main_grad (fp32) themselves."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Heads of keys and values."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width inside the MLP, by Megatron's rule where it was not given.
+
+        Megatron-LM's arguments.py takes 4 x hidden_size, and with --swiglu int(4 * hidden_size * 2 / 3 / 64) * 64.
+        """
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return int(4 * self.hidden_size * 2 / 3 / 64) * 64 if self.gated_linear_unit else 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Width inside one expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def moe_layers(self) -> int:
+        """Layers that have experts."""
+        if self.num_experts is None:
+            return 0
+        return self.num_layers if self.num_moe_layers is None else self.num_moe_layers
