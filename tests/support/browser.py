@@ -54,10 +54,11 @@ class Browser:
             raise
 
     def _port(self, file: Path) -> int:
-        end = time.monotonic() + _SECONDS
-        while time.monotonic() < end and self._process.poll() is None:
+        for _ in range(_SECONDS * 50):
             if file.exists() and "\n" in (text := file.read_text()):
                 return int(text.split("\n")[0])
+            if self._process.poll() is not None:
+                break
             time.sleep(0.02)
         raise RuntimeError("chromium did not start")
 

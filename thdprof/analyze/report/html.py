@@ -13,7 +13,8 @@ from importlib import resources
 
 from thdprof.analyze.report import figures, findings
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.figures.svg import STYLE, Drawing, Note
+from thdprof.analyze.report.figures.drawing import Drawing, Note
+from thdprof.analyze.report.figures.svg import STYLE
 from thdprof.analyze.report.findings.facts import facts
 from thdprof.analyze.report.words import counted, percent, ratio
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from thdprof import __version__
 from thdprof.analyze.report.contents import Report, default_profile, open_report
 from thdprof.analyze.report.figures import ALL
-from thdprof.analyze.report.figures.svg import Drawing
+from thdprof.analyze.report.figures.drawing import Drawing
 from thdprof.analyze.report.findings import Sentence, sentences
 from thdprof.analyze.report.html import to_page
 from thdprof.analyze.report.words import printable

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from thdprof.analyze.report import findings
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures import draw_graphs, draw_microbatches
-from thdprof.analyze.report.figures.svg import Drawing, Note
+from thdprof.analyze.report.figures.drawing import Drawing, Note
 
 __all__ = [
     "ALL",

@@ -6,8 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.report import findings
+from thdprof.analyze.report.figures.drawing import Drawing
 from thdprof.analyze.report.figures.panel import Panel, whole
-from thdprof.analyze.report.figures.svg import EM, LINE, MARKERS, Canvas, Drawing, Scale
+from thdprof.analyze.report.figures.scale import EM, Scale
+from thdprof.analyze.report.figures.svg import LINE, MARKERS, Canvas
 from thdprof.analyze.report.findings.shapes import Distribution
 from thdprof.analyze.report.words import counted, percent, percentile_name, shortened
 

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from thdprof.analyze.report.figures.svg import BOLD, EM, LINE, MARKERS, Canvas, Scale
+from thdprof.analyze.report.figures.scale import EM, Scale
+from thdprof.analyze.report.figures.svg import BOLD, LINE, MARKERS, Canvas
 
 _STRIP = 5
 """Least pixels of a strip that tells values."""

@@ -127,7 +127,8 @@ def _verdict(report: Report) -> str:
         )
     ruling = None if predicted is None else predicted.verdict.ruling
     takes = "takes" if graphs.buckets else "would take"
-    step = f"step {takes} {ratio(relative)} of its eager time, {times.origin}"
+    own = ", on the data that the plan was made for" if report.profile.num_runs > 1 else ""
+    step = f"step {takes} {ratio(relative)} of its eager time, {times.origin}{own}"
     return f"A {step}." if ruling is None else f"{_RULINGS[ruling]}: a {step}."
 
 
