@@ -176,7 +176,7 @@ def read_profile_file(path: Path) -> tuple[pd.DataFrame, Metadata]:
     try:
         with path.open("rb") as file:  # any name, also one that is not UTF-8
             # One thread: the process may end right after a refusal, and must not end while others still read.
-            content = pq.read_table(file, use_threads=False, pre_buffer=False)
+            content = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except pa.ArrowException as error:
