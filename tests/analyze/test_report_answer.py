@@ -211,6 +211,29 @@ def test_predictions_of_one_run_are_not_told_of_several(tmp_path):
         r"A step takes [\d.]+ of its eager time, measured, on the data that the plan was made for\.", measured.verdict
     )
     assert measured.run == "code, chat"
+    none = findings.answer(joined(tmp_path, "none"))
+    assert none.basis == HOW_TO_GET_TIMES[0].upper() + HOW_TO_GET_TIMES[1:] + "."
+    assert none.verdict.endswith(" every micro-batch of the data that the plan was made for.")
+
+
+def test_many_graphs_are_counted_and_none_are_said_to_be_none(made, tmp_path):
+    many = report_of(
+        made / "demo" / "megatron", seq_length=4096, global_batch_size=64, data_parallel_size=2, attention="torch",
+        buckets=4,
+    )  # fmt: skip
+    assert re.fullmatch(
+        r"The plan's 4 graphs hold [\d.]+% of micro-batches; [\d.]+% of steps have an eager micro-batch\.",
+        findings.answer(many).verdict,
+    )
+    few = report_of(
+        write_rows(tmp_path / "r.jsonl", [[3, 5], [8]] * 40), seq_length=8, loader="single", graph_memory_bytes=1
+    )
+    told = findings.answer(few)
+    assert told.verdict == "The plan captures no graphs: every micro-batch runs eagerly."
+    assert [(n.value, n.label) for n in told.numbers][::2] == [
+        ("0.0%", "of micro-batches replay"),
+        ("2", "documents in the fullest micro-batch"),
+    ]
 
 
 # Lines that misled

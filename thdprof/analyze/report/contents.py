@@ -77,7 +77,7 @@ class Report:
                 step_ms=(plan.step_ms, plan.step_ms),
                 eager_step_ms=(plan.eager_step_ms, plan.eager_step_ms),
             )
-        if self.profile.num_runs > 1:
+        if self.profile.num_runs > 1 and costs.origin == "modelled":
             return Times(origin="none", basis=TIMES_OF_ONE_RUN)
         return Times(origin="none", basis=HOW_TO_GET_TIMES if predicted is None else predicted.times.basis)
 

@@ -13,6 +13,8 @@ from thdprof.analyze.times.results import Memory, Origin, Ruling, Times, Worth
 
 _NUMBERS = 3
 """Numbers at the head of a report."""
+_NAMED = 4
+"""Most graphs whose documents are named in the verdict."""
 _LONGEST_NAME = 80
 """Characters of a run's name."""
 _OF_THESE_DATA = (
@@ -118,12 +120,14 @@ def _verdict(report: Report) -> str:
         if not graphs.buckets or graphs.impl == "none":
             return "The plan captures no graphs: every micro-batch runs eagerly."
         rate = report.plan.predictions.fallback_rate
-        holds = f"Graphs for {bucket_names(report)} hold"
+        distinct = len({b.max_seqs for b in graphs.buckets}) == len(graphs.buckets) <= _NAMED
+        name = f"Graphs for {bucket_names(report)}" if distinct else f"The plan's {len(graphs.buckets)} graphs"
+        own = " of the data that the plan was made for" if report.profile.num_runs > 1 else ""
         if rate.microbatch == 0:
-            return f"{holds} every micro-batch."
+            return f"{name} hold every micro-batch{own}."
         return (
-            f"{holds} {percent(1 - rate.microbatch)} of micro-batches; {percent(rate.step)} of steps have an eager "
-            "micro-batch."
+            f"{name} hold {percent(1 - rate.microbatch)} of micro-batches{own}; {percent(rate.step)} of steps have an "
+            "eager micro-batch."
         )
     ruling = None if predicted is None else predicted.verdict.ruling
     takes = "takes" if graphs.buckets else "would take"
@@ -166,6 +170,13 @@ def _numbers(report: Report) -> Iterator[Number]:
         note=f"{percent(rate.rank_step)} of (rank, step) pairs have one",
     )
     yield from (stalled, held) if times.origin != "none" else (held, stalled)
+    if not report.plan.graphs.buckets:
+        documents = report.profile.histogram()
+        median = f"half of the micro-batches hold at most {documents.percentile(50.0):,}"
+        yield Number(
+            value=f"{documents.percentile(100.0):,}", label="documents in the fullest micro-batch", note=median
+        )
+        return
     yield Number(
         value=f"under {percent(plan.fallback_rate_upper_bound)}",
         label="of unseen micro-batches fall back",
