@@ -1,0 +1,133 @@
+"""The time of a decoder's forward and backward on one rank: on the GPU, and what launching it costs the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from thdprof.analyze.times.communication import Links
+from thdprof.analyze.times.device import Device, Kernels
+from thdprof.analyze.times.gpus import Gpu
+from thdprof.analyze.times.layers import Layer, LayerModel, Work
+from thdprof.training import Model
+
+_REPLAY_MS = 0.15
+"""Launching a forward and a backward graph, and copying their inputs, in milliseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderTime:
+    """One micro-batch's forward and backward through a rank's layers."""
+
+    gpu_ms: float
+    """Time on the GPU, in milliseconds."""
+    launches: float
+    """Launches that the host makes one by one."""
+    light_launches: float
+    """Launches that come in a row out of one call, which cost the host less."""
+    ms_by_kind: dict[str, float]
+    """Time on the GPU by kind of kernel, in milliseconds."""
+
+    @property
+    def replay_ms(self) -> float:
+        """Time of a replay, in milliseconds."""
+        return self.gpu_ms + _REPLAY_MS
+
+
+class Decoder:
+    """The layers of a pipeline rank of `model` on `gpu`."""
+
+    def __init__(self, model: Model, gpu: Gpu, *, pipeline_size: int = 1) -> None:
+        """The layers of the pipeline rank that has most.
+
+        Args:
+            model: the model.
+            gpu: the GPU.
+            pipeline_size: stages that the layers are spread over.
+        """
+        self._model = model
+        self._makes = LayerModel(model, Device(gpu), Links(gpu))
+        self._letters = letters(model, pipeline_size)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the rank."""
+        return len(self._letters)
+
+    def time(self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1) -> DecoderTime:
+        """The time of one micro-batch.
+
+        Args:
+            tokens: tokens of the micro-batch over all context-parallel ranks.
+            squared: sum of its documents' squared lengths.
+            max_seqs: documents that attention is called for: a graph's cap, or the micro-batch's own number.
+            cp_size: context-parallel ranks that share it.
+        """
+        work = Work(tokens=max(1, tokens // cp_size), squared=squared, max_seqs=max_seqs, cp_size=cp_size)
+        made = {letter: self._layer(letter, work) for letter in set(self._letters)}
+        us, launches, light = 0.0, 0.0, 0.0
+        by_kind: Counter[str] = Counter()
+        for index, letter in enumerate(self._letters):
+            for kernels in self._kernels(made[letter], index):
+                us += kernels.us
+                launches += kernels.launches
+                light += kernels.light_launches
+                by_kind[kernels.kind] += kernels.us / 1000  # type: ignore[assignment]
+        return DecoderTime(gpu_ms=us / 1000, launches=launches, light_launches=light, ms_by_kind=dict(by_kind))
+
+    def _layer(self, letter: str, work: Work) -> Layer:
+        if letter == "M":
+            return self._makes.mamba_layer(work)
+        if letter == "*":
+            return self._makes.attention_layer(work)
+        if letter == "-":
+            return self._makes.mlp_layer(work)
+        if letter == "E":
+            return self._makes.expert_layer(work)
+        layer = self._makes.attention_layer(work)
+        layer.add(self._makes.mlp_layer(work) if letter == "D" else self._makes.expert_layer(work))
+        return layer
+
+    def _kernels(self, layer: Layer, index: int) -> Sequence[Kernels]:
+        """All kernels of a layer, those that are computed again included."""
+        model = self._model
+        again: list[Kernels] = []
+        if model.recompute_granularity == "full":
+            last = model.recompute_num_layers if model.recompute_method == "block" else None
+            if last is None or index < last:
+                again = layer.forward
+        elif model.recompute_granularity == "selective":
+            kinds = _kinds_of(model.recompute_modules)
+            again = [kernels for kernels in layer.forward if kernels.kind in kinds]
+        return [*layer.forward, *again, *layer.backward]
+
+
+_RECOMPUTED = {
+    "core_attn": ("attention",),
+    "layernorm": ("norms",),
+    "mlp": ("products",),
+    "moe": ("experts",),
+    "moe_act": ("experts",),
+}
+
+
+def _kinds_of(modules: Sequence[str]) -> set[str]:
+    return {kind for module in modules for kind in _RECOMPUTED.get(module, ())}
+
+
+def letters(model: Model, pipeline_size: int) -> str:
+    """A letter for each layer of the pipeline rank that has most: a hybrid's own, D with an MLP, X with experts."""
+    if model.hybrid_layer_pattern:
+        every = model.hybrid_layer_pattern.replace("|", "").replace("/", "")
+    else:
+        every = "D" * (model.num_layers - model.moe_layers) + "X" * model.moe_layers
+    count = -(-len(every) // pipeline_size)
+    return every[-count:]
+
+
+def one_layer(model: Model) -> Model:
+    """`model` with one layer, of the kind that it has most of."""
+    if model.hybrid_layer_pattern:
+        return replace(model, num_layers=1, hybrid_layer_pattern=model.hybrid_layer_pattern[0])
+    return replace(model, num_layers=1, num_moe_layers=min(1, model.moe_layers))
