@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import datetime
 import fcntl
+import functools
 import json
 import os
 import statistics
@@ -239,6 +240,70 @@ CASES = {
         fitted=False,
     ),
 }
+LATER = {
+    "qwen3-8b": Case(
+        model=qwen3(num_layers=6, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32, num_query_groups=8),
+        fitted=False,
+    ),
+    "phi3-mini": Case(
+        model=llama(num_layers=12, hidden_size=3072, ffn_hidden_size=8192, num_attention_heads=32), fitted=False
+    ),
+    "gpt3-1.3b": Case(
+        model=Model(
+            num_layers=24,
+            hidden_size=2048,
+            num_attention_heads=16,
+            rotary=True,
+            hidden_dropout=0.1,
+            attention_dropout=0.0,
+            vocab_size=50304,
+        ),
+        fitted=False,
+    ),
+    "qwen2.5-1.5b": Case(
+        model=llama(num_layers=28, hidden_size=1536, ffn_hidden_size=8960, num_attention_heads=12, num_query_groups=2),
+        fitted=False,
+    ),
+    "olmoe": Case(
+        model=qwen3(
+            num_layers=6,
+            hidden_size=2048,
+            ffn_hidden_size=8192,
+            num_attention_heads=16,
+            num_experts=64,
+            moe_router_topk=8,
+            moe_ffn_hidden_size=1024,
+            moe_expert_capacity_factor=1.25,
+        ),
+        fitted=False,
+    ),
+    "deepseek-v2-lite": Case(
+        model=llama(
+            num_layers=4,
+            hidden_size=2048,
+            ffn_hidden_size=10944,
+            num_attention_heads=16,
+            multi_latent_attention=True,
+            kv_lora_rank=512,
+            num_experts=64,
+            moe_router_topk=6,
+            moe_ffn_hidden_size=1408,
+            moe_shared_expert_intermediate_size=2816,
+            moe_expert_capacity_factor=1.25,
+        ),
+        fitted=False,
+    ),
+}
+"""Cases that were first measured after the constants were fixed."""
+CASES |= LATER
+PARALLEL = {
+    "llama3-8b, TP 2": Case(model=replace(LLAMA8B, tensor_model_parallel_size=2, sequence_parallel=True), fitted=False),
+    "qwen3-0.6b, TP 2": Case(model=replace(SMALL, tensor_model_parallel_size=2, sequence_parallel=True), fitted=False),
+    "qwen3-30b-a3b, EP 2": Case(
+        model=replace(CASES["qwen3-30b-a3b"].model, expert_model_parallel_size=2), fitted=False
+    ),
+}
+"""Cases of two GPUs: `torchrun --nproc-per-node 2 benchmarks/decoder_times.py parallel --out FILE`."""
 WAYS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp8 current": {"fp8_recipe": "tensorwise"},
@@ -259,15 +324,27 @@ def gpu_to_itself() -> Iterator[None]:
         yield
 
 
-def start_megatron() -> None:
-    """Process groups of one process, and the random states."""
+def start_megatron(model: Model | None = None) -> None:
+    """Process groups, of one process or of those that torchrun started, and the random states."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    torch.cuda.set_device(0)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not torch.distributed.is_initialized():
+        alone = {} if "RANK" in os.environ else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        torch.distributed.init_process_group("nccl", **alone)
+    parallel_state.destroy_model_parallel()
+    sizes = (
+        {}
+        if model is None
+        else {
+            "tensor_model_parallel_size": model.tensor_model_parallel_size,
+            "expert_model_parallel_size": model.expert_model_parallel_size,
+            "expert_tensor_parallel_size": 1,
+        }
+    )
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False, **sizes)
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
 
@@ -288,6 +365,15 @@ def build(model: Model) -> Any:
             "moe_pad_expert_input_to_capacity": model.moe_expert_capacity_factor is not None,
             "moe_grouped_gemm": True,
             "moe_router_load_balancing_type": "none",
+        }
+    if model.moe_shared_expert_intermediate_size:
+        more["moe_shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
+    if max(model.tensor_model_parallel_size, model.expert_model_parallel_size) > 1:
+        more |= {
+            "tensor_model_parallel_size": model.tensor_model_parallel_size,
+            "sequence_parallel": model.sequence_parallel,
+            "expert_model_parallel_size": model.expert_model_parallel_size,
+            "expert_tensor_parallel_size": 1,
         }
     if model.multi_latent_attention:
         more |= {
@@ -368,6 +454,14 @@ def build(model: Model) -> Any:
     return built
 
 
+@functools.cache
+def side_stream() -> Any:
+    """The stream that everything runs on."""
+    import torch
+
+    return torch.cuda.Stream()
+
+
 class Runner:
     """A decoder with one micro-batch, run eagerly or as two graphs."""
 
@@ -378,7 +472,10 @@ class Runner:
         from thdprof.runtime.megatron.decoder.mamba import has_mamba
         from thdprof.runtime.padding import pack
 
-        self.decoder = PackedDecoder(built)
+        self.stream = side_stream()
+        config = built.config
+        shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.decoder = PackedDecoder(built, shards)
         bounds = np.concatenate(([0], np.cumsum(batch.lengths())))
         if cap is not None:
             bounds = np.concatenate((bounds, np.full(cap + 1 - len(bounds), batch.tokens)))
@@ -388,15 +485,19 @@ class Runner:
             on_gpu["seq_idx"] = self.packed.seq_idx.cuda()
         self.packed = replace(self.packed, **on_gpu)
         width = built.config.hidden_size
-        self.x = torch.randn(batch.tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        self.grad = torch.randn(batch.tokens, width, device="cuda", dtype=torch.bfloat16)
+        rows = batch.tokens // shards
+        self.x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        self.grad = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
         self.parameters = list(built.decoder.parameters())
         self.graphs: tuple[Any, Any] | None = None
 
     def eager(self) -> None:
-        """One forward and its backward."""
-        self.decoder(self.x, self.packed).backward(self.grad)
-        self.clear()
+        """One forward and its backward, on the stream of captures: experts' gradients stay tied to a stream."""
+        import torch
+
+        with torch.cuda.stream(self.stream):
+            self.decoder(self.x, self.packed).backward(self.grad)
+            self.clear()
 
     def clear(self) -> None:
         """Drop gradients that are not added to main_grad."""
@@ -411,11 +512,10 @@ class Runner:
 
         from thdprof.runtime.megatron.surroundings import capturing
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                self.eager()
+        side = self.stream
+        torch.cuda.synchronize()
+        for _ in range(2):
+            self.eager()
         torch.cuda.synchronize()
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         for generator in get_all_rng_states().values():
@@ -484,44 +584,95 @@ def profiled(call: Any) -> dict[str, Any]:
     return {"names": list(names), "kernels": kernels, "launches": launches, "span_ms": span}
 
 
-def run_decoder(name: str, out: Path) -> None:
-    """Measure one case in every way; every way and batch is a line of `out`."""
+def compile_ahead(case: Case) -> None:
+    """Run two layers of every way once, so that what is compiled is compiled before anything is timed."""
     import torch
 
-    from thdprof.runtime.megatron.decoder.rotary import keep_tables
+    for changes in WAYS.values():
+        model = replace(case.model, **changes)
+        if model.hybrid_layer_pattern is None:
+            model = replace(model, num_layers=1)
+        Runner(build(model), case.batches[0], cap=None).eager()
+        torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def run_decoder(name: str, out: Path, wait_for: int) -> None:
+    """Measure one case in every way; every way and batch is a line of `out`.
+
+    Args:
+        name: the case.
+        out: the file to append to.
+        wait_for: processes that must have compiled before any is timed.
+    """
+    import torch
 
     case = CASES[name]
     start_megatron()
+    if case.model.num_experts:
+        torch._dynamo.config.disable = True  # captures of experts fail otherwise
+    try:
+        compile_ahead(case)
+    finally:
+        ready = out.with_suffix(".ready")
+        with ready.open("a") as file:
+            file.write(f"{name}\n")
+    deadline = time.time() + 150
+    while len(ready.read_text().splitlines()) < wait_for and time.time() < deadline:
+        time.sleep(0.2)
+    with gpu_to_itself():
+        began = time.time()
+        time_case(name, case, out)
+        print(f"{name}: {time.time() - began:.1f} s", flush=True)
+
+
+def time_case(name: str, case: Case, out: Path) -> None:
+    """Time every way and batch of a case."""
+    import torch
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from thdprof.runtime.megatron.decoder.rotary import keep_tables
+    from thdprof.runtime.megatron.surroundings import prepare_experts
+
     for way, changes in WAYS.items():
         model = replace(case.model, **changes)
+        # a capture that failed leaves generators that cannot be used
+        model_parallel_cuda_manual_seed(1, te_rng_tracker=True, force_reset_rng=True)
         built = build(model)
         keep_tables(built.decoder, max(batch.tokens for batch in case.batches))
-        Runner(built, case.batches[0], cap=None).eager()  # compiles what is compiled
-        torch.cuda.synchronize()
-        with gpu_to_itself():
-            began = time.time()
-            for number, batch in enumerate(case.batches if way == "bf16" else case.batches[:1]):
-                row = {"case": name, "way": way, "fitted": case.fitted, "batch": dataclasses.asdict(batch)}
-                row["model"] = {k: v for k, v in dataclasses.asdict(model).items() if v is not None}
-                row["lengths"] = batch.lengths()
-                try:
-                    runner = Runner(built, batch, cap=None)
-                    row["eager_ms"], row["eager_queued_ms"] = timed(runner.eager, rounds=3, queued=3)
-                    if number == 0:
-                        row["eager_profile"] = profiled(runner.eager)
-                    del runner
-                    padded = Runner(built, batch, cap=batch.cap)
-                    padded.capture(told=model.num_experts is not None and model.recompute_granularity is None)
-                    row["replay_ms"], row["replay_queued_ms"] = timed(padded.replay)
-                    row["replay_profile"] = profiled(padded.replay)
-                    del padded
-                except Exception as error:
-                    row["error"] = f"{type(error).__name__}: {error}"[:500]
-                torch.cuda.empty_cache()
+        prepare_experts(built.config, torch.device("cuda", torch.cuda.current_device()))
+        for number, batch in enumerate(case.batches if way == "bf16" else case.batches[:1]):
+            row = {"case": name, "way": way, "fitted": case.fitted, "batch": dataclasses.asdict(batch)}
+            row["model"] = {k: v for k, v in dataclasses.asdict(model).items() if v is not None}
+            row["lengths"] = batch.lengths()
+            try:
+                runner = Runner(built, batch, cap=None)
+                row["eager_ms"], row["eager_queued_ms"] = timed(runner.eager, rounds=3, queued=3)
+                if number == 0:
+                    row["eager_profile"] = profiled(runner.eager)
+                del runner
+                padded = Runner(built, batch, cap=batch.cap)
+                padded.capture(told=model.num_experts is not None and model.recompute_granularity is None)
+                row["replay_ms"], row["replay_queued_ms"] = timed(padded.replay)
+                row["replay_profile"] = profiled(padded.replay)
+                del padded
+            except Exception as error:
+                row["error"] = f"{type(error).__name__}: {error}"[:500]
+            torch.cuda.empty_cache()
+            if int(os.environ.get("RANK", "0")) == 0:
                 write(out, row)
-            print(f"{name}, {way}: {time.time() - began:.1f} s", flush=True)
         del built
         torch.cuda.empty_cache()
+
+
+def run_parallel(out: Path) -> None:
+    """Time the cases of several GPUs, one after the other."""
+    import torch
+
+    for name, case in PARALLEL.items():
+        start_megatron(case.model)
+        torch._dynamo.config.disable = bool(case.model.num_experts)
+        time_case(name, case, out)
 
 
 def write(out: Path, row: dict[str, Any]) -> None:
@@ -728,12 +879,14 @@ def environment() -> dict[str, Any]:
     }
 
 
-def measure(cases: list[str], out: Path, at_once: int) -> None:
+def measure(cases: list[str], out: Path) -> None:
     """Run every case and way in a process of its own."""
     write(out, environment())
+    out.with_suffix(".ready").write_text("")
+    decoders = [case for case in cases if case not in SPECIAL]
 
     def run(case: str) -> None:
-        command = [sys.executable, "-P", __file__, "one", case, "--out", str(out)]
+        command = [sys.executable, "-P", __file__, "one", case, "--out", str(out), "--wait-for", str(len(decoders))]
         environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environ)
         print(done.stdout, end="", flush=True)
@@ -741,8 +894,11 @@ def measure(cases: list[str], out: Path, at_once: int) -> None:
             write(out, {"case": case, "error": done.stderr[-1500:]})
             print(f"{case}: exit {done.returncode}: {done.stderr[-600:]}", flush=True)
 
-    with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(run, cases))
+    for case in cases:
+        if case in SPECIAL:
+            run(case)
+    with ThreadPoolExecutor(len(decoders) or 1) as pool:  # all start at once, and take turns on the GPU
+        list(pool.map(run, decoders))
 
 
 def main() -> None:
@@ -751,14 +907,17 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     every = commands.add_parser("measure")
     every.add_argument("--cases", default=",".join((*SPECIAL, *CASES)))
-    every.add_argument("--at-once", type=int, default=3)
     one = commands.add_parser("one")
     one.add_argument("case")
-    for command in (every, one):
+    one.add_argument("--wait-for", type=int, default=1)
+    parallel = commands.add_parser("parallel")
+    for command in (every, one, parallel):
         command.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.command == "measure":
-        measure(args.cases.split(","), args.out, args.at_once)
+        measure(args.cases.split(","), args.out)
+    elif args.command == "parallel":
+        run_parallel(args.out)
     elif args.case == "products":
         run_products(args.out)
     elif args.case == "launch-rate":
@@ -768,7 +927,7 @@ def main() -> None:
     elif args.case == "optimizer":
         run_optimizer(args.out)
     else:
-        run_decoder(args.case, args.out)
+        run_decoder(args.case, args.out, args.wait_for)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from thdprof.analyze.times.device import GAP_US, Device, Kernels
 
-BACKWARD_FLOPS = 2.5
-"""Matrix work of the backward beside the forward's."""
+_QUICK_WIDTHS = (64, 128)
+"""Widths of heads for which the product of output and gradient is quick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ def forward(device: Device, shape: Attention, *, tokens: int, squared: float, ma
         squared: sum of its documents' squared lengths.
         max_seqs: documents that the kernel is called for: the cap of a graph, or the micro-batch's own number.
     """
-    documents = rounded_documents(max_seqs)
-    work = 2.0 * shape.heads * ((shape.query_dim + shape.value_dim) / 2) * squared * 2 / 2
-    us = device.scaled(work / _FORWARD_FLOPS_A_US + _FORWARD_A_HEAD * shape.heads * tokens * _wide(shape))
-    us += documents * (_FORWARD_A_DOCUMENT + _FORWARD_A_DOCUMENT_HEAD * shape.heads) * tokens_factor(tokens)
-    zeroed = tokens * shape.heads * shape.value_dim * 2e-6
+    documents, rows = rounded_documents(max_seqs), shape.heads * tokens
+    width = (shape.query_dim + shape.value_dim) / 2
+    us = device.scaled(2.0 * shape.heads * width * squared * 1.79e-9 + rows * (0.24e-3 + 0.00109e-3 * width))
+    us += documents * (0.093 + 0.00505 * shape.heads)
+    zeroed = rows * shape.value_dim * 2e-6
     return [
         device.moves(zeroed, 3.9, kind="attention", launches=0.0),
         device.tiny(5, 1.6, kind="attention"),
@@ -66,19 +66,16 @@ def backward(device: Device, shape: Attention, *, tokens: int, squared: float, m
 
     Args: as for `forward`.
     """
-    documents, factor = rounded_documents(max_seqs), tokens_factor(tokens)
-    elements = tokens * shape.heads * shape.query_dim
-    work = 2.0 * BACKWARD_FLOPS * shape.heads * ((shape.query_dim + shape.value_dim) / 2) * squared
-    us = device.scaled(work / _BACKWARD_FLOPS_A_US + _BACKWARD_A_HEAD * shape.heads * tokens * _wide(shape))
-    us += documents * (_BACKWARD_A_DOCUMENT + _BACKWARD_A_DOCUMENT_HEAD * shape.heads) * factor
-    if shape.query_dim == shape.value_dim:
-        us += device.scaled(_DOT_AN_ELEMENT * elements)
-    else:  # a kernel whose grid covers every document of the cap at the length of the whole micro-batch
-        us += device.scaled(_DOT_A_ROW * documents * shape.heads * _power_of_two(tokens))
-    us += _CONVERT_AN_ELEMENT * elements + documents * (_CONVERT_A_DOCUMENT + 0.0022 * shape.heads) * factor
+    documents, rows = rounded_documents(max_seqs), shape.heads * tokens
+    width = (shape.query_dim + shape.value_dim) / 2
+    us = device.scaled(5.0 * shape.heads * width * squared * 2.05e-9 + rows * (0.38e-3 + 0.0027e-3 * width))
+    us += documents * (0.109 + 0.0080 * shape.heads)
+    us += device.scaled(_dot_us(shape, documents, tokens))
+    elements = rows * shape.query_dim
+    us += device.scaled(1.51e-6 * elements) + documents * (0.068 + 0.00215 * shape.heads)
     launches = 4.0
     if shape.groups < shape.heads:
-        us += _REDUCE_AN_ELEMENT * elements + documents * (_REDUCE_A_DOCUMENT + 0.004 * shape.heads) * factor
+        us += 10 + device.scaled(1.53e-6 * elements) + documents * (0.147 + 0.0030 * shape.heads)
         launches += 2
     zeroed = tokens * (shape.heads + 2 * shape.groups) * shape.query_dim * 2e-6
     return [
@@ -88,33 +85,20 @@ def backward(device: Device, shape: Attention, *, tokens: int, squared: float, m
     ]
 
 
-def tokens_factor(tokens: int) -> float:
-    """How much an empty document of a cap costs, beside micro-batches of 4096 tokens."""
-    return _power_of_two(tokens) / 4096
+def _dot_us(shape: Attention, documents: int, tokens: int) -> float:
+    """Microseconds of the product of the output and its gradient.
+
+    cuDNN has a quick kernel for heads of 64 and 128. The other one's grid covers every document of the cap at the
+    length of the whole micro-batch, so that a large cap is dear.
+    """
+    if shape.query_dim == shape.value_dim and shape.query_dim in _QUICK_WIDTHS:
+        return 5.5e-6 * shape.heads * tokens * shape.query_dim + 0.001 * documents * shape.heads
+    rows = documents * shape.heads * _longest(tokens)
+    return rows * (0.151e-3 if shape.query_dim > 128 else 0.0756e-3)
 
 
-def _power_of_two(tokens: int) -> int:
+def _longest(tokens: int) -> int:
+    """Tokens that a document may have in cuDNN's kernels, given those of the micro-batch."""
     if tokens > 32768:
         return math.ceil(tokens / 32768) * 32768
     return max(1024, 1 << math.ceil(math.log2(tokens)))
-
-
-def _wide(shape: Attention) -> float:
-    """Work per token of a head beside one of width 128."""
-    return 0.55 + 0.45 * shape.query_dim / 128
-
-
-_FORWARD_FLOPS_A_US = 480e6
-_FORWARD_A_HEAD = 0.29e-3
-_FORWARD_A_DOCUMENT = 0.16
-_FORWARD_A_DOCUMENT_HEAD = 0.0015
-_BACKWARD_FLOPS_A_US = 430e6
-_BACKWARD_A_HEAD = 0.6e-3
-_BACKWARD_A_DOCUMENT = 0.19
-_BACKWARD_A_DOCUMENT_HEAD = 0.0035
-_DOT_AN_ELEMENT = 5.6e-6
-_DOT_A_ROW = 0.151e-3
-_CONVERT_AN_ELEMENT = 1.6e-6
-_CONVERT_A_DOCUMENT = 0.065
-_REDUCE_AN_ELEMENT = 2.6e-6
-_REDUCE_A_DOCUMENT = 0.12

@@ -54,8 +54,8 @@ _GPUS = (
     Gpu(
         name="h100",
         label="H100 SXM",
-        bf16_tflops=670,
-        fp8_tflops=1200,
+        bf16_tflops=650,
+        fp8_tflops=1150,
         memory_tbps=3.35,
         cache_mib=50,
         multiprocessors=132,

@@ -253,7 +253,10 @@ class LayerModel:
             layer.add(self._linear(tokens, model.hidden_size, heads * query))
         layer.add(self._linear(tokens, model.hidden_size, model.kv_lora_rank + model.qk_pos_emb_head_dim))
         layer.add(self._linear(tokens, model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim)))
-        layer.forward.append(device.moves(2 * tokens * model.kv_lora_rank * 2e-6, 2.0))
+        layer.forward += [
+            device.moves(2 * tokens * model.kv_lora_rank * 2e-6, 2.0),
+            Kernels(kind="attention", us=0.0, launches=_LATENT_LAUNCHES),
+        ]
         layer.backward.append(device.moves(tokens * model.hidden_size * 3 * 2e-6, 4.3))
         rotary = tokens * heads * query * 2e-6
         layer.forward += [device.moves(2 * rotary, 1.4), device.moves(3 * rotary, 3.4)]
@@ -319,6 +322,8 @@ _SCAN_FORWARD = 13.0e-6
 _SCAN_BACKWARD = 44.7e-6
 _CONVOLUTION_FORWARD = 2.45e-6
 _CONVOLUTION_BACKWARD = 7.9e-6
+_LATENT_LAUNCHES = 16
+"""Launches that splitting and joining the latent parts costs the host as much as, though they launch little."""
 _AT_ONCE = 0.65
 _GROUPED_US = 1.0
 _QUANTIZE_EXPERT_US = 6.0
