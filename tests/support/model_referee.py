@@ -9,12 +9,15 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
 torch = pytest.importorskip("torch", reason="the referee needs torch")
 pytest.importorskip("megatron.training", reason="the referee needs megatron-core with megatron.training")
 
 from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_layer_counts  # noqa: E402
 from megatron.training import arguments  # noqa: E402
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args  # noqa: E402
+from megatron.training.config.yaml_utils import safe_yaml_representers  # noqa: E402
 from megatron.training.vocab_utils import calculate_padded_vocab_size  # noqa: E402
 
 from thdprof.training import model_definitions  # noqa: E402
@@ -34,8 +37,27 @@ _READ_APART = {
 }  # fmt: skip
 
 
+def recipe_of(flags: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The YAML that megatron.training's own model configuration dumps, as Megatron-Bridge writes it too."""
+    args, config = _configured(flags, monkeypatch)
+    of_args = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    content = {
+        "model": of_args(args, config).as_dict(),
+        "ddp": {"use_distributed_optimizer": args.use_distributed_optimizer},
+        "train": {"micro_batch_size": 1, "global_batch_size": 32},
+    }
+    with safe_yaml_representers():
+        return yaml.safe_dump(content)
+
+
 def fields_of(flags: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Values by field of `Model`, and by its derived properties, as the trainer itself has them."""
+    args, config = _configured(flags, monkeypatch)
+    return _fields(args, config)
+
+
+def _configured(flags: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The parsed flags and megatron-core's configuration of them."""
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *NEEDED.split(), *shlex.split(flags)])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("WORLD_SIZE", "16")
@@ -44,7 +66,10 @@ def fields_of(flags: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(arguments, "add_megatron_arguments", lambda _: parser)
     args = arguments.parse_args()
     arguments.validate_args(args)
-    config = arguments.core_transformer_config_from_args(args)
+    return args, arguments.core_transformer_config_from_args(args)
+
+
+def _fields(args: Any, config: Any) -> dict[str, Any]:
     found = {
         name: getattr(config, _OTHER_NAMES.get(name, name)) for name in model_definitions() if name not in _READ_APART
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from thdprof.training.settings import Definition, definitions_of
 
 NONE = "none"
 """The value that says outright that a field is null, such as `fp8_recipe: none`; a null counts as not given."""
+_LARGE = 1e9
 _PARTS = {"hidden_dropout": "at least 0 and less than 1", "attention_dropout": "at least 0 and less than 1"}
 
 
@@ -48,7 +48,7 @@ def read_field(name: str, value: object) -> Any:
 
 
 def _number(definition: Definition, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -_LARGE < value < _LARGE:  # or NaN
         raise UsageError(f"{definition.shown(repr(value))}: must be a number")
     if definition.name in _PARTS and not 0 <= value < 1:
         raise UsageError(f"{definition.shown(value)}: must be {_PARTS[definition.name]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Final, overload
 
@@ -74,7 +73,7 @@ class Config:
         if name is None:
             return default
         value = self.content[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise DataError(f"{self.shown}: {name} {_short(value)}: must be a number")
         if not 0 <= value < 1:
             raise DataError(f"{self.shown}: {name} {_short(value)}: must be at least 0 and less than 1")
@@ -129,11 +128,8 @@ class Config:
 
 
 def _short(value: Any) -> str:
-    text = (
-        str(value)
-        if isinstance(value, int) and abs(value) < 2**64
-        else repr(value)
-        if not isinstance(value, int)
-        else "of too many digits"
-    )
+    """The value as a message shows it; Python does not write out integers of thousands of digits."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return "of too many digits"
+    text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -55,6 +55,8 @@ def read_precision(
         found["precision"] = "fp16"
     elif get("precision") is not None:
         found |= _named("precision", str(get("precision")), shown, unsettled)
+    elif get("bf16") is False and get("fp16") is False:
+        found["precision"] = "fp32"
     if get("fp4"):
         unsettled["fp8_recipe"] = f"{shown}: fp4 {get('fp4')!s:.40}: matrix products in FP4 are not known"
     fp8 = get("fp8")
