@@ -79,7 +79,7 @@ def analyze(
     for note in request.notes:
         streams.say(note)
     outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
-    check_not_inputs(outputs, [settings, megatron_args, given["model"], request.cost_table])
+    check_not_inputs(outputs, [settings, megatron_args, request.model_file, request.cost_table])
     with streams.progress_bar() as progress:
         analysis = analyze_files(
             request.locations,

@@ -37,8 +37,13 @@ def check_model(model: Model) -> None:
         if value is not None or field.default is not None:
             read_field(field.name, value)
     for problem in problems(model):
-        shown = model_definitions()[problem.field].shown(getattr(model, problem.field))
-        raise UsageError(f"{shown}: {problem.text}")
+        raise UsageError(f"{shown_field(model, problem.field)}: {problem.text}")
+
+
+def shown_field(model: Model, name: str) -> str:
+    """The field and its value as messages name them; without a value where it is null."""
+    value = getattr(model, name)
+    return model_definitions()[name].shown(*(() if value is None else (value,)))
 
 
 def problems(model: Model) -> Iterator[ModelProblem]:
@@ -126,7 +131,7 @@ def _of_a_hybrid(model: Model) -> Iterator[ModelProblem]:
         )
     elif kinds["E"] != model.moe_layers:
         field = "num_experts" if model.num_experts is None else "num_moe_layers"
-        yield ModelProblem(field=field, text=f"hybrid_layer_pattern has {kinds['E']} layers of experts (E)")
+        yield ModelProblem(field=field, text=f"hybrid_layer_pattern has experts (E) in {kinds['E']} of its layers")
     if kinds["M"]:
         heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
         if heads < 1 or heads % model.mamba_num_groups:

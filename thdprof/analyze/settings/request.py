@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from thdprof.analyze.settings.limits import Limits, analysis_options, read_limits, whole_number
-from thdprof.analyze.settings.model.files import read_model_file
+from thdprof.analyze.settings.model.files import model_file, read_model_file
 from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.model.resolve import experts_of, read_settings, resolve_model
 from thdprof.analyze.settings.settings_file import load_settings_file
@@ -35,6 +35,8 @@ class Request:
     """The model that the run trains; None where it is not known."""
     model_source: str | None
     """Where the model was read; None where it is not known."""
+    model_file: Path | None
+    """The file of --model that was read; None without one."""
     gpu: str | None
     """Name of the GPU that times are of; None: not given."""
     notes: list[str]
@@ -61,7 +63,8 @@ def read_request(
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
     world_size = whole_number("world_size", command)
     own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
-    file = read_model_file(Path(_text("--model", command["model"]))) if "model" in command else None
+    path = Path(_text("--model", command["model"])) if "model" in command else None
+    file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     said: ModelReading | None = None
     if megatron_args is not None:
@@ -103,6 +106,7 @@ def read_request(
         limits=read_limits(command),
         model=resolved.model,
         model_source=resolved.source,
+        model_file=None if path is None else model_file(path),
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         notes=[*notes, *resolved.notes],
     )

@@ -23,7 +23,7 @@ def read_model_file(path: Path) -> ModelReading:
         UsageError: `path` names nothing, or a file of another kind.
     """
     shown = f"--model {path}"
-    file = path / CONFIG if path.is_dir() else path
+    file = model_file(path)
     if not file.exists():
         if file != path:
             raise DataError(f"{shown}: the directory holds no {CONFIG}; name the file that describes the model")
@@ -55,6 +55,11 @@ def read_model_file(path: Path) -> ModelReading:
             f"{shown}: no mapping in it has num_layers and hidden_size; write out the recipe with all its values"
         )
     return read_config(content, str(path))
+
+
+def model_file(path: Path) -> Path:
+    """The file that `path` names: itself, or the config.json of a directory."""
+    return path / CONFIG if path.is_dir() else path
 
 
 def read_model(path: str | Path, **fields: Any) -> Model:

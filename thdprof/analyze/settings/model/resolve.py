@@ -16,7 +16,7 @@ from thdprof.analyze.settings.model.reading import (
 )
 from thdprof.errors import UsageError
 from thdprof.training import Experts, Model, model_definitions
-from thdprof.training.model_check import problems
+from thdprof.training.model_check import problems, shown_field
 from thdprof.training.model_fields import read_field
 
 SETTINGS = "settings"
@@ -74,9 +74,8 @@ def resolve_model(
     _complete(values, own, file, script)
     model = Model(**values)
     for problem in problems(model):
-        value = getattr(model, problem.field)
-        shown = model_definitions()[problem.field].shown(value)
-        raise UsageError(f"{origins.get(problem.field, shown)}: {problem.text}")
+        place = origins.get(problem.field) or shown_field(model, problem.field)
+        raise UsageError(f"{place}: {problem.text}")
     if file is not None:
         notes += _assumed(file, script, own)
         notes += _contradictions(file, script, own)
