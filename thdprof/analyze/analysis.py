@@ -92,6 +92,8 @@ class Analysis:
     """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
     model: Model | None
     """The model that the run trains; None where it is not known."""
+    model_source: str | None
+    """Where the model was read; None where it is not known."""
     gpu: str | None
     """Name of the GPU that the times are of, such as h100; None where no times were modelled."""
     times: Times
@@ -134,6 +136,9 @@ def analyze(
     attention: Attention = "transformer_engine",
     limits: Limits | None = None,
     offload: Choice | None = None,
+    model: Model | None = None,
+    model_source: str | None = None,
+    gpu: str | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
@@ -146,6 +151,9 @@ def analyze(
         attention: attention backend whose built-in costs are taken.
         limits: limits that the recommendation must keep to; None: the default limits.
         offload: activations that are moved to the host; graphs can use the memory that the move frees.
+        model: the model that the run trains; None: not known.
+        model_source: where the model was read; None: the caller made it.
+        gpu: name of the GPU that times are of; None: not given.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
@@ -156,7 +164,16 @@ def analyze(
     progress("reading", 0.0, 0)
     dataset = read_dataset(locations, format=format)
     return analyze_read(
-        dataset, given, measured=measured, attention=attention, limits=limits, offload=offload, progress=progress
+        dataset,
+        given,
+        measured=measured,
+        attention=attention,
+        limits=limits,
+        offload=offload,
+        model=model,
+        model_source=model_source,
+        gpu=gpu,
+        progress=progress,
     )
 
 
@@ -168,6 +185,9 @@ def analyze_read(
     attention: Attention = "transformer_engine",
     limits: Limits | None = None,
     offload: Choice | None = None,
+    model: Model | None = None,
+    model_source: str | None = None,
+    gpu: str | None = None,
     progress: Progress = lambda stage, done, documents: None,
     memo: Memo = FORGETFUL,
 ) -> Analysis:
@@ -242,8 +262,9 @@ def analyze_read(
         offload=prediction,
         longest=longest_captured(by_size or {settings.context_parallel_size: profile}, longest_possible),
         graph_tokens=graph_tokens,
-        model=None,
-        gpu=None,
+        model=model,
+        model_source=model_source,
+        gpu=gpu,
         times=Times(origin="none", basis="the model is not known: give --model or --megatron-args, and --gpu"),
         verdict=Verdict(ruling=None, reason="the model is not known: give --model or --megatron-args, and --gpu"),
         worth=None,

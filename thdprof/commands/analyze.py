@@ -79,7 +79,7 @@ def analyze(
     for note in request.notes:
         streams.say(note)
     outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
-    check_not_inputs(outputs, [settings, megatron_args, request.cost_table])
+    check_not_inputs(outputs, [settings, megatron_args, request.model_file, request.cost_table])
     with streams.progress_bar() as progress:
         analysis = analyze_files(
             request.locations,
@@ -89,6 +89,9 @@ def analyze(
             attention=request.attention,
             limits=request.limits,
             offload=choice,
+            model=request.model,
+            model_source=request.model_source,
+            gpu=request.gpu,
             progress=progress,
         )
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))

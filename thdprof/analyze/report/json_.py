@@ -7,6 +7,7 @@ from typing import Any
 
 from thdprof.analyze.analysis import Analysis, CpSize
 from thdprof.analyze.buckets.recommend import Candidate
+from thdprof.analyze.report.model import model_dict
 from thdprof.files import json_text
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 
@@ -42,6 +43,8 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
         "training": asdict(analysis.settings),
         "assumptions": [asdict(a) for a in analysis.assumptions],
+        "model": model_dict(analysis),
+        "gpu": analysis.gpu,
         "exact": analysis.microbatches.exact,
         "microbatches": len(analysis.microbatches),
         "steps": analysis.steps,

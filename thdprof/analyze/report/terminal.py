@@ -11,6 +11,7 @@ from rich.text import Text
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.buckets.recommend import LEAST_GAIN, Candidate
+from thdprof.analyze.report.model import model_line
 from thdprof.analyze.report.words import counted, percent, percentile_name
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
 from thdprof.training import shown
@@ -61,6 +62,9 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     )
     count = counted(len(table), "micro-batch", "micro-batches")
     yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
+    model = model_line(analysis)
+    if model is not None:
+        yield Text(model)
     for assumption in analysis.assumptions:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
     for note in analysis.notes:

@@ -72,7 +72,7 @@ def is_flag(word: Word) -> bool:
 
 
 def _is_of_megatron(name: str) -> bool:
-    return name in FLAGS and not FLAGS[name].of_torchrun
+    return name in FLAGS and not FLAGS[name].of_torchrun and not FLAGS[name].of_model
 
 
 def _of_training(commands: list[list[Occurrence]]) -> list[list[Occurrence]]:
