@@ -523,7 +523,7 @@ def header(argv: Sequence[str]) -> list[str]:
         f"`python benchmarks/memory.py {' '.join(argv)}`",
         "",
         f"bf16, {STEPS} steps of {MICROBATCHES} micro-batches, sizes in MiB. State holds static buffers and "
-        "workspaces. The predicted peak is of what torch's allocator reserves; ratio is predicted / reserved. Of several "
+        "workspaces. The predicted peak is of what the allocator reserves; ratio is predicted / reserved. Of several "
         "ranks, the one that reserved most.",
     ]
 
