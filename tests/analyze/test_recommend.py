@@ -89,7 +89,7 @@ def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
             (n, s, float(rng.uniform(5, 90))) for n in (1, 10, 40) for s in ((8, 64) if with_lengths else (None,))
         ]
         costs = make_costs(eager=[(1, float(rng.uniform(20, 60))), (30, float(rng.uniform(20, 90)))], replay=replay)
-        found = recommend_for(table, costs, pipeline_size=2)
+        found = recommend_for(table, costs, pipeline_size=2, limits=Limits(cover_largest=False))
         caps = [c.max_seqs for c in found.candidates]
         longest = max(64, int(lengths.max()))
         if with_lengths:
