@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import passes
 
-_AT_ONCE = 1 << 24
-"""Most elements of an array that is computed at once."""
+_AT_ONCE = 1 << 14
+"""Rows that are simulated at once: what is counted of them stays in the processor's cache."""
 
 
 def eager_in_flight(
@@ -28,21 +30,46 @@ def eager_in_flight(
     if not eager.any():
         return most
     for rows in _by_count(table, eager):
-        rows = np.unique(rows[rows.any(axis=1)], axis=0) if rows.shape[1] <= 64 else rows[rows.any(axis=1)]
+        rows = _distinct(rows[rows.any(axis=1)])
+        parts = (rows[first : first + _AT_ONCE] for first in range(0, len(rows), _AT_ONCE))
+        columns = [np.ascontiguousarray(part.T).view(np.int8) for part in parts]
         for rank in range(pipeline_size):
-            order, change = _events(
+            events = _events(
                 rank=rank,
                 pipeline_size=pipeline_size,
                 num_chunks=num_chunks,
                 num_microbatches=rows.shape[1],
                 group=group or pipeline_size,
             )
-            at_once = max(1, _AT_ONCE // len(order))
-            for first in range(0, len(rows), at_once):
-                changes = rows[first : first + at_once, order] * change
-                worst = np.cumsum(changes, axis=1, dtype=np.int32).max(initial=0)
-                most[rank] = max(most[rank], int(worst))
+            for marks in columns:
+                most[rank] = max(most[rank], _worst(marks, events))
     return most
+
+
+def _worst(marks: NDArray[np.int8], events: list[tuple[int, int]]) -> int:
+    """The most marked micro-batches that are in flight at once in any row.
+
+    Args:
+        marks: 1 for each micro-batch that counts, shape [micro-batches, rows].
+        events: the micro-batch of every pass in order, and 1 for its forward, -1 for its backward.
+    """
+    held = np.zeros(marks.shape[1], dtype=np.int32)
+    most = held.copy()
+    for place, change in events:
+        if change > 0:
+            held += marks[place]
+            np.maximum(most, held, out=most)
+        else:
+            held -= marks[place]
+    return int(most.max(initial=0))
+
+
+def _distinct(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The distinct rows, where a row fits into an integer; else all rows."""
+    if rows.shape[1] > 63:
+        return rows
+    codes = rows @ (1 << np.arange(rows.shape[1], dtype=np.int64))
+    return rows[np.unique(codes, return_index=True)[1]]
 
 
 def _by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
@@ -61,10 +88,10 @@ def _by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[NDArray[
 
 def _events(
     *, rank: int, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int
-) -> tuple[NDArray[np.int64], NDArray[np.int8]]:
+) -> list[tuple[int, int]]:
     """The micro-batch of every pass of a pipeline rank in one step, and 1 for its forward, -1 for its backward."""
-    begun: dict[tuple[str, int], int] = {}
-    order, change = [], []
+    begun: Counter[tuple[str, int]] = Counter()
+    events = []
     for kind, chunk in passes(
         rank=rank,
         pipeline_size=pipeline_size,
@@ -72,8 +99,6 @@ def _events(
         num_microbatches=num_microbatches,
         group=group,
     ):
-        place = begun.get((kind, chunk), 0)  # each chunk takes the micro-batches in their order
-        begun[kind, chunk] = place + 1
-        order.append(place)
-        change.append(1 if kind == "forward" else -1)
-    return np.array(order), np.array(change, dtype=np.int8)
+        events.append((begun[kind, chunk], 1 if kind == "forward" else -1))
+        begun[kind, chunk] += 1  # each chunk takes the micro-batches in their order
+    return events
