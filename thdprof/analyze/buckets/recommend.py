@@ -23,6 +23,8 @@ from thdprof.plan import FallbackRate
 
 LEAST_GAIN = 0.02
 """Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
+_KEPT_GAIN = 0.5
+"""Share of the time that the quickest buckets save which buckets that hold every micro-batch must save to be chosen."""
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
 """Percentiles of max_seqlen that are considered as lengths of a bucket."""
 _MAX_CANDIDATES = 16
@@ -136,7 +138,8 @@ def recommend(
 ) -> Recommendation:
     """Choose the buckets that make a mean step quickest within the limits.
 
-    Several buckets also hold every micro-batch, where that keeps to the limits and still pays: `Limits.cover_largest`.
+    Several buckets also hold every micro-batch, where that keeps to the limits and to most of what graphs save
+    (`Limits.cover_largest`).
 
     Args:
         table: the micro-batches of the run.
@@ -190,7 +193,9 @@ def recommend(
     times_within = np.where(within, times, np.inf)
     chosen = _best(choices, times_within, step_costs, limits.max_fallback_rate)
     if chosen and limits.num_buckets > 1 and limits.cover_largest:
-        chosen = _covering(choices, times_within, step_costs, most_ms=least * eager_ms) or chosen
+        quickest_ms = float(step_costs.step_ms([chosen])[0])
+        most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
+        chosen = _covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
     longest = longest_captured(profiles, longest_possible)
     options = [tuple(Bucket(n, longest[size], n_tokens_per_rank, size) for size in shapes) for n in caps]
     curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
