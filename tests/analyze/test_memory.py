@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 
@@ -9,13 +10,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from support.paths import ROOT
+from support.sample_files import cost_table, write_lines
 from support.schedules import make_costs, make_table
 
+from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
 from thdprof.analyze.buckets.saved_tensors import layer_kinds, layer_tensors
+from thdprof.analyze.report.json_ import to_json
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence
+from thdprof.analyze.report.terminal import print_report
 from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.schedule.pipeline_slots import passes, slots
 from thdprof.analyze.settings.resolve import resolve_settings
@@ -23,6 +29,7 @@ from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.parameters import stage_parameters, stages, state_bytes
 from thdprof.dispatch import Bucket
+from thdprof.plan import load_plan, parse_plan
 from thdprof.training import Model
 
 MIB = 2**20
@@ -355,6 +362,52 @@ def test_the_sentence_on_captures_gives_a_range_where_there_is_one():
     found = predict_capture(num_buckets=1, slots=[[1]], costs=make_costs(eager=1000.0))
     assert capture_sentence(found) == "capture: 1 graph in 3.0 to 3.1 s, 3 forward and backward passes, once in the run"
     assert "in 3.0 s," in capture_sentence(replace(found, seconds=(3.0, 3.0)))
+
+
+# --- in reports and plans -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def analysis(tmp_path):
+    """An analysis with measured costs, and the memory of `DENSE`."""
+    path = write_lines(tmp_path / "packs.jsonl", [[3, 5], [8], [1, 6, 1], [7, 1]])
+    costs = tmp_path / "costs.yaml"
+    costs.write_text(cost_table())
+    found = analyze_dataset(path, cost_table=costs, loader="single", seq_length=8)
+    assert found.memory is None
+    table = make_table([1, 2, 9, 2], ranks=1, num_microbatches=4)
+    return replace(found, memory=peak(DENSE, table, caps=(2,)))
+
+
+def test_json_has_the_parts_of_the_peak_in_bytes_and_the_captures(analysis):
+    told = json.loads(to_json(analysis))
+    memory, capture = told["memory"], told["capture"]
+    parts = [memory[name] for name in ("state_bytes", "graph_bytes", "static_bytes", "eager_bytes", "outside_bytes")]
+    assert memory["peak_bytes"] == sum(parts)
+    assert capture["passes"] == 3 * capture["graphs"] == 3 * len(analysis.recommendation.buckets)
+    assert 0 < capture["seconds"][0] < capture["seconds"][1]
+    assert json.loads(to_json(replace(analysis, memory=None)))["memory"] is None
+
+
+def test_the_plan_has_the_peak_and_the_time_of_the_captures_and_loads_without_them(analysis, tmp_path):
+    plan = make_plan(analysis)
+    assert plan.predictions.peak_memory_bytes == analysis.memory.peak_bytes
+    assert tuple(plan.predictions.capture_seconds) == analysis.capture.seconds
+    plan.save(tmp_path / "plan.yaml")
+    assert load_plan(tmp_path / "plan.yaml") == plan
+    values = plan.model_dump(mode="json", by_alias=True)
+    for name in ("peak_memory_bytes", "capture_seconds"):
+        del values["predictions"][name]
+    old = parse_plan(values, where="old").predictions
+    assert (old.peak_memory_bytes, old.capture_seconds) == (None, None)
+
+
+def test_the_terminal_report_ends_with_the_peak_and_the_captures(analysis):
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(analysis, console)
+    *_, memory, capture = console.export_text().splitlines()
+    assert memory == memory_sentence(analysis.memory)
+    assert capture == capture_sentence(analysis.capture)
 
 
 # --- beside what was measured ---------------------------------------------------------------------------------------

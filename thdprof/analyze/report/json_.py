@@ -35,8 +35,7 @@ def _captures(analysis: Analysis) -> dict[str, Any] | None:
 
 
 def to_dict(analysis: Analysis) -> dict[str, Any]:
-    """The JSON object as a dict; it has the key `offload` if activations are moved to the host, and
-    `memory` and `capture` where they are known."""
+    """The JSON object as a dict; it has the key `offload` if activations are moved to the host."""
     chosen, offload = analysis.recommendation, analysis.offload
     return {
         "schema": SCHEMA,
@@ -75,8 +74,8 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
             "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap),
         },
         **({} if offload is None else {"offload": asdict(offload)}),
-        **({} if analysis.memory is None else {"memory": asdict(analysis.memory)}),
-        **({} if analysis.capture is None else {"capture": asdict(analysis.capture)}),
+        "memory": None if analysis.memory is None else asdict(analysis.memory),
+        "capture": None if analysis.capture is None else asdict(analysis.capture),
         "costs": {
             "name": analysis.costs.name,
             "calibrated": analysis.costs.calibrated,
