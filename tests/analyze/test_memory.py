@@ -118,6 +118,30 @@ def test_experts_take_each_token_topk_times_padded_to_their_capacity():
     assert saved_by_layer(model, "attention+moe") == attention + router + copies * (64 + 3 * 32) * 2
 
 
+def test_latent_attention_pads_values_to_the_width_of_queries():
+    latent = {
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6,
+    }
+    norm = 2 * 64 * 2 + 8
+    compressed = (24 + 16) * 2
+    attention = 4 * 8 * 12 * 2 + 8 * 4  # queries, keys, padded values and output of 8 heads, statistics
+    assert saved_by_layer(like(**latent), "attention") == norm + compressed + attention + 8 * 6 * 2
+    equal = saved_by_layer(like(**latent | {"v_head_dim": 12}), "attention")
+    assert equal == norm + compressed + attention  # the linear layer takes attention's output itself
+
+
+def test_a_mamba_layer_saves_what_was_counted_by_hand():
+    model = like(mamba_head_dim=16, mamba_num_groups=2, mamba_state_dim=4)
+    inner, heads = 128, 8
+    product = 2 * inner + 2 * 2 * 4 + heads
+    assert saved_by_layer(model, "mamba") == 2 * 64 * 2 + 8 + (product + 3 * inner) * 2 + 4
+
+
 def test_kinds_of_layers_follow_a_hybrids_pattern_and_dense_layers_come_first():
     assert layer_kinds(like(hybrid_layer_pattern="M*-E|M")) == ["mamba", "attention", "mlp", "moe", "mamba"]
     assert layer_kinds(like(num_experts=8, num_moe_layers=3)) == ["attention+mlp", *["attention+moe"] * 3]
@@ -283,15 +307,24 @@ def test_an_eager_micro_batch_is_beside_the_slots_and_no_graph_means_no_slots():
     assert beside.peak_bytes == sum(getattr(beside, part) for part in parts)
 
 
-def test_without_fallbacks_the_last_capture_can_be_the_peak():
-    big = like(hidden_size=1024, num_layers=2)
+def test_without_fallbacks_the_peak_is_at_the_last_capture_where_activations_outweigh_moments():
     table = make_table([1, 2, 9, 2], ranks=1, num_microbatches=4)
-    costs = make_costs(slot_bytes=2**30)
-    found = peak(replace(big, num_layers=1), table, caps=(2, 9), costs=costs)
-    assert found.eager_in_flight == 0
-    training = peak(replace(big, num_layers=1), table, caps=(9,), costs=costs)
-    assert training.moment == "training"
-    assert (found.moment == "capture") == (found.outside_bytes == 0)
+    model = like(hidden_size=256)
+    costs = make_costs(slot_bytes=2**30, bucket_overhead=1 / 64)
+    small = peak(model, table, caps=(2, 9), costs=costs)
+    assert (small.moment, small.graph_bytes, small.eager_in_flight) == ("training", 2**30 + 2**24, 0)
+    run = {
+        "buckets": [Bucket(2, 8192, 8192), Bucket(9, 8192, 8192)],
+        "slots": ((1,),),
+        "costs": costs.model_copy(update={"n_tokens": 8192}),
+        "n_tokens": 8192,
+    }
+    large = predict_memory(model, run_of(seq_length=8192), table, **run)
+    assert (large.moment, large.graph_bytes, large.outside_bytes) == ("capture", 2**30, 0)  # before the second bucket
+    assert large.state_bytes == pytest.approx(small.state_bytes * 10 / 18, abs=1)  # without Adam's moments
+    assert large.eager_bytes > 100 * MIB  # a warm-up pass
+    one = predict_memory(model, run_of(seq_length=8192), table, **{**run, "buckets": run["buckets"][1:]})
+    assert (one.moment, one.graph_bytes) == ("training", 2**30)  # the first capture is beside nothing
 
 
 def test_the_rank_that_needs_most_is_named():

@@ -119,42 +119,46 @@ class _Layer:
             for name, count in (("q_layernorm", heads), ("k_layernorm", groups)):
                 self._add(f"{at}.{name}", count * model.head_dim, self._element)
                 self._add(f"{at}.{name}", count * self._statistics, STATISTICS_BYTES)
-        self._core(heads, queries=model.head_dim, keys=groups * model.head_dim, values=groups * model.head_dim)
+        self._core(heads, head=model.head_dim, keys=groups * model.head_dim, output=heads * model.head_dim)
         self._dropout(f"{at}.linear_proj")
 
-    def _core(self, heads: float, *, queries: float, keys: float, values: float, drop: str = "") -> None:
+    def _core(self, heads: float, *, head: int, keys: float, output: float, drop: str = "") -> None:
         """Attention itself, and the linear layer behind it.
 
         Args:
             heads: heads on this rank.
-            queries: width of one head's queries.
-            keys: width of all keys.
-            values: width of all values.
+            head: width of one head of queries and of attention's output.
+            keys: width of all keys, and of all values.
+            output: width of what the linear layer takes; less than attention's output where values were padded.
             drop: modules whose selective recompute makes queries, keys and values again.
         """
         core, proj = "self_attention.core_attention", "self_attention.linear_proj"
-        width = heads * (queries if not self._model.multi_latent_attention else self._model.v_head_dim)
-        for part in (heads * queries, keys, values):
+        for part in (heads * head, keys, keys):
             self._add(core, part, self._element, drop=drop)
         self._add(core, heads, STATISTICS_BYTES, drop="core_attn")
-        if self._model.fp8_recipe:  # the linear layer keeps its own copy of attention's output
-            self._add(core, width, self._element, drop="core_attn")
-            self._linear_input(proj, width)
+        if self._model.fp8_recipe or output != heads * head:  # the linear layer takes a copy
+            self._add(core, heads * head, self._element, drop="core_attn")
+            self._linear_input(proj, output)
         else:
-            self._add(core, width, self._element, again=proj)
+            self._add(core, output, self._element, again=proj)
 
     def latent_attention(self) -> None:
-        """Multi-head latent attention: queries, keys and values are made from compressed ones."""
+        """Multi-head latent attention: queries, keys and values are made from compressed ones.
+
+        With packed input, values are padded to the width of queries, and attention's output is cut to theirs.
+        """
         model, at = self._model, "self_attention"
         heads = model.num_attention_heads * self._inner
         self._add("input_layernorm", model.hidden_size * self._outer, self._element)
         self._add("input_layernorm", self._statistics * self._outer, STATISTICS_BYTES)
         self._linear_input(f"{at}.linear_kv_down_proj", model.hidden_size * self._outer, drop="layernorm")
-        if model.q_lora_rank:
-            self._fused_norm(f"{at}.linear_q_up_proj", model.q_lora_rank, drop="mla_up_proj")
-        self._fused_norm(f"{at}.linear_kv_up_proj", model.kv_lora_rank, drop="mla_up_proj")
+        for name, rank in (("linear_q_up_proj", model.q_lora_rank), ("linear_kv_up_proj", model.kv_lora_rank)):
+            if rank and model.qk_layernorm:
+                self._fused_norm(f"{at}.{name}", rank, drop="mla_up_proj")
+            elif rank:
+                self._add(f"{at}.{name}", rank * self._outer, self._input_element)
         width = model.qk_head_dim + model.qk_pos_emb_head_dim
-        self._core(heads, queries=width, keys=heads * width, values=heads * model.v_head_dim, drop="mla_up_proj")
+        self._core(heads, head=width, keys=heads * width, output=heads * model.v_head_dim, drop="mla_up_proj")
         self._dropout(f"{at}.linear_proj")
 
     def mlp(self) -> None:
@@ -195,7 +199,7 @@ class _Layer:
             self._linear_input("mlp.shared_experts.linear_fc2", width, drop="moe shared_experts")
 
     def mamba(self) -> None:
-        """A Mamba-2 mixer: its input product, the scan's output and the output product's input."""
+        """A Mamba-2 mixer: its input product, the scan's output before and after its gate, and the normed output."""
         model = self._model
         heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
         inner = heads * model.mamba_head_dim * self._inner
@@ -203,5 +207,7 @@ class _Layer:
         self._fused_norm("mixer.in_proj", model.hidden_size)
         self._add("mixer", 2 * inner + states + heads * self._inner, self._element)
         self._add("mixer", inner, self._element)
+        self._add("mixer.norm", inner, self._element)
+        self._add("mixer.norm", self._inner, STATISTICS_BYTES)
         self._linear_input("mixer.out_proj", inner)
         self._dropout("mixer.out_proj")
