@@ -244,6 +244,11 @@ class PredictionsPart(_Part):
     again for each eager micro-batch in flight."""
     offload_freed_bytes: int | None = None
     """Bytes by which graphs.offload shrinks that rank's graph memory; null without it."""
+    peak_memory_bytes: int | None = None
+    """Most memory that torch's allocator reserves on the pipeline rank that needs most: weights, gradients, optimizer
+    state, graphs, and eager micro-batches beside them; null where the model is not known."""
+    capture_seconds: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Lowest and highest time that capturing takes, in seconds; null without times of the model."""
 
 
 class CostsPart(_Part):

@@ -89,7 +89,7 @@ def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
             (n, s, float(rng.uniform(5, 90))) for n in (1, 10, 40) for s in ((8, 64) if with_lengths else (None,))
         ]
         costs = make_costs(eager=[(1, float(rng.uniform(20, 60))), (30, float(rng.uniform(20, 90)))], replay=replay)
-        found = recommend_for(table, costs, pipeline_size=2)
+        found = recommend_for(table, costs, pipeline_size=2, limits=Limits(cover_largest=False))
         caps = [c.max_seqs for c in found.candidates]
         longest = max(64, int(lengths.max()))
         if with_lengths:
@@ -250,3 +250,43 @@ def test_costs_between_and_beyond_measured_points():
     assert table.replay_ms(2048, 4096) > 71.9
     assert built_in_costs("transformer_engine", 2048).replay_ms(64, 5) == 12.3
     assert built_in_costs("transformer_engine", 8192).n_tokens == 4096
+
+
+def outlier(largest=50):
+    """Micro-batches of up to 3 documents, and one of `largest`."""
+    return make_table([1, 2, 3, 2] * 24 + [largest, 1, 1, 1], ranks=1, num_microbatches=4)
+
+
+def test_several_buckets_hold_the_largest_micro_batch_though_leaving_it_out_is_quicker():
+    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, 60.0)))
+    quickest = recommend_for(outlier(), costs, limits=Limits(cover_largest=False))
+    covering = recommend_for(outlier(), costs)
+    assert ([b.max_seqs for b in quickest.buckets], quickest.fallback_rate.step) == ([3], 1 / 25)
+    assert ([b.max_seqs for b in covering.buckets], covering.fallback_rate.step) == ([3, 50], 0.0)
+    assert quickest.step_ms < covering.step_ms < 1.1 * quickest.step_ms
+
+
+def test_one_bucket_is_the_quickest_one():
+    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, 60.0)))
+    found = recommend_for(outlier(), costs, limits=Limits(num_buckets=1))
+    assert [b.max_seqs for b in found.buckets] == [3]
+
+
+def test_the_largest_micro_batch_stays_eager_where_holding_it_would_cost_half_the_gain():
+    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, 5000.0)))
+    assert [b.max_seqs for b in recommend_for(outlier(), costs).buckets] == [3]
+
+
+def test_holding_the_largest_micro_batch_makes_no_graphs_that_do_not_pay():
+    costs = make_costs(eager=30.0, replay=((4, None, 29.9), (50, None, 60.0)))
+    assert recommend_for(outlier(), costs).buckets == ()
+
+
+def test_the_longest_document_is_held_as_well():
+    table = make_table([2] * 96, ranks=1, num_microbatches=4, max_seqlen=[8] * 95 + [64])
+    replay = ((1, 8, 5.0), (4, 8, 10.0), (1, 64, 50.0), (4, 64, 60.0))
+    found = recommend_for(table, make_costs(eager=30.0, replay=replay))
+    assert max(b.max_seqlen for b in found.buckets) == 64
+    assert found.fallback_rate.microbatch == 0
+    quickest = recommend_for(table, make_costs(eager=30.0, replay=replay), limits=Limits(cover_largest=False))
+    assert max(b.max_seqlen for b in quickest.buckets) < 64

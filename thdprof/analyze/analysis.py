@@ -22,6 +22,8 @@ from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.times.capture import predict_capture
+from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
 from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
@@ -242,6 +244,17 @@ def analyze_read(
         prediction = predict_offload(
             costs, offload, n_tokens=graph_tokens, num_slots=num_slots, graph_memory_bytes=memory
         )
+    model: Model | None = None
+    predicted_memory = predict_memory(
+        model,
+        settings,
+        table,
+        buckets=recommendation.buckets,
+        slots=in_flight,
+        costs=costs,
+        n_tokens=graph_tokens,
+        freed_bytes=0 if prediction is None else prediction.device_bytes_freed,
+    )
     other_sizes = _other_sizes(table, settings)
     notes = (*dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
@@ -268,8 +281,8 @@ def analyze_read(
         times=Times(origin="none", basis="the model is not known: give --model or --megatron-args, and --gpu"),
         verdict=Verdict(ruling=None, reason="the model is not known: give --model or --megatron-args, and --gpu"),
         worth=None,
-        memory=None,
-        capture=None,
+        memory=predicted_memory,
+        capture=predict_capture(num_buckets=len(recommendation.buckets), slots=in_flight, costs=costs),
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
         notes=notes,

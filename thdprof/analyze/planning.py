@@ -84,6 +84,8 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                 "graph_memory_bytes": chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes,
                 "offload_host_bytes": None if offload is None else offload.host_bytes,
                 "offload_freed_bytes": None if offload is None else offload.device_bytes_freed,
+                "peak_memory_bytes": None if analysis.memory is None else analysis.memory.peak_bytes,
+                "capture_seconds": None if analysis.capture is None else list(analysis.capture.seconds),
             },
             "costs": {
                 "name": costs.name,

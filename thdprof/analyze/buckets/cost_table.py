@@ -103,6 +103,8 @@ class CostTable(_Part):
     """Replay times, one for each measured max_seqs and max_seqlen."""
     max_seqs_granularity: Count = 1
     """Caps are rounded up to a multiple of this many documents: between multiples replay times are equal."""
+    max_seqs_steps: tuple[int, ...] = ()
+    """Caps between two of these numbers replay in the time of the larger."""
     max_seqlen_granularity: Count = 1
     """max_seqlen is rounded up to a multiple of this many tokens: between multiples replay times are equal."""
     slot_bytes: int | None = Field(default=None, ge=0)
@@ -116,6 +118,8 @@ class CostTable(_Part):
     """Sum of squared document lengths of the micro-batches that the times are of; null where it is not known."""
     outside_ms: float | None = Field(default=None, ge=0)
     """Embedding, output layer and loss of a micro-batch, forward and backward, in milliseconds."""
+    outside_range_ms: tuple[float, float] | None = None
+    """The lowest and the highest value of `outside_ms` that is expected, where it was modelled."""
     optimizer_ms: float | None = Field(default=None, ge=0)
     """One step of the optimizer, with the reduction of gradients, in milliseconds."""
     stamp: Stamp | None = None

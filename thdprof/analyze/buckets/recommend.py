@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,8 @@ from thdprof.plan import FallbackRate
 
 LEAST_GAIN = 0.02
 """Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
+_KEPT_GAIN = 0.5
+"""Share of the time that the quickest buckets save which buckets that hold every micro-batch must save to be chosen."""
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
 """Percentiles of max_seqlen that are considered as lengths of a bucket."""
 _MAX_CANDIDATES = 16
@@ -134,6 +138,9 @@ def recommend(
 ) -> Recommendation:
     """Choose the buckets that make a mean step quickest within the limits.
 
+    Several buckets also hold every micro-batch, where that keeps to the limits and to most of what graphs save
+    (`Limits.cover_largest`).
+
     Args:
         table: the micro-batches of the run.
         profile: histograms of these micro-batches.
@@ -183,7 +190,12 @@ def recommend(
     stride = _search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
     within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
-    chosen = _best(choices, np.where(within, times, np.inf), step_costs, limits.max_fallback_rate)
+    times_within = np.where(within, times, np.inf)
+    chosen = _best(choices, times_within, step_costs, limits.max_fallback_rate)
+    if chosen and limits.num_buckets > 1 and limits.cover_largest:
+        quickest_ms = float(step_costs.step_ms([chosen])[0])
+        most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
+        chosen = _covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
     longest = longest_captured(profiles, longest_possible)
     options = [tuple(Bucket(n, longest[size], n_tokens_per_rank, size) for size in shapes) for n in caps]
     curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
@@ -267,6 +279,27 @@ def _search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> in
         return min(table.num_steps, -(-len(table) * choices * _SLOWNESS_BY_ROUND // _SEARCH_WORK))
     work = table.num_steps * table.data_parallel_size * 2 * len(costs.class_counts) * choices
     return -(-work // _SEARCH_WORK)
+
+
+def _covering(
+    choices: Sequence[tuple[Bucket, ...]], times: NDArray[np.float64], costs: StepCosts, *, most_ms: float
+) -> tuple[Bucket, ...]:
+    """The quickest choice under which no micro-batch runs eagerly; empty where none takes at most `most_ms` a step.
+
+    An eager micro-batch needs its activations beside all slots, where a further bucket needs about 1% of a slot.
+
+    Args:
+        choices: the choices, those of fewest buckets first.
+        times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
+        costs: the step costs.
+        most_ms: longest mean step time that graphs may take.
+    """
+    everything = (1 << len(costs.class_counts)) - 1
+    held = {b: costs.classes_held(b) for b in {bucket for choice in choices for bucket in choice}}
+    covers = np.array([functools.reduce(or_, map(held.__getitem__, choice), 0) == everything for choice in choices])
+    covering = np.where(covers, times, np.inf).round(9)
+    best = int(covering.argmin())
+    return choices[best] if covering[best] <= most_ms else ()
 
 
 def _best(

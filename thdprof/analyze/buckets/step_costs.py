@@ -88,6 +88,11 @@ class StepCosts:
             index_of_class[holds(buckets[index], self._largest_of_class)] = index
         return index_of_class
 
+    def classes_held(self, bucket: Bucket) -> int:
+        """The classes that `bucket` fits, as the set bits of an integer."""
+        held = np.broadcast_to(holds(bucket, self._largest_of_class), self.class_counts.shape)
+        return sum(1 << int(place) for place in np.flatnonzero(held))
+
     def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
         """The shares of micro-batches, (rank, step) pairs and steps with a fallback under `buckets`."""
         table, uncovered = self._table, self.bucket_of_class(buckets) < 0

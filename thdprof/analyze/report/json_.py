@@ -77,6 +77,8 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
             "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap),
         },
         **({} if offload is None else {"offload": asdict(offload)}),
+        "memory": None if analysis.memory is None else asdict(analysis.memory),
+        "capture": None if analysis.capture is None else asdict(analysis.capture),
         "costs": {
             "name": analysis.costs.name,
             "calibrated": analysis.costs.calibrated,

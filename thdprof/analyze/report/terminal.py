@@ -12,6 +12,7 @@ from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.buckets.recommend import LEAST_GAIN, Candidate
 from thdprof.analyze.report.model import model_line
+from thdprof.analyze.report.peak import capture_sentence, memory_sentence
 from thdprof.analyze.report.words import counted, percent, percentile_name
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
 from thdprof.training import shown
@@ -86,6 +87,10 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield Text(f"warning: {warning}", style="yellow")
     if analysis.offload is not None:
         yield Text(_offloaded(analysis.offload))
+    if analysis.memory is not None:
+        yield Text(memory_sentence(analysis.memory))
+    if analysis.capture is not None:
+        yield Text(capture_sentence(analysis.capture))
 
 
 def _packing(analysis: Analysis) -> str:

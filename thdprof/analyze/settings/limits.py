@@ -93,6 +93,9 @@ class Limits:
     """Largest share of steps with an eager micro-batch; None: no limit."""
     graph_memory_bytes: int | None = None
     """Most graph memory of a pipeline rank in bytes; None: no limit."""
+    cover_largest: bool = True
+    """Whether several buckets hold every micro-batch, so that none runs eagerly beside the slots; False: the quickest
+    buckets, whatever they leave out."""
 
     def __post_init__(self) -> None:
         """Refuse limits that cannot be kept to.

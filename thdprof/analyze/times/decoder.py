@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from thdprof.analyze.buckets.saved_tensors import Kind
 from thdprof.analyze.times.communication import Links
 from thdprof.analyze.times.device import Device, Kernels
 from thdprof.analyze.times.gpus import Gpu
 from thdprof.analyze.times.layers import Layer, LayerModel, Work
+from thdprof.analyze.times.parameters import stages
 from thdprof.training import Model
 
 _REPLAY_MS = 0.15
@@ -48,12 +50,14 @@ class Decoder:
         """
         self._model = model
         self._makes = LayerModel(model, Device(gpu), Links(gpu))
-        self._letters = letters(model, pipeline_size)
+        self._layers: list[Kind] = max(
+            (stage.layers for stage in stages(model, pipeline_size=pipeline_size, num_chunks=1)), key=len
+        )
 
     @property
     def num_layers(self) -> int:
         """Layers of the rank."""
-        return len(self._letters)
+        return len(self._layers)
 
     def time(self, *, tokens: int, squared: float, max_seqs: int, cp_size: int = 1) -> DecoderTime:
         """The time of one micro-batch.
@@ -65,28 +69,28 @@ class Decoder:
             cp_size: context-parallel ranks that share it.
         """
         work = Work(tokens=max(1, tokens // cp_size), squared=squared, max_seqs=max_seqs, cp_size=cp_size)
-        made = {letter: self._layer(letter, work) for letter in set(self._letters)}
+        made = {kind: self._layer(kind, work) for kind in set(self._layers)}
         us, launches, light = 0.0, 0.0, 0.0
         by_kind: Counter[str] = Counter()
-        for index, letter in enumerate(self._letters):
-            for kernels in self._kernels(made[letter], index):
+        for index, kind in enumerate(self._layers):
+            for kernels in self._kernels(made[kind], index):
                 us += kernels.us
                 launches += kernels.launches
                 light += kernels.light_launches
                 by_kind[kernels.kind] += kernels.us / 1000  # type: ignore[assignment]
         return DecoderTime(gpu_ms=us / 1000, launches=launches, light_launches=light, ms_by_kind=dict(by_kind))
 
-    def _layer(self, letter: str, work: Work) -> Layer:
-        if letter == "M":
+    def _layer(self, kind: Kind, work: Work) -> Layer:
+        """The kernels of a layer that holds what its `kind` says."""
+        if kind == "mamba":
             return self._makes.mamba_layer(work)
-        if letter == "*":
-            return self._makes.attention_layer(work)
-        if letter == "-":
-            return self._makes.mlp_layer(work)
-        if letter == "E":
-            return self._makes.expert_layer(work)
-        layer = self._makes.attention_layer(work)
-        layer.add(self._makes.mlp_layer(work) if letter == "D" else self._makes.expert_layer(work))
+        layer = Layer()
+        if "attention" in kind:
+            layer.add(self._makes.attention_layer(work))
+        if "mlp" in kind:
+            layer.add(self._makes.mlp_layer(work))
+        if "moe" in kind:
+            layer.add(self._makes.expert_layer(work))
         return layer
 
     def _kernels(self, layer: Layer, index: int) -> Sequence[Kernels]:
@@ -114,20 +118,3 @@ _RECOMPUTED = {
 
 def _kinds_of(modules: Sequence[str]) -> set[str]:
     return {kind for module in modules for kind in _RECOMPUTED.get(module, ())}
-
-
-def letters(model: Model, pipeline_size: int) -> str:
-    """A letter for each layer of the pipeline rank that has most: a hybrid's own, D with an MLP, X with experts."""
-    if model.hybrid_layer_pattern:
-        every = model.hybrid_layer_pattern.replace("|", "").replace("/", "")
-    else:
-        every = "D" * (model.num_layers - model.moe_layers) + "X" * model.moe_layers
-    count = -(-len(every) // pipeline_size)
-    return every[-count:]
-
-
-def one_layer(model: Model) -> Model:
-    """`model` with one layer, of the kind that it has most of."""
-    if model.hybrid_layer_pattern:
-        return replace(model, num_layers=1, hybrid_layer_pattern=model.hybrid_layer_pattern[0])
-    return replace(model, num_layers=1, num_moe_layers=min(1, model.moe_layers))

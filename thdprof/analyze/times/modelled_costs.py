@@ -10,7 +10,7 @@ from thdprof.analyze.times.decoder import Decoder, DecoderTime
 from thdprof.analyze.times.gpus import Gpu
 from thdprof.analyze.times.host import HostRate
 from thdprof.analyze.times.outside import LAUNCHES, optimizer_ms, outside_ms
-from thdprof.analyze.times.parameters import rank_parameters
+from thdprof.analyze.times.parameters import stage_parameters, stages
 from thdprof.training import Model, TrainingSettings
 
 _STEPS = (32, 64, 128, 256, 512)
@@ -55,11 +55,15 @@ class ModelledTimes:
 
     def optimizer(self) -> float | None:
         """The optimizer's step on one rank, in milliseconds; None where the vocabulary is not known."""
-        if self.model.vocab_size is None:
+        model, settings = self.model, self.settings
+        if model.vocab_size is None:
             return None
-        parameters = rank_parameters(self.model, self.settings.pipeline_parallel_size)
-        sharers = self.settings.data_parallel_size if self.model.use_distributed_optimizer else 1
-        return optimizer_ms(self.gpu, parameters // sharers)
+        counts = [
+            stage_parameters(model, stage, model.vocab_size)
+            for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
+        ]
+        sharers = settings.data_parallel_size if model.use_distributed_optimizer else 1
+        return optimizer_ms(self.gpu, max(count.dense + count.experts for count in counts) / sharers)
 
     def table(self) -> CostTable:
         """The cost table: replay times by the steps of attention's rounding, eager times as ranges."""

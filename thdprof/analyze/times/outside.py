@@ -38,6 +38,6 @@ def outside_ms(model: Model, gpu: Gpu, tokens: int) -> float | None:
     return (heads * (products + loss) + embedding) / 1000
 
 
-def optimizer_ms(gpu: Gpu, parameters: int) -> float:
+def optimizer_ms(gpu: Gpu, parameters: float) -> float:
     """GPU time of a step of the optimizer over `parameters` of one rank, in milliseconds."""
     return parameters * _OPTIMIZER_MS_A_PARAMETER * 4.8 / gpu.memory_tbps
