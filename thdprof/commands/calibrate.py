@@ -51,7 +51,7 @@ def calibrate(
         str | None,
         typer.Option(
             help="Numbers of documents of the eager micro-batches.",
-            show_default="1,4,12,43,106,358; 4,12,106 of a script",
+            show_default="1,4,12,43,106,358; 12,106 of a script",
         ),
     ] = None,
     max_seqs: Annotated[
@@ -136,6 +136,7 @@ def _measure_script(script: Path, asked: Mapping[str, Any], *, began: float) -> 
     """
     import importlib.util
     import os
+    import warnings
 
     from thdprof.analyze.settings.training_command import microbatches_of, training_command
     from thdprof.files import read_text
@@ -148,14 +149,16 @@ def _measure_script(script: Path, asked: Mapping[str, Any], *, began: float) -> 
     for name, extra in (("torch", "runtime"), ("megatron", "megatron,te")):
         if importlib.util.find_spec(name) is None:
             raise UsageError(f"calibrate --megatron-args needs {name}: pip install 'thdprof[{extra}]'")
-    from thdprof.runtime.megatron.calibration import Request, calibrate_script
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda *_, **__: None  # Megatron warns of every optional package, by its own filters
+        from thdprof.runtime.megatron.calibration import Request, calibrate_script
 
-    request = Request(
-        words=command.words,
-        where=str(script),
-        environment=command.environment,
-        microbatches=microbatches_of(text, where=str(script)),
-        began=began,
-        **asked,
-    )
-    return calibrate_script(request, say=streams.say)
+        request = Request(
+            words=command.words,
+            where=str(script),
+            environment=command.environment,
+            microbatches=microbatches_of(text, where=str(script)),
+            began=began,
+            **asked,
+        )
+        return calibrate_script(request, say=streams.say)

@@ -8,7 +8,6 @@ import io
 import itertools
 import os
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from thdprof.errors import UsageError
 from thdprof.runtime.megatron.calibration.forward import ForwardStep, forward_step_of
 from thdprof.runtime.megatron.calibration.micro_batches import MicroBatch
 
@@ -125,11 +125,15 @@ def _start_rerun_state_machine(args: Any) -> None:
     initialize_rerun_state_machine(state_save_func=save, state_restore_func=restore, mode=RerunMode(args.rerun_mode))
 
 
-def build(args: Any) -> Training:
+def build(args: Any, *, where: str) -> Training:
     """Build the model and its optimizer as Megatron-LM's pretraining scripts do.
 
     Args:
         args: validated arguments, which become Megatron's global ones.
+        where: name of the launch script in errors.
+
+    Raises:
+        UsageError: Megatron refuses the model's settings.
     """
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.enums import ModelType
@@ -146,14 +150,17 @@ def build(args: Any) -> Training:
     set_args(args)
     args.iteration = 0
     hybrid = bool(args.hybrid_layer_pattern)
-    model_config = (hybrid_config_from_args if hybrid else gpt_config_from_args)(args)
-    with quiet():
-        chunks, optimizer, scheduler = setup_model_and_optimizer(
-            ModelType.encoder_or_decoder,
-            checkpointing_context={},
-            cfg_container=pretrain_cfg_container_from_args(args, model_config),
-            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
-        )
+    try:
+        model_config = (hybrid_config_from_args if hybrid else gpt_config_from_args)(args)
+    except (AssertionError, ValueError) as error:
+        lines = str(error).strip().splitlines() or ["an assertion without a message"]
+        raise UsageError(f"{where}: Megatron-LM refuses its settings: {lines[0]}") from error
+    chunks, optimizer, scheduler = setup_model_and_optimizer(
+        ModelType.encoder_or_decoder,
+        checkpointing_context={},
+        cfg_container=pretrain_cfg_container_from_args(args, model_config),
+        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+    )
     config = get_model_config(chunks[0])
     config.grad_scale_func = optimizer.scale_loss
     config.timers = get_timers()
@@ -196,5 +203,5 @@ def stop() -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep what Megatron prints off stdout inside the block."""
-    with contextlib.redirect_stdout(io.StringIO() if not os.environ.get("THDPROF_VERBOSE") else sys.stderr):
+    with contextlib.redirect_stdout(io.StringIO()):
         yield

@@ -107,8 +107,9 @@ def solve(measured: Measured, scale: Scale) -> Solved:
     }
     eager = {n: decoder(ms) for n, ms in measured.eager_step_ms.items()}
     for n, ms in eager.items():
-        if ms + outside <= _BOUND_BY_GPU * (replay[cap] + outside):
-            eager[n] = ms - squared * (measured.eager_squared_tokens[n] - typical)
+        alike = ms - squared * (measured.eager_squared_tokens[n] - typical)
+        if alike + outside <= _BOUND_BY_GPU * (replay[cap] + outside):
+            eager[n] = alike
     fixed_replay, fixed_eager = _fixed(measured, scale)
     factor = scale.layers / scale.measured_layers
     return Solved(
