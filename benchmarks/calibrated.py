@@ -224,7 +224,7 @@ def row_of(model: Model, args: argparse.Namespace, directory: Path) -> dict[str,
     chunked.save(plan, force=True)
     flags = [flag for name in ("MODEL_ARGS", "TRAINING_ARGS", "DATA_ARGS") for flag in _array(text, name)]
     command = [sys.executable, "-W", "ignore", __file__, "--train", str(plan), str(result)]
-    run([*command, str(args.megatron_lm / "pretrain_gpt.py"), *flags], log, limit=240)
+    run([*command, str(args.megatron_lm.resolve() / "pretrain_gpt.py"), *flags], log, limit=240)
     table = yaml.safe_load(costs.read_text())
     return {
         "model": model.name,
