@@ -23,6 +23,7 @@ from thdprof.dispatch import Bucket
 from thdprof.errors import DataError
 from thdprof.files import read_yaml, write_text
 from thdprof.training import GraphKind, TailPolicy, TrainingSettings, definitions_of
+from thdprof.training.stamp import Stamp
 from thdprof.words import counted, html_table
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
@@ -264,6 +265,8 @@ class CostsPart(_Part):
     """Name of the attention backend that was measured."""
     n_tokens: Count
     """Tokens of each measured micro-batch."""
+    stamp: Stamp | None = None
+    """Versions, GPU and processor that the costs were measured on; null where the table does not say."""
 
 
 class Plan(_Part):

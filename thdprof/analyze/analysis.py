@@ -244,7 +244,6 @@ def analyze_read(
         prediction = predict_offload(
             costs, offload, n_tokens=graph_tokens, num_slots=num_slots, graph_memory_bytes=memory
         )
-    model: Model | None = None
     predicted_memory = predict_memory(
         model,
         settings,

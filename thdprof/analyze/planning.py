@@ -93,6 +93,7 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                 "hardware": costs.hardware,
                 "attention": costs.attention,
                 "n_tokens": costs.n_tokens,
+                "stamp": costs.stamp,
             },
         }
     )

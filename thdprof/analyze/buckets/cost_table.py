@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from thdprof.errors import DataError, UsageError
 from thdprof.files import read_yaml
 from thdprof.training import Attention
+from thdprof.training.stamp import Stamp
 
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -61,23 +62,6 @@ class MeasuredModel(_Part):
     """Heads of keys and values; fewer than `heads` where query heads share them."""
     head_size: Count
     """Width of one attention head."""
-
-
-class Stamp(_Part):
-    """The software and hardware that times were measured on."""
-
-    torch: str
-    """Version of torch."""
-    transformer_engine: str | None
-    """Version of Transformer Engine; null where it is not installed."""
-    cudnn: str | None
-    """Version of cuDNN."""
-    megatron_core: str | None
-    """Version of megatron-core; null where it is not installed."""
-    gpu: str
-    """Name of the GPU, as the driver gives it."""
-    processor: str
-    """Name of the processor, which eager times depend on."""
 
 
 class CostTable(_Part):

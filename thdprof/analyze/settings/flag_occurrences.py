@@ -137,6 +137,11 @@ def _ends_values(word: Word, takes_list: bool) -> bool:
     return is_flag(word) or (takes_list and arguments)
 
 
+def words_of(words: list[Word]) -> list[Word]:
+    """The words of a command, with every command line that is quoted as one word taken apart."""
+    return list(_taken_apart(words))
+
+
 def _taken_apart(words: list[Word]) -> Iterator[Word]:
     """The words, with every command line that is quoted as one word taken apart."""
     for word in words:
