@@ -605,12 +605,9 @@ def run_decoder(name: str, out: Path, wait_for: int) -> None:
         out: the file to append to.
         wait_for: processes that must have compiled before any is timed.
     """
-    import torch
 
     case = CASES[name]
     start_megatron()
-    if case.model.num_experts:
-        torch._dynamo.config.disable = True  # captures of experts fail otherwise
     try:
         compile_ahead(case)
     finally:
@@ -667,11 +664,9 @@ def time_case(name: str, case: Case, out: Path) -> None:
 
 def run_parallel(out: Path) -> None:
     """Time the cases of several GPUs, one after the other."""
-    import torch
 
     for name, case in PARALLEL.items():
         start_megatron(case.model)
-        torch._dynamo.config.disable = bool(case.model.num_experts)
         time_case(name, case, out)
 
 

@@ -24,6 +24,9 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.capture import predict_capture
 from thdprof.analyze.times.memory import predict_memory
+from thdprof.analyze.times.answer import Run, times_of, verdict_of
+from thdprof.analyze.times.of_run import UNKNOWN_MODEL, gpu_of, modelled_times, why_not
+from thdprof.analyze.times.worth import worth_of
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
 from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
@@ -141,6 +144,7 @@ def analyze(
     model: Model | None = None,
     model_source: str | None = None,
     gpu: str | None = None,
+    gpu_hour_price: float | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
@@ -155,7 +159,8 @@ def analyze(
         offload: activations that are moved to the host; graphs can use the memory that the move frees.
         model: the model that the run trains; None: not known.
         model_source: where the model was read; None: the caller made it.
-        gpu: name of the GPU that times are of; None: not given.
+        gpu: name of the GPU that times are of; None: this machine's, else the one that is assumed.
+        gpu_hour_price: price of a GPU-hour; None: not given.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
@@ -175,6 +180,7 @@ def analyze(
         model=model,
         model_source=model_source,
         gpu=gpu,
+        gpu_hour_price=gpu_hour_price,
         progress=progress,
     )
 
@@ -190,6 +196,7 @@ def analyze_read(
     model: Model | None = None,
     model_source: str | None = None,
     gpu: str | None = None,
+    gpu_hour_price: float | None = None,
     progress: Progress = lambda stage, done, documents: None,
     memo: Memo = FORGETFUL,
 ) -> Analysis:
@@ -213,7 +220,13 @@ def analyze_read(
     profile = Profile.of(table)
     n_tokens_max = int(table.n_tokens.max())
     graph_tokens = settings.max_seqlen_per_dp_cp_rank or max(1, n_tokens_max // settings.context_parallel_size)
-    costs = measured or built_in_costs(attention, graph_tokens)
+    no_model = None if measured else why_not(model, settings, attention)
+    modelled, gpu_note = None, None
+    if measured is None and no_model is None and model is not None:
+        named, gpu_note = gpu_of(gpu)
+        modelled = modelled_times(model, named, settings, table, profile, graph_tokens)
+        gpu = named.name
+    costs = measured or (modelled.table() if modelled else built_in_costs(attention, graph_tokens))
     in_flight = slots(
         pipeline_size=settings.pipeline_parallel_size,
         num_chunks=settings.virtual_pipeline_size or 1,
@@ -254,8 +267,23 @@ def analyze_read(
         n_tokens=graph_tokens,
         freed_bytes=0 if prediction is None else prediction.device_bytes_freed,
     )
+    run = Run(
+        table=table,
+        settings=settings,
+        buckets=recommendation.buckets,
+        n_tokens=graph_tokens,
+        typical=profile.n_seqs.percentile(50.0),
+        longest=max(longest_possible.values()),
+    )
+    times = (
+        Times(origin="none", basis=no_model or UNKNOWN_MODEL)
+        if costs.origin == "none"
+        else times_of(run, costs, basis=f"{costs.name} on {costs.hardware}")
+    )
+    if times.origin == "none":
+        recommendation = recommendation.without_times()
     other_sizes = _other_sizes(table, settings)
-    notes = (*dataset.notes, *schedule.notes, *on_the_order(settings, table))
+    notes = (*([gpu_note] if gpu_note else []), *dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
     return Analysis(
         dataset=DatasetSummary.of(dataset),
@@ -277,9 +305,9 @@ def analyze_read(
         model=model,
         model_source=model_source,
         gpu=gpu,
-        times=Times(origin="none", basis="the model is not known: give --model or --megatron-args, and --gpu"),
-        verdict=Verdict(ruling=None, reason="the model is not known: give --model or --megatron-args, and --gpu"),
-        worth=None,
+        times=times,
+        verdict=verdict_of(times, modelled),
+        worth=worth_of(times, settings, model, table, price=gpu_hour_price),
         memory=predicted_memory,
         capture=predict_capture(num_buckets=len(recommendation.buckets), slots=in_flight, costs=costs),
         packing_efficiency=schedule.packing_efficiency,

@@ -25,7 +25,7 @@ def stamp_here() -> dict[str, str | None]:
     """Values of `thdprof.training.stamp.Stamp` by its fields."""
     packages = installed(["transformer-engine", "megatron-core"])
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "transformer_engine": packages["transformer-engine"],
         "cudnn": _cudnn(),
         "megatron_core": packages["megatron-core"],
