@@ -307,7 +307,6 @@ def measure(example: Any, setting: Setting, args: Any, plan: Plan, sizes: Any) -
     config = config_of(setting)
     chunks = example.build_chunks(args, config, sizes, setting.tokens)
     optimizer = example.build_optimizer(args, config, chunks)
-    example.seed(args)
     with example.shared_directory() as cache, contextlib.ExitStack() as stack:
         rows = example.load_rows(plan, cache)
         batches = list(itertools.islice(example.micro_batches(plan, rows, 0), STEPS * MICROBATCHES))

@@ -26,7 +26,7 @@ from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.schedule.pipeline_slots import passes, slots
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
-from thdprof.analyze.times.memory import predict_memory
+from thdprof.analyze.times.memory import predict_memory, slot_bytes
 from thdprof.analyze.times.parameters import stage_parameters, stages, state_bytes
 from thdprof.dispatch import Bucket
 from thdprof.plan import load_plan, parse_plan
@@ -516,6 +516,13 @@ def test_the_prediction_lies_within_a_tenth_of_what_training_reserved(told):
 def _slots(row) -> int:
     """Slots of the rank whose captures were counted."""
     return row["pp"]
+
+
+def test_a_slot_of_the_built_in_tables_model_is_predicted_within_a_twentieth():
+    measured = built_in_costs("transformer_engine", 4096)
+    sizes = measured.model
+    model = like(num_layers=sizes.layers, hidden_size=sizes.hidden, num_attention_heads=sizes.heads)
+    assert slot_bytes(model, run_of(), 4096) == pytest.approx(measured.slot_bytes, rel=0.05)
 
 
 def test_measured_rows_were_compared():

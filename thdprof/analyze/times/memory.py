@@ -219,6 +219,17 @@ def eager_pass_bytes(model: Model, settings: TrainingSettings, chunk: Sequence[K
     return own + round(others * attending * keys * 2 * n_tokens)
 
 
+def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int) -> int:
+    """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`).
+
+    Args:
+        model: the model.
+        settings: the run's settings.
+        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+    """
+    return eager_pass_bytes(model, settings, layer_kinds(model), n_tokens) + _GRAPH_WORKSPACE
+
+
 def hidden_bytes(model: Model, n_tokens: int) -> int:
     """Bytes of a micro-batch's hidden states between two layers, on one rank."""
     share = model.tensor_model_parallel_size if model.sequence_parallel else 1
