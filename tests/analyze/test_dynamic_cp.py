@@ -352,6 +352,7 @@ def test_by_hand():
         [0, 3, 0, 1, 9, 9, 1],
         [0, 3, 1, 1, 5, 5, 1],
     ]
+    assert schedule(content, packer="balanced_cp", **given).table.squared.tolist() == [400, 100, 81, 25]
     described = schedule(content, packer="dynamic_cp", **given).table.to_pandas()
     assert described.values.tolist() == [
         [0, 0, 0, 1, 20, 20, 2],
@@ -364,15 +365,17 @@ def test_by_hand():
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("append_dummy_seq", ([1, 2, 1, 2], [20, 35, 10, 9], [20, 40, 10, 10])),
-        ("extend_last", ([1, 1, 1, 1], [20, 40, 10, 10], [20, 40, 10, 10])),
+        ("none", ([1, 1, 1, 1], [20, 5, 10, 9], [20, 5, 10, 9], [400, 25, 100, 81])),
+        ("append_dummy_seq", ([1, 2, 1, 2], [20, 35, 10, 9], [20, 40, 10, 10], [400, 25 + 35**2, 100, 81 + 1])),
+        ("extend_last", ([1, 1, 1, 1], [20, 40, 10, 10], [20, 40, 10, 10], [400, 1600, 100, 100])),
     ],
 )
 def test_tails_fill_every_rank(policy, expected):
     content = UnpackedDocuments(document_tokens=np.array([5, 20, 10, 9], dtype=np.int32))
     given = {"data_parallel_size": 4, "global_batch_size": 4, "max_seqlen_per_dp_cp_rank": 10}
     table = schedule(content, packer="dynamic_cp", tail_policy=policy, **given).table
-    assert (table.n_seqs.tolist(), table.max_seqlen.tolist(), table.n_tokens.tolist()) == expected
+    found = tuple(a.tolist() for a in (table.n_seqs, table.max_seqlen, table.n_tokens, table.squared))
+    assert found == expected
 
 
 def grouped_table(rows, *, ranks) -> MicrobatchTable:
