@@ -280,8 +280,6 @@ def analyze_read(
         if costs.origin == "none"
         else times_of(run, costs, basis=f"{costs.name} on {costs.hardware}")
     )
-    if times.origin == "none":
-        recommendation = recommendation.without_times()
     other_sizes = _other_sizes(table, settings)
     notes = (*([gpu_note] if gpu_note else []), *dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}

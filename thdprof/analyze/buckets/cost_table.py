@@ -116,6 +116,13 @@ class CostTable(_Part):
         """Where the times come from; "none" where they are of another model than the user's."""
         return "measured" if self.calibrated else "modelled" if self.modelled else "none"
 
+    def at_host(self, end: Literal["low", "high"]) -> CostTable:
+        """The same table at one end of the range of hosts: each eager point takes that end of its `range_ms`."""
+        place = 0 if end == "low" else 1
+        eager = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[place]}) for p in self.eager]
+        outside = self.outside_ms if self.outside_range_ms is None else self.outside_range_ms[place]
+        return self.model_copy(update={"eager": eager, "outside_ms": outside})
+
     @property
     def needs_max_seqlen(self) -> bool:
         """Whether replay times depend on the max_seqlen that a graph is captured for."""
@@ -139,6 +146,11 @@ class CostTable(_Part):
     def _along_seqs(self, max_seqs: int, max_seqlen: int | None) -> float:
         points = sorted((p.max_seqs, p.ms) for p in self.replay if p.max_seqlen in (max_seqlen, None))
         return _linear(max_seqs, [p[0] for p in points], [p[1] for p in points])
+
+    def rounded_up(self, max_seqs: int) -> int:
+        """The largest cap that replays in the time of `max_seqs`."""
+        step = next((n for n in self.max_seqs_steps if n >= max_seqs), max_seqs)
+        return max(1, -(-step // self.max_seqs_granularity) * self.max_seqs_granularity)
 
     def measured_max_seqs(self) -> list[int]:
         """The caps that were measured, ascending."""

@@ -57,7 +57,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The buckets to capture, and the step times and fallbacks that are expected with them."""
+    """The buckets to capture, and the step times and fallbacks that are expected with them.
+
+    Times are of the cost table. Where it is of another model (`Analysis.times.origin` is "none"), they only rank the
+    choices.
+    """
 
     buckets: tuple[Bucket, ...]
     """Ascending, one context-parallel size after the other; empty where none save LEAST_GAIN of the eager step time."""

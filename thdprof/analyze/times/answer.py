@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
@@ -50,7 +52,7 @@ def times_of(run: Run, costs: CostTable, *, basis: str) -> Times:
     relative = [planned / eager for planned, eager in steps]
     fitting = [b for b in run.buckets if b.max_seqs >= run.typical]
     cap = fitting[0].max_seqs if fitting else costs.rounded_up(run.typical)
-    eager = [float(costs.at_host(end).eager_ms_of(run.typical)) for end in ENDS]
+    eager = [float(costs.at_host(end).eager_ms(np.array([run.typical]))[0]) for end in ENDS]
     return Times(
         origin=costs.origin,
         basis=basis,

@@ -55,7 +55,7 @@ class HostRate:
 
 def _larger(gpu: float, host: float) -> float:
     """The larger of both times, and a little more where they are alike: neither hides behind the other altogether."""
-    return (gpu**_SHARP + host**_SHARP) ** (1 / _SHARP)
+    return math.pow(gpu**_SHARP + host**_SHARP, 1 / _SHARP)
 
 
 STATED = HostRate(low_us=40.0, high_us=150.0, basis="server processors of 2021 to 2025")

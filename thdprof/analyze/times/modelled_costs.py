@@ -9,6 +9,7 @@ from thdprof.analyze.times.attention import rounded_documents
 from thdprof.analyze.times.decoder import Decoder, DecoderTime
 from thdprof.analyze.times.gpus import Gpu
 from thdprof.analyze.times.host import HostRate
+from thdprof.analyze.times.memory import slot_bytes
 from thdprof.analyze.times.outside import LAUNCHES, optimizer_ms, outside_ms
 from thdprof.analyze.times.parameters import stage_parameters, stages
 from thdprof.training import Model, TrainingSettings
@@ -84,6 +85,7 @@ class ModelledTimes:
             outside_ms=None if outside is None else (outside[0] * outside[1]) ** 0.5,
             outside_range_ms=outside,
             optimizer_ms=self.optimizer(),
+            slot_bytes=slot_bytes(self.model, self.settings, self.shapes.tokens),
         )
 
     def _documents(self) -> list[int]:

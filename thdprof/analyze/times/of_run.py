@@ -51,7 +51,7 @@ def modelled_times(
     """
     shapes = Shapes(
         tokens=n_tokens,
-        squared=float(table.squared.mean()),
+        squared=0.0 if table.squared is None else float(table.squared.mean()),
         typical=profile.n_seqs.percentile(50.0),
         most=profile.n_seqs.percentile(100.0),
     )
