@@ -47,15 +47,16 @@ TEXT = """\
   assumed --context-parallel-size 1 (not given)
   assumed --pipeline-parallel-size 1 (not given)
 
-row  seq-length  micro-batch-size  micro-batches  steps  P50  P99  max  caps  eager steps  step time  \
+                                                                                  steps with an
+row  seq-length  micro-batch-size  micro-batches  steps  P50  P99  max  caps  eager micro-batch  step time  \
 graph memory  cannot be
-  1           8                 1              8      4    2    4    4    64         0.0%      0.244       0.0 GiB
-  2           8                 2              4      4    5    6    6    64         0.0%      0.244       0.0 GiB
-  3           8                 3              -      -    -    -    -     -            -          -             -  \
+  1           8                 1              8      4    2    4    4    64               0.0%      0.244       0.0 GiB
+  2           8                 2              4      4    5    6    6    64               0.0%      0.244       0.0 GiB
+  3           8                 3              -      -    -    -    -     -                  -          -             -  \
 --global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
-  4          16                 1              8      4    3    5    5    64         0.0%      0.244       0.0 GiB
-  5          16                 2              4      4    5    7    7    64         0.0%      0.244       0.0 GiB
-  6          16                 3              -      -    -    -    -     -            -          -             -  \
+  4          16                 1              8      4    3    5    5    64               0.0%      0.244       0.0 GiB
+  5          16                 2              4      4    5    7    7    64               0.0%      0.244       0.0 GiB
+  6          16                 3              -      -    -    -    -     -                  -          -             -  \
 --global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
 
 P50, P99, max: documents of a micro-batch; step time: eager = 1; graph memory: of a pipeline rank

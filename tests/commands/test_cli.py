@@ -41,10 +41,11 @@ micro-batch       mean  P50  P90  P95  P99  P99.9  max
 documents          4.0    3    5    5    5      5    5
 longest document   7.8    8    8    8    8      8    8
 
-one cap                             replayed  eager steps  step time, eager = 1
-      3  P50                           50.0%       100.0%  1.000 ████████████████████
-      5  P90, P95, P99, P99.9, max    100.0%         0.0%  0.263 █████
-    *64                               100.0%         0.0%  0.244 █████
+                                                  steps with an
+one cap                             replayed  eager micro-batch  step time, eager = 1
+      3  P50                           50.0%             100.0%  1.000 ████████████████████
+      5  P90, P95, P99, P99.9, max    100.0%               0.0%  0.263 █████
+    *64                               100.0%               0.0%  0.244 █████
 
 Capture graphs for 64 (100.0%) documents: a step takes 0.244 of its eager time, and no micro-batch seen falls back.
   - unseen data: with 95% confidence fewer than 0.53 of micro-batches will fall back; \
@@ -357,7 +358,7 @@ def test_arguments_are_words_in_capitals(thdprof, command):
 
 def test_help_gives_defaults_without_parentheses(thdprof):
     text = " ".join(thdprof("report", "-h").stdout.replace("│", " ").split())
-    assert "[default: the plan's best; x>=1]" in text
+    assert "[default: the recommended one; x>=1]" in text
     assert "[default: PLAN.profile.parquet beside the plan]" in text
 
 

@@ -24,7 +24,7 @@ def report(
     ] = None,
     cap: Annotated[
         int | None,
-        typer.Option(min=1, help="Cap, in documents, that the figures are about.", show_default="the plan's best"),
+        typer.Option(min=1, help="Cap, in documents, that the figures are about.", show_default="the recommended one"),
     ] = None,
     output: Annotated[
         Path | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.buckets.step_costs import one_cap_step_ms
-from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun
+from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
+from thdprof.analyze.times.results import Range
 from thdprof.errors import UsageError
-from thdprof.words import shortened
+from thdprof.training import Model
+from thdprof.words import counted, shortened
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,14 +51,8 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
     frame = pd.concat(cells, ignore_index=True)
     frame.insert(0, "part", name)
     caps = _grid(analysis)
-    times = one_cap_step_ms(
-        table,
-        analysis.costs,
-        [*caps],
-        longest=analysis.longest,
-        n_tokens=analysis.graph_tokens,
-        pipeline_size=settings.pipeline_parallel_size,
-    )
+    times = _step_ms(analysis, analysis.costs, caps)
+    ranges = _relative_step_times(analysis, caps)
     return RunProfile(
         frame.astype(COLUMNS),
         training=settings,
@@ -69,11 +67,64 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
                 microbatches=len(table),
                 steps=table.num_steps,
                 eager_step_ms=analysis.recommendation.eager_step_ms,
-                caps=[CapTime(max_seqs=n, step_ms=float(ms)) for n, ms in zip(caps, times, strict=True)],
+                caps=[
+                    CapTime(max_seqs=n, step_ms=float(ms), relative_step_time=relative)
+                    for n, ms, relative in zip(caps, times, ranges, strict=True)
+                ],
                 warnings=list(analysis.warnings),
             )
         ],
+        analysed_on=datetime.now(tz=UTC).date().isoformat(),
+        predicted=Predicted(
+            model=None if analysis.model is None else describe_model(analysis.model),
+            gpu=analysis.gpu,
+            times=analysis.times,
+            verdict=analysis.verdict,
+            worth=analysis.worth,
+            memory=analysis.memory,
+            capture=analysis.capture,
+        ),
     )
+
+
+def describe_model(model: Model) -> str:
+    """The model's sizes in a line."""
+    experts = f", {counted(model.num_experts, 'expert')}" if model.num_experts else ""
+    return f"{counted(model.num_layers, 'layer')} of hidden size {model.hidden_size:,}{experts}"
+
+
+def _step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> NDArray[np.float64]:
+    """Mean step time under each of `caps` alone by the cost table `costs`, in milliseconds, shape [caps]."""
+    return one_cap_step_ms(
+        analysis.microbatches,
+        costs,
+        caps,
+        longest=analysis.longest,
+        n_tokens=analysis.graph_tokens,
+        pipeline_size=analysis.settings.pipeline_parallel_size,
+    )
+
+
+def _relative_step_times(analysis: Analysis, caps: list[int]) -> list[Range | None]:
+    """The range of the relative step time under each of `caps`: eager times at both ends of theirs.
+
+    None for each cap where the times are not of the user's own model.
+    """
+    if analysis.times.origin == analysis.costs.origin == "none":
+        return [None] * len(caps)
+    ends = []
+    for end in (0, 1):
+        costs = _eager_at(analysis.costs, end)
+        # A cap of no documents holds nothing, so all micro-batches run eagerly under it.
+        step_ms = _step_ms(analysis, costs, [0, *caps])
+        ends.append(step_ms[1:] / step_ms[0])
+    return [(float(min(pair)), float(max(pair))) for pair in zip(*ends, strict=True)]
+
+
+def _eager_at(costs: CostTable, end: int) -> CostTable:
+    """The cost table with each eager time at the lowest (`end` 0) or the highest (1) that is expected."""
+    eager = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[end]}) for p in costs.eager]
+    return costs.model_copy(update={"eager": eager})
 
 
 def check_part(part: str | None) -> None:

@@ -28,6 +28,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.times.results import Capture, Memory, Range, Times, Verdict, Worth
 from thdprof.errors import DataError
 from thdprof.plan import Training
 
@@ -68,6 +69,9 @@ class CapTime(_Part):
     """The cap, in documents."""
     step_ms: Milliseconds
     """Mean time of a step of the cost table's model under this cap."""
+    relative_step_time: Range | None = None
+    """Lowest and highest mean step time under this cap, divided by the mean step time with all micro-batches run
+    eagerly; null where the times are not of the user's own model."""
 
 
 class PartOfRun(_Part):
@@ -96,6 +100,25 @@ class PartOfRun(_Part):
     """Warnings of `analyze` about the part."""
 
 
+class Predicted(_Part):
+    """What the analysis predicted for the user's own model, under the plan that it recommends."""
+
+    model: str | None = None
+    """The model in a line; null where it is not known."""
+    gpu: str | None = None
+    """Name of the GPU that the times are of; null where no times were modelled."""
+    times: Times
+    """Times and where they come from."""
+    verdict: Verdict
+    """Whether graphs pay."""
+    worth: Worth | None = None
+    """What the plan is worth over the run; null without times."""
+    memory: Memory | None = None
+    """Peak memory; null where the model or its memory is not known."""
+    capture: Capture | None = None
+    """What capturing takes; null without times or graphs."""
+
+
 class Metadata(_Part):
     """Everything in a profile but the counts, stored as JSON in the metadata of the parquet file."""
 
@@ -109,6 +132,11 @@ class Metadata(_Part):
     """The table from which the step times were computed."""
     parts: list[PartOfRun] = Field(min_length=1)
     """The datasets or shards that were counted."""
+    analysed_on: str | None = None
+    """Day of the analysis, as YYYY-MM-DD; null in a joined profile and in files of earlier versions."""
+    predicted: Predicted | None = None
+    """What was predicted for the user's own model; null in a joined profile, since predictions are of one run, and in
+    files of earlier versions."""
 
 
 def write_profile_file(path: Path, cells: pd.DataFrame, metadata: Metadata, *, force: bool) -> None:
@@ -148,7 +176,7 @@ def read_profile_file(path: Path) -> tuple[pd.DataFrame, Metadata]:
     try:
         with path.open("rb") as file:  # any name, also one that is not UTF-8
             # One thread: the process may end right after a refusal, and must not end while others still read.
-            content = pq.read_table(file, use_threads=False, pre_buffer=False)
+            content = pq.ParquetFile(file, pre_buffer=False).read(use_threads=False)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
     except pa.ArrowException as error:

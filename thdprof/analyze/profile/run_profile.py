@@ -6,6 +6,7 @@ micro-batch does. The expected step time does not follow from them, and is known
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from thdprof import __version__
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import Histogram
-from thdprof.analyze.profile.file import CapTime, Metadata, PartOfRun, read_profile_file, write_profile_file
+from thdprof.analyze.profile.file import CapTime, Metadata, PartOfRun, Predicted, read_profile_file, write_profile_file
+from thdprof.analyze.times.results import Range
 from thdprof.plan import FallbackRate
 from thdprof.training import TrainingSettings
 from thdprof.words import counted
@@ -28,7 +30,14 @@ class RunProfile:
     """Counts of a run's micro-batches, pairs of rank and step, and steps; and expected step times under single caps."""
 
     def __init__(
-        self, cells: pd.DataFrame, *, training: TrainingSettings, costs: CostTable, parts: list[PartOfRun]
+        self,
+        cells: pd.DataFrame,
+        *,
+        training: TrainingSettings,
+        costs: CostTable,
+        parts: list[PartOfRun],
+        analysed_on: str | None = None,
+        predicted: Predicted | None = None,
     ) -> None:
         self.cells = cells
         """The counts, in the columns of `thdprof.analyze.profile.file.COLUMNS`."""
@@ -38,6 +47,10 @@ class RunProfile:
         """The table from which the step times were computed."""
         self.parts = parts
         """The datasets or shards that were counted."""
+        self.analysed_on = analysed_on
+        """Day of the analysis, as YYYY-MM-DD; None where it is not known, or profiles were joined."""
+        self.predicted = predicted
+        """What the analysis predicted for the user's own model; None where it is not known, or profiles were joined."""
         self._histograms: dict[tuple[str, str, str | None], Histogram] = {}
 
     @property
@@ -104,11 +117,39 @@ class RunProfile:
             return 1.0
         top = known[-1]
         if cap > top.max_seqs:
-            longest = self.training.seq_length
-            larger = self.costs.replay_ms(cap, longest) / self.costs.replay_ms(top.max_seqs, longest)
-            return top.step_ms * larger / self.eager_step_ms
+            return top.step_ms * self._growth(cap, top.max_seqs) / self.eager_step_ms
         step_ms = np.interp(cap, [c.max_seqs for c in known], [c.step_ms for c in known])
         return float(step_ms) / self.eager_step_ms
+
+    def relative_step_times(self, caps: Sequence[int]) -> list[Range] | None:
+        """The range of the mean step time under each of `caps`, divided by that of an eager step.
+
+        Between the caps of the profile's grid it is linear, as `relative_step_time` is. None where times are not of the
+        user's own model, or where they were modelled for several runs that were joined: ranges of runs do not add up.
+        """
+        if self.num_runs == 1 and all(c.relative_step_time is not None for c in self.parts[0].caps):
+            grid = self.parts[0].caps
+            ends = np.array([c.relative_step_time for c in grid], dtype=np.float64)
+        elif self.costs.origin == "measured":
+            grid = self.caps()
+            ends = np.repeat([[c.step_ms / self.eager_step_ms] for c in grid], 2, axis=1)
+        else:
+            return None
+        known, top = [c.max_seqs for c in grid], grid[-1].max_seqs
+        found = []
+        for cap in caps:
+            if cap < known[0]:
+                found.append((1.0, 1.0))
+                continue
+            low, high = (float(np.interp(cap, known, ends[:, end])) for end in (0, 1))
+            larger = self._growth(cap, top) if cap > top else 1.0
+            found.append((low * larger, high * larger))
+        return found
+
+    def _growth(self, cap: int, known: int) -> float:
+        """Replay time of a graph of `cap` documents, divided by that of a graph of `known` documents."""
+        longest = self.training.seq_length
+        return self.costs.replay_ms(cap, longest) / self.costs.replay_ms(known, longest)
 
     def curve(self) -> pd.DataFrame:
         """A row for each cap: `max_seqs`, `coverage`, three fallback rates, `step_ms`, `relative_step_time`."""
@@ -163,7 +204,14 @@ class RunProfile:
         Raises:
             DataError: the file exists and `force` is false, or it cannot be written.
         """
-        metadata = Metadata(written_by=__version__, training=self.training, costs=self.costs, parts=self.parts)
+        metadata = Metadata(
+            written_by=__version__,
+            training=self.training,
+            costs=self.costs,
+            parts=self.parts,
+            analysed_on=self.analysed_on,
+            predicted=self.predicted,
+        )
         write_profile_file(Path(path), self.cells, metadata, force=force)
 
 
@@ -174,7 +222,14 @@ def load_profile(path: Path | str) -> RunProfile:
         DataError: the file cannot be read, is no profile, or has another version.
     """
     cells, metadata = read_profile_file(Path(path))
-    return RunProfile(cells, training=metadata.training, costs=metadata.costs, parts=metadata.parts)
+    return RunProfile(
+        cells,
+        training=metadata.training,
+        costs=metadata.costs,
+        parts=metadata.parts,
+        analysed_on=metadata.analysed_on,
+        predicted=metadata.predicted,
+    )
 
 
 def histogram_of(rows: pd.DataFrame, measure: str) -> Histogram:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import get_args
 
 from thdprof.analyze.buckets.cost_table import built_in_costs
+from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.profile.merge import same_settings
 from thdprof.analyze.profile.run_profile import RunProfile, load_profile
+from thdprof.analyze.times.results import Range, Times
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
 from thdprof.files import read_yaml
@@ -18,6 +21,13 @@ from thdprof.plan import Plan, parse_plan
 from thdprof.training import Attention, TrainingSettings, definitions_of
 from thdprof.words import counted
 
+HOW_TO_GET_TIMES = (
+    "times are not known: analyse again and say which model trains on which GPU (--model or --megatron-args, and "
+    "--gpu), or measure it with thdprof calibrate and give --cost-table"
+)
+TIMES_OF_ONE_RUN = (
+    "this profile joins several runs, and modelled times are of one run alone: make the report of each for its times"
+)
 TOLERANCE = 0.01
 """Largest difference of a share from its prediction that counts as agreement, as in `thdprof compare`."""
 _MOST_URIS = 5
@@ -40,12 +50,40 @@ class Report:
     """The plan's predictions beside a run's statistics; None where no statistics were given."""
 
     @property
-    def default_cap(self) -> int:
-        """The cap, in documents, that the report opens with: the plan's best, else the quickest of the profile."""
+    def recommended_cap(self) -> int | None:
+        """The single cap, in documents, that the plan recommends; None where it recommends none."""
         one = self.plan.graphs.one_cap
-        if one is not None:
-            return one.max_seqs
-        return min(self.profile.caps(), key=lambda cap: (cap.step_ms, cap.max_seqs)).max_seqs
+        return None if one is None else one.max_seqs
+
+    @property
+    def default_cap(self) -> int:
+        """The cap, in documents, that the report opens with: the recommended one, else P99 of the micro-batches."""
+        if self.recommended_cap is not None:
+            return self.recommended_cap
+        return max(1, self.profile.histogram().percentile(PERCENTILES["p99"]))
+
+    @property
+    def times(self) -> Times:
+        """Times of the user's own model and where they come from, of the plan's own data; origin "none" without."""
+        predicted, costs, plan = self.profile.predicted, self.profile.costs, self.plan.predictions
+        if predicted is not None and predicted.times.origin != "none":
+            return predicted.times
+        if costs.origin == "measured":
+            relative = plan.relative_step_time
+            return Times(
+                origin="measured",
+                basis=f"{costs.name} on {costs.hardware}",
+                relative_step_time=(relative, relative),
+                step_ms=(plan.step_ms, plan.step_ms),
+                eager_step_ms=(plan.eager_step_ms, plan.eager_step_ms),
+            )
+        if self.profile.num_runs > 1 and costs.origin == "modelled":
+            return Times(origin="none", basis=TIMES_OF_ONE_RUN)
+        return Times(origin="none", basis=HOW_TO_GET_TIMES if predicted is None else predicted.times.basis)
+
+    def relative_step_times(self, caps: Sequence[int]) -> list[Range] | None:
+        """The range of the relative step time under each single cap; None without times of the user's own model."""
+        return None if self.times.origin == "none" else self.profile.relative_step_times(caps)
 
     def check_cap(self, cap: object) -> None:
         """Refuse a cap, in documents, whose step time cannot be estimated from measured times.

@@ -104,8 +104,8 @@ def need(package: str) -> Any:
         return import_module(package)
     except ImportError as error:
         raise UsageError(
-            f"a notebook or HTML report needs {package}: pip install 'thdprof[notebook]'; figures alone do not "
-            "(-o DIRECTORY)"
+            f"a notebook needs {package}: pip install 'thdprof[notebook]'; a page (-o report.html) and figures alone "
+            "(-o DIRECTORY) do not"
         ) from error
 
 

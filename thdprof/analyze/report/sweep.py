@@ -16,7 +16,8 @@ from thdprof.files import json_text
 from thdprof.plan import BucketPart, Plan
 
 SCHEMA = "thdprof.sweep/1"
-_FIGURES = ("micro-batches", "steps", "P50", "P99", "max", "caps", "eager steps", "step time", "graph memory")
+_STEPS = "steps with an\neager micro-batch"
+_FIGURES = ("micro-batches", "steps", "P50", "P99", "max", "caps", _STEPS, "step time", "graph memory")
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:

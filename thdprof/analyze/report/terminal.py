@@ -142,7 +142,7 @@ def _caps(analysis: Analysis, block: str) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("one cap", justify="right")
     table.add_column("")
-    for name in ("replayed", "eager steps"):
+    for name in ("replayed", "steps with an\neager micro-batch"):
         table.add_column(name, justify="right")
     table.add_column("step time, eager = 1")
     for candidate in analysis.recommendation.candidates:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from thdprof.words import counted, percent, printable, shortened
 
-__all__ = ["apart", "counted", "listed", "memory_size", "percent", "percentile_name", "printable", "shortened"]
+__all__ = [
+    "amount",
+    "apart",
+    "counted",
+    "listed",
+    "memory_size",
+    "percent",
+    "percentile_name",
+    "printable",
+    "ratio",
+    "shortened",
+    "spanned",
+]
 
 _DECIMALS = 12
 """Decimals of a share that are compared; differences in later decimals come from rounding."""
@@ -33,3 +45,25 @@ def memory_size(gib: float) -> str:
 def listed(words: list[str]) -> str:
     """The words as a list in a sentence, such as "a, b and c"."""
     return words[0] if len(words) == 1 else ", ".join(words[:-1]) + " and " + words[-1]
+
+
+def ratio(values: tuple[float, float]) -> str:
+    """A range of relative times: "0.252" where both ends are alike, else "0.26 to 0.41"."""
+    low, high = values
+    if f"{low:.3f}" == f"{high:.3f}":
+        return f"{low:.3f}"
+    return f"{low:.2f} to {high:.2f}" if f"{low:.2f}" != f"{high:.2f}" else f"{low:.3f} to {high:.3f}"
+
+
+def spanned(values: tuple[float, float], unit: str = "") -> str:
+    """A range of amounts in three significant digits: "312 to 340 ms"; one number where both ends are alike."""
+    low, high = (amount(value) for value in values)
+    tail = f" {unit}" if unit else ""
+    return f"{low}{tail}" if low == high else f"{low} to {high}{tail}"
+
+
+def amount(value: float) -> str:
+    """A number in three significant digits, in full from 1,000 on: "0.123", "12.3", "1,234"."""
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}" if abs(value) >= 0.995 else f"{value:.3g}"

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from thdprof import __version__
 from thdprof.analyze.report.contents import Report, default_profile, open_report
 from thdprof.analyze.report.figures import ALL
-from thdprof.analyze.report.figures.canvas import Drawing
+from thdprof.analyze.report.figures.drawing import Drawing
 from thdprof.analyze.report.findings import Sentence, sentences
-from thdprof.analyze.report.html import to_html
-from thdprof.analyze.report.notebook import build_notebook, execute, to_text
+from thdprof.analyze.report.html import to_page
 from thdprof.analyze.report.words import printable
 from thdprof.errors import UsageError
 from thdprof.files import check_not_inputs, check_targets, json_text, write_text
@@ -75,14 +75,15 @@ def write_report(
         plan: plan file.
         profile: profile file of the plan's data; None: the file beside the plan.
         stats: file of a run's statistics to compare with; None: no comparison.
-        cap: documents of the single cap that the figures are about; None: the plan's best cap.
+        cap: documents of the single cap that the figures are about; None: the recommended cap.
         output: a notebook, an HTML page or a directory; None: make only the sentences.
         force: whether existing files are replaced.
         plan_name: the plan's name in messages; None: its path.
 
     Raises:
         DataError: `open_report` refuses a file.
-        UsageError: `output` cannot be written, or exists and `force` is false; or nbconvert or ipykernel is missing.
+        UsageError: `output` cannot be written, or exists and `force` is false; or a notebook is asked for and
+            nbclient or ipykernel is missing.
     """
     form = None if output is None else form_of(output)
     profile = default_profile(plan) if profile is None else profile
@@ -101,14 +102,23 @@ def write_report(
         check_not_inputs(_targets(findings, output), (plan, profile, stats))
         files = _write_figures(report, cap, findings, output, force=force)
     elif output is not None:
-        directory = output.absolute().parent
-        notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
-        execute(notebook, directory=directory)
-        title = printable(f"thdprof report: {(plan_name and Path(plan_name).name) or plan.name}")
-        text = to_text(notebook) if form == "notebook" else to_html(notebook, title=title)
+        if form == "notebook":
+            text = _notebook(plan=plan, profile=profile, stats=stats, cap=cap, directory=output.absolute().parent)
+        else:
+            title = printable(f"thdprof report: {(plan_name and Path(plan_name).name) or plan.name}")
+            text = to_page(report, cap, title=title, version=__version__)
         write_text(output, text, force=force)
         files = (output,)
     return Written(cap=cap, findings=findings, files=files)
+
+
+def _notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, directory: Path) -> str:
+    """The text of the notebook that has run in `directory`."""
+    from thdprof.analyze.report.notebook import build_notebook, execute, to_text
+
+    notebook = build_notebook(plan=plan, profile=profile, stats=stats, cap=cap, beside=directory)
+    execute(notebook, directory=directory)
+    return to_text(notebook)
 
 
 def _write_figures(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from thdprof.analyze.report import findings
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.figures import draw_graphs, draw_microbatches
-from thdprof.analyze.report.figures.canvas import Drawing, Note
+from thdprof.analyze.report.figures.drawing import Drawing, Note
 
 __all__ = [
     "ALL",
@@ -66,9 +66,10 @@ def parts(report: Report, cap: int) -> Drawing | Note:
     return draw_microbatches.parts(finding)
 
 
-def memory(report: Report, cap: int) -> Drawing:
-    """The slots of every pipeline rank, and graph memory."""
-    return draw_graphs.memory(findings.memory(report, cap))
+def memory(report: Report, cap: int) -> Drawing | Note:
+    """The slots of every pipeline rank, and graph memory; a note where a sentence says as much."""
+    finding = findings.memory(report, cap)
+    return draw_graphs.memory(finding) if finding.drawn else Note("memory", finding.title)
 
 
 def observed(report: Report, cap: int) -> Drawing | Note:

@@ -2,204 +2,280 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from numpy.typing import NDArray
 
 from thdprof.analyze.report import findings
-from thdprof.analyze.report.figures.axes import CAP_LINE, STYLES, cap_line, percent_format, scale, whole_numbers
-from thdprof.analyze.report.figures.canvas import BLUE, INK, ORANGE, Drawing, canvas, drawing
+from thdprof.analyze.report.figures.drawing import Drawing
+from thdprof.analyze.report.figures.panel import Panel, whole
+from thdprof.analyze.report.figures.scale import EM, Scale
+from thdprof.analyze.report.figures.svg import LINE, MARKERS, Canvas
 from thdprof.analyze.report.findings.shapes import Distribution
 from thdprof.analyze.report.words import counted, percent, percentile_name, shortened
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_MARKERS = {"p50": "o", "p90": "s", "p95": "D", "p99": "^", "p99_9": "v", "max": "X"}
-"""The marker of each percentile on a cumulative curve."""
-_LONGEST_NAME = 28
-"""Characters of a part's name beside its row."""
+_LEFT = 60
+"""Pixels to the left of a panel, for the labels of its y axis."""
 
 
 def shapes(finding: findings.Shapes) -> Drawing:
     """A histogram above a cumulative curve for each measure: documents, and tokens of the longest document."""
-    with canvas(6.2, finding.title) as figure:
-        axes = figure.subplots(2, 2, sharex="col")
-        measures = (("documents of a micro-batch", finding.n_seqs), ("longest document, tokens", finding.max_seqlen))
-        for column, (label, spread) in enumerate(measures):
-            _histogram(axes[0, column], spread)
-            _cumulative(axes[1, column], spread)
-            axes[1, column].set_xlabel(label)
-        axes[0, 0].set_ylabel("share of micro-batches")
-        axes[1, 0].set_ylabel("share of at most so many")
-        cap_line(axes[0, 0], finding.cap)
-        axes[1, 0].axvline(finding.cap, **CAP_LINE)
-        alt = (
-            "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
-            + "; ".join(
-                f"{label}: " + ", ".join(f"{percentile_name(n)} {v:,}" for n, v in spread.percentiles.items())
-                for label, spread in measures
-            )
+    measures = (
+        ("documents of a micro-batch", "document", finding.n_seqs),
+        ("tokens of its longest document", "token", finding.max_seqlen),
+    )
+
+    def paint(canvas: Canvas) -> None:
+        columns = 1 if canvas.narrow else 2
+        width = (canvas.width - 24 * (columns - 1)) / columns
+        top = 0.0
+        for index, (label, unit, spread) in enumerate(measures):
+            left = index % columns * (width + 24)
+            if columns == 1:
+                top = canvas.bottom + (24 if index else 0)
+            cap = finding.cap if index == 0 else None
+            _distribution(canvas, left, top, width, label, unit, spread, cap)
+
+    alt = (
+        "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
+        + "; ".join(
+            f"{label}: " + ", ".join(f"{percentile_name(n)} {v:,}" for n, v in spread.percentiles.items())
+            for label, _, spread in measures
         )
-        return drawing(figure, "shapes", finding.title, alt)
+    )
+    return Drawing(id="shapes", title=finding.title, alt=alt, paint=paint)
 
 
-def _histogram(axis: Axes, spread: Distribution) -> None:
-    axis.bar(spread.edges[:-1], spread.shares, np.diff(spread.edges), align="edge", color=BLUE, alpha=0.75, linewidth=0)
-    axis.yaxis.set_major_formatter(percent_format())
-    scale(axis, logarithmic=spread.logarithmic, largest=int(spread.values[-1]), narrow=True)
+def _distribution(
+    canvas: Canvas, left: float, top: float, width: float, label: str, unit: str, spread: Distribution, cap: int | None
+) -> None:
+    """The histogram and the cumulative curve of one measure."""
+    inner, right = left + _LEFT, left + width - 6
+    low, high = float(spread.edges[0]), float(spread.edges[-1])
+    canvas.text(left, top + 14, f"Share of micro-batches, per {unit}", look="b")
+    x = Scale(low, high, inner, right, spread.logarithmic)
+    y = Scale(0, float(spread.densities.max()) * 1.05, top + 180, top + 48)
+    panel = Panel(canvas, x, y)
+    panel.axes(x_ticks=False)
+    for at, (density, part) in enumerate(zip(spread.densities, spread.shares, strict=True)):
+        if part == 0:
+            continue
+        begin, end = spread.edges[at : at + 2]
+        first, last = int(begin + 0.5), int(end - 0.5)
+        numbers = counted(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
+        tip = f"{numbers}: {percent(float(part))} of micro-batches"
+        start, stop = x(begin), x(end)
+        gap = 0.6 if stop - start > 3 else 0
+        canvas.rect(start + gap, y(density), stop - start - 2 * gap, y.start - y(density), "f0")
+        canvas.rect(start, y.end, stop - start, y.start - y.end, "hit", tip=tip)
+    canvas.text(left, top + 210, "Share with at most so many", look="b")
+    below = Panel(canvas, x, Scale(0, 1, top + 352, top + 222))
+    below.axes(x_label=label)
+    below.stairs([low, *spread.values], [0.0, *spread.cumulative], 0)
+    tips = [f"{percent(float(c))} hold at most {counted(int(v), unit)}" for v, c in _pairs(spread)]
+    below.strips(spread.values.tolist(), tips)
+    if cap is not None:
+        panel.cap(cap)
+        below.cap(cap, named=False)
+    names = [f"{percentile_name(name)} {value:,}" for name, value in spread.percentiles.items()]
+    half = -(-len(names) // 2)
+    for row, words in enumerate((names[:half], names[half:])):
+        canvas.text(inner, top + 352 + (3 + row) * LINE + 4, "   ".join(words), look="q", extra=' xml:space="preserve"')
+    canvas.bottom = max(canvas.bottom, top + 352 + 4 * LINE + 8)
 
 
-def _cumulative(axis: Axes, spread: Distribution) -> None:
-    axis.step(spread.values, spread.cumulative, where="post", color=BLUE)
-    for name, value in spread.percentiles.items():
-        at = float(spread.cumulative[np.searchsorted(spread.values, value, side="right") - 1])
-        label = f"{percentile_name(name)} {value:,}"
-        axis.plot([value], [at], _MARKERS[name], color=INK, markerfacecolor="none", label=label, linestyle="none")
-    axis.yaxis.set_major_formatter(percent_format())
-    axis.set_ylim(-0.03, 1.06)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=3, fontsize=8.5)
+def _pairs(spread: Distribution) -> list[tuple[int, float]]:
+    return list(zip(spread.values.tolist(), spread.cumulative.tolist(), strict=True))
 
 
 def joint(finding: findings.Joint) -> Drawing:
     """A map that counts micro-batches by documents and by tokens of the longest document."""
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgba
+    xs, ys = finding.n_seqs_edges, finding.max_seqlen_edges
+    most = max(1, int(finding.counts.max()))
+    top = float(max([xs[-1], *(s + 0.5 for s, _ in finding.buckets), finding.cap]))
 
-    with canvas(4.6, finding.title) as figure:
-        axis = figure.subplots()
-        counts = np.ma.masked_equal(finding.counts, 0)
-        # a cell with more micro-batches is more opaque: darker on white, brighter on black
-        shades = LinearSegmentedColormap.from_list("counts", [to_rgba(BLUE, alpha) for alpha in (0.2, 1.0)])
-        most = max(1, int(finding.counts.max()))
-        mesh = axis.pcolormesh(
-            finding.n_seqs_edges,
-            finding.max_seqlen_edges,
-            counts,
-            norm=LogNorm(min(1, most / 2), most),  # where no cell holds more than one, each is fully opaque
-            cmap=shades,
-            rasterized=True,
-            linewidth=0,
+    def paint(canvas: Canvas) -> None:
+        canvas.text(0, 14, "Longest document of a micro-batch, tokens", look="b")
+        height = 300 if canvas.narrow else 340
+        x = Scale(
+            float(xs[0]), top * (1.1 if finding.logarithmic else 1.03), _LEFT, canvas.width - 8, finding.logarithmic
         )
-        bar = figure.colorbar(mesh, ax=axis, label="micro-batches", pad=0.01)
-        whole_numbers(bar.ax.yaxis, logarithmic=True)
-        left, bottom = finding.n_seqs_edges[0], finding.max_seqlen_edges[0]
+        y = Scale(float(ys[0]), float(ys[-1]) * 1.04, 48 + height, 48)
+        panel = Panel(canvas, x, y)
+        panel.axes(x_label="documents of a micro-batch", write_y=whole, whole_y=True)
+        for row, column in np.argwhere(finding.counts > 0).tolist():
+            count = int(finding.counts[row, column])
+            shade = 0.2 + 0.8 * (np.log(count) / np.log(most) if most > 1 else 1)
+            x0, x1, y0, y1 = x(xs[column]), x(xs[column + 1]), y(ys[row]), y(ys[row + 1])
+            tip = (
+                f"{_numbers(xs, column)} documents, the longest {_numbers(ys, row)} tokens: "
+                f"{counted(count, 'micro-batch', 'micro-batches')}"
+            )
+            canvas.rect(x0, y1, x1 - x0, y0 - y1, "cell", tip=tip, extra=f' fill="#2a87c8" fill-opacity="{shade:.2f}"')
+        named: list[float] = []
         for number, (seqs, length) in enumerate(finding.buckets):
-            axis.plot(
-                [left, seqs + 0.5, seqs + 0.5], [length + 0.5, length + 0.5, bottom], color=INK, linewidth=1.1,
-                linestyle=(0, (1, 1 + 0.7 * (number % 4))), clip_on=True,
-            )  # fmt: skip
+            right, up = x(seqs + 0.5), y(length + 0.5)
+            dash = f"1 {1 + 2 * (number % 4)}"
+            canvas.add(
+                f'<path class="m a" stroke-dasharray="{dash}" d="M{x.start:.1f} {up:.1f}H{right:.1f}V{y.start:.1f}"/>'
+            )
             if length < max(longest for other, longest in finding.buckets if other == seqs):
                 continue  # a number of documents is named once, at its longest bucket
-            axis.annotate(
-                f"graph {seqs:,}", (seqs + 0.5, length + 0.5), xytext=(-2, -4), textcoords="offset points",
-                fontsize=8.5, rotation=90, ha="right", va="top",
+            if any(abs(right - other) < LINE for other in named):
+                continue
+            named.append(right)
+            canvas.text(
+                right - 5, up + 6, f"graph {seqs:,}", anchor="end",
+                extra=f' transform="rotate(-90 {right - 5:.1f} {up + 6:.1f})"',
             )  # fmt: skip
-        cap_line(axis, finding.cap)
-        scale(axis, logarithmic=finding.logarithmic, largest=int(finding.n_seqs_edges[-1]))
-        axis.yaxis.set_major_formatter("{x:,.0f}")
-        axis.set_xlabel("documents of a micro-batch")
-        axis.set_ylabel("longest document, tokens")
-        axis.grid(False)
-        top = max([finding.n_seqs_edges[-1], *(s + 0.5 for s, _ in finding.buckets), finding.cap])
-        axis.set_xlim(left, top * (1.15 if finding.logarithmic else 1.04))
-        axis.set_ylim(bottom, finding.max_seqlen_edges[-1] * 1.04)
-        alt = (
-            "A map of how many micro-batches have so many documents and so long a longest document, the plan's graphs "
-            "as dotted borders and the cap as a dashed line."
-        )
-        return drawing(figure, "joint", finding.title, alt)
+        panel.cap(finding.cap)
+        key = [
+            f"pale to solid: 1 to {counted(most, 'micro-batch', 'micro-batches')} in a cell",
+            "dotted: the plan's graphs",
+        ]
+        for line in key if canvas.narrow else ["; ".join(key)]:
+            canvas.text(_LEFT, canvas.bottom + LINE + 2, line, look="q")
+            canvas.bottom += LINE
+
+    alt = (
+        "A map of how many micro-batches have so many documents and so long a longest document, the plan's graphs "
+        "as dotted borders and the cap as a dashed line."
+    )
+    return Drawing(id="joint", title=finding.title, alt=alt, paint=paint)
+
+
+def _numbers(edges: NDArray[np.float64], index: int) -> str:
+    first, last = int(edges[index] + 0.5), int(edges[index + 1] - 0.5)
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
 
 
 def steps(finding: findings.Steps) -> Drawing:
     """The share of micro-batches, ranks and steps over each number of documents, as falling curves."""
-    with canvas(3.9, finding.title) as figure:
-        axis = figure.subplots()
-        for (name, (values, over)), (colour, dash, marker) in zip(finding.curves.items(), STYLES, strict=False):
-            share = finding.at_cap[name]
-            axis.step(
-                values, over, where="post", linestyle=dash, color=colour, label=f"{name}: {percent(share)} over the cap"
-            )
-            axis.plot([finding.cap], [share], marker, color=colour)
-        axis.set_ylim(-0.03, 1.06)
-        axis.set_xlabel("documents")
-        axis.set_ylabel("share with more")
-        axis.yaxis.set_major_formatter(percent_format())
-        cap_line(axis, finding.cap)
-        largest = max(int(values[-1]) for values, _ in finding.curves.values())
-        scale(axis, logarithmic=largest > 40, largest=largest)
-        if largest > 40:
-            axis.set_xlim(left=1)
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
-        alt = "Falling curves of the share with more than so many documents. Over the cap: " + ", ".join(
-            f"{name} {percent(share)}" for name, share in finding.at_cap.items()
-        )
-        return drawing(figure, "steps", finding.title, alt)
+    largest = max(int(values[-1]) for values, _ in finding.curves.values())
+    logarithmic = largest > 40
+    series = ("microbatch", "rank_step", "step")
+
+    def paint(canvas: Canvas) -> None:
+        top = canvas.legend(0, 0, [(name, i) for i, name in enumerate(finding.curves)], marked=False)
+        canvas.text(0, top + 14, "Share with more documents", look="b")
+        x = Scale(1 if logarithmic else 0, max(largest, finding.cap, 2), _LEFT, canvas.width - 8, logarithmic)
+        y = Scale(0, 1, top + 48 + 200, top + 48)
+        panel = Panel(canvas, x, y)
+        panel.axes(x_label="documents")
+        for style, (values, over) in enumerate(finding.curves.values()):
+            panel.stairs(values.tolist(), over.tolist(), style)
+        every = sorted({int(v) for values, _ in finding.curves.values() for v in values if v >= x.low})
+        panel.strips(every, [_told_over(finding, at) for at in every])
+        panel.cap(finding.cap)
+        for name, value in zip(series, finding.at_cap.values(), strict=True):
+            panel.dot(finding.cap, value, name)
+
+    alt = "Falling curves of the share with more than so many documents. Over the cap: " + ", ".join(
+        f"{name} {percent(value)}" for name, value in finding.at_cap.items()
+    )
+    return Drawing(id="steps", title=finding.title, alt=alt, paint=paint)
+
+
+def _told_over(finding: findings.Steps, documents: int) -> str:
+    """The share of each curve over a number of documents, in words."""
+    shares = []
+    for name, (values, over) in finding.curves.items():
+        index = int(np.searchsorted(values, documents, side="right")) - 1
+        shares.append(f"{name} {percent(float(over[max(0, index)]))}")
+    return f"over {counted(documents, 'document')} — {'; '.join(shares)}"
 
 
 def drift(finding: findings.Drift) -> Drawing:
-    """Percentiles of documents over the run above, and the share of stalled steps below."""
-    from matplotlib.ticker import MaxNLocator
+    """Percentiles of documents over the run above, and the share of steps over the cap below."""
+    number = len(finding.stalled)
+    most = max(int(finding.percentiles["max"].max()), int(finding.step_median.max()), finding.cap, 2)
+    run = "the run" if finding.num_runs == 1 else "each run"
+    each = max(1, round(finding.steps / finding.num_runs / number))
+    label = f"segment of {run}, about {counted(each, 'step')} each"
+    order = ("max", "p99", "p90", "p50")
 
-    segments = np.arange(1, len(finding.stalled) + 1)
-    with canvas(5.0, finding.title) as figure:
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-        for (name, values), (colour, dash, marker) in zip(finding.percentiles.items(), STYLES, strict=True):
-            upper.plot(
-                segments, values, dash, color=colour, marker=marker, markersize=4,
-                label=f"{percentile_name(name)} of micro-batches",
+    def paint(canvas: Canvas) -> None:
+        names = [(f"{percentile_name(name)} of micro-batches", i) for i, name in enumerate(order)]
+        top = canvas.legend(0, 0, [*names, ("the cap", "cap")])
+        canvas.text(0, top + 14, "Documents", look="b")
+        x = Scale(0.5, number + 0.5, _LEFT, canvas.width - 8)
+        upper = Panel(canvas, x, Scale(1 if finding.logarithmic else 0, most, top + 220, top + 28, finding.logarithmic))
+        upper.axes(x_ticks=False, write_y=whole, whole_y=True)
+        at = list(range(1, number + 1))
+        for style, name in enumerate(order):
+            upper.line(at, finding.percentiles[name].tolist(), style)
+        upper.level(finding.cap)
+        upper.strips(
+            at,
+            [
+                f"segment {i + 1:,}: "
+                + ", ".join(f"{percentile_name(n)} {int(finding.percentiles[n][i]):,}" for n in order)
+                + f"; fullest of a step at the median {int(finding.step_median[i]):,}"
+                for i in range(number)
+            ],
+        )
+        below = top + 236
+        canvas.text(0, below + 14, "Steps over the cap", look="b")
+        y = Scale(0, 1, below + 150, below + 28)
+        lower = Panel(canvas, x, y)
+        lower.axes(x_label=label)
+        for i, value in enumerate(finding.stalled.tolist()):
+            left, right = x(i + 0.55), x(i + 1.45)
+            data = f' data-bar="segments {i}" data-y="{y.data}"'
+            canvas.rect(left, y(value), right - left, y.start - y(value), "fc", extra=data)
+            canvas.rect(
+                x(i + 0.5), y.end, x(i + 1.5) - x(i + 0.5), y.start - y.end, "hit",
+                tip=f"segment {i + 1:,}: {percent(value)} of steps over the cap", extra=f' data-told="segments {i}"',
             )  # fmt: skip
-        upper.plot(
-            segments, finding.step_median, color=INK, alpha=0.6, linewidth=1, label="fullest of a step, at the median"
-        )
-        upper.axhline(finding.cap, **CAP_LINE, label=f"cap {finding.cap:,}")
-        if finding.logarithmic:
-            upper.set_yscale("log")
-        else:
-            upper.set_ylim(bottom=0)
-        whole_numbers(upper.yaxis, logarithmic=finding.logarithmic)
-        lower.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        upper.set_ylabel("documents")
-        upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
-        lower.bar(
-            segments, finding.stalled, width=0.9, color=ORANGE, alpha=0.75, hatch="///", edgecolor=INK, linewidth=0.3
-        )
-        lower.set_ylim(0, 1.05)
-        lower.set_ylabel(f"steps over {finding.cap:,}")
-        lower.yaxis.set_major_formatter(percent_format())
-        run = "the run" if finding.num_runs == 1 else "each run"
-        each = max(1, round(finding.steps / finding.num_runs / len(segments)))
-        lower.set_xlabel(f"segment of {run}, about {counted(each, 'step')} each")
-        low, high = percent(finding.stalled.min()), percent(finding.stalled.max())
-        alt = f"Percentiles of documents in {len(segments)} segments of the run; steps over the cap: {low} to {high}."
-        return drawing(figure, "drift", finding.title, alt)
+
+    low, high = percent(float(finding.stalled.min())), percent(float(finding.stalled.max()))
+    alt = f"Percentiles of documents in {number} segments of the run; steps over the cap: {low} to {high}, {label}."
+    return Drawing(id="drift", title=finding.title, alt=alt, paint=paint)
 
 
 def parts(finding: findings.Parts) -> Drawing:
-    """The percentiles of every part as dots, beside its share of stalled steps."""
-    rows = np.arange(len(finding.names))
-    with canvas(1.9 + 0.3 * len(rows), finding.title) as figure:
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-        for (name, values), (colour, _, marker) in zip(finding.percentiles.items(), STYLES, strict=True):
-            left.plot(values, rows, marker, color=colour, linestyle="none", label=percentile_name(name))
-        cap_line(left, finding.cap)
-        left.set_yticks(rows, [shortened(n, _LONGEST_NAME) for n in finding.names])
-        left.set_ylim(len(rows) - 0.5, -0.8)
-        scale(left, logarithmic=True, largest=max(finding.percentiles["max"]), narrow=True)
-        left.set_xlabel(
-            "documents of a micro-batch" + (f"; {finding.left_out} smaller parts left out" if finding.left_out else "")
-        )
-        left.legend(loc="upper left", bbox_to_anchor=(0, -0.32 if len(rows) < 4 else -0.2), ncols=4, fontsize=8.5)
-        right.barh(
-            rows, finding.stalled, height=0.6, color=ORANGE, alpha=0.75, hatch="///", edgecolor=INK, linewidth=0.4
-        )
-        for row, share in zip(rows, finding.stalled, strict=True):
-            right.text(share + 0.02, row, percent(share), va="center", fontsize=8.5)
-        right.set_xlim(0, 1.25)
-        right.set_xticks([0, 0.5, 1])
-        right.xaxis.set_major_formatter(percent_format())
-        right.set_xlabel(f"steps over {counted(finding.cap, 'document')}")
-        alt = "Percentiles of each part: " + "; ".join(
-            f"{n}: " + ", ".join(f"{percentile_name(k)} {v[i]:,}" for k, v in finding.percentiles.items())
-            for i, n in enumerate(finding.names)
-        )
-        return drawing(figure, "parts", finding.title, alt)
+    """The percentiles of every part as markers on a line, beside its share of steps over the cap."""
+    row = 44
+    largest = max(2, *finding.percentiles["max"], finding.cap)
+
+    def paint(canvas: Canvas) -> None:
+        names = list(finding.percentiles)
+        entries = [(percentile_name(name), i) for i, name in enumerate(names)]
+        top = canvas.legend(0, 0, entries)
+        split = canvas.width * (0.6 if canvas.narrow else 0.66)
+        x = Scale(1, largest, 8, split - 16, True)
+        wide = Scale(0, 1, split, canvas.width - 52)
+        canvas.text(0, top + 14, "Documents", look="b")
+        canvas.text(wide.start, top + 14, "Steps over the cap", look="b")
+        begin = top + 44
+        y = Scale(0, 1, begin + row * len(finding.names), begin)
+        panel = Panel(canvas, x, y)
+        panel.axes(x_label="documents of a micro-batch", write_y=lambda value: "")
+        for index, name in enumerate(finding.names):
+            at = begin + row * index
+            canvas.text(8, at + 15, shortened(name, int((split - 30) / EM)))
+            line = at + 29
+            values = [finding.percentiles[p][index] for p in names]
+            canvas.line([(x(values[0]), line), (x(values[-1]), line)], "a")
+            for style, value in enumerate(values):
+                canvas.marker(x(value), line, MARKERS[style], f"m s{style}")
+            tip = f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in zip(names, values, strict=True))
+            canvas.rect(0, at, split - 8, row, "hit", tip=tip)
+            stalled = finding.stalled[index]
+            data = f' data-row="parts {index}" data-x="{wide.data}"'
+            canvas.rect(wide.start, line - 9, wide(stalled) - wide.start, 16, "fc", extra=data)
+            canvas.text(
+                wide(stalled) + 6,
+                line + 4,
+                percent(stalled),
+                extra=f' data-row-text="parts {index}" data-x="{wide.data}"',
+            )
+        panel.cap(finding.cap)
+        if finding.left_out:
+            canvas.text(8, canvas.bottom + LINE, f"{counted(finding.left_out, 'smaller part')} left out", look="q")
+            canvas.bottom += LINE
+
+    alt = "Percentiles of each part: " + "; ".join(
+        f"{n}: " + ", ".join(f"{percentile_name(k)} {v[i]:,}" for k, v in finding.percentiles.items())
+        for i, n in enumerate(finding.names)
+    )
+    return Drawing(id="parts", title=finding.title, alt=alt, paint=paint)

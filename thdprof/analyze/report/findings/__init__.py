@@ -10,27 +10,35 @@ from typing import Any
 
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.findings import values
+from thdprof.analyze.report.findings.answer import Answer, Number, answer
 from thdprof.analyze.report.findings.caps import CapCurve, Choice, cap_curve, choice
+from thdprof.analyze.report.findings.every_cap import COLUMNS, EveryCap, every_cap
 from thdprof.analyze.report.findings.graphs import Memory, Observed, memory, observed
 from thdprof.analyze.report.findings.run import Drift, Parts, Steps, drift, parts, steps
 from thdprof.analyze.report.findings.shapes import Joint, Shapes, joint, shapes
 
 __all__ = [
+    "COLUMNS",
     "NO_PARTS",
     "NO_STATS",
+    "Answer",
     "CapCurve",
     "Choice",
     "Drift",
+    "EveryCap",
     "Joint",
     "Memory",
+    "Number",
     "Observed",
     "Parts",
     "Sentence",
     "Shapes",
     "Steps",
+    "answer",
     "cap_curve",
     "choice",
     "drift",
+    "every_cap",
     "joint",
     "memory",
     "observed",
@@ -79,6 +87,11 @@ def sentences(report: Report, cap: int) -> tuple[Sentence, ...]:
     ]
     notes = {"parts": NO_PARTS, "observed": NO_STATS}
     return tuple(
-        Sentence(id=name, text=text or notes[name], drawn=text is not None, values=numbers)
+        Sentence(
+            id=name,
+            text=text or notes[name],
+            drawn=text is not None and (name != "memory" or captured.drawn),
+            values=numbers,
+        )
         for name, text, numbers in findings
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,12 @@ from numpy.typing import NDArray
 from thdprof.analyze.buckets.recommend import LEAST_GAIN
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.words import counted, listed, percent, percentile_name
+from thdprof.analyze.report.words import counted, listed, percent, percentile_name, ratio
+from thdprof.analyze.times.results import Range
+from thdprof.plan import FallbackRate
+
+_ALIKE = 5e-4
+"""Difference of two relative step times that no report shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,20 +36,25 @@ class CapCurve:
     """Share of (rank, step) pairs with an eager micro-batch."""
     step: NDArray[np.float64]
     """Share of steps with an eager micro-batch on any rank."""
-    relative_step_time: NDArray[np.float64]
-    """Mean step time divided by that of running all micro-batches eagerly."""
-    marks: dict[str, tuple[int, float]]
-    """The caps at percentiles and at the maximum, in documents, with their relative step times, by name."""
-    plan_step_time: float
-    """Relative step time of the plan's own buckets."""
+    relative_step_time: NDArray[np.float64] | None
+    """Lowest and highest mean step time divided by that of running all micro-batches eagerly, shape [caps, 2]; None
+    without times."""
+    marks: dict[str, int]
+    """The caps at percentiles and at the maximum, in documents, by name."""
+    plan_step_time: Range | None
+    """Relative step time of the plan's own buckets; None without times."""
     plan_data: str
     """Words that the figure adds to this time where the profile also counts data that the plan was not made for."""
     num_buckets: int
     """Buckets of the plan."""
     cap: int
     """The cap that the report is asked about, in documents."""
-    cap_step_time: float
-    """Relative step time under that cap."""
+    cap_rate: FallbackRate
+    """The three shares under that cap."""
+    cap_step_time: Range | None
+    """Relative step time under that cap; None without times."""
+    cheaper: str
+    """A sentence on graphs that replay quicker than smaller ones; empty where none does, or without times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +63,14 @@ class Alternative:
 
     name: str
     """The alternative in words."""
-    relative_step_time: float
-    """Mean step time divided by that of running all micro-batches eagerly."""
-    stalled: float
-    """Share of steps with an eager micro-batch."""
+    relative_step_time: Range | None
+    """Mean step time divided by that of running all micro-batches eagerly; None without times."""
+    rate: FallbackRate
+    """The three shares that run eagerly."""
     role: Literal["plan", "cap", "other"]
     """Whether it is the plan, the cap that the report is asked about, or another alternative."""
+    cap: int | None
+    """The single cap, in documents; None for the plan and for running eagerly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +80,7 @@ class Choice:
     title: str
     """The finding in a sentence."""
     alternatives: tuple[Alternative, ...]
-    """All alternatives, the slowest first."""
+    """All alternatives, the slowest first; without times, the one with most eager micro-batches first."""
     shares: tuple[tuple[str, float], ...]
     """Name and share of micro-batches of each graph of the plan, then of those that run eagerly."""
 
@@ -77,79 +90,122 @@ def cap_curve(report: Report, cap: int) -> CapCurve:
     profile = report.profile
     frame = profile.curve()
     documents = profile.histogram()
-    marks: dict[str, tuple[int, float]] = {}
-    for name in ("p90", "p99", "max"):
-        at = documents.percentile(PERCENTILES[name])
-        marks[f"{percentile_name(name)} {at:,}"] = (at, profile.relative_step_time(at))
-    own = profile.relative_step_time(cap)
-    best = frame.iloc[int(frame["relative_step_time"].to_numpy().argmin())]
-    rate = profile.fallback_rate(cap)
-    known = cap > int(frame["max_seqs"].iloc[-1]) or cap in frame["max_seqs"].to_numpy()
-    takes = f"a step takes {'' if known else 'about '}{own:.3f} of its eager time"
-    title = (
-        f"One cap of {counted(cap, 'document')} replays {percent(1 - rate.microbatch)} of micro-batches, but "
-        f"{percent(rate.step)} of steps wait for an eager one: {takes}"
-    )
-    if rate.step == 0:
-        title = f"One cap of {counted(cap, 'document')} replays every micro-batch: {takes}"
-    if best["relative_step_time"] < own - 5e-4:
-        title += f", at the quickest cap, {int(best['max_seqs']):,}, {best['relative_step_time']:.3f}."
-    else:
-        title += ", and no other cap is quicker."
+    caps = frame["max_seqs"].tolist()
+    times = report.relative_step_times([*caps, cap])
     return CapCurve(
-        title=title,
+        title=cap_sentences(report, [cap])[0],
         max_seqs=frame["max_seqs"].to_numpy(),
         coverage=frame["coverage"].to_numpy(),
         microbatch=frame["fallback_rate_microbatch"].to_numpy(),
         rank_step=frame["fallback_rate_rank_step"].to_numpy(),
         step=frame["fallback_rate_step"].to_numpy(),
-        relative_step_time=frame["relative_step_time"].to_numpy(),
-        marks=marks,
-        plan_step_time=report.plan.predictions.relative_step_time,
-        plan_data=",\non its own data" if len(profile.parts) > 1 else "",
+        relative_step_time=None if times is None else np.array(times[:-1]),
+        marks={percentile_name(name): documents.percentile(PERCENTILES[name]) for name in ("p90", "p99", "max")},
+        plan_step_time=report.times.relative_step_time,
+        plan_data=", on its own data" if profile.num_runs > 1 else "",
         num_buckets=len(report.plan.graphs.buckets),
         cap=cap,
-        cap_step_time=own,
+        cap_rate=profile.fallback_rate(cap),
+        cap_step_time=None if times is None else times[-1],
+        cheaper="" if times is None else _cheaper(report),
+    )
+
+
+def cap_sentences(report: Report, caps: list[int]) -> list[str]:
+    """What each of `caps` does, in a sentence each, beside the recommended cap."""
+    recommended = report.recommended_cap
+    times = report.relative_step_times([*caps, recommended or 1])
+    grid = {c.max_seqs for c in report.profile.caps()}
+    sentences = []
+    for index, cap in enumerate(caps):
+        rate = report.profile.fallback_rate(cap)
+        one = f"One cap of {counted(cap, 'document')} replays"
+        if rate.step == 0:
+            text = f"{one} every micro-batch"
+        else:
+            text = (
+                f"{one} {percent(1 - rate.microbatch)} of micro-batches, but {percent(rate.step)} of steps wait for an "
+                "eager one"
+            )
+        if times is not None:
+            about = "" if cap in grid or cap > max(grid) else "about "
+            text += f": a step takes {about}{ratio(times[index])} of its eager time"
+            differs = any(abs(a - b) >= _ALIKE for a, b in zip(times[index], times[-1], strict=True))
+            if recommended is not None and cap != recommended and differs:
+                text += f", under the recommended cap, {recommended:,}, {ratio(times[-1])}"
+        sentences.append(f"{text}.")
+    return sentences
+
+
+def _cheaper(report: Report) -> str:
+    """On the widest fall of the replay time from one cap of the cost table to the next; empty where none falls."""
+    costs, longest = report.profile.costs, report.profile.training.seq_length
+    caps = costs.measured_max_seqs()
+    times = [costs.replay_ms(n, longest) for n in caps]
+    falls = [(before - after, i) for i, (before, after) in enumerate(itertools.pairwise(times))]
+    most, at = max(falls, default=(0.0, 0))
+    if most <= 0:
+        return ""
+    small, large = caps[at], caps[at + 1]
+    return (
+        f"A larger graph can be cheaper: one of {large:,} documents replays in {times[at + 1]:.1f} ms, one of "
+        f"{small:,} in {times[at]:.1f} ms by the cost table, since the time of attention kernels need not grow with "
+        f"the documents that they are launched for. So from a cap of {small:,} to one of {large:,} the step time falls "
+        "for two reasons: fewer micro-batches run eagerly, and the others replay a quicker graph."
     )
 
 
 def choice(report: Report, cap: int) -> Choice:
-    """The plan's buckets beside the usual advice, the best single cap and `cap`."""
+    """The plan's buckets beside the usual advice, the recommended single cap and `cap`."""
     plan, profile = report.plan, report.profile
-    alternatives = [Alternative(name="all eager", relative_step_time=1.0, stalled=1.0, role="other")]
     caps: dict[int, list[str]] = {}
     documents = profile.histogram()
     for name in ("p90", "p99", "max"):
         words = "pad to the most" if name == "max" else f"cap at {percentile_name(name)}"
         caps.setdefault(documents.percentile(PERCENTILES[name]), []).append(words)
-    one = plan.graphs.one_cap
-    if one is not None:
-        caps.setdefault(one.max_seqs, []).append("plan's one cap")
-    caps.setdefault(cap, []).append("your cap")
-    for at, names in caps.items():
+    if report.recommended_cap is not None:
+        caps.setdefault(report.recommended_cap, []).append("recommended cap")
+    if cap != report.default_cap:
+        caps.setdefault(cap, []).append("your cap")
+    times = report.relative_step_times([*caps])
+    known = times is not None
+    everything = FallbackRate(microbatch=1.0, rank_step=1.0, step=1.0)
+    alternatives = [
+        Alternative(
+            name="all eager", relative_step_time=(1.0, 1.0) if known else None, rate=everything, role="other", cap=None
+        )
+    ]
+    for index, (at, names) in enumerate(caps.items()):
         alternatives.append(
             Alternative(
                 name=f"{', '.join(names)}: {at:,}",
-                relative_step_time=profile.relative_step_time(at),
-                stalled=profile.fallback_rate(at).step,
+                relative_step_time=None if times is None else times[index],
+                rate=profile.fallback_rate(at),
                 role="cap" if at == cap else "other",
+                cap=at,
             )
         )
     buckets = plan.graphs.buckets
     if buckets:
-        own = ", on its own data" if len(profile.parts) > 1 else ""
+        own = ", on its own data" if profile.num_runs > 1 else ""
         alternatives.append(
             Alternative(
                 name=f"plan{own}: {_short_names(report)}",
-                relative_step_time=plan.predictions.relative_step_time,
-                stalled=plan.predictions.fallback_rate.step,
+                relative_step_time=report.times.relative_step_time if known else None,
+                rate=plan.predictions.fallback_rate,
                 role="plan",
+                cap=None,
             )
         )
-    ordered = sorted(alternatives, key=lambda a: (-a.relative_step_time, a.name))
+    ordered = sorted(alternatives, key=_slowness, reverse=True)
     shares = [(_label(report, i), b.share) for i, b in enumerate(buckets)]
     shares.append(("eager", plan.predictions.fallback_rate.microbatch))
     return Choice(title=_choice_title(report), alternatives=tuple(ordered), shares=tuple(shares))
+
+
+def _slowness(alternative: Alternative) -> tuple[float, float, str]:
+    times = alternative.relative_step_time or (0.0, 0.0)
+    return sum(times), alternative.rate.microbatch, alternative.name
 
 
 def _label(report: Report, index: int) -> str:
@@ -166,7 +222,8 @@ def _label(report: Report, index: int) -> str:
     return f"{counted(bucket.max_seqs, 'document')}{tail}"
 
 
-def _bucket_names(report: Report) -> str:
+def bucket_names(report: Report) -> str:
+    """The documents of the plan's graphs in words, such as "64, 113 and 358 documents"."""
     buckets = report.plan.graphs.buckets
     alike = len({b.max_seqs for b in buckets}) < len(buckets)
     names = [f"{b.max_seqs:,} (to {b.max_seqlen:,} tokens)" if alike else f"{b.max_seqs:,}" for b in buckets]
@@ -182,24 +239,40 @@ def _short_names(report: Report) -> str:
 
 def _choice_title(report: Report) -> str:
     plan, profile = report.plan, report.profile
-    buckets, predicted = plan.graphs.buckets, plan.predictions
+    buckets, rate = plan.graphs.buckets, plan.predictions.fallback_rate
+    relative = report.times.relative_step_time
     if not buckets or plan.graphs.impl == "none":
-        considered = {profile.histogram().percentile(p) for p in PERCENTILES.values()}
-        best = min(profile.relative_step_time(max(1, cap)) for cap in considered)
-        bound = profile.num_runs == 1 and best <= 1 - LEAST_GAIN  # but for limits, that cap would have been chosen
-        none = f"no graphs {'within the limits that were given' if bound else 'that were considered'} save"
-        return f"Running eagerly was chosen: {none} {LEAST_GAIN:.0%} of the step time."
-    stalled = predicted.fallback_rate.step
-    stalls = "no step waits for an eager micro-batch" if stalled == 0 else f"{percent(stalled)} of steps wait"
-    title = (
-        f"Graphs for {_bucket_names(report)} were chosen because a step takes "
-        f"{predicted.relative_step_time:.3f} of its eager time and {stalls}"
-    )
-    if len(profile.parts) > 1:
+        return _eager_title(report)
+    stalls = "no step waits for an eager micro-batch" if rate.step == 0 else f"{percent(rate.step)} of steps wait"
+    title = f"Graphs for {bucket_names(report)} were chosen"
+    if relative is None:
+        replayed = "every micro-batch" if rate.microbatch == 0 else f"{percent(1 - rate.microbatch)} of micro-batches"
+        title += f": they replay {replayed}, and {stalls}"
+    else:
+        title += f" because a step takes {ratio(relative)} of its eager time and {stalls}"
+    if profile.num_runs > 1:
         return f"{title}, on the data that the plan was made for."
-    one = plan.graphs.one_cap
-    if one is None or len(buckets) == 1:
+    one = report.recommended_cap
+    if relative is None or one is None or len(buckets) == 1:
         return title + "."
-    ratio = profile.relative_step_time(one.max_seqs)
-    less = 1 - predicted.relative_step_time / ratio
-    return f"{title}: {percent(less)} less than the best single cap, {one.max_seqs:,}." if less > 0 else f"{title}."
+    times = report.relative_step_times([one])
+    if times is None:
+        return title + "."
+    less = [1 - own / single for own, single in zip(relative, times[0], strict=True)]
+    if min(less) <= 0:
+        return f"{title}."
+    low, high = percent(min(less)), percent(max(less))
+    return f"{title}: {low if low == high else f'{low} to {high}'} less than under the recommended cap, {one:,}."
+
+
+def _eager_title(report: Report) -> str:
+    """Why running eagerly was chosen."""
+    profile = report.profile
+    considered = sorted({max(1, profile.histogram().percentile(p)) for p in PERCENTILES.values()})
+    times = report.relative_step_times(considered)
+    if times is None:
+        return "Running eagerly was chosen: the plan captures no graphs."
+    # Without limits, a cap that saves more than LEAST_GAIN would have been chosen.
+    bound = profile.num_runs == 1 and min(high for _, high in times) <= 1 - LEAST_GAIN
+    none = f"no graphs {'within the limits that were given' if bound else 'that were considered'} save"
+    return f"Running eagerly was chosen: {none} {LEAST_GAIN:.0%} of the step time."

@@ -25,6 +25,11 @@ class Memory:
     num_buckets: int
     """Buckets of the plan; 0 where it captures nothing."""
 
+    @property
+    def drawn(self) -> bool:
+        """Whether a figure shows more than the sentence: several ranks or chunks, or graph memory."""
+        return bool(self.gib_by_buckets) or len(self.slots) * len(self.slots[0]) > 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
@@ -51,15 +56,18 @@ def memory(report: Report, cap: int) -> Memory:
     slots = plan.graphs.slots
     num_buckets = 0 if plan.graphs.impl == "none" else len(plan.graphs.buckets)
     most = max(sum(rank) for rank in slots)
-    freed, host = _offloaded(plan) if num_buckets else (0, None)
+    freed, host = _offloaded(plan) if num_buckets and report.times.origin != "none" else (0, None)
     models = len(slots) * len(slots[0])
     gib = []
-    for buckets in range(1, max(3, num_buckets) + 1):
+    for buckets in range(1, max(3, num_buckets) + 1) if report.times.origin != "none" else ():
         size = costs.graph_memory_bytes(num_slots=most / models, num_buckets=buckets, n_tokens=_tokens_per_rank(plan))
         if size is not None:
             gib.append(max(0, size - freed) / 2**30)
+    known = report.times.origin != "none"
     return Memory(
-        title=_captured(plan, most, gib, num_buckets, host) if num_buckets else _nothing_captured(plan, most, gib, cap),
+        title=_captured(plan, most, gib, num_buckets, host, known=known)
+        if num_buckets
+        else _nothing_captured(plan, most, gib, cap, known=known),
         slots=tuple(tuple(rank) for rank in slots),
         gib_by_buckets=tuple(gib),
         host_gib=host,
@@ -79,21 +87,24 @@ def _busiest_rank(plan: Plan) -> str:
     return "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
 
 
-def _nothing_captured(plan: Plan, most: int, gib: list[float], cap: int) -> str:
+def _nothing_captured(plan: Plan, most: int, gib: list[float], cap: int, *, known: bool) -> str:
     would = f"with one cap of {counted(cap, 'document')} {_busiest_rank(plan)} would need {counted(most, 'slot')}"
-    size = (
-        f" and about {memory_size(gib[0])} of graph memory" if gib else "; the cost table does not tell what one takes"
-    )
+    size = f" and about {memory_size(gib[0])} of graph memory" if gib else f"; {_unknown('one', known=known)}"
     return f"The plan captures nothing, so no slot and no graph memory are needed; {would}{size}."
 
 
-def _captured(plan: Plan, most: int, gib: list[float], num_buckets: int, host: float | None) -> str:
+def _unknown(what: str, *, known: bool) -> str:
+    """Why it is not told how much memory `what` takes."""
+    return f"the cost table does not tell what {what} takes" if known else f"what {what} takes depends on the model"
+
+
+def _captured(plan: Plan, most: int, gib: list[float], num_buckets: int, host: float | None, *, known: bool) -> str:
     rank = _busiest_rank(plan)
     title = f"{rank[0].upper()}{rank[1:]} needs {counted(most, 'slot')}"
     pinned = "" if host is None else f" and {memory_size(host)} of pinned host memory"
     after = "" if host is None else " after offloading"
     if not gib:
-        return f"{title}{pinned}; the cost table does not tell what a slot takes."
+        return f"{title}{pinned if known else ''}; {_unknown('a slot', known=known)}."
     title += f"{',' if pinned else ' and'} about {memory_size(gib[num_buckets - 1])}"
     if num_buckets == 1:
         return f"{title} of graph memory{after}{pinned}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
@@ -30,6 +30,9 @@ _POINTS = 400
 _ONCE_IN_1000 = 1.949
 """Critical value of the two-sample Kolmogorov-Smirnov statistic, which chance exceeds once in 1000 times."""
 
+_ONCE_IN_1000_NORMAL = 3.291
+"""Deviations from the mean that a normal distribution exceeds, to either side, once in 1000 times."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
@@ -43,6 +46,8 @@ class Steps:
     """Share with more documents than the cap, by the names of `curves`."""
     cap: int
     """The cap that the report is asked about, in documents."""
+    head: str
+    """The part of the sentence that does not depend on the cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +56,12 @@ class Drift:
 
     title: str
     """The finding in a sentence."""
+    head: str
+    """The part of the sentence that does not depend on the cap."""
+    largest: tuple[Histogram, ...]
+    """Steps of each segment by the documents of their fullest micro-batch."""
+    several: bool
+    """Whether several runs were joined."""
     percentiles: dict[str, NDArray[np.int64]]
     """Documents of a micro-batch at p50, p90, p99 and max, by these names."""
     step_median: NDArray[np.int64]
@@ -73,8 +84,10 @@ class Parts:
 
     title: str
     """The finding in a sentence."""
+    keys: tuple[str, ...]
+    """The parts that are shown, by their names in the profile, the largest part first."""
     names: tuple[str, ...]
-    """The names of the parts that are shown, the largest part first."""
+    """Their names with what cannot be printed replaced."""
     percentiles: dict[str, tuple[int, ...]]
     """Documents of a micro-batch at p50, p90, p99 and max, by these names; a value for each part."""
     stalled: tuple[float, ...]
@@ -95,13 +108,26 @@ def steps(report: Report, cap: int) -> Steps:
     histograms = {name: report.profile.histogram(rows) for name, rows in rows_of.items()}
     at_cap = {name: share_over(h, cap) for name, h in histograms.items()}
     micro, step = histograms["a micro-batch"], histograms["fullest of a step"]
-    over, stalled = percent(at_cap["a micro-batch"]), percent(at_cap["fullest of a step"])
-    title = (
+    head = (
         f"The fullest micro-batch of a step holds {counted(step.percentile(50.0), 'document')} at the median, where a "
-        f"micro-batch holds {micro.percentile(50.0):,}: over a cap of {cap:,} are {over} of micro-batches "
-        f"and {stalled} of steps."
+        f"micro-batch holds {micro.percentile(50.0):,}: "
     )
-    return Steps(title=title, curves={n: _exceeding(h) for n, h in histograms.items()}, at_cap=at_cap, cap=cap)
+    return Steps(
+        title=head + steps_over(report, cap),
+        head=head,
+        curves={n: _exceeding(h) for n, h in histograms.items()},
+        at_cap=at_cap,
+        cap=cap,
+    )
+
+
+def steps_over(report: Report, cap: int) -> str:
+    """The end of the sentence of `steps`: what lies over `cap`."""
+    rate = report.profile.fallback_rate(cap)
+    return (
+        f"over a cap of {cap:,} are {percent(rate.microbatch)} of micro-batches, and {percent(rate.step)} of steps "
+        "have one of them."
+    )
 
 
 def _exceeding(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -124,12 +150,16 @@ def drift(report: Report, cap: int) -> Drift:
     percentiles = {
         name: np.array([h.percentile(PERCENTILES[name]) for h in micro]) for name in ("p50", "p90", "p99", "max")
     }
-    stalled = np.array([share_over(h, cap) for h in largest])
+    several = profile.num_runs > 1
+    head = _drift_head(micro, several=several)
     return Drift(
-        title=_drift_title(micro, stalled, cap, several=profile.num_runs > 1),
+        title=head + drift_over(largest, cap, several=several),
+        head=head,
+        largest=tuple(largest),
+        several=several,
         percentiles=percentiles,
         step_median=np.array([h.percentile(50.0) for h in largest]),
-        stalled=stalled,
+        stalled=np.array([share_over(h, cap) for h in largest]),
         logarithmic=int(percentiles["max"].max()) > _SKEWED * int(percentiles["p50"].min()),
         steps=profile.steps,
         num_runs=profile.num_runs,
@@ -155,25 +185,55 @@ def _by_bin(rows: pd.DataFrame, segments: Mapping[str, NDArray[np.int64]], bins:
     return [histogram_of(rows[of_row == index], "n_seqs") for index in range(bins)]
 
 
-def _drift_title(micro: list[Histogram], stalled: NDArray[np.float64], cap: int, *, several: bool = False) -> str:
+def _stretch(segments: int) -> tuple[int, str]:
+    """Segments at each end of the run that are compared, and their name: thirds of the run, or halves of two."""
+    return (1, "half") if segments == 2 else (segments // 3, "third")
+
+
+def _drift_head(micro: Sequence[Histogram], *, several: bool) -> str:
     if len(micro) == 1:
-        one, its = ("One of the runs that were joined", "all") if several else ("The run", "its")
-        return f"{one} is too short to tell a drift; over a cap of {cap:,} are {percent(stalled[0])} of {its} steps."
+        return f"{'One of the runs that were joined' if several else 'The run'} is too short to tell a drift; "
     run = "the runs that were joined, each by itself," if several else "the run"
-    length, share = (1, "half") if len(micro) == 2 else (len(micro) // 3, "third")
+    length, share = _stretch(len(micro))
     first, last = (reduce(Histogram.merge, part) for part in (micro[:length], micro[-length:]))
     apart, by_chance = _distance(first, last)
     if apart <= by_chance:
-        text = f"Documents do not drift: the first and the last {share} of {run} differ no more than by chance"
-    else:
-        early, late = (tuple(h.percentile(p) for p in (50.0, 99.0)) for h in (first, last))
-        text = (
-            f"Documents drift: from the first {share} of {run} to the last P50 goes from {early[0]:,} to {late[0]:,} "
-            f"and P99 from {early[1]:,} to {late[1]:,}"
+        return (
+            f"Documents of a micro-batch do not drift: the first and the last {share} of {run} differ no more than by "
+            "chance; "
         )
-    low, high = percent(stalled.min()), percent(stalled.max())
-    spread = low if low == high else f"{low} to {high}"
-    return f"{text}; over a cap of {cap:,} are {spread} of a segment's steps."
+    early, late = (tuple(h.percentile(p) for p in (50.0, 99.0)) for h in (first, last))
+    return (
+        f"Documents of a micro-batch drift: from the first {share} of {run} to the last P50 goes from {early[0]:,} to "
+        f"{late[0]:,} and P99 from {early[1]:,} to {late[1]:,}; "
+    )
+
+
+def drift_over(largest: Sequence[Histogram], cap: int, *, several: bool) -> str:
+    """The end of the sentence of `drift`: the steps over `cap` at the begin and at the end of the run.
+
+    Shares of single segments are not told: a segment has few steps, so that its share jumps where nothing drifts.
+
+    Args:
+        largest: steps of each segment by the documents of their fullest micro-batch.
+        cap: documents.
+        several: whether several runs were joined.
+    """
+    over = f"over a cap of {cap:,} are "
+    if len(largest) == 1:
+        return f"{over}{percent(share_over(largest[0], cap))} of {'all' if several else 'its'} steps."
+    length, stretch = _stretch(len(largest))
+    first, last = (reduce(Histogram.merge, part) for part in (largest[:length], largest[-length:]))
+    early, late = share_over(first, cap), share_over(last, cap)
+    if early == late:
+        return f"{over}{percent(early)} of the steps of both."
+    both = (early * first.total + late * last.total) / (first.total + last.total)
+    deviation = float(np.sqrt(both * (1 - both) * (1 / first.total + 1 / last.total)))
+    chance = "no further apart" if abs(late - early) <= _ONCE_IN_1000_NORMAL * deviation else "further apart"
+    return (
+        f"{over}{percent(early)} of the first {stretch}'s steps and {percent(late)} of the last's, {chance} than by "
+        "chance."
+    )
 
 
 def _distance(one: Histogram, other: Histogram) -> tuple[float, float]:
@@ -206,6 +266,7 @@ def parts(report: Report, cap: int) -> Parts | None:
         )
     return Parts(
         title=title,
+        keys=tuple(p.name for p in shown),
         names=tuple(printable(p.name) for p in shown),
         percentiles=percentiles,
         stalled=tuple(report.profile.fallback_rate(cap, part=p.name).step for p in shown),

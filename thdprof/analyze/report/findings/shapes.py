@@ -14,7 +14,7 @@ from thdprof.analyze.report.words import counted, percent
 
 _BINS = 40
 """Most bars of a histogram."""
-_CELLS = 48
+_CELLS = 40
 """Most columns, and most rows, of the map of both measures."""
 _POINTS = 400
 """Most points of a curve."""
@@ -30,6 +30,8 @@ class Distribution:
     """Borders of the bars, half-way between whole numbers, shape [bars + 1]."""
     shares: NDArray[np.float64]
     """Share of micro-batches in each bar, shape [bars]."""
+    densities: NDArray[np.float64]
+    """Share of micro-batches for each whole number in a bar: bars of unequal width compare by it, shape [bars]."""
     values: NDArray[np.int64]
     """Values that occur, ascending, shape [points]; evenly spaced ones where there are too many for a curve to show."""
     cumulative: NDArray[np.float64]
@@ -97,6 +99,7 @@ def distribution(histogram: Histogram) -> Distribution:
     return Distribution(
         edges=edges,
         shares=np.diff(below) / histogram.total,
+        densities=np.diff(below) / histogram.total / np.diff(edges),
         values=values,
         cumulative=cumulative[values + 1] / histogram.total,
         percentiles={name: histogram.percentile(p) for name, p in PERCENTILES.items()},
@@ -108,10 +111,16 @@ def distribution(histogram: Histogram) -> Distribution:
 def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float64]:
     """Borders of at most `bins` bins over 1 to `largest`, half-way between whole numbers.
 
-    The bins are equally wide, or where `logarithmic` about equally wide on a logarithmic axis.
+    The bins are equally wide. Where `logarithmic` they are about equally wide on a logarithmic axis, but no bin holds
+    fewer whole numbers than the one before it.
     """
     if logarithmic:
-        numbers = np.unique(np.rint(np.geomspace(1, largest + 1, bins + 1)).astype(np.int64))
+        ratio = (largest + 1) ** (1 / bins)
+        ends = [1]
+        while ends[-1] <= largest:
+            last = ends[-1] - ends[-2] if len(ends) > 1 else 1
+            ends.append(ends[-1] + max(last, round(ends[-1] * (ratio - 1))))
+        numbers = np.array(ends)
     else:
         step = max(1, -(-largest // bins))
         numbers = np.arange(1, largest + step + 1, step)

@@ -1,7 +1,8 @@
 """The numbers of every finding by name, for programs.
 
 A name ends in its unit: `_documents`, `_tokens`, `_microbatches`, `_share` (from 0 to 1), `_gib` or `_ms`. A
-`relative_step_time` is a mean step time divided by that of running all micro-batches eagerly.
+`relative_step_time` is the lowest and the highest mean step time divided by that of running all micro-batches eagerly;
+null where times are not of the user's own model.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from thdprof.analyze.report.findings.caps import CapCurve, Choice
 from thdprof.analyze.report.findings.graphs import Memory
 from thdprof.analyze.report.findings.run import Drift, Parts, Steps
 from thdprof.analyze.report.findings.shapes import Distribution, Joint, Shapes
+from thdprof.analyze.times.results import Range
 
 Values = dict[str, Any]
 
@@ -37,19 +39,23 @@ def joint(finding: Joint) -> Values:
 
 
 def caps(finding: CapCurve, report: Report) -> Values:
-    """Fallbacks and step time under the cap, and the quickest cap of the curve."""
-    rate = report.profile.fallback_rate(finding.cap)
-    quickest = int(finding.relative_step_time.argmin())
+    """Fallbacks and step time under the cap, and the recommended cap; null where the plan recommends none."""
+    recommended = report.recommended_cap
+    times = None if recommended is None else report.relative_step_times([recommended])
     return {
         "cap_documents": finding.cap,
-        "replayed_share": 1 - rate.microbatch,
-        "eager_microbatch_share": rate.microbatch,
-        "eager_rank_step_share": rate.rank_step,
-        "eager_step_share": rate.step,
-        "relative_step_time": finding.cap_step_time,
-        "quickest_cap_documents": int(finding.max_seqs[quickest]),
-        "quickest_relative_step_time": float(finding.relative_step_time[quickest]),
+        "replayed_share": 1 - finding.cap_rate.microbatch,
+        "eager_microbatch_share": finding.cap_rate.microbatch,
+        "eager_rank_step_share": finding.cap_rate.rank_step,
+        "eager_step_share": finding.cap_rate.step,
+        "relative_step_time": _pair(finding.cap_step_time),
+        "recommended_cap_documents": recommended,
+        "recommended_relative_step_time": None if times is None else _pair(times[0]),
     }
+
+
+def _pair(times: Range | None) -> list[float] | None:
+    return None if times is None else list(times)
 
 
 def choice(finding: Choice, report: Report) -> Values:
@@ -66,11 +72,12 @@ def choice(finding: Choice, report: Report) -> Values:
             }
             for b in graphs.buckets
         ],
-        "relative_step_time": predicted.relative_step_time,
+        "times_origin": report.times.origin,
+        "relative_step_time": _pair(report.times.relative_step_time),
         "eager_step_share": predicted.fallback_rate.step,
         "one_cap_documents": None if graphs.one_cap is None else graphs.one_cap.max_seqs,
         "alternatives": [
-            {"name": a.name, "relative_step_time": a.relative_step_time, "eager_step_share": a.stalled}
+            {"name": a.name, "relative_step_time": _pair(a.relative_step_time), "eager_step_share": a.rate.step}
             for a in finding.alternatives
         ],
     }
