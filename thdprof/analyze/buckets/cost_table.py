@@ -124,6 +124,11 @@ class CostTable(_Part):
         return self.model_copy(update={"eager": eager, "outside_ms": outside})
 
     @property
+    def least_gain(self) -> float:
+        """Share of the eager step time that graphs must save to be recommended: times are less sure than that."""
+        return 0.03 if self.modelled else 0.02
+
+    @property
     def needs_max_seqlen(self) -> bool:
         """Whether replay times depend on the max_seqlen that a graph is captured for."""
         return any(p.max_seqlen is not None for p in self.replay)

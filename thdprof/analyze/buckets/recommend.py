@@ -21,8 +21,6 @@ from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.plan import FallbackRate
 
-LEAST_GAIN = 0.02
-"""Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
 _KEPT_GAIN = 0.5
 """Share of the time that the quickest buckets save which buckets that hold every micro-batch must save to be chosen."""
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
@@ -64,7 +62,7 @@ class Recommendation:
     """
 
     buckets: tuple[Bucket, ...]
-    """Ascending, one context-parallel size after the other; empty where none save LEAST_GAIN of the eager step time."""
+    """Ascending, one context-parallel size after the other; empty where none save enough of the eager step time (`CostTable.least_gain`)."""
     shares: tuple[float, ...]
     """Share of micro-batches that replay each bucket."""
     fallback_rate: FallbackRate
@@ -80,7 +78,7 @@ class Recommendation:
     graph_memory_bytes: int | None
     """Graph memory of the busiest pipeline rank in bytes with all activations on the device; None where not known."""
     one_cap: Candidate | None
-    """The best single cap within the limits; None where none saves LEAST_GAIN of the eager step time."""
+    """The best single cap within the limits; None where none saves enough of the eager step time."""
     unlimited_relative_step_time: float
     """The relative_step_time of the best choice of buckets without limits on memory and fallbacks."""
     candidates: tuple[Candidate, ...]
@@ -183,7 +181,7 @@ def recommend(
         cp_size=run_cp_size,
     )
     eager_ms = float(step_costs.step_ms([()])[0])
-    least = 1 - LEAST_GAIN
+    least = 1 - costs.least_gain
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
