@@ -66,6 +66,10 @@ def resolve_model(
     if unsettled:
         notes.append(f"{_together(list(unsettled.values()))}; without it the model is not known")
         return ResolvedModel(model=None, source=None, notes=tuple(notes))
+    pattern = values.get("hybrid_layer_pattern")
+    if pattern:
+        values.setdefault("num_layers", len(pattern))
+        values.setdefault("num_moe_layers", pattern.count("E"))
     missing = [name for name in REQUIRED if name not in values]
     if missing:
         if len(missing) < len(REQUIRED):
