@@ -41,7 +41,7 @@ REFEREED = {
     "--position-embedding-type none",
     "hybrid by its older name": "--hybrid-override-pattern MM-*- --num-layers 5 --hidden-size 512 "
     "--num-attention-heads 8 --bf16",
-    "hybrid in stages": "--pipeline-model-parallel-size 2 --hybrid-layer-pattern M-M|M+-|ME-|M+M "
+    "hybrid in stages": "--pipeline-model-parallel-size 2 --hybrid-layer-pattern 'M-M|M+-|ME-|M+M' "
     "--hidden-size 512 --num-attention-heads 8 --bf16 "
     "--num-experts 4",
 }

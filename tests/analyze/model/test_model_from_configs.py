@@ -167,6 +167,19 @@ CONFIGS = {
         {"hybrid_layer_pattern": "ME*E", "num_layers": 4, "moe_layers": 2, "moe_ffn_hidden_size": 512,
          "moe_shared_expert_intermediate_size": 1024},
     ),
+    "llama 4, whose experts have the usual width": (
+        {"model_type": "llama4", "text_config": {"model_type": "llama4_text", "hidden_size": 5120, "head_dim": 128,
+         "intermediate_size": 8192, "intermediate_size_mlp": 16384, "interleave_moe_layer_step": 2,
+         "num_attention_heads": 40, "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8,
+         "num_local_experts": 128, "vocab_size": 202048, "use_qk_norm": False}},
+        {"ffn_hidden_size": 16384, "moe_ffn_hidden_size": 8192, "moe_shared_expert_intermediate_size": 8192,
+         "moe_layers": 24, "num_experts": 128},
+    ),
+    "an unknown type with layer norms": (
+        {"model_type": "exabloom", "n_layer": 4, "n_head": 8, "hidden_size": 512, "layer_norm_epsilon": 1e-5},
+        {"gated_linear_unit": False, "normalization": "LayerNorm", "add_bias_linear": True, "rotary": False,
+         "ffn_hidden_size": 2048},
+    ),
     "a type that is not known by name": (
         {**LLAMA3_8B, "model_type": "exallama", "use_qk_norm": True},
         {"gated_linear_unit": True, "normalization": "RMSNorm", "rotary": True, "qk_layernorm": True},
@@ -214,6 +227,8 @@ BAD = {
     "a pattern of unknown letters": (
         {**LLAMA3_8B, "model_type": "nemotron_h", "hybrid_override_pattern": "MXM"}, "'X' is no kind of layer"
     ),
+    "experts by other names": ({**LLAMA3_8B, "model_type": "exa", "moe_num_experts": 64}, "experts under names that"),
+    "other layers": ({**LLAMA3_8B, "model_type": "exa", "mamba_expand": 2}, "layers of kinds that are not known"),
     "latent experts": ({**LLAMA3_8B, "moe_latent_size": 1024}, "experts with a width of their own are not known"),
     "dense layers of text": ({**DEEPSEEK_V3, "mlp_only_layers": ["1"]}, "mlp_only_layers ['1']: must be a list of"),
 }  # fmt: skip

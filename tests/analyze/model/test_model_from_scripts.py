@@ -6,6 +6,7 @@ import pytest
 from support.model_flags import LLAMA, REFEREED
 
 from thdprof.analyze.settings.launch_script import parse_megatron_args
+from thdprof.analyze.settings.model.flag_names import flag_values
 from thdprof.analyze.settings.model.resolve import ResolvedModel, resolve_model
 from thdprof.errors import UsageError
 from thdprof.training import Model
@@ -73,6 +74,57 @@ def test_another_model_than_the_flags_say_is_not_known(flags, told):
     found = read(f"{LLAMA} {flags}")
     assert found.model is None
     assert told in found.notes[0]
+
+
+def test_sizes_in_settings_take_the_place_of_a_checkpoint():
+    own = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    assert read("--use-checkpoint-args").model is None
+    assert model("--use-checkpoint-args --bf16", **own) == Model(**own)
+
+
+def test_no_value_of_a_flag_ends_in_a_traceback():
+    values = [
+        "0",
+        "-1",
+        "1.5",
+        "nan",
+        "1e999",
+        "x",
+        "",
+        "[",
+        "[]*3",
+        "([1]*9)*9999999999",
+        "9" * 30,
+        "1/2",
+        "M|/|",
+        "*",
+    ]
+    refused = known = 0
+    for flag, kind in flag_values().items():
+        for value in values if kind != "switch" else [""]:
+            quoted = "" if kind == "switch" else f"'{value}'"
+            try:
+                known += read(f"{LLAMA} --num-experts 8 {flag} {quoted}").model is not None
+            except UsageError:
+                refused += 1
+    assert refused > 100
+    assert known > 50
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("1", 4),
+        ("3", 2),
+        ("[0,1,1,0]", 2),
+        ("([0]*1+[1]*3)", 3),
+        ("[1]*2+[0]*2", 2),
+        ("2*[0,1]", 2),
+        ("([0]+[1]*(1+2))", 3),
+    ],
+)
+def test_layers_with_experts_are_counted_as_python_reads_the_list(text, layers):
+    assert model(f'{LLAMA} --num-experts 8 --moe-layer-freq "{text}"').moe_layers == layers
 
 
 def test_windows_are_said_to_be_left_out():

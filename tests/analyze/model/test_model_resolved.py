@@ -138,6 +138,13 @@ def test_settings_that_cannot_be(tmp_path, settings, message):
     assert message in str(raised.value)
 
 
+def test_a_pattern_in_settings_tells_the_layers(tmp_path):
+    settings = "hybrid_layer_pattern: MEM*E\nhidden_size: 64\nnum_attention_heads: 4\nnum_experts: 4\n"
+    found = request_of(tmp_path, settings=settings + "mamba_num_groups: 2").model
+    assert found is not None
+    assert (found.num_layers, found.moe_layers) == (5, 2)
+
+
 def test_a_null_counts_as_not_given(tmp_path, script):
     request = request_of(tmp_path, settings="fp8_recipe: null\nrecompute_granularity: none", script=script)
     assert request.model is not None

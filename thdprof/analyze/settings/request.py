@@ -94,8 +94,9 @@ def read_request(
             notes.append(f"--model {file.source}: {listed} taken from it")
         given.update(taken)
     decides = file is not None or "experts" not in given or not _EXPERTS.isdisjoint(own)
-    if resolved.model is not None and decides:
-        given["experts"] = experts_of(resolved.model)
+    experts = None if resolved.model is None else experts_of(resolved.model)
+    if decides and experts is not None and (experts != "none" or "experts" in given):
+        given["experts"] = experts
     _override(given, stronger)
     return Request(
         locations=found,

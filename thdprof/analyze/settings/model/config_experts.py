@@ -9,6 +9,8 @@ from thdprof.analyze.settings.model.config_keys import Config
 
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "num_experts_per_token", "moe_topk")
+DENSE_WIDTH = "intermediate_size_mlp"
+"""Key of Llama 4 for the width of layers without experts; intermediate_size is that of an expert and the shared one."""
 _ONLY_EXPERTS = ("mixtral", "olmoe", "granitemoe", "granitemoeshared", "granitemoehybrid", "gpt_oss")
 """Types whose intermediate_size is the width of an expert."""
 
@@ -25,8 +27,8 @@ def read_experts(config: Config, model_type: str, values: Mapping[str, Any]) -> 
     if name is None or not config.count(name):
         return {}
     width = config.size("moe_intermediate_size", default=None)
-    if width is None and model_type in _ONLY_EXPERTS:
-        width = values["ffn_hidden_size"]
+    if width is None and (model_type in _ONLY_EXPERTS or config.has(DENSE_WIDTH)):
+        width = config.size("intermediate_size")
     layers = None if "num_moe_layers" in values else _layers(config, values["num_layers"])
     return {
         "num_experts": config.size(name),
@@ -37,6 +39,19 @@ def read_experts(config: Config, model_type: str, values: Mapping[str, Any]) -> 
     }
 
 
+def refuse_unknown_experts(config: Config) -> None:
+    """Refuse a model of an unknown type with experts under unknown names, which would be taken for one without.
+
+    Raises:
+        DataError: naming the key that says so.
+    """
+    if config.has(*_EXPERTS):
+        return
+    for key, value in config.content.items():
+        if value and ("expert" in str(key) or "moe" in str(key)):
+            raise config.refused(str(key), "has experts under names that are not known; leave --model out")
+
+
 def _shared(config: Config, width: int | None) -> int | None:
     """Width inside all shared experts together; None without any."""
     given = config.size(
@@ -45,7 +60,7 @@ def _shared(config: Config, width: int | None) -> int | None:
         "shared_intermediate_size",
         default=None,
     )
-    number = config.count("n_shared_experts", "num_shared_experts")
+    number = 1 if config.has(DENSE_WIDTH) else config.count("n_shared_experts", "num_shared_experts")
     if given is not None:
         return given
     return number * width if number and width is not None else None
@@ -55,7 +70,7 @@ def _layers(config: Config, num_layers: int) -> int:
     """How many layers hold experts: not the first ones, every so many-th, and none that are listed."""
     first = config.count("first_k_dense_replace")
     every = config.size("moe_layer_freq", default=1) if not isinstance(config.value("moe_layer_freq"), list) else 1
-    step = config.size("decoder_sparse_step", default=1)
+    step = config.size("decoder_sparse_step", "interleave_moe_layer_step", default=1)
     listed = config.value("moe_layer_freq")
     if isinstance(listed, list):
         if len(listed) != num_layers or any(entry not in (0, 1) for entry in listed):

@@ -25,6 +25,9 @@ _UNKNOWN_KEYS = {
 }
 """Keys of models with layers that are not known, with the words for them."""
 
+_OTHER_LAYERS = ("mamba", "ssm", "linear_attn", "linear_attention", "delta", "rwkv", "conv_", "lru", "recurrent")
+"""Parts of the names of keys that only models with other layers have."""
+
 
 def refuse_unknown_layers(config: Config, model_type: str) -> None:
     """Refuse a model whose times would be those of another, since some of its layers are not known.
@@ -42,6 +45,18 @@ def refuse_unknown_layers(config: Config, model_type: str) -> None:
     for kind in kinds if isinstance(kinds, list) else []:
         if kind not in attention:
             raise DataError(f"{config.shown}: has layers of kind {kind!s:.40}, which are not known; leave --model out")
+
+
+def refuse_unknown_kinds(config: Config) -> None:
+    """Refuse a model of an unknown type whose keys tell of layers other than attention and MLP.
+
+    Raises:
+        DataError: naming the key that says so.
+    """
+    for key, value in config.content.items():
+        word = next((word for word in _OTHER_LAYERS if word in str(key).lower()), None)
+        if value and word is not None:
+            raise config.refused(str(key), "has layers of kinds that are not known; leave --model out")
 
 
 def is_hybrid(config: Config, model_type: str) -> bool:

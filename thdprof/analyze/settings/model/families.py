@@ -42,9 +42,11 @@ _QWEN3 = replace(_LLAMA, qk_layernorm=True, defaults={"head_dim": 128})
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         **dict.fromkeys(("llama", "qwen2", "phi3", "granite", "qwen2_moe", "granitemoe", "granitemoeshared"), _LLAMA),
-        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss"), _LLAMA),
+        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "gpt_oss", "llama4", "llama4_text"), _LLAMA),
+        **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_vl_text"), _LLAMA),
+        **dict.fromkeys(("cohere", "cohere2"), replace(_LLAMA, normalization="LayerNorm", tied=True)),
         **dict.fromkeys(("mistral", "mixtral"), replace(_LLAMA, defaults={"num_key_value_heads": 8})),
-        **dict.fromkeys(("qwen3", "qwen3_moe"), _QWEN3),
+        **dict.fromkeys(("qwen3", "qwen3_moe", "qwen3_vl_text", "qwen3_vl_moe_text"), _QWEN3),
         **dict.fromkeys(("gemma", "gemma2"), _GEMMA),
         **dict.fromkeys(("gemma3", "gemma3_text"), replace(_GEMMA, qk_layernorm=True, defaults=_GEMMA3)),
         **dict.fromkeys(("olmo2", "olmo3", "olmoe"), replace(_LLAMA, qk_layernorm=True)),
@@ -66,14 +68,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def guessed(config: Config) -> Family:
     """The family of a type that is not in the table, by its keys."""
     activation = config.value("hidden_act", "activation_function", "hidden_activation")
-    gated = activation in (None, "silu", "swish", "swiglu", "geglu") or config.has("rms_norm_eps")
-    layer_norm = config.has("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon") and not config.has(
-        "rms_norm_eps"
-    )
+    gated = activation in ("silu", "swish", "swiglu", "geglu") or config.has("rms_norm_eps")
+    layer_norm = config.has("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "do_layer_norm_before")
+    layer_norm = layer_norm and not config.has("rms_norm_eps")
+    bias = config.value("use_bias", "bias")
     return Family(
         gated_linear_unit=gated,
         normalization="LayerNorm" if layer_norm else "RMSNorm",
         rotary=config.has("rope_theta", "rope_scaling", "rope_parameters", "rotary_pct", "rotary_dim"),
-        add_bias_linear=config.value("use_bias") is True,
+        add_bias_linear=bias if isinstance(bias, bool) else layer_norm,
         tied=True,
     )

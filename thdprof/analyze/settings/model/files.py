@@ -11,7 +11,7 @@ from thdprof.errors import DataError, UsageError
 from thdprof.files import parse_yaml, read_text
 from thdprof.training import Model, check_model
 
-_MOST_BYTES = 4 << 20
+_MOST_BYTES = 1 << 20
 CONFIG = "config.json"
 
 

@@ -64,8 +64,8 @@ VOCAB, PADDED_VOCAB, VOCAB_DIVISOR = "--vocab-size", "--padded-vocab-size", "--m
 UNPADDED = ("--no-pad-vocab-size", "--disable-pad-vocab-size")
 
 ELSEWHERE = {
-    "--use-checkpoint-args": ("switch", "the checkpoint says what the model is, and is not read"),
-    "--yaml-cfg": ("text", "the file that says what the model is is not read; give it as --model"),
+    "--use-checkpoint-args": ("switch", "the checkpoint says what the model is, and is not read: give --model"),
+    "--yaml-cfg": ("text", "the file says what the model is, and is not read: give --model"),
     "--heterogeneous-layers-config-path": ("text", "layers of different sizes are not known"),
     "--heterogeneous-layers-config-encoded-json": ("text", "layers of different sizes are not known"),
     "--experimental-attention-variant": ("text", "this kind of attention is not known"),

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from thdprof.analyze.settings.model.config_experts import read_experts
-from thdprof.analyze.settings.model.config_hybrids import is_hybrid, read_hybrid, refuse_unknown_layers
+from thdprof.analyze.settings.model.config_experts import DENSE_WIDTH, read_experts, refuse_unknown_experts
+from thdprof.analyze.settings.model.config_hybrids import (
+    is_hybrid,
+    read_hybrid,
+    refuse_unknown_kinds,
+    refuse_unknown_layers,
+)
 from thdprof.analyze.settings.model.config_keys import Config
 from thdprof.analyze.settings.model.families import FAMILIES, Family, guessed
 from thdprof.analyze.settings.model.reading import ModelReading, Vocabulary
@@ -36,6 +41,9 @@ def read_config(content: Mapping[str, Any], source: str) -> ModelReading:
     config = Config({**(family.defaults if family else {}), **_given(content)}, shown)
     refuse_unknown_layers(config, model_type)
     if family is None:
+        if not is_hybrid(config, model_type):
+            refuse_unknown_kinds(config)
+        refuse_unknown_experts(config)
         family = guessed(config)
         named = f"model type {model_type}" if model_type else "its model type"
         notes.append(f"{shown}: {named} is not known by name; it is read by its usual keys")
@@ -103,7 +111,9 @@ def _shape(config: Config, family: Family) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_query_groups": groups,
         "kv_channels": config.size("head_dim", "attention_head_dim", default=None),
-        "ffn_hidden_size": config.size("intermediate_size", "n_inner", "ffn_hidden_size", default=4 * hidden),
+        "ffn_hidden_size": config.size(
+            DENSE_WIDTH, "intermediate_size", "n_inner", "ffn_hidden_size", "ffn_dim", default=4 * hidden
+        ),
         "gated_linear_unit": family.gated_linear_unit,
         "normalization": family.normalization,
         "qk_layernorm": family.qk_layernorm or config.flag("use_qk_norm") or config.flag("qk_layernorm"),

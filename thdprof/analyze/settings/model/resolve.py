@@ -66,6 +66,10 @@ def resolve_model(
     if unsettled:
         notes.append(f"{_together(list(unsettled.values()))}; without it the model is not known")
         return ResolvedModel(model=None, source=None, notes=tuple(notes))
+    pattern = values.get("hybrid_layer_pattern")
+    if pattern:
+        values.setdefault("num_layers", len(pattern))
+        values.setdefault("num_moe_layers", pattern.count("E"))
     missing = [name for name in REQUIRED if name not in values]
     if missing:
         if len(missing) < len(REQUIRED):
@@ -113,7 +117,9 @@ def _unsettled(own: Mapping[str, Any], file: ModelReading | None, script: ModelR
     """Fields that are given but not settled, where nothing stronger gives them."""
     found: dict[str, str] = {}
     if script is not None:
-        strong = {*own} if file is None else {*own, *file.values, *ARCHITECTURE, *_elsewhere(script)}
+        strong = {*own} if file is None else {*own, *file.values, *ARCHITECTURE}
+        if file is not None or own.keys() >= {*REQUIRED}:
+            strong.update(_elsewhere(script))
         found.update({name: reason for name, reason in script.unsettled.items() if name not in strong})
     if file is not None:
         found.update({name: reason for name, reason in file.unsettled.items() if name not in own})
@@ -121,7 +127,7 @@ def _unsettled(own: Mapping[str, Any], file: ModelReading | None, script: ModelR
 
 
 def _elsewhere(script: ModelReading) -> Iterable[str]:
-    """Reasons of the script that are of no field: another architecture, which the file replaces."""
+    """Reasons of the script that are of no field: another architecture, which a file or settings replace."""
     return [name for name in script.unsettled if name not in model_definitions() and name != "--fp4-format"]
 
 
