@@ -226,12 +226,12 @@ def row_of(model: Model, args: argparse.Namespace, directory: Path) -> dict[str,
     command = [sys.executable, "-W", "ignore", __file__, "--train", str(plan), str(result)]
     run([*command, str(args.megatron_lm.resolve() / "pretrain_gpt.py"), *flags], log, limit=240)
     table = yaml.safe_load(costs.read_text())
+    said = {"replayed_ms": chosen.predictions.step_ms, "eager_ms": chosen.predictions.eager_step_ms}
     return {
         "model": model.name,
         "table": table,
         "calibrated_in_s": seconds,
-        "said": {"step_ms": chosen.predictions.step_ms, "eager_step_ms": chosen.predictions.eager_step_ms},
-        "predicted": predicted(chunked, table),
+        "predicted": said if chosen.graphs.buckets else predicted(chunked, table),
         "measured": json.loads(result.read_text()),
         "caps": [bucket.max_seqs for bucket in chunked.graphs.buckets],
     }
@@ -251,7 +251,7 @@ def _array(text: str, name: str) -> list[str]:
 
 
 def predicted(plan: Any, table: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds of a mean step by the table alone: of the plan's shares of buckets, and all eager."""
+    """Milliseconds of a mean step by the table alone, for a plan that analyze did not advise."""
     from thdprof.analyze.buckets.cost_table import CostTable
 
     costs = CostTable.model_validate(table)

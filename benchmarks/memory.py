@@ -573,6 +573,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     line = capture_row(setting, analysis, plan, ranks)
                     captures += [line] if line is not None else []
             memory.append(row_of(setting, found, ranks))
+            print(memory[-1], flush=True)
     lines = [*header(given), "", *table_of(COLUMNS, memory)]
     lines[2] = lines[2].replace("GPU", gpu, 1)
     if captures:
