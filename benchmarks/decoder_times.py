@@ -896,6 +896,80 @@ def measure(cases: list[str], out: Path) -> None:
         list(pool.map(run, decoders))
 
 
+# --- modelled beside measured ---------------------------------------------------------------------------------------
+
+COLUMNS = (
+    "model", "layers", "way", "tokens", "documents", "cap", "set", "replay ms", "modelled", "ratio", "eager ms",
+    "modelled range", "inside",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One measured row beside the model of times."""
+
+    kind: str
+    """fitted, held out, or later: first measured after the constants were fixed."""
+    replay: float
+    """Modelled replay divided by the measured one."""
+    inside: bool
+    """Whether the measured eager time lies in the modelled range."""
+    cells: tuple[str, ...]
+    """Cells of the table."""
+
+
+def compared(row: dict[str, Any], gpu: str) -> Compared:
+    """The model of times for one row."""
+    from thdprof.analyze.times.decoder import Decoder
+    from thdprof.analyze.times.gpus import find_gpu
+    from thdprof.analyze.times.host import STATED
+
+    fields = {f.name for f in dataclasses.fields(Model)}
+    model = Model(**{k: tuple(v) if isinstance(v, list) else v for k, v in row["model"].items() if k in fields})
+    batch, squared = row["batch"], float(sum(n * n for n in row["lengths"]))
+    decoder = Decoder(model, find_gpu(gpu))
+    replayed = decoder.time(tokens=batch["tokens"], squared=squared, max_seqs=batch["cap"])
+    low, high = STATED.eager_ms(decoder.time(tokens=batch["tokens"], squared=squared, max_seqs=batch["documents"]))
+    kind = "fitted" if row["fitted"] else "later" if row["case"] in LATER else "held out"
+    ratio, eager = replayed.replay_ms / row["replay_ms"], row["eager_queued_ms"]
+    inside = low * 0.99 <= eager <= high
+    cells = (
+        row["case"], str(model.num_layers), row["way"], f"{batch['tokens']:,}", str(batch["documents"]),
+        str(batch["cap"]), kind, f"{row['replay_ms']:.1f}", f"{replayed.replay_ms:.1f}", f"{ratio:.3f}",
+        f"{eager:.1f}", f"{low:.1f} to {high:.1f}", "yes" if inside else "no",
+    )  # fmt: skip
+    return Compared(kind=kind, replay=ratio, inside=inside, cells=cells)
+
+
+def compare(files: list[Path], keep: Path | None) -> str:
+    """All rows of `files` as Markdown; `keep` gets the rows without their kernels."""
+    read = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    surroundings = [row for row in read if row["case"] == "environment"]
+    rows = [(row, surroundings[-1]["gpu"]) for row in read if "replay_ms" in row]
+    if keep is not None:
+        short = [
+            {k: v for k, v in row.items() if not k.endswith("_profile")}
+            | {k.replace("_profile", "_kernels"): len(v["kernels"]) for k, v in row.items() if k.endswith("_profile")}
+            for row in read
+            if "replay_ms" in row or row["case"] in ("environment", "launch-rate")
+        ]
+        keep.write_text("".join(json.dumps(row) + "\n" for row in short))
+    results = [compared(row, gpu) for row, gpu in rows]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(result.cells) + " |" for result in results]
+    for kind in ("fitted", "held out", "later", "all"):
+        chosen = [r for r in results if kind in (r.kind, "all")]
+        if chosen:
+            errors = [abs(r.replay - 1) for r in chosen]
+            lines.append(
+                f"\n{kind}: {len(chosen)} rows; replay within 15% in {sum(e <= 0.15 for e in errors)}, within 25% in "
+                f"{sum(e <= 0.25 for e in errors)}, largest error {max(errors):.1%}, mean ratio "
+                f"{statistics.fmean(r.replay for r in chosen):.3f}; eager inside the range in "
+                f"{sum(r.inside for r in chosen)}"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -906,11 +980,16 @@ def main() -> None:
     one.add_argument("case")
     one.add_argument("--wait-for", type=int, default=1)
     parallel = commands.add_parser("parallel")
+    beside = commands.add_parser("compare")
+    beside.add_argument("files", type=Path, nargs="+")
+    beside.add_argument("--keep", type=Path, help="file to write the rows to, without their kernels")
     for command in (every, one, parallel):
         command.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.command == "measure":
         measure(args.cases.split(","), args.out)
+    elif args.command == "compare":
+        print(compare(args.files, args.keep))
     elif args.command == "parallel":
         run_parallel(args.out)
     elif args.case == "products":
