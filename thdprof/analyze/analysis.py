@@ -215,6 +215,7 @@ def analyze_read(
         n_tokens_per_rank=graph_tokens,
         independent=schedule.independent,
         limits=limits,
+        cp_size=settings.context_parallel_size,
     )
     prediction = None
     if offload is not None and recommendation.buckets:

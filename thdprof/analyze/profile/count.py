@@ -54,6 +54,7 @@ def make_profile(analysis: Analysis, *, part: str | None = None) -> RunProfile:
         longest=analysis.longest,
         n_tokens=analysis.graph_tokens,
         pipeline_size=settings.pipeline_parallel_size,
+        cp_size=settings.context_parallel_size,
     )
     return RunProfile(
         frame.astype(COLUMNS),
