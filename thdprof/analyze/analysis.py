@@ -22,12 +22,12 @@ from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.times.answer import Run, times_of, verdict_of
 from thdprof.analyze.times.capture import predict_capture
 from thdprof.analyze.times.memory import predict_memory
-from thdprof.analyze.times.answer import Run, times_of, verdict_of
 from thdprof.analyze.times.of_run import UNKNOWN_MODEL, gpu_of, modelled_times, why_not
-from thdprof.analyze.times.worth import worth_of
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
+from thdprof.analyze.times.worth import worth_of
 from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
 
@@ -250,6 +250,7 @@ def analyze_read(
         n_tokens_per_rank=graph_tokens,
         independent=schedule.independent,
         limits=limits,
+        cp_size=settings.context_parallel_size,
     )
     prediction = None
     if offload is not None and recommendation.buckets:

@@ -62,7 +62,8 @@ class Recommendation:
     """
 
     buckets: tuple[Bucket, ...]
-    """Ascending, one context-parallel size after the other; empty where none save enough of the eager step time (`CostTable.least_gain`)."""
+    """Ascending, one context-parallel size after the other; empty where none save enough of the eager step time
+    (`CostTable.least_gain`)."""
     shares: tuple[float, ...]
     """Share of micro-batches that replay each bucket."""
     fallback_rate: FallbackRate
@@ -88,7 +89,7 @@ class Recommendation:
 
 
 def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
-    """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's granularity."""
+    """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's steps."""
     histogram = profile.n_seqs
     quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
     top = max(quantiles)
@@ -100,8 +101,13 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     room = max(1, _MAX_CANDIDATES - len(quantiles))
     spread = optional[:: -(-len(optional) // room)] if optional else []
     cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
-    step = costs.max_seqs_granularity
-    return sorted({max(1, math.ceil(n / step) * step) for n in (*quantiles, *spread, cheapest)})
+    return sorted({costs.rounded_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
+
+
+def curve_caps(profile: Profile, costs: CostTable) -> list[int]:
+    """Caps of the curve: the candidates, and the percentiles of `n_seqs` that they were rounded up from."""
+    percentiles = {max(1, profile.n_seqs.percentile(p)) for p in PERCENTILES.values()}
+    return sorted({*candidate_caps(profile, costs), *(percentiles if costs.max_seqs_steps else ())})
 
 
 def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
@@ -137,6 +143,7 @@ def recommend(
     n_tokens_per_rank: int,
     independent: int,
     limits: Limits,
+    cp_size: int | None = None,
 ) -> Recommendation:
     """Choose the buckets that make a mean step quickest within the limits.
 
@@ -154,11 +161,12 @@ def recommend(
         n_tokens_per_rank: tokens of a graph's micro-batches on one context-parallel rank.
         independent: number of micro-batches of `table` that are independent draws, for the confidence bound.
         limits: limits that the buckets must keep to.
+        cp_size: the run's context-parallel size, which the cost table is of; None: the least of `longest_possible`.
 
     Raises:
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
-    caps = candidate_caps(profile, costs)
+    caps = curve_caps(profile, costs)
     run_cp_size = min(longest_possible)
     profiles = {run_cp_size: profile} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
     shapes = {
@@ -178,7 +186,7 @@ def recommend(
         lengths,
         pipeline_size,
         n_tokens=n_tokens_per_rank,
-        cp_size=run_cp_size,
+        cp_size=cp_size or run_cp_size,
     )
     eager_ms = float(step_costs.step_ms([()])[0])
     least = 1 - costs.least_gain

@@ -180,7 +180,8 @@ def sentence(analysis: Analysis) -> str:
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
                 "the GPU is busy without them too."
             )
-        return f"Do not use CUDA graphs here: none within the limits saves {analysis.costs.least_gain:.0%} of the eager step time."
+        gain = f"{analysis.costs.least_gain:.0%}"
+        return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
     caps = [
         f"{b.max_seqs} ({f'{_ranks(b.cp_size)}, ' if analysis.cp_sizes else ''}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)

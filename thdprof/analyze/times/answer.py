@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.cost_table import HOSTS, CostTable
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.modelled_costs import ModelledTimes
@@ -16,9 +15,6 @@ from thdprof.analyze.times.results import Range, Times, Verdict
 from thdprof.analyze.times.verdict import measured_verdict, modelled_verdict
 from thdprof.dispatch import Bucket
 from thdprof.training import TrainingSettings
-
-ENDS: tuple[Literal["low", "high"], Literal["low", "high"]] = ("low", "high")
-"""Ends of the range of hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +44,11 @@ def times_of(run: Run, costs: CostTable, *, basis: str) -> Times:
         basis: the model and the GPU that the times are of.
     """
     assert costs.origin != "none"
-    steps = [_step_ms(run, costs.at_host(end)) for end in ENDS]
+    steps = [_step_ms(run, costs.at_host(end)) for end in HOSTS]
     relative = [planned / eager for planned, eager in steps]
     fitting = [b for b in run.buckets if b.max_seqs >= run.typical]
-    cap = fitting[0].max_seqs if fitting else costs.rounded_up(run.typical)
-    eager = [float(costs.at_host(end).eager_ms(np.array([run.typical]))[0]) for end in ENDS]
+    cap = fitting[0].max_seqs if fitting else costs.rounded_max_seqs(run.typical)
+    eager = [float(costs.at_host(end).eager_ms(np.array([run.typical]))[0]) for end in HOSTS]
     return Times(
         origin=costs.origin,
         basis=basis,
