@@ -111,7 +111,8 @@ def test_a_message_that_asks_for_a_setting_says_where_it_is_given():
 def test_no_message_names_an_option_that_there_is_not():
     from support.paths import ROOT
 
-    rare = [d for d in (*definitions().values(), *analysis_options().values()) if not d.setting.everyday]
+    known = (*definitions().values(), *analysis_options().values())
+    rare = [d for d in known if not d.setting.everyday]
     assert len(rare) == 7
     wrong = re.compile(
         "|".join(rf"(?<!-){re.escape(option)}(?![\w-])" for d in rare for option in (d.option, d.off_option))

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+WARMUP_PASSES = 2
+"""Passes before a capture: in the first, libraries make their handles and workspaces, and kernels tune themselves."""
+
 Level = Literal["microbatch", "rank_step", "step"]
 """The unit of which a fallback rate is a share: micro-batches, (rank, step) pairs with an eager one, or steps with one
 on any rank."""

@@ -14,6 +14,8 @@ from thdprof.errors import DataError, UsageError
 
 _DEEPEST = 100
 """Most levels of YAML values inside each other; a plan has 6."""
+_MOST_KEYS = 100_000
+"""Most keys of one YAML mapping, those that it merges from others included; merges of merges would grow without end."""
 
 
 def check_targets(paths: Sequence[Path], *, force: bool) -> None:
@@ -130,12 +132,13 @@ def read_yaml(path: Path | str, *, where: str) -> Any:
     return parse_yaml(read_text(path, where=where), where=where)
 
 
-def read_text(path: Path | str, *, where: str) -> str:
+def read_text(path: Path | str, *, where: str, kind: str = "YAML") -> str:
     """The text of a UTF-8 file.
 
     Args:
         path: the file.
         where: the file's name in errors.
+        kind: what the file should hold, for the error where it holds no text.
 
     Raises:
         DataError: the file cannot be read, or is not UTF-8.
@@ -145,7 +148,7 @@ def read_text(path: Path | str, *, where: str) -> str:
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not YAML: {error}") from error
+        raise DataError(f"{where}: not {kind}: {error}") from error
 
 
 def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
@@ -174,6 +177,12 @@ def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
             node: yaml.Node | None = super().compose_node(parent, index)
             self.depth -= 1
             return node
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            super().flatten_mapping(node)
+            if len(node.value) > _MOST_KEYS:
+                said = f"a mapping has more than {_MOST_KEYS} keys"
+                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set[str]()

@@ -23,6 +23,7 @@ from thdprof.dispatch import Bucket
 from thdprof.errors import DataError
 from thdprof.files import read_yaml, write_text
 from thdprof.training import GraphKind, TailPolicy, TrainingSettings, definitions_of
+from thdprof.training.stamp import Stamp
 from thdprof.words import counted, html_table
 
 SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
@@ -223,6 +224,27 @@ class GraphsPart(_Part):
         return buckets
 
 
+class TimesPart(_Part):
+    """Times of the median micro-batch on one rank, and of a step."""
+
+    origin: Literal["measured", "modelled", "none"]
+    """Where the times come from: a cost table of this model, a model of its kernels, or nowhere."""
+    basis: str
+    """The model and the GPU that the times are of; without times, how to get them."""
+    decoder_replay_ms: float | None = None
+    """Forward and backward of the layers of one rank, replayed, in milliseconds."""
+    decoder_eager_ms: tuple[float, float] | None = None
+    """The same run eagerly, in milliseconds: the lowest and the highest value that is expected."""
+    outside_decoder_ms: float | None = None
+    """Embedding, output layer and loss, and a micro-batch's share of the optimizer's step, in milliseconds."""
+    relative_step_time: tuple[float, float] | None = None
+    """Mean step time divided by that of an eager step: the lowest and the highest value."""
+    step_ms: tuple[float, float] | None = None
+    """Mean step time under the plan, in milliseconds: on the quickest and on the slowest host."""
+    eager_step_ms: tuple[float, float] | None = None
+    """Mean step time with all micro-batches run eagerly, in milliseconds: likewise."""
+
+
 class PredictionsPart(_Part):
     """Predictions for a run by this plan, over the analysed micro-batches."""
 
@@ -230,12 +252,17 @@ class PredictionsPart(_Part):
     """Shares of what runs eagerly."""
     fallback_rate_upper_bound: Share
     """Upper end of the one-sided 95% Clopper-Pearson interval of the micro-batch rate on data that was not seen."""
-    relative_step_time: float
-    """Mean step time divided by the mean step time with all micro-batches run eagerly."""
-    step_ms: float
-    """Mean step time of the cost table's model in milliseconds, without optimizer and data loading."""
-    eager_step_ms: float
-    """Mean step time in milliseconds with all micro-batches run eagerly."""
+    relative_step_time: float | None
+    """Mean step time divided by the mean step time with all micro-batches run eagerly; on a host in the middle of the
+    range, where times were modelled. Null without times of the model."""
+    step_ms: float | None
+    """Mean step time in milliseconds, without data loading; null without times of the model."""
+    eager_step_ms: float | None
+    """Mean step time in milliseconds with all micro-batches run eagerly; null without times of the model."""
+    times: TimesPart | None = None
+    """Times with their origin and range."""
+    verdict: Literal["graphs pay", "graphs do not pay", "measure first"] | None = None
+    """Whether graphs pay; null without times of the model."""
     graph_memory_bytes: int | None
     """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
     table has no memory."""
@@ -244,6 +271,11 @@ class PredictionsPart(_Part):
     again for each eager micro-batch in flight."""
     offload_freed_bytes: int | None = None
     """Bytes by which graphs.offload shrinks that rank's graph memory; null without it."""
+    peak_memory_bytes: int | None = None
+    """Most memory that torch's allocator reserves on the pipeline rank that needs most: weights, gradients, optimizer
+    state, graphs, and eager micro-batches beside them; null where the model is not known."""
+    capture_seconds: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    """Lowest and highest time that capturing takes, in seconds; null without times of the model."""
 
 
 class CostsPart(_Part):
@@ -253,12 +285,16 @@ class CostsPart(_Part):
     """The cost table's name."""
     calibrated: bool
     """Whether the costs were measured on the user's own GPU and model."""
+    modelled: bool = False
+    """Whether the costs were modelled from the user's own model and GPU."""
     hardware: str
     """Name of the GPU that the costs were measured on."""
     attention: str
     """Name of the attention backend that was measured."""
     n_tokens: Count
     """Tokens of each measured micro-batch."""
+    stamp: Stamp | None = None
+    """Versions, GPU and processor that the costs were measured on; null where the table does not say."""
 
 
 class Plan(_Part):
@@ -362,7 +398,7 @@ def _html(plan: Plan) -> str:
     facts: list[tuple[str, str]] = [
         ("data", f"{source} ({data.format}), {counted(data.rows, 'row')}, {counted(data.documents, 'document')}"),
         ("micro-batches", f"{plan.microbatches.count:,} in {counted(plan.microbatches.steps, 'step')}, {_how(plan)}"),
-        ("step time, eager = 1", f"{predictions.relative_step_time:.3f}"),
+        ("step time, eager = 1", _relative(predictions)),
         ("steps with an eager micro-batch", f"{predictions.fallback_rate.step:.2%}"),
         ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in plan.graphs.slots))),
         ("times are of", f"{plan.costs.name} on {plan.costs.hardware}"),
@@ -375,6 +411,17 @@ def _html(plan: Plan) -> str:
         buckets or [("none: run eagerly", "", "", "")],
     )
     return graphs + html_table("What it rests on, and predicts", [], facts)
+
+
+def _relative(predictions: PredictionsPart) -> str:
+    """The relative step time as a range, or that it is not known."""
+    if predictions.relative_step_time is None:
+        return "not known: times are of no other model than yours"
+    times = predictions.times
+    if times is None or times.relative_step_time is None or times.origin != "modelled":
+        return f"{predictions.relative_step_time:.3f}"
+    low, high = times.relative_step_time
+    return f"{low:.2f} to {high:.2f}, modelled"
 
 
 def _how(plan: Plan) -> str:

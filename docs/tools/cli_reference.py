@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import typer
@@ -9,6 +11,7 @@ import typer
 from thdprof.cli import app
 from thdprof.commands.help import option_row
 from thdprof.commands.options import removed_options
+from thdprof.training import Definition, model_definitions
 
 
 def commands() -> dict[str, Any]:
@@ -23,14 +26,40 @@ def reference() -> str:
 
 
 def _without_options() -> str:
-    """The settings that a settings file alone gives."""
+    """The settings that a settings file alone gives: those of the run, and the model."""
+    rare = [d for d in dict.fromkeys(removed_options().values()) if d.setting.panel != "Model"]
     lines = ["## Settings without an option", "", "A line such as `drop_last: false` in a file gives each of these to"]
     lines += ["`analyze --settings FILE` and `sweep --settings FILE`; `sweep` can vary them by their names.", ""]
-    lines += ["| setting | meaning | default |", "|---|---|---|"]
-    for definition in dict.fromkeys(removed_options().values()):
-        default = definition.setting.assumed or ("none" if definition.default is None else str(definition.default))
-        lines.append(f"| `{definition.name}` | {definition.setting.help} | {default.lower()} |")
-    return "\n".join(lines)
+    lines += [
+        *_table(rare),
+        "",
+        "## Settings of the model",
+        "",
+        "Each of these is a line in the same file, and wins over",
+    ]
+    lines += ["`--model` and `--megatron-args` ([The model](formats.md#the-model)). A null counts as not given; `none`"]
+    lines += ["says that there is none, as in `fp8_recipe: none`. `sweep` can vary those with a star (*).", ""]
+    return "\n".join([*lines, *_table(model_definitions().values())])
+
+
+def _table(settings: Iterable[Definition]) -> Iterator[str]:
+    yield "| setting | meaning | default |"
+    yield "|---|---|---|"
+    for definition in settings:
+        default = definition.setting.assumed or _default(definition)
+        star = " *" if definition.setting.panel == "Model" and definition.setting.swept else ""
+        yield f"| `{definition.name}`{star} | {definition.setting.help} | {default} |"
+
+
+def _default(definition: Definition) -> str:
+    """The default as a settings file would hold it."""
+    if definition.default is dataclasses.MISSING:
+        return "has to be given"
+    if definition.default is None:
+        return "none"
+    if isinstance(definition.default, bool):
+        return str(definition.default).lower()
+    return ", ".join(definition.default) if isinstance(definition.default, tuple) else str(definition.default)
 
 
 def _section(name: str, command: Any) -> str:

@@ -79,7 +79,9 @@ def test_tables_equal_megatron_bridge(rng, tmp_path, loader):
             max_num_samples=mapped,
             num_steps=table.num_steps,
         )
-        ours = list(table.to_pandas().itertuples(index=False, name=None))
+        frame = table.to_pandas()
+        frame["squared"] = table.squared
+        ours = list(frame.itertuples(index=False, name=None))
         assert ours == real, given
         assert table.exact
         compared += len(real)

@@ -56,7 +56,7 @@ def test_table_equals_megatron_bridge(tmp_path, rng, loader, pad_seq_to_mult):
         settings = TrainingSettings(seq_length=pack_size, train_samples=steps * ranks * share, **common)
         table = build_schedule(read_dataset([str(path)]), settings).table
         assert table.exact
-        columns = [c.to_pylist() for c in next(table.record_batches()).columns]
+        columns = [*(c.to_pylist() for c in next(table.record_batches()).columns), table.squared.tolist()]
         assert list(zip(*columns, strict=True)) == expected
         compared += len(expected)
     assert compared > 300

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -352,6 +353,7 @@ def test_by_hand():
         [0, 3, 0, 1, 9, 9, 1],
         [0, 3, 1, 1, 5, 5, 1],
     ]
+    assert schedule(content, packer="balanced_cp", **given).table.squared.tolist() == [400, 100, 81, 25]
     described = schedule(content, packer="dynamic_cp", **given).table.to_pandas()
     assert described.values.tolist() == [
         [0, 0, 0, 1, 20, 20, 2],
@@ -364,15 +366,17 @@ def test_by_hand():
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("append_dummy_seq", ([1, 2, 1, 2], [20, 35, 10, 9], [20, 40, 10, 10])),
-        ("extend_last", ([1, 1, 1, 1], [20, 40, 10, 10], [20, 40, 10, 10])),
+        ("none", ([1, 1, 1, 1], [20, 5, 10, 9], [20, 5, 10, 9], [400, 25, 100, 81])),
+        ("append_dummy_seq", ([1, 2, 1, 2], [20, 35, 10, 9], [20, 40, 10, 10], [400, 25 + 35**2, 100, 81 + 1])),
+        ("extend_last", ([1, 1, 1, 1], [20, 40, 10, 10], [20, 40, 10, 10], [400, 1600, 100, 100])),
     ],
 )
 def test_tails_fill_every_rank(policy, expected):
     content = UnpackedDocuments(document_tokens=np.array([5, 20, 10, 9], dtype=np.int32))
     given = {"data_parallel_size": 4, "global_batch_size": 4, "max_seqlen_per_dp_cp_rank": 10}
     table = schedule(content, packer="dynamic_cp", tail_policy=policy, **given).table
-    assert (table.n_seqs.tolist(), table.max_seqlen.tolist(), table.n_tokens.tolist()) == expected
+    found = tuple(a.tolist() for a in (table.n_seqs, table.max_seqlen, table.n_tokens, table.squared))
+    assert found == expected
 
 
 def grouped_table(rows, *, ranks) -> MicrobatchTable:
@@ -423,6 +427,21 @@ def test_all_ranks_wait_at_the_end_of_a_round():
     assert cost.step_ms([[Bucket(9, 64, 64, 2)]])[0] == (100 + 100 + 9) / 2
     assert cost.shares([Bucket(9, 64, 64, 2), Bucket(9, 64, 64, 4)]) == (4 / 7, 1 / 7)
     assert cost.fallback_rate([Bucket(9, 64, 64, 1), Bucket(9, 64, 64, 2)]).rank_step == 4 / 8
+
+
+def test_ranks_of_a_group_share_the_work_of_attention():
+    table = replace(grouped_table(ROWS, ranks=4), squared=np.array([100.0, 100, 800, 50, 100, 100, 300]))
+    fields = {"ms_per_squared_token": 0.01, "squared_tokens": 100.0, "outside_ms": 2.0, "optimizer_ms": 5.0}
+    costs = make_costs(replay=((1, None, 1.0), (11, None, 11.0)), eager=100.0, **fields)
+    cost = StepCosts(table, costs, [1, 2, 3, 4, 5, 8, 9], [64], 1, n_tokens=64, cp_size=2)
+    # at the run's size of 2: a group of four has half of the work, a single rank twice; 0.9 is the most taken off
+    extra = [0, 0, 0.01 * (800 / 2 - 100), 0.01 * (50 * 2 - 100), 0.01 * (100 * 2 - 100), 0, 0.01 * (300 - 100)]
+    every = [Bucket(n, 64, 64, size) for size in (1, 2, 4) for n in (1, 2, 3, 5, 8, 9)]
+    ms = [n + 2 + more for n, more in zip((2, 3, 5, 9, 1, 2, 8), extra, strict=True)]
+    first = max(ms[0] + ms[1], ms[3], ms[4]) + ms[2]
+    assert cost.step_ms([every])[0] == pytest.approx((first + max(ms[5], ms[6])) / 2 + 5)
+    assert cost.step_ms([every], stride=2)[0] == pytest.approx(first + 5)
+    assert cost.total_ms([every])[0] == pytest.approx(sum(ms))
 
 
 @pytest.fixture

@@ -85,6 +85,7 @@ def compare(given: dict, lengths: list[np.ndarray], directory) -> int:
     assert frame[["step", "dp_rank", "microbatch"]].equals(
         frame[["step", "dp_rank", "microbatch"]].sort_values(["step", "dp_rank", "microbatch"], ignore_index=True)
     )
+    frame["squared"] = table.squared
     ours = {tuple(row[:3]): tuple(row[3:]) for row in frame.itertuples(index=False)}
     assert ours == real, given
     return len(real)

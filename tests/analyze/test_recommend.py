@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.schedules import make_costs, make_table
 
-from thdprof.analyze.buckets.cost_table import built_in_costs
+from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.rank_counts import RankCounts
 from thdprof.analyze.buckets.recommend import recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
@@ -35,14 +35,21 @@ def recommend_for(table, costs, **options):
 def brute_force_step_ms(table, costs, buckets, pipeline=1) -> float:
     """The mean step time by the definition, one micro-batch at a time."""
     frame = table.to_pandas()
+    frame["squared"] = 0.0 if table.squared is None else table.squared
+    with_squared = costs.ms_per_squared_token > 0 and costs.squared_tokens is not None and table.squared is not None
+    shortest = min(p.ms for p in costs.eager + costs.replay)
     steps = []
     for step, rows in frame.groupby("step"):
         by_rank = {}
         for row in rows.itertuples():
             fitting = [b for b in sorted(buckets) if row.n_seqs <= b.max_seqs and row.max_seqlen <= b.max_seqlen]
             ms = costs.replay_ms(*_pair(fitting[0])) if fitting else float(costs.eager_ms(np.array([row.n_seqs]))[0])
+            ms += costs.outside_ms or 0
+            if with_squared:
+                ms += max(-0.9 * shortest, costs.ms_per_squared_token * (row.squared - costs.squared_tokens))
             by_rank[row.dp_rank] = by_rank.get(row.dp_rank, 0.0) + ms
-        steps.append(max(by_rank.values()) * (1 + (pipeline - 1) / int(table.num_microbatches[step])))
+        slowest = max(by_rank.values()) * (1 + (pipeline - 1) / int(table.num_microbatches[step]))
+        steps.append(slowest + (costs.optimizer_ms or 0))
     return float(np.mean(steps))
 
 
@@ -89,7 +96,7 @@ def test_no_other_choice_of_buckets_is_better(rng, ranks, with_lengths, ragged):
             (n, s, float(rng.uniform(5, 90))) for n in (1, 10, 40) for s in ((8, 64) if with_lengths else (None,))
         ]
         costs = make_costs(eager=[(1, float(rng.uniform(20, 60))), (30, float(rng.uniform(20, 90)))], replay=replay)
-        found = recommend_for(table, costs, pipeline_size=2)
+        found = recommend_for(table, costs, pipeline_size=2, limits=Limits(cover_largest=False))
         caps = [c.max_seqs for c in found.candidates]
         longest = max(64, int(lengths.max()))
         if with_lengths:
@@ -143,6 +150,75 @@ def test_step_times_do_not_depend_on_how_counts_are_kept(rng, monkeypatch, ranks
     np.testing.assert_array_equal(found, again)
 
 
+def test_step_times_with_what_differs_between_micro_batches_of_one_bucket():
+    # both ranks replay twice at 10; rank 1 has 200 more squared tokens than the table's at 0.1 ms each, rank 0 fewer
+    table = make_table([1, 2, 2, 2], ranks=2, num_microbatches=2, squared=[90, 100, 100, 300])
+    costs = make_costs(
+        replay=((2, None, 10.0),), ms_per_squared_token=0.1, squared_tokens=100.0, outside_ms=3.0, optimizer_ms=7.0
+    )
+    one = Bucket(2, 64, 64)
+    step_costs = StepCosts(table, costs, [2], [64], pipeline=3, n_tokens=64)
+    np.testing.assert_allclose(step_costs.step_ms([(), (one,)]), [(200 + 6 + 20) * 2 + 7, (20 + 6 + 20) * 2 + 7])
+    np.testing.assert_allclose(step_costs.total_ms([(one,)]), [4 * 13 - 1 + 20])
+    # a micro-batch of far shorter documents than the table's keeps a tenth of the shortest time
+    short = make_table([2], ranks=1, num_microbatches=1, squared=[0])
+    steep = costs.model_copy(update={"ms_per_squared_token": 50.0})
+    found = StepCosts(short, steep, [2], [64], 1, n_tokens=64).step_ms([(), (one,)])
+    np.testing.assert_allclose(found, [100 - 9 + 3 + 7, 10 - 9 + 3 + 7])
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["eager times alike", "eager times differ", "ragged"])
+def test_step_times_equal_the_definition_with_squared_lengths(rng, ranks, kind):
+    compared = 0
+    for _ in range(8):
+        per_step = rng.integers(1, 5, 10) if kind == "ragged" else np.full(10, 3)
+        size = int(per_step.sum()) * ranks
+        table = make_table(
+            rng.integers(1, 30, size), ranks=ranks, num_microbatches=per_step, squared=rng.lognormal(5, 1, size).round()
+        )
+        costs = make_costs(
+            eager=[(1, 60.0), (30, 90.0 if kind == "eager times differ" else 60.0)],
+            replay=((1, None, 10.1), (30, None, 47.3)),
+            ms_per_squared_token=float(rng.choice([0.01, 0.1, 1.0])),
+            squared_tokens=150.0,
+            outside_ms=float(rng.choice([0.0, 4.0])),
+            optimizer_ms=11.0,
+        )
+        choices = [(), *((Bucket(n, 64, 64),) for n in (5, 20, 30)), (Bucket(5, 64, 64), Bucket(30, 64, 64))]
+        step_costs = StepCosts(table, costs, [5, 20, 30], [64], 2, n_tokens=64)
+        expected = [brute_force_step_ms(table, costs, choice, 2) for choice in choices]
+        np.testing.assert_allclose(step_costs.step_ms(choices), expected)
+        found = recommend_for(table, costs, pipeline_size=2)
+        assert found.step_ms == pytest.approx(brute_force_step_ms(table, costs, found.buckets, 2))
+        for candidate in found.candidates:
+            step_ms = brute_force_step_ms(table, costs, [Bucket(candidate.max_seqs, 64, 64)], 2)
+            assert candidate.relative_step_time == pytest.approx(step_ms / brute_force_step_ms(table, costs, (), 2))
+            compared += 1
+    assert compared > 30
+
+
+@pytest.mark.parametrize(
+    ("fields", "squared"),
+    [
+        ({"ms_per_squared_token": 0.5}, True),
+        ({"squared_tokens": 100.0}, True),
+        ({"ms_per_squared_token": 0.5, "squared_tokens": 100.0}, False),
+    ],
+)
+def test_squared_lengths_that_are_not_known_change_no_time(rng, fields, squared):
+    drawn = rng.integers(1, 30, 320), rng.integers(1, 1000, 320)
+    plain = make_table(drawn[0], ranks=8, num_microbatches=4)
+    table = make_table(drawn[0], ranks=8, num_microbatches=4, squared=drawn[1] if squared else None)
+    choices = [(), (Bucket(5, 64, 64), Bucket(30, 64, 64))]
+    replay = ((1, None, 10.1), (30, None, 47.3))
+    with_fields, without = (
+        StepCosts(t, make_costs(replay=replay, **f), [5, 30], [64], 2, n_tokens=64).step_ms(choices)
+        for t, f in ((table, fields), (plain, {}))
+    )
+    np.testing.assert_array_equal(with_fields, without)
+
+
 def test_eager_is_an_answer():
     found = recommend_for(make_table([3, 4, 5, 6], ranks=1, num_microbatches=1), make_costs(eager=5.0))
     assert found.buckets == ()
@@ -183,6 +259,25 @@ def test_caps_are_rounded_up_to_the_granularity():
     costs = make_costs(replay=((1, None, 10.0),), max_seqs_granularity=8)
     found = recommend_for(make_table([5, 9, 17, 17], ranks=1, num_microbatches=1), costs)
     assert [c.max_seqs for c in found.candidates] == [16, 24]
+
+
+def test_caps_are_rounded_up_to_the_steps_of_a_kernel():
+    table = make_table([3, 20, 33, 140], ranks=1, num_microbatches=1)
+    replay = ((1, None, 10.0), (600, None, 10.0))
+    costs = make_costs(replay=replay, max_seqs_steps=(32, 64, 128), max_seqs_granularity=8)
+    assert [c.max_seqs for c in recommend_for(table, costs).candidates] == [32, 64, 144]
+    assert [costs.rounded_max_seqs(n) for n in (0, 1, 32, 33, 128, 129, 136)] == [32, 32, 32, 64, 128, 136, 136]
+
+
+def test_eager_times_at_either_end_of_what_hosts_take():
+    costs = make_costs(eager=[(1, 60.0), (30, 90.0)])
+    ranged = costs.model_copy(update={"eager": [EagerPoint(n_seqs=1, ms=60.0, range_ms=(40.0, 100.0)), costs.eager[1]]})
+    at = np.array([1, 30])
+    assert ranged.at_host("low").eager_ms(at).tolist() == [40.0, 90.0]
+    assert ranged.at_host("high").eager_ms(at).tolist() == [100.0, 90.0]
+    assert ranged.eager_ms(at).tolist() == [60.0, 90.0]
+    assert ranged.at_host("low").model_copy(update={"eager": ranged.eager}) == ranged
+    assert costs.at_host("high") == costs
 
 
 def test_memory_budget_and_rate_limit_the_choice():
@@ -250,3 +345,43 @@ def test_costs_between_and_beyond_measured_points():
     assert table.replay_ms(2048, 4096) > 71.9
     assert built_in_costs("transformer_engine", 2048).replay_ms(64, 5) == 12.3
     assert built_in_costs("transformer_engine", 8192).n_tokens == 4096
+
+
+def outlier(largest=50):
+    """Micro-batches of up to 3 documents, and one of `largest`."""
+    return make_table([1, 2, 3, 2] * 24 + [largest, 1, 1, 1], ranks=1, num_microbatches=4)
+
+
+def test_several_buckets_hold_the_largest_micro_batch_though_leaving_it_out_is_quicker():
+    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, 60.0)))
+    quickest = recommend_for(outlier(), costs, limits=Limits(cover_largest=False))
+    covering = recommend_for(outlier(), costs)
+    assert ([b.max_seqs for b in quickest.buckets], quickest.fallback_rate.step) == ([3], 1 / 25)
+    assert ([b.max_seqs for b in covering.buckets], covering.fallback_rate.step) == ([3, 50], 0.0)
+    assert quickest.step_ms < covering.step_ms < 1.1 * quickest.step_ms
+
+
+def test_one_bucket_is_the_quickest_one():
+    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, 60.0)))
+    found = recommend_for(outlier(), costs, limits=Limits(num_buckets=1))
+    assert [b.max_seqs for b in found.buckets] == [3]
+
+
+def test_the_largest_micro_batch_stays_eager_where_holding_it_would_cost_half_the_gain():
+    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, 5000.0)))
+    assert [b.max_seqs for b in recommend_for(outlier(), costs).buckets] == [3]
+
+
+def test_holding_the_largest_micro_batch_makes_no_graphs_that_do_not_pay():
+    costs = make_costs(eager=30.0, replay=((4, None, 29.9), (50, None, 60.0)))
+    assert recommend_for(outlier(), costs).buckets == ()
+
+
+def test_the_longest_document_is_held_as_well():
+    table = make_table([2] * 96, ranks=1, num_microbatches=4, max_seqlen=[8] * 95 + [64])
+    replay = ((1, 8, 5.0), (4, 8, 10.0), (1, 64, 50.0), (4, 64, 60.0))
+    found = recommend_for(table, make_costs(eager=30.0, replay=replay))
+    assert max(b.max_seqlen for b in found.buckets) == 64
+    assert found.fallback_rate.microbatch == 0
+    quickest = recommend_for(table, make_costs(eager=30.0, replay=replay), limits=Limits(cover_largest=False))
+    assert max(b.max_seqlen for b in quickest.buckets) < 64

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.schedules import make_costs
 
 from thdprof.analyze import analyze_dataset, load_profile, make_plan, make_profile, profile_dataset
 from thdprof.analyze.buckets.statistics import fallback_rate
+from thdprof.analyze.buckets.step_costs import one_cap_step_ms
 from thdprof.analyze.profile.file import COLUMNS, SEGMENTS
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.errors import DataError, UsageError
@@ -75,6 +77,28 @@ def test_the_curve_is_the_analysis_own_at_its_candidates(analysis):
     frame = profile.curve()
     assert frame["coverage"].is_monotonic_increasing
     assert frame["coverage"].iloc[-1] == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"outside_ms": 3.0, "optimizer_ms": 20.0, "squared_tokens": 500.0}])
+def test_times_above_the_grid_are_those_of_the_run(tmp_path, fields):
+    """A larger cap makes every replay slower, but not attention's work, the output layer or the optimizer."""
+    costs = make_costs(**fields, ms_per_squared_token=0.01 if fields else 0.0)
+    (tmp_path / "costs.yaml").write_text(costs.model_dump_json(by_alias=True))
+    rows = write_rows(tmp_path / "rows.jsonl", 1)
+    run = {**RUN, "pipeline_parallel_size": 2}
+    analysis = analyze_dataset(rows, cost_table=tmp_path / "costs.yaml", **run)
+    profile = make_profile(analysis)
+    larger = profile.caps()[-1].max_seqs + 50
+    times = one_cap_step_ms(
+        analysis.microbatches,
+        costs,
+        [larger],
+        longest=analysis.longest,
+        n_tokens=analysis.graph_tokens,
+        pipeline_size=2,
+    )
+    assert profile.relative_step_time(larger) * profile.eager_step_ms == pytest.approx(times[0])
+    assert fields == {} or float(np.ptp(analysis.microbatches.squared)) > 1000
 
 
 def test_dynamic_context_parallelism_counts_each_rank_of_a_group(tmp_path):

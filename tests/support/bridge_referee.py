@@ -122,8 +122,8 @@ def bridge_microbatches(
     max_num_samples: int | None,
     num_steps: int,
     data_sharding: bool = True,
-) -> list[tuple[int, int, int, int, int, int]]:
-    """(step, dp_rank, microbatch, n_seqs, max_seqlen, n_tokens), sorted, of every micro-batch of `num_steps` steps.
+) -> list[tuple[int, int, int, int, int, int, int]]:
+    """(step, dp_rank, microbatch, n_seqs, max_seqlen, n_tokens, squared), sorted, of the micro-batches of `num_steps`.
 
     The `batch` loader collates a rank's share of a global batch together and training then splits it into rows;
     `single` and `cyclic` collate one row. The `single` loader ends with the data.
@@ -161,7 +161,8 @@ def bridge_microbatches(
                 collated[name], collated["max_seqlen_q"], collated["tokens"], strict=True
             ):
                 step, microbatch = divmod(position, per_rank)
-                seen.append((step, rank, microbatch, len(boundaries) - 1, int(longest), len(tokens)))
+                squared = int(boundaries.long().diff().square().sum())
+                seen.append((step, rank, microbatch, len(boundaries) - 1, int(longest), len(tokens), squared))
                 position += 1
     dataset.close()
     whole = min(sum(1 for row in seen if row[1] == rank) // per_rank for rank in range(data_parallel_size))

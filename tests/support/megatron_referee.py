@@ -89,8 +89,8 @@ def microbatches(
     num_microbatches: int,
     num_steps: int,
     data_sharding: bool = True,
-) -> dict[tuple[int, int, int], tuple[int, int, int]]:
-    """(step, rank, micro-batch) -> (n_seqs, max_seqlen, n_tokens) from the real samplers and flattening."""
+) -> dict[tuple[int, int, int], tuple[int, int, int, int]]:
+    """(step, rank, micro-batch) -> (n_seqs, max_seqlen, n_tokens, squared) from the real samplers and flattening."""
     from megatron.core.utils import flatten_batch_for_packed_sequences
 
     module = samplers()
@@ -114,7 +114,8 @@ def microbatches(
             merged = flatten_batch_for_packed_sequences(torch.utils.data.default_collate(rows))
             boundaries = merged["cu_seqlens"]
             key = (position // num_microbatches, rank, position % num_microbatches)
-            seen[key] = (boundaries.numel() - 1, int(merged["max_seqlen"]), merged["tokens"].numel())
+            squared = int(boundaries.long().diff().square().sum())
+            seen[key] = (boundaries.numel() - 1, int(merged["max_seqlen"]), merged["tokens"].numel(), squared)
     return seen
 
 

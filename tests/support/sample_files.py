@@ -80,7 +80,7 @@ def write_index(path: Path, lengths: Sequence[int]) -> Path:
     return path
 
 
-def cost_table(replay: str = "[{max_seqs: 2, ms: 1.0}, {max_seqs: 3, ms: 2.0}, {max_seqs: 4, ms: 30.0}]") -> str:
+def cost_table(replay: str = "[{max_seqs: 2, ms: 1.0}, {max_seqs: 3, ms: 2.0}, {max_seqs: 4, ms: 70.0}]") -> str:
     """A made-up cost table of micro-batches of 8 tokens, as YAML; eagerly each takes 10 ms."""
     return f"""
 schema: thdprof.costs/1

@@ -29,7 +29,7 @@ def rows(*packs, rule="concatenate") -> PackedRows:
     )
 
 
-def make_table(n_seqs, *, ranks, num_microbatches, max_seqlen=None) -> MicrobatchTable:
+def make_table(n_seqs, *, ranks, num_microbatches, max_seqlen=None, squared=None) -> MicrobatchTable:
     """A table of `n_seqs` in (step, rank, micro-batch) order."""
     n_seqs = np.asarray(n_seqs, dtype=np.int32).reshape(-1)
     per_step = np.asarray(num_microbatches, dtype=np.int32)
@@ -42,6 +42,7 @@ def make_table(n_seqs, *, ranks, num_microbatches, max_seqlen=None) -> Microbatc
         data_parallel_size=ranks,
         num_microbatches=per_step,
         exact=True,
+        squared=None if squared is None else np.asarray(squared, np.float64).reshape(-1),
     )
 
 

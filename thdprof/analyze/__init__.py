@@ -10,8 +10,18 @@ if TYPE_CHECKING:
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.profile.count import make_profile
     from thdprof.analyze.profile.run_profile import RunProfile, load_profile
+    from thdprof.analyze.settings.model.files import read_model
 
-__all__ = ["Analysis", "RunProfile", "analyze_dataset", "load_profile", "make_plan", "make_profile", "profile_dataset"]
+__all__ = [
+    "Analysis",
+    "RunProfile",
+    "analyze_dataset",
+    "load_profile",
+    "make_plan",
+    "make_profile",
+    "profile_dataset",
+    "read_model",
+]
 _MODULES = {
     "Analysis": "analysis",
     "RunProfile": "profile.run_profile",
@@ -20,6 +30,7 @@ _MODULES = {
     "make_plan": "planning",
     "make_profile": "profile.count",
     "profile_dataset": "api",
+    "read_model": "settings.model.files",
 }
 """The submodule of each public name."""
 

@@ -22,7 +22,12 @@ from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.times.answer import Run, times_of, verdict_of
+from thdprof.analyze.times.capture import predict_capture
+from thdprof.analyze.times.memory import predict_memory
+from thdprof.analyze.times.of_run import UNKNOWN_MODEL, gpu_of, modelled_times, why_not
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
+from thdprof.analyze.times.worth import worth_of
 from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
 
@@ -92,6 +97,8 @@ class Analysis:
     """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
     model: Model | None
     """The model that the run trains; None where it is not known."""
+    model_source: str | None
+    """Where the model was read; None where it is not known."""
     gpu: str | None
     """Name of the GPU that the times are of, such as h100; None where no times were modelled."""
     times: Times
@@ -134,6 +141,10 @@ def analyze(
     attention: Attention = "transformer_engine",
     limits: Limits | None = None,
     offload: Choice | None = None,
+    model: Model | None = None,
+    model_source: str | None = None,
+    gpu: str | None = None,
+    gpu_hour_price: float | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
@@ -146,6 +157,10 @@ def analyze(
         attention: attention backend whose built-in costs are taken.
         limits: limits that the recommendation must keep to; None: the default limits.
         offload: activations that are moved to the host; graphs can use the memory that the move frees.
+        model: the model that the run trains; None: not known.
+        model_source: where the model was read; None: the caller made it.
+        gpu: name of the GPU that times are of; None: this machine's, else the one that is assumed.
+        gpu_hour_price: price of a GPU-hour; None: not given.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
@@ -156,7 +171,17 @@ def analyze(
     progress("reading", 0.0, 0)
     dataset = read_dataset(locations, format=format)
     return analyze_read(
-        dataset, given, measured=measured, attention=attention, limits=limits, offload=offload, progress=progress
+        dataset,
+        given,
+        measured=measured,
+        attention=attention,
+        limits=limits,
+        offload=offload,
+        model=model,
+        model_source=model_source,
+        gpu=gpu,
+        gpu_hour_price=gpu_hour_price,
+        progress=progress,
     )
 
 
@@ -168,6 +193,10 @@ def analyze_read(
     attention: Attention = "transformer_engine",
     limits: Limits | None = None,
     offload: Choice | None = None,
+    model: Model | None = None,
+    model_source: str | None = None,
+    gpu: str | None = None,
+    gpu_hour_price: float | None = None,
     progress: Progress = lambda stage, done, documents: None,
     memo: Memo = FORGETFUL,
 ) -> Analysis:
@@ -191,7 +220,13 @@ def analyze_read(
     profile = Profile.of(table)
     n_tokens_max = int(table.n_tokens.max())
     graph_tokens = settings.max_seqlen_per_dp_cp_rank or max(1, n_tokens_max // settings.context_parallel_size)
-    costs = measured or built_in_costs(attention, graph_tokens)
+    no_model = None if measured else why_not(model, settings, attention)
+    modelled, gpu_note = None, None
+    if measured is None and no_model is None and model is not None:
+        named, gpu_note = gpu_of(gpu)
+        modelled = modelled_times(model, named, settings, table, profile, graph_tokens)
+        gpu = named.name
+    costs = measured or (modelled.table() if modelled else built_in_costs(attention, graph_tokens))
     in_flight = slots(
         pipeline_size=settings.pipeline_parallel_size,
         num_chunks=settings.virtual_pipeline_size or 1,
@@ -215,6 +250,7 @@ def analyze_read(
         n_tokens_per_rank=graph_tokens,
         independent=schedule.independent,
         limits=limits,
+        cp_size=settings.context_parallel_size,
     )
     prediction = None
     if offload is not None and recommendation.buckets:
@@ -222,8 +258,31 @@ def analyze_read(
         prediction = predict_offload(
             costs, offload, n_tokens=graph_tokens, num_slots=num_slots, graph_memory_bytes=memory
         )
+    predicted_memory = predict_memory(
+        model,
+        settings,
+        table,
+        buckets=recommendation.buckets,
+        slots=in_flight,
+        costs=costs,
+        n_tokens=graph_tokens,
+        freed_bytes=0 if prediction is None else prediction.device_bytes_freed,
+    )
+    run = Run(
+        table=table,
+        settings=settings,
+        buckets=recommendation.buckets,
+        n_tokens=graph_tokens,
+        typical=profile.n_seqs.percentile(50.0),
+        longest=max(longest_possible.values()),
+    )
+    times = (
+        Times(origin="none", basis=no_model or UNKNOWN_MODEL)
+        if costs.origin == "none"
+        else times_of(run, costs, basis=f"{costs.name} on {costs.hardware}")
+    )
     other_sizes = _other_sizes(table, settings)
-    notes = (*dataset.notes, *schedule.notes, *on_the_order(settings, table))
+    notes = (*([gpu_note] if gpu_note else []), *dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
     return Analysis(
         dataset=DatasetSummary.of(dataset),
@@ -242,13 +301,14 @@ def analyze_read(
         offload=prediction,
         longest=longest_captured(by_size or {settings.context_parallel_size: profile}, longest_possible),
         graph_tokens=graph_tokens,
-        model=None,
-        gpu=None,
-        times=Times(origin="none", basis="the model is not known: give --model or --megatron-args, and --gpu"),
-        verdict=Verdict(ruling=None, reason="the model is not known: give --model or --megatron-args, and --gpu"),
-        worth=None,
-        memory=None,
-        capture=None,
+        model=model,
+        model_source=model_source,
+        gpu=gpu,
+        times=times,
+        verdict=verdict_of(times, modelled),
+        worth=worth_of(times, settings, model, table, price=gpu_hour_price),
+        memory=predicted_memory,
+        capture=predict_capture(num_buckets=len(recommendation.buckets), slots=in_flight, costs=costs),
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
         notes=notes,

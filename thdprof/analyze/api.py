@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -13,12 +13,14 @@ from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits
+from thdprof.analyze.settings.model.files import read_model
+from thdprof.analyze.settings.model.resolve import experts_of
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
-from thdprof.training import Attention, TrainingOptions
+from thdprof.training import Attention, Model, TrainingOptions, check_model
 
 
 def analyze_dataset(
@@ -30,6 +32,8 @@ def analyze_dataset(
     max_fallback_rate: float | None = None,
     graph_memory_bytes: int | None = None,
     offload: Choice | None = None,
+    model: Model | str | Path | None = None,
+    gpu: str | None = None,
     **settings: Unpack[TrainingOptions],
 ) -> Analysis:
     """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
@@ -45,16 +49,36 @@ def analyze_dataset(
         max_fallback_rate: largest share of steps with an eager micro-batch; None: no limit.
         graph_memory_bytes: most graph memory of a pipeline rank, in bytes; None: no limit.
         offload: activations that are moved to the host, which frees memory for graphs; None: all stay on the device.
+        model: the model that the run trains, or a file that describes it (`read_model`); None: not known.
+        gpu: name of the GPU that times are of, such as "h100"; None: not given.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
     Raises:
-        DataError: the dataset or the cost table cannot be read, or has contents that training would refuse.
-        UsageError: the settings, limits or lengths contradict each other or cannot be trained with.
+        DataError: the dataset, the model's file or the cost table cannot be read, or has contents that training would
+            refuse.
+        UsageError: the settings, limits, model or lengths contradict each other or cannot be trained with.
     """
     limits = Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes)
     measured = None if cost_table is None else load_costs(Path(cost_table))
+    source = str(model) if isinstance(model, str | os.PathLike) else None
+    known = read_model(model) if isinstance(model, str | os.PathLike) else model
+    given: dict[str, Any] = {**settings}
+    if known is not None:
+        check_model(known)
+        if given.get("experts") is None:
+            given["experts"] = experts_of(known)
     dataset = _dataset(locations, format)
-    return analyze_read(dataset, settings, measured=measured, attention=attention, limits=limits, offload=offload)
+    return analyze_read(
+        dataset,
+        given,
+        measured=measured,
+        attention=attention,
+        limits=limits,
+        offload=offload,
+        model=known,
+        model_source=source,
+        gpu=gpu,
+    )
 
 
 def profile_dataset(
@@ -67,6 +91,8 @@ def profile_dataset(
     max_fallback_rate: float | None = None,
     graph_memory_bytes: int | None = None,
     offload: Choice | None = None,
+    model: Model | str | Path | None = None,
+    gpu: str | None = None,
     **settings: Unpack[TrainingOptions],
 ) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
@@ -85,6 +111,8 @@ def profile_dataset(
         max_fallback_rate: as for `analyze_dataset`.
         graph_memory_bytes: as for `analyze_dataset`.
         offload: as for `analyze_dataset`.
+        model: as for `analyze_dataset`.
+        gpu: as for `analyze_dataset`.
         settings: as for `analyze_dataset`.
 
     Raises:
@@ -100,6 +128,8 @@ def profile_dataset(
         max_fallback_rate=max_fallback_rate,
         graph_memory_bytes=graph_memory_bytes,
         offload=offload,
+        model=model,
+        gpu=gpu,
         **settings,
     )
     return make_profile(analysis, part=part)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.recommend import LEAST_GAIN, Recommendation
+from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.training import Kind, TrainingSettings
 from thdprof.words import percent
@@ -69,16 +69,18 @@ def caveats(
             "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
             "documents, whatever its tokens and its context-parallel size"
         )
-    if not costs.calibrated:
+    if costs.modelled:
         sentences.append(
-            f"times are of {costs.name} on {costs.hardware}, {costs.attention}, not of your model: "
-            "measure your own and give --cost-table"
+            "times are modelled, not measured: replays of models like these lay within 15% of it; thdprof calibrate "
+            "measures yours"
         )
+    if costs.origin == "none":
+        return [*sentences, *_on_the_search(table, recommendation)]
     if settings.experts == "dropless":
         sentences.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
     unlimited = recommendation.unlimited_relative_step_time
-    # Without limits too, graphs that save less than LEAST_GAIN are left out.
-    limits_matter = bool(recommendation.buckets) or unlimited <= 1 - LEAST_GAIN
+    # Without limits too, graphs that save too little are left out.
+    limits_matter = bool(recommendation.buckets) or unlimited <= 1 - costs.least_gain
     if limited and limits_matter and recommendation.relative_step_time > unlimited + 1e-9:
         sentences.append(
             "the limits on memory or fallbacks decided: without them a step would take "
@@ -93,9 +95,14 @@ def caveats(
         sentences.append(
             f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}"
         )
-    if recommendation.steps_searched < table.num_steps:
-        sentences.append(
-            f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
-            f"{table.num_steps}; all figures are of all steps"
-        )
-    return sentences
+    return [*sentences, *_on_the_search(table, recommendation)]
+
+
+def _on_the_search(table: MicrobatchTable, recommendation: Recommendation) -> list[str]:
+    """A sentence on steps that were left out of the search; none where all were looked at."""
+    if recommendation.steps_searched == table.num_steps:
+        return []
+    return [
+        f"buckets were chosen on {recommendation.steps_searched} evenly spaced steps of "
+        f"{table.num_steps}; all figures are of all steps"
+    ]

@@ -34,7 +34,7 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
     chosen, settings, costs, offload = analysis.recommendation, analysis.settings, analysis.costs, analysis.offload
     if offload is not None:
         check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
-    one_cap = chosen.one_cap
+    one_cap, timed = chosen.one_cap, analysis.times.origin != "none"
     plan = Plan.model_validate(
         {
             "schema": "thdprof.plan/1",
@@ -78,19 +78,25 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
             "predictions": {
                 "fallback_rate": chosen.fallback_rate,
                 "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
-                "relative_step_time": chosen.relative_step_time,
-                "step_ms": chosen.step_ms,
-                "eager_step_ms": chosen.eager_step_ms,
+                "relative_step_time": chosen.relative_step_time if timed else None,
+                "step_ms": chosen.step_ms if timed else None,
+                "eager_step_ms": chosen.eager_step_ms if timed else None,
+                "times": asdict(analysis.times),
+                "verdict": analysis.verdict.ruling,
                 "graph_memory_bytes": chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes,
                 "offload_host_bytes": None if offload is None else offload.host_bytes,
                 "offload_freed_bytes": None if offload is None else offload.device_bytes_freed,
+                "peak_memory_bytes": None if analysis.memory is None else analysis.memory.peak_bytes,
+                "capture_seconds": None if analysis.capture is None else list(analysis.capture.seconds),
             },
             "costs": {
                 "name": costs.name,
                 "calibrated": costs.calibrated,
+                "modelled": costs.modelled,
                 "hardware": costs.hardware,
                 "attention": costs.attention,
                 "n_tokens": costs.n_tokens,
+                "stamp": costs.stamp,
             },
         }
     )

@@ -186,6 +186,9 @@ def _analysed(
             measured=costs[request.cost_table] if request.cost_table is not None else None,
             attention=request.attention,
             limits=request.limits,
+            model=request.model,
+            model_source=request.model_source,
+            gpu=request.gpu,
             progress=progress,
             memo=memo,
         )

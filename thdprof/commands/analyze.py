@@ -64,6 +64,7 @@ def analyze(
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as analyze_files
+    from thdprof.analyze.buckets.stamp_check import note_on_stamp
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of
@@ -79,7 +80,7 @@ def analyze(
     for note in request.notes:
         streams.say(note)
     outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
-    check_not_inputs(outputs, [settings, megatron_args, request.cost_table])
+    check_not_inputs(outputs, [settings, megatron_args, request.model_file, request.cost_table])
     with streams.progress_bar() as progress:
         analysis = analyze_files(
             request.locations,
@@ -89,6 +90,9 @@ def analyze(
             attention=request.attention,
             limits=request.limits,
             offload=choice,
+            model=request.model,
+            model_source=request.model_source,
+            gpu=request.gpu,
             progress=progress,
         )
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))
@@ -102,6 +106,8 @@ def analyze(
             make_profile(analysis, part=part).save(profile, force=force)
     if choice is not None and analysis.offload is None:
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
+    if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
+        streams.say(other)
     plan = make_plan(analysis, impl=impl)
     if to_stdout:
         streams.write(plan.to_yaml())

@@ -12,7 +12,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from thdprof.analyze.settings.limits import analysis_options
-from thdprof.training import Definition, GraphKind, Panel, definitions
+from thdprof.training import Definition, GraphKind, Panel, definitions, model_definitions
 
 PANELS: tuple[str, ...] = get_args(Panel)
 Given = Mapping[str, Any]
@@ -69,8 +69,9 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def removed_options() -> dict[str, Definition]:
-    """Options that no command has any more, with the settings that are given in a settings file instead."""
-    rare = [d for d in (*definitions().values(), *analysis_options().values()) if not d.setting.everyday]
+    """Options that no command has, with the settings that are given in a settings file instead."""
+    known = (*definitions().values(), *analysis_options().values(), *model_definitions().values())
+    rare = [d for d in known if not d.setting.everyday]
     return {option: d for d in rare for option in (d.option, d.off_option)}
 
 

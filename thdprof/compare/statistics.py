@@ -109,9 +109,9 @@ class Comparison:
     """Mean milliseconds of a replayed micro-batch's forward and backward; None if none was timed."""
     eager_ms: float | None
     """Mean milliseconds of an eager micro-batch's forward and backward; None if none was timed."""
-    plan_step_ms: float
+    plan_step_ms: float | None
     """The plan's milliseconds of a step, that is, of all micro-batches of a rank, for the model of its cost table."""
-    plan_eager_step_ms: float
+    plan_eager_step_ms: float | None
     """The plan's milliseconds of a step in which all micro-batches run eagerly."""
     plan_costs: str
     """Name and hardware of the plan's cost table."""

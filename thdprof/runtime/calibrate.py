@@ -8,7 +8,7 @@ import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ class Grid:
     """The sizes to measure."""
 
     n_tokens: int
-    """Tokens of every micro-batch."""
+    """Tokens of every micro-batch, over all context-parallel ranks."""
     n_seqs: Sequence[int]
     """Numbers of documents of the eager micro-batches."""
     max_seqs: Sequence[int]
@@ -141,6 +141,7 @@ def measure(
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
     with_seq_idx: bool = False,
+    cp_size: int = 1,
     graphed: Callable[[nn.Module, Sequence[Bucket]], GraphedModule] | None = None,
 ) -> dict[str, Any]:
     """A cost table (schema `thdprof.costs/1`) of `module`, as a dict.
@@ -162,6 +163,7 @@ def measure(
         seed: seed of the random packs.
         progress: called with the number of rounds that are done, and of all.
         with_seq_idx: whether the module also reads the document of every token.
+        cp_size: number of context-parallel ranks that share a micro-batch; its documents are then cut for them.
         graphed: wraps the module so that it runs through graphs of the given buckets, in one slot, without timing any
             pass itself.
 
@@ -170,12 +172,12 @@ def measure(
     """
     rng = np.random.default_rng(seed)
     sizes = [(n, s) for s in grid.max_seqlen for n in grid.max_seqs]
-    packs = partial(_packs, rng, microbatches, n_tokens=grid.n_tokens, with_seq_idx=with_seq_idx)
+    packs = partial(_packs, rng, microbatches, n_tokens=grid.n_tokens, with_seq_idx=with_seq_idx, cp_size=cp_size)
     eager = {n: packs([n], longest=grid.n_tokens) for n in grid.n_seqs}
     buckets = {}
     for n, s in sizes:
         documents = [typical_documents(rng, at_most=n) for _ in range(microbatches)]
-        buckets[Bucket(n, s, grid.n_tokens)] = packs(documents, longest=s)
+        buckets[Bucket(n, s, grid.n_tokens // cp_size, cp_size)] = packs(documents, longest=s)
     x = make_input()
     times: dict[Any, list[float]] = {key: [] for key in (*eager, *buckets)}
     make = graphed or (lambda module, buckets: GraphedModule(module, buckets, sample_every=0))
@@ -199,7 +201,7 @@ def measure(
         "calibrated": True,
         "hardware": torch.cuda.get_device_name(),
         "attention": attention,
-        "n_tokens": grid.n_tokens,
+        "n_tokens": grid.n_tokens // cp_size,
         "eager": [{"n_seqs": n, "ms": round(median[n], 4)} for n in eager],
         "replay": [{"max_seqs": b.max_seqs, "max_seqlen": b.max_seqlen, "ms": round(median[b], 4)} for b in buckets],
         "slot_bytes": slot_bytes,
@@ -218,13 +220,26 @@ def slot_costs(grown: Sequence[int]) -> tuple[int, float]:
 
 
 def _packs(
-    rng: np.random.Generator, count: int, documents: Sequence[int], *, n_tokens: int, longest: int, with_seq_idx: bool
+    rng: np.random.Generator,
+    count: int,
+    documents: Sequence[int],
+    *,
+    n_tokens: int,
+    longest: int,
+    with_seq_idx: bool,
+    cp_size: int,
 ) -> list[PackedSequence]:
-    packs = (
-        random_pack(rng, documents=documents[i % len(documents)], n_tokens=n_tokens, longest=longest)
-        for i in range(count)
-    )
-    return [pack(boundaries, with_seq_idx=with_seq_idx) for boundaries in packs]
+    unit = 2 * cp_size if cp_size > 1 else 1  # context parallelism cuts every document into so many parts
+    packs = []
+    for i in range(count):
+        boundaries = unit * random_pack(
+            rng, documents=documents[i % len(documents)], n_tokens=n_tokens // unit, longest=longest // unit
+        )
+        packed = pack(boundaries, with_seq_idx=with_seq_idx, cp_size=cp_size)
+        if cp_size > 1:
+            packed = replace(packed, cu_seqlens_padded=packed.cu_seqlens, host_padded=packed.host)
+        packs.append(packed)
+    return packs
 
 
 def _time(runner: GraphedModule, x: torch.Tensor, packs: Iterable[PackedSequence]) -> float:

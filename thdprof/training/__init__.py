@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from thdprof.training.model import Fp8Recipe, Model, Norm, Precision, Recompute
+from thdprof.training.model_check import check_model
+from thdprof.training.model_fields import model_definitions
 from thdprof.training.settings import (
     DYNAMIC_CP,
     STEP_PACKERS,
@@ -42,8 +44,10 @@ __all__ = [
     "TailPolicy",
     "TrainingOptions",
     "TrainingSettings",
+    "check_model",
     "definitions",
     "definitions_of",
+    "model_definitions",
     "shown",
     "to_give",
 ]

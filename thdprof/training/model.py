@@ -24,8 +24,13 @@ _SIZE = Interval(ge=1, le=2**31 - 1)
 _COUNT = Interval(ge=0, le=2**31 - 1)
 
 
-def _setting(help: str, assumed: str | None = None) -> Setting:
-    return Setting(help=help, panel="Model", everyday=False, assumed=assumed, in_every_plan=False)
+def _setting(help: str, assumed: str | None = None, *, swept: bool = False) -> Setting:
+    return Setting(help=help, panel="Model", everyday=False, assumed=assumed, in_every_plan=False, swept=swept)
+
+
+def _choice(help: str, assumed: str | None = None) -> Setting:
+    """A setting that runs of one architecture choose alike or not, so that a sweep can vary it."""
+    return _setting(help, assumed, swept=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +100,7 @@ class Model:
         None
     )
     """Layers that have experts; null: all of them where num_experts is given."""
-    moe_expert_capacity_factor: Annotated[float | None, _setting("Room of an expert.", "no limit")] = None
+    moe_expert_capacity_factor: Annotated[float | None, _choice("Room of an expert.", "no limit")] = None
     """Room of an expert as a factor of its share of tokens, to which its input is padded; null: dropless."""
 
     hybrid_layer_pattern: Annotated[str | None, _setting("Kinds of a hybrid's layers: M, *, -, E.", "none")] = None
@@ -109,32 +114,32 @@ class Model:
     mamba_num_heads: Annotated[int | None, _SIZE, _setting("Heads of a Mamba layer.", "by the hidden size")] = None
     """Heads of a Mamba layer; null: as many as make it twice as wide as hidden states."""
 
-    tensor_model_parallel_size: Annotated[int, _SIZE, _setting("Ranks that share each layer's weights.")] = 1
+    tensor_model_parallel_size: Annotated[int, _SIZE, _choice("Ranks that share each layer's weights.")] = 1
     """Ranks that share each layer's weights."""
-    sequence_parallel: Annotated[bool, _setting("Whether these ranks share tokens between products.")] = False
+    sequence_parallel: Annotated[bool, _choice("Whether these ranks share tokens between products.")] = False
     """Whether these ranks share the tokens out among them between matrix products."""
-    expert_model_parallel_size: Annotated[int, _SIZE, _setting("Ranks that share the experts.")] = 1
+    expert_model_parallel_size: Annotated[int, _SIZE, _choice("Ranks that share the experts.")] = 1
     """Ranks that share the experts."""
-    expert_tensor_parallel_size: Annotated[int | None, _SIZE, _setting("Ranks that share one expert.", "TP")] = None
+    expert_tensor_parallel_size: Annotated[int | None, _SIZE, _choice("Ranks that share one expert.", "TP")] = None
     """Ranks that share the weights of one expert; null: tensor_model_parallel_size."""
 
-    precision: Annotated[Precision, _setting("Precision of weights and activations.")] = "bf16"
+    precision: Annotated[Precision, _choice("Precision of weights and activations.")] = "bf16"
     """Precision of weights and activations."""
-    fp8_recipe: Annotated[Fp8Recipe | None, _setting("Scaling of FP8 matrix products.", "no FP8")] = None
+    fp8_recipe: Annotated[Fp8Recipe | None, _choice("Scaling of FP8 matrix products.", "no FP8")] = None
     """Scaling recipe of matrix products in FP8; null: they are in `precision`."""
-    recompute_granularity: Annotated[Recompute | None, _setting("How much is recomputed.", "nothing")] = None
+    recompute_granularity: Annotated[Recompute | None, _choice("How much is recomputed.", "nothing")] = None
     """How much of a layer its backward computes again; null: nothing."""
     recompute_modules: Annotated[tuple[str, ...], _setting("Modules that selective recompute computes again.")] = (
         "core_attn",
     )
     """Parts of a layer that selective recompute computes again, by megatron-core's names."""
-    recompute_num_layers: Annotated[int | None, _SIZE, _setting("Layers of a recomputed block.", "all")] = None
+    recompute_num_layers: Annotated[int | None, _SIZE, _choice("Layers of a recomputed block.", "all")] = None
     """Layers that full recompute computes again (method block), or that are computed again together (uniform)."""
-    recompute_method: Annotated[Literal["uniform", "block"], _setting("Which layers full recompute takes.")] = "uniform"
+    recompute_method: Annotated[Literal["uniform", "block"], _choice("Which layers full recompute takes.")] = "uniform"
     """Which layers full recompute computes again: all, or the first recompute_num_layers of each stage."""
-    use_distributed_optimizer: Annotated[bool, _setting("Whether ranks share the optimizer's state.")] = False
+    use_distributed_optimizer: Annotated[bool, _choice("Whether ranks share the optimizer's state.")] = False
     """Whether data-parallel ranks share the optimizer's state out among them."""
-    gradient_accumulation_fusion: Annotated[bool, _setting("Whether weight gradients add to main_grad at once.")] = True
+    gradient_accumulation_fusion: Annotated[bool, _choice("Whether weight gradients add to main_grad at once.")] = True
     """Whether the products that make weight gradients add them to main_grad (fp32) themselves."""
 
     @property

@@ -312,7 +312,6 @@ def test_tables_are_in_place_while_a_decoder_is_measured_and_no_gradient_is_redu
         ({"apply_rope_fusion": False}, "apply_rope_fusion is False"),
         ({"fp8": "hybrid"}, "fp8 is 'hybrid'"),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
-        ({"context_parallel_size": 2}, "calibrate with 1"),
     ],
 )
 def test_a_decoder_that_chunk_graphs_cannot_serve_is_not_measured(measured, changes, line):

@@ -14,10 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from thdprof.errors import DataError, UsageError
 from thdprof.files import read_yaml
 from thdprof.training import Attention
+from thdprof.training.stamp import Stamp
 
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+HostEnd = Literal["low", "high"]
+"""An end of the range of hosts: the quickest, or the slowest."""
+HOSTS: tuple[HostEnd, HostEnd] = ("low", "high")
 
 
 class _Part(BaseModel):
@@ -63,23 +67,6 @@ class MeasuredModel(_Part):
     """Width of one attention head."""
 
 
-class Stamp(_Part):
-    """The software and hardware that times were measured on."""
-
-    torch: str
-    """Version of torch."""
-    transformer_engine: str | None
-    """Version of Transformer Engine; null where it is not installed."""
-    cudnn: str | None
-    """Version of cuDNN."""
-    megatron_core: str | None
-    """Version of megatron-core; null where it is not installed."""
-    gpu: str
-    """Name of the GPU, as the driver gives it."""
-    processor: str
-    """Name of the processor, which eager times depend on."""
-
-
 class CostTable(_Part):
     """Times of one model on one kind of GPU, measured or modelled."""
 
@@ -103,6 +90,10 @@ class CostTable(_Part):
     """Replay times, one for each measured max_seqs and max_seqlen."""
     max_seqs_granularity: Count = 1
     """Caps are rounded up to a multiple of this many documents: between multiples replay times are equal."""
+    max_seqs_steps: tuple[Count, ...] = ()
+    """Caps between two of these numbers of documents replay in the time of the larger, so that caps are rounded up to
+    the next one, and beyond the last to max_seqs_granularity; empty: to max_seqs_granularity alone. Transformer Engine
+    makes a fused attention's kernels for 32, 64, 128, 256 or 512 documents, whichever is next above the cap."""
     max_seqlen_granularity: Count = 1
     """max_seqlen is rounded up to a multiple of this many tokens: between multiples replay times are equal."""
     slot_bytes: int | None = Field(default=None, ge=0)
@@ -113,9 +104,12 @@ class CostTable(_Part):
     """GPU time that a micro-batch takes longer for each unit by which the sum of its documents' squared lengths exceeds
     `squared_tokens`, in milliseconds: attention's work grows with that sum."""
     squared_tokens: float | None = None
-    """Sum of squared document lengths of the micro-batches that the times are of; null where it is not known."""
+    """Sum of squared document lengths of the micro-batches that the times are of, over all ranks of the run's
+    context-parallel size; null where it is not known."""
     outside_ms: float | None = Field(default=None, ge=0)
     """Embedding, output layer and loss of a micro-batch, forward and backward, in milliseconds."""
+    outside_range_ms: tuple[float, float] | None = None
+    """The lowest and the highest value of `outside_ms` that is expected, where it was modelled."""
     optimizer_ms: float | None = Field(default=None, ge=0)
     """One step of the optimizer, with the reduction of gradients, in milliseconds."""
     stamp: Stamp | None = None
@@ -127,6 +121,18 @@ class CostTable(_Part):
     def origin(self) -> Literal["measured", "modelled", "none"]:
         """Where the times come from; "none" where they are of another model than the user's."""
         return "measured" if self.calibrated else "modelled" if self.modelled else "none"
+
+    def at_host(self, end: HostEnd) -> CostTable:
+        """The same table at one end of the range of hosts: each eager point takes that end of its `range_ms`."""
+        place = 0 if end == "low" else 1
+        eager = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[place]}) for p in self.eager]
+        outside = self.outside_ms if self.outside_range_ms is None else self.outside_range_ms[place]
+        return self.model_copy(update={"eager": eager, "outside_ms": outside})
+
+    @property
+    def least_gain(self) -> float:
+        """Share of the eager step time that graphs must save to be recommended: times are less sure than that."""
+        return 0.03 if self.modelled else 0.02
 
     @property
     def needs_max_seqlen(self) -> bool:
@@ -151,6 +157,27 @@ class CostTable(_Part):
     def _along_seqs(self, max_seqs: int, max_seqlen: int | None) -> float:
         points = sorted((p.max_seqs, p.ms) for p in self.replay if p.max_seqlen in (max_seqlen, None))
         return _linear(max_seqs, [p[0] for p in points], [p[1] for p in points])
+
+    def squared_ms(self, squared: NDArray[np.float64]) -> NDArray[np.float64] | None:
+        """Milliseconds that micro-batches take beyond the table's times, of the shape of `squared`; None: not known.
+
+        A micro-batch of shorter documents than the table's takes less. At most nine tenths of the table's shortest time
+        are taken off, so that no micro-batch takes less than a tenth of its time in the table.
+
+        Args:
+            squared: sum of the squared document lengths of every micro-batch, as `squared_tokens` counts them.
+        """
+        if self.ms_per_squared_token == 0 or self.squared_tokens is None:
+            return None
+        least = min(*(p.ms for p in self.eager), *(p.ms for p in self.replay))
+        ms = self.ms_per_squared_token * (squared - self.squared_tokens)
+        return np.asarray(np.maximum(ms, -0.9 * least))
+
+    def rounded_max_seqs(self, max_seqs: int) -> int:
+        """The largest cap that replays in the time of `max_seqs`, by `max_seqs_steps` and `max_seqs_granularity`."""
+        above = [n for n in self.max_seqs_steps if n >= max_seqs]
+        step = self.max_seqs_granularity
+        return min(above) if above else max(1, math.ceil(max_seqs / step) * step)
 
     def measured_max_seqs(self) -> list[int]:
         """The caps that were measured, ascending."""

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thdprof.analyze.buckets.cost_table import CostTable, MeasuredModel
+from thdprof.analyze.buckets.saved_tensors import layer_tensors
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice, OffloadPlan, SavedStorage, plan_offload
-
-BYTES = 2
-"""Bytes of one bf16 element."""
-STATISTICS_BYTES = 4
-"""Bytes of one float32 element of the statistics that norms and attention keep to compute gradients."""
+from thdprof.training import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,47 +33,41 @@ class OffloadPrediction:
 def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
     """The storages that a forward pass of `model` saves for its backward, in order.
 
-    A layer is Transformer Engine's, with norms fused into the linear layers behind them, without biases and dropout:
-    each such linear layer saves its norm's input, statistics and output; attention saves queries, keys, values, its
-    output and statistics; the linear layer behind it saves attention's output again; the activation and the linear
-    layer behind it save their inputs. The decoder's input and output are left out, because the decoder does not own
-    them.
+    Layers are those of `saved_tensors`, without biases and dropout. The decoder's input and output are left out,
+    because the decoder does not own them.
 
     Args:
         model: sizes of the model.
         n_tokens: tokens of a micro-batch on one context-parallel rank.
     """
+    layer = layer_tensors(
+        Model(
+            num_layers=model.layers,
+            hidden_size=model.hidden,
+            ffn_hidden_size=model.ffn_hidden,
+            num_attention_heads=model.heads,
+            num_query_groups=model.query_groups,
+            kv_channels=model.head_size,
+            hidden_dropout=0.0,
+        ),
+        "attention+mlp",
+    )
     storages: list[SavedStorage] = []
     position = 0
-
-    def add(
-        module: str, width: float, element: int = BYTES, *, again: str | None = None, released: bool = True
-    ) -> None:
-        """Append a tensor of `width` elements a token, saved by `module` and then by `again`."""
-        nonlocal position
-        nbytes = round(n_tokens * width * element)
-        modules = (module,) if again is None else (module, again)
-        last = position if again is None else position + 1
-        storages.append(SavedStorage(nbytes=nbytes, modules=modules, first=position, last=last, released=released))
-        position = last + 1
-
-    attention, keys = model.heads * model.head_size, model.query_groups * model.head_size
-    for layer in range(model.layers):
-        at = f"layers.{layer}"
-        qkv, fc1 = f"{at}.self_attention.linear_qkv", f"{at}.mlp.linear_fc1"
-        core = f"{at}.self_attention.core_attention"
-        add(qkv, model.hidden, released=layer > 0)
-        add(qkv, model.hidden)
-        add(qkv, 2, STATISTICS_BYTES)
-        for width in (attention, keys, keys):
-            add(core, width)
-        add(core, model.heads, STATISTICS_BYTES)
-        add(core, attention, again=f"{at}.self_attention.linear_proj")
-        add(fc1, model.hidden)
-        add(fc1, model.hidden)
-        add(fc1, 2, STATISTICS_BYTES)
-        add(f"{at}.mlp", model.ffn_hidden)
-        add(f"{at}.mlp.linear_fc2", model.ffn_hidden)
+    for number in range(model.layers):
+        for one in layer:
+            modules = tuple(f"layers.{number}.{name}" for name in (one.module, one.again) if name is not None)
+            last = position + len(modules) - 1
+            storages.append(
+                SavedStorage(
+                    nbytes=round(n_tokens * one.bytes_per_token),
+                    modules=modules,
+                    first=position,
+                    last=last,
+                    released=number > 0 or not one.is_input,
+                )
+            )
+            position = last + 1
     return storages
 
 

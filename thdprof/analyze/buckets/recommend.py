@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from operator import or_
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,8 +21,8 @@ from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.plan import FallbackRate
 
-LEAST_GAIN = 0.02
-"""Share of the eager step time that graphs must save to be recommended: measured times vary by as much."""
+_KEPT_GAIN = 0.5
+"""Share of the time that the quickest buckets save which buckets that hold every micro-batch must save to be chosen."""
 _MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
 """Percentiles of max_seqlen that are considered as lengths of a bucket."""
 _MAX_CANDIDATES = 16
@@ -53,10 +55,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The buckets to capture, and the step times and fallbacks that are expected with them."""
+    """The buckets to capture, and the step times and fallbacks that are expected with them.
+
+    Times are of the cost table. Where it is of another model (`Analysis.times.origin` is "none"), they only rank the
+    choices.
+    """
 
     buckets: tuple[Bucket, ...]
-    """Ascending, one context-parallel size after the other; empty where none save LEAST_GAIN of the eager step time."""
+    """Ascending, one context-parallel size after the other; empty where none save enough of the eager step time
+    (`CostTable.least_gain`)."""
     shares: tuple[float, ...]
     """Share of micro-batches that replay each bucket."""
     fallback_rate: FallbackRate
@@ -72,7 +79,7 @@ class Recommendation:
     graph_memory_bytes: int | None
     """Graph memory of the busiest pipeline rank in bytes with all activations on the device; None where not known."""
     one_cap: Candidate | None
-    """The best single cap within the limits; None where none saves LEAST_GAIN of the eager step time."""
+    """The best single cap within the limits; None where none saves enough of the eager step time."""
     unlimited_relative_step_time: float
     """The relative_step_time of the best choice of buckets without limits on memory and fallbacks."""
     candidates: tuple[Candidate, ...]
@@ -82,7 +89,7 @@ class Recommendation:
 
 
 def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
-    """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's granularity."""
+    """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's steps."""
     histogram = profile.n_seqs
     quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
     top = max(quantiles)
@@ -94,8 +101,13 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     room = max(1, _MAX_CANDIDATES - len(quantiles))
     spread = optional[:: -(-len(optional) // room)] if optional else []
     cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
-    step = costs.max_seqs_granularity
-    return sorted({max(1, math.ceil(n / step) * step) for n in (*quantiles, *spread, cheapest)})
+    return sorted({costs.rounded_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
+
+
+def curve_caps(profile: Profile, costs: CostTable) -> list[int]:
+    """Caps of the curve: the candidates, and the percentiles of `n_seqs` that they were rounded up from."""
+    percentiles = {max(1, profile.n_seqs.percentile(p)) for p in PERCENTILES.values()}
+    return sorted({*candidate_caps(profile, costs), *(percentiles if costs.max_seqs_steps else ())})
 
 
 def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
@@ -131,8 +143,12 @@ def recommend(
     n_tokens_per_rank: int,
     independent: int,
     limits: Limits,
+    cp_size: int | None = None,
 ) -> Recommendation:
     """Choose the buckets that make a mean step quickest within the limits.
+
+    Several buckets also hold every micro-batch, where that keeps to the limits and to most of what graphs save
+    (`Limits.cover_largest`).
 
     Args:
         table: the micro-batches of the run.
@@ -145,11 +161,12 @@ def recommend(
         n_tokens_per_rank: tokens of a graph's micro-batches on one context-parallel rank.
         independent: number of micro-batches of `table` that are independent draws, for the confidence bound.
         limits: limits that the buckets must keep to.
+        cp_size: the run's context-parallel size, which the cost table is of; None: the least of `longest_possible`.
 
     Raises:
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
-    caps = candidate_caps(profile, costs)
+    caps = curve_caps(profile, costs)
     run_cp_size = min(longest_possible)
     profiles = {run_cp_size: profile} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
     shapes = {
@@ -169,10 +186,10 @@ def recommend(
         lengths,
         pipeline_size,
         n_tokens=n_tokens_per_rank,
-        cp_size=run_cp_size,
+        cp_size=cp_size or run_cp_size,
     )
     eager_ms = float(step_costs.step_ms([()])[0])
-    least = 1 - LEAST_GAIN
+    least = 1 - costs.least_gain
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
@@ -183,7 +200,12 @@ def recommend(
     stride = _search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
     within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
-    chosen = _best(choices, np.where(within, times, np.inf), step_costs, limits.max_fallback_rate)
+    times_within = np.where(within, times, np.inf)
+    chosen = _best(choices, times_within, step_costs, limits.max_fallback_rate)
+    if chosen and limits.num_buckets > 1 and limits.cover_largest:
+        quickest_ms = float(step_costs.step_ms([chosen])[0])
+        most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
+        chosen = _covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
     longest = longest_captured(profiles, longest_possible)
     options = [tuple(Bucket(n, longest[size], n_tokens_per_rank, size) for size in shapes) for n in caps]
     curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
@@ -267,6 +289,27 @@ def _search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> in
         return min(table.num_steps, -(-len(table) * choices * _SLOWNESS_BY_ROUND // _SEARCH_WORK))
     work = table.num_steps * table.data_parallel_size * 2 * len(costs.class_counts) * choices
     return -(-work // _SEARCH_WORK)
+
+
+def _covering(
+    choices: Sequence[tuple[Bucket, ...]], times: NDArray[np.float64], costs: StepCosts, *, most_ms: float
+) -> tuple[Bucket, ...]:
+    """The quickest choice under which no micro-batch runs eagerly; empty where none takes at most `most_ms` a step.
+
+    An eager micro-batch needs its activations beside all slots, where a further bucket needs about 1% of a slot.
+
+    Args:
+        choices: the choices, those of fewest buckets first.
+        times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
+        costs: the step costs.
+        most_ms: longest mean step time that graphs may take.
+    """
+    everything = (1 << len(costs.class_counts)) - 1
+    held = {b: costs.classes_held(b) for b in {bucket for choice in choices for bucket in choice}}
+    covers = np.array([functools.reduce(or_, map(held.__getitem__, choice), 0) == everything for choice in choices])
+    covering = np.where(covers, times, np.inf).round(9)
+    best = int(covering.argmin())
+    return choices[best] if covering[best] <= most_ms else ()
 
 
 def _best(

@@ -1,8 +1,10 @@
 """The expected synchronous step time, and what falls back, under any choice of buckets.
 
-A step costs the slowest rank's sum over its micro-batches, times 1 + (pp - 1) / num_microbatches for a pipeline. A
-micro-batch costs the replay of the smallest bucket that fits it, or its eager time. Under dynamic context parallelism
-a step costs the sum over its rounds of the slowest group's sum, and a bucket fits micro-batches of its size alone.
+A step costs the slowest rank's sum over its micro-batches, times 1 + (pp - 1) / num_microbatches for a pipeline, and
+one step of the optimizer. A micro-batch costs the replay of the smallest bucket that fits it, or its eager time; what
+lies outside of the decoder; and what attention takes longer or shorter because the sum of its squared document lengths
+is not that of the cost table. Under dynamic context parallelism a step costs the sum over its rounds of the slowest
+group's sum, a bucket fits micro-batches of its size alone, and a group's ranks share the work of attention equally.
 """
 
 from __future__ import annotations
@@ -52,9 +54,10 @@ class StepCosts:
             lengths: values of max_seqlen that buckets are made of, ascending.
             pipeline: pipeline-parallel size, for the bubble.
             n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-            cp_size: the run's context-parallel size; `table.groups` has the micro-batches' own sizes, if any.
+            cp_size: the run's context-parallel size, which `costs` are of; `table.groups` has the micro-batches' own
+                sizes, if any.
         """
-        self._table, self._costs, self._pipeline = table, costs, pipeline
+        self._table, self._costs, self._pipeline, self._run_cp_size = table, costs, pipeline, cp_size
         width, height = len(lengths) + 1, len(caps) + 1
         numbers = np.arange(int(table.n_seqs.max()) + 1)
         dtype: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
@@ -88,6 +91,11 @@ class StepCosts:
             index_of_class[holds(buckets[index], self._largest_of_class)] = index
         return index_of_class
 
+    def classes_held(self, bucket: Bucket) -> int:
+        """The classes that `bucket` fits, as the set bits of an integer."""
+        held = np.broadcast_to(holds(bucket, self._largest_of_class), self.class_counts.shape)
+        return sum(1 << int(place) for place in np.flatnonzero(held))
+
     def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
         """The shares of micro-batches, (rank, step) pairs and steps with a fallback under `buckets`."""
         table, uncovered = self._table, self.bucket_of_class(buckets) < 0
@@ -114,27 +122,48 @@ class StepCosts:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
             totals: NDArray[np.float64] = self._total_ms(weights) * (factor / table.num_steps)
-            return totals
+            return totals + self._optimizer_ms
         sums = np.zeros(len(choices))
         at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
         steps = np.arange(0, table.num_steps, stride)
         ms_of_rows = self._ms_of_rows(weights)
+        extra = None if self._squared_ms is None else table.per_rank_step(self._squared_ms, np.add)
         for first in range(0, len(steps), at_once):
             part = steps[first : first + at_once]
-            if ms_of_rows is None:
-                slowest = (self._rank_step_counts(part) @ weights).max(axis=1)  # [steps, choices]
+            more = None if extra is None else extra[part].astype(np.float64, copy=False)
+            if ms_of_rows is not None:
+                slowest = _slowest(ms_of_rows, self._rank_counts.row[part], more)
             else:
-                slowest = _slowest(ms_of_rows, self._rank_counts.row[part])
+                by_rank = self._rank_step_counts(part) @ weights
+                slowest = (by_rank if more is None else by_rank + more[:, :, None]).max(axis=1)  # [steps, choices]
             factor_by_step = 1 + (self._pipeline - 1) / table.num_microbatches[part]
             sums += factor_by_step @ slowest
-        return sums / len(steps)
+        return sums / len(steps) + self._optimizer_ms
 
     def total_ms(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
         """Sum of the times of all micro-batches under each choice, without waits, in milliseconds, shape [choices]."""
         return self._total_ms(self._weights(choices))
 
     def _total_ms(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray((self._counts(self._class, 1, self._table.n_seqs) @ weights)[0])
+        totals = np.asarray((self._counts(self._class, 1, self._table.n_seqs) @ weights)[0])
+        return totals if self._squared_ms is None else totals + self._squared_ms.sum()
+
+    @property
+    def _optimizer_ms(self) -> float:
+        return self._costs.optimizer_ms or 0.0
+
+    @functools.cached_property
+    def _squared_ms(self) -> NDArray[np.float64] | None:
+        """Milliseconds by which each micro-batch's attention differs from the cost table's, shape [micro-batches].
+
+        None where times do not depend on it. They are equal under all choices of buckets.
+        """
+        table = self._table
+        if table.squared is None:
+            return None
+        if table.groups is None:
+            return self._costs.squared_ms(table.squared)
+        return self._costs.squared_ms(table.squared * (self._run_cp_size / table.groups.cp_size))
 
     def _step_ms_by_round(self, weights: NDArray[np.float64], groups: RankGroups, stride: int) -> NDArray[np.float64]:
         """Mean step time where all ranks wait for the slowest group at the end of every round."""
@@ -150,9 +179,11 @@ class StepCosts:
         for first in range(0, len(sums), at_once):
             part = weights[:, first : first + at_once]
             ms = part[:classes][class_of] + part[classes:][class_of] * eager
+            if self._squared_ms is not None:
+                ms += self._squared_ms[order][:, None]
             by_lane = np.add.reduceat(ms, lanes, axis=0)
             sums[first : first + at_once] = np.maximum.reduceat(by_lane, rounds, axis=0).sum(axis=0)
-        return sums / -(-self._table.num_steps // stride)
+        return sums / -(-self._table.num_steps // stride) + self._optimizer_ms
 
     def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
         """Factors of the classes' counts (first half) and eager times (second half), shape [2 * classes, choices]."""
@@ -167,6 +198,7 @@ class StepCosts:
                 weights[:classes, column][fits[bucket]] = replay[bucket]
                 falls_back &= ~fits[bucket]
             weights[classes:, column] = falls_back
+        weights[:classes] += self._costs.outside_ms or 0.0
         return weights
 
     def _counts(self, cells: NDArray[np.integer], groups: int, n_seqs: NDArray[np.int32]) -> NDArray[np.float64]:
@@ -234,16 +266,22 @@ class StepCosts:
         return self._counts(cells, len(steps) * ranks, table.n_seqs[kept]).reshape(len(steps), ranks, -1)
 
 
-def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32]) -> NDArray[np.float64]:
+def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32], more: NDArray[np.float64] | None) -> NDArray[np.float64]:
     """The slowest rank's time in milliseconds in every step under each choice, shape [steps, choices].
 
     Args:
         ms: milliseconds of each distinct row of counts, shape [rows, choices].
         row: index of the row of each rank in each step, shape [steps, ranks].
+        more: milliseconds that each rank takes beyond those of its row in each step, shape [steps, ranks]; None: 0.
     """
     slowest = ms[row[:, 0]]
+    if more is not None:
+        slowest += more[:, :1]
     for rank in range(1, row.shape[1]):
-        np.maximum(slowest, ms[row[:, rank]], out=slowest)
+        of_rank = ms[row[:, rank]]
+        if more is not None:
+            of_rank += more[:, rank, None]
+        np.maximum(slowest, of_rank, out=slowest)
     return slowest
 
 
@@ -255,6 +293,7 @@ def one_cap_step_ms(
     longest: Mapping[int, int],
     n_tokens: int,
     pipeline_size: int,
+    cp_size: int | None = None,
 ) -> NDArray[np.float64]:
     """Mean step time under each of `caps` alone, in milliseconds, shape [caps].
 
@@ -265,8 +304,9 @@ def one_cap_step_ms(
         longest: tokens of the longest document that a graph is captured for, by context-parallel size.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
         pipeline_size: pipeline-parallel size, for the bubble.
+        cp_size: the run's context-parallel size, which `costs` are of; None: the least of `longest`.
     """
-    lengths = sorted(set(longest.values()))
-    step_costs = StepCosts(table, costs, sorted(caps), lengths, pipeline_size, n_tokens=n_tokens, cp_size=min(longest))
+    lengths, cp_size = sorted(set(longest.values())), cp_size or min(longest)
+    step_costs = StepCosts(table, costs, sorted(caps), lengths, pipeline_size, n_tokens=n_tokens, cp_size=cp_size)
     options = [tuple(Bucket(n, length, n_tokens, size) for size, length in longest.items()) for n in caps]
     return step_costs.step_ms(options)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import Analysis
-from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.cost_table import HOSTS, CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.buckets.step_costs import one_cap_step_ms
 from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted
@@ -102,6 +102,7 @@ def _step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> NDArray[n
         longest=analysis.longest,
         n_tokens=analysis.graph_tokens,
         pipeline_size=analysis.settings.pipeline_parallel_size,
+        cp_size=analysis.settings.context_parallel_size,
     )
 
 
@@ -113,18 +114,11 @@ def _relative_step_times(analysis: Analysis, caps: list[int]) -> list[Range | No
     if analysis.times.origin == analysis.costs.origin == "none":
         return [None] * len(caps)
     ends = []
-    for end in (0, 1):
-        costs = _eager_at(analysis.costs, end)
+    for end in HOSTS:
         # A cap of no documents holds nothing, so all micro-batches run eagerly under it.
-        step_ms = _step_ms(analysis, costs, [0, *caps])
+        step_ms = _step_ms(analysis, analysis.costs.at_host(end), [0, *caps])
         ends.append(step_ms[1:] / step_ms[0])
     return [(float(min(pair)), float(max(pair))) for pair in zip(*ends, strict=True)]
-
-
-def _eager_at(costs: CostTable, end: int) -> CostTable:
-    """The cost table with each eager time at the lowest (`end` 0) or the highest (1) that is expected."""
-    eager = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[end]}) for p in costs.eager]
-    return costs.model_copy(update={"eager": eager})
 
 
 def check_part(part: str | None) -> None:

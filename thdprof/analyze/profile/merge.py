@@ -51,7 +51,9 @@ def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> R
         training = replace(training, train_samples=None)
     if any(p.training.weights != training.weights for p in profiles):
         training = replace(training, weights=None)
-    parts = [of_name[0] if len(of_name) == 1 else _added(of_name, first.costs) for of_name in by_name.values()]
+    parts = [
+        of_name[0] if len(of_name) == 1 else _added(of_name, first.costs, training) for of_name in by_name.values()
+    ]
     return RunProfile(cells.astype(COLUMNS), training=training, costs=first.costs, parts=parts)
 
 
@@ -76,9 +78,9 @@ def _check_alike(one: RunProfile, other: RunProfile, name: str, other_name: str)
             )
 
 
-def _added(parts: Sequence[PartOfRun], costs: CostTable) -> PartOfRun:
+def _added(parts: Sequence[PartOfRun], costs: CostTable, training: TrainingSettings) -> PartOfRun:
     """Add up parts that share a name."""
-    caps = combine_caps(list(parts), costs)
+    caps = combine_caps(list(parts), costs, training)
     if not caps:
         raise DataError(f"part {parts[0].name}: its profiles have no cap in common; give each a --part name of its own")
     steps = sum(p.steps for p in parts)

@@ -19,7 +19,7 @@ from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.profile.file import CapTime, Metadata, PartOfRun, Predicted, read_profile_file, write_profile_file
 from thdprof.analyze.times.results import Range
 from thdprof.plan import FallbackRate
-from thdprof.training import TrainingSettings
+from thdprof.training import DYNAMIC_CP, TrainingSettings
 from thdprof.words import counted
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class RunProfile:
 
     def caps(self) -> list[CapTime]:
         """Mean time of a step of all parts under each cap for which every part has a time, ascending."""
-        return combine_caps(self.parts, self.costs)
+        return combine_caps(self.parts, self.costs, self.training)
 
     def relative_step_time(self, cap: int) -> float:
         """Mean time of a step under `cap`, divided by that of an eager step; linear between the caps of `caps`."""
@@ -117,7 +117,9 @@ class RunProfile:
             return 1.0
         top = known[-1]
         if cap > top.max_seqs:
-            return top.step_ms * self._growth(cap, top.max_seqs) / self.eager_step_ms
+            longest = self.training.seq_length
+            replays = replays_per_step(self.training, self.microbatches, self.steps)
+            return larger_cap_step_ms(self.costs, top, cap, longest, replays) / self.eager_step_ms
         step_ms = np.interp(cap, [c.max_seqs for c in known], [c.step_ms for c in known])
         return float(step_ms) / self.eager_step_ms
 
@@ -243,13 +245,43 @@ def share_over(histogram: Histogram, value: int) -> float:
     return float(histogram.counts[max(0, value + 1) :].sum() / histogram.total)
 
 
-def combine_caps(parts: list[PartOfRun], costs: CostTable) -> list[CapTime]:
+def replays_per_step(training: TrainingSettings, microbatches: int, steps: int) -> float | None:
+    """Mean number of replays that a step lasts: a rank's micro-batches and those of the pipeline's bubble.
+
+    None under dynamic context parallelism, where groups of ranks wait for each other between their micro-batches.
+    """
+    if training.packer in DYNAMIC_CP:
+        return None
+    return microbatches / (steps * training.data_parallel_size) + training.pipeline_parallel_size - 1
+
+
+def larger_cap_step_ms(costs: CostTable, top: CapTime, cap: int, max_seqlen: int, replays: float | None) -> float:
+    """Mean time of a step under `cap`, in milliseconds, from that under a smaller cap that fits all micro-batches.
+
+    Every replay takes longer by as much. Where their number is not known, or nothing but replays takes time, the time
+    of replays and of what lies outside of the decoder grows in proportion.
+
+    Args:
+        costs: the cost table.
+        top: the smaller cap, and the time under it.
+        cap: the larger cap.
+        max_seqlen: tokens of the longest document that both caps are captured for.
+        replays: replays that a step lasts; None: not known.
+    """
+    before, after = costs.replay_ms(top.max_seqs, max_seqlen), costs.replay_ms(cap, max_seqlen)
+    outside_ms, optimizer_ms = costs.outside_ms or 0.0, costs.optimizer_ms or 0.0
+    if replays is not None and (outside_ms or optimizer_ms or costs.ms_per_squared_token):
+        return top.step_ms + replays * (after - before)
+    return (top.step_ms - optimizer_ms) * ((after + outside_ms) / (before + outside_ms)) + optimizer_ms
+
+
+def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSettings) -> list[CapTime]:
     """Mean time of a step under each cap for which every part has a time; parts are weighted by their steps.
 
     A part has times for the caps on its grid, for those below it (all micro-batches run eagerly) and, where costs do
     not depend on max_seqlen, for those above it (all micro-batches replay a larger graph).
     """
-    step_times = [_StepTimes(part, costs) for part in parts]
+    step_times = [_StepTimes(part, costs, training) for part in parts]
     total = sum(part.steps for part in parts)
     combined = []
     for cap in sorted({c.max_seqs for part in parts for c in part.caps}):
@@ -264,17 +296,18 @@ def combine_caps(parts: list[PartOfRun], costs: CostTable) -> list[CapTime]:
 class _StepTimes:
     """Mean times of a step of one part, by cap."""
 
-    def __init__(self, part: PartOfRun, costs: CostTable) -> None:
+    def __init__(self, part: PartOfRun, costs: CostTable, training: TrainingSettings) -> None:
         self._part, self._costs = part, costs
+        self._replays = replays_per_step(training, part.microbatches, part.steps)
         self._by_cap = {c.max_seqs: c.step_ms for c in part.caps}
 
     def at(self, cap: int) -> float | None:
         """Milliseconds under `cap`; None where the part has no time for it."""
-        first, last = self._part.caps[0].max_seqs, self._part.caps[-1].max_seqs
+        first, last = self._part.caps[0].max_seqs, self._part.caps[-1]
         if cap in self._by_cap:
             return self._by_cap[cap]
         if cap < first:
             return self._part.eager_step_ms
-        if cap > last and not self._costs.needs_max_seqlen:
-            return self._by_cap[last] * self._costs.replay_ms(cap, 1) / self._costs.replay_ms(last, 1)
+        if cap > last.max_seqs and not self._costs.needs_max_seqlen:
+            return larger_cap_step_ms(self._costs, last, cap, 1, self._replays)
         return None

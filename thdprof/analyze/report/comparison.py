@@ -35,7 +35,10 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for title, reasons in (("by shape", comparison.fallbacks), ("not predicted", comparison.other_fallbacks)):
         if reasons:
             lines.append(f"eager, {title}: " + ", ".join(f"{reason} {n:,}" for reason, n in reasons.items()))
-    lines.append(f"plan: a step {comparison.plan_step_ms:.2f} ms, all eagerly {comparison.plan_eager_step_ms:.2f} ms")
+    if comparison.plan_step_ms is not None and comparison.plan_eager_step_ms is not None:
+        lines.append(
+            f"plan: a step {comparison.plan_step_ms:.2f} ms, all eagerly {comparison.plan_eager_step_ms:.2f} ms"
+        )
     lines.append(f"  ({comparison.plan_costs})")
     for title, ms in (("a replayed", comparison.replay_ms), ("an eager", comparison.eager_ms)):
         if ms is not None:

@@ -70,6 +70,8 @@ class Report:
             return predicted.times
         if costs.origin == "measured":
             relative = plan.relative_step_time
+            if relative is None or plan.step_ms is None or plan.eager_step_ms is None:
+                return Times(origin="none", basis=HOW_TO_GET_TIMES)
             return Times(
                 origin="measured",
                 basis=f"{costs.name} on {costs.hardware}",

@@ -7,19 +7,21 @@ from typing import Any
 
 from thdprof.analyze.analysis import Analysis, CpSize
 from thdprof.analyze.buckets.recommend import Candidate
+from thdprof.analyze.report.model import model_dict
 from thdprof.files import json_text
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 
 SCHEMA = "thdprof.analysis/1"
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
+def _candidate(candidate: Candidate, *, timed: bool) -> dict[str, Any]:
+    """One cap; without `timed` its times are of another model, and null."""
     return {
         "max_seqs": candidate.max_seqs,
         "coverage": candidate.coverage,
         "fallback_rate": candidate.fallback_rate.model_dump(),
-        "relative_step_time": candidate.relative_step_time,
-        "padding_ms": candidate.padding_ms,
+        "relative_step_time": candidate.relative_step_time if timed else None,
+        "padding_ms": candidate.padding_ms if timed else None,
     }
 
 
@@ -36,12 +38,14 @@ def _captures(analysis: Analysis) -> dict[str, Any] | None:
 
 def to_dict(analysis: Analysis) -> dict[str, Any]:
     """The JSON object as a dict; it has the key `offload` if activations are moved to the host."""
-    chosen, offload = analysis.recommendation, analysis.offload
+    chosen, offload, timed = analysis.recommendation, analysis.offload, analysis.times.origin != "none"
     return {
         "schema": SCHEMA,
         "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
         "training": asdict(analysis.settings),
         "assumptions": [asdict(a) for a in analysis.assumptions],
+        "model": model_dict(analysis),
+        "gpu": analysis.gpu,
         "exact": analysis.microbatches.exact,
         "microbatches": len(analysis.microbatches),
         "steps": analysis.steps,
@@ -51,7 +55,11 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         "cp_sizes": [_cp_size(size) for size in analysis.cp_sizes],
         "packing_efficiency": analysis.packing_efficiency,
         "packing_efficiency_without_cap": analysis.packing_efficiency_without_cap,
-        "candidates": [_candidate(c) for c in chosen.candidates],
+        "verdict": analysis.verdict.ruling,
+        "verdict_reason": analysis.verdict.reason,
+        "times": asdict(analysis.times),
+        "worth": None if analysis.worth is None else asdict(analysis.worth),
+        "candidates": [_candidate(c, timed=timed) for c in chosen.candidates],
         "recommendation": {
             "max_packed_seqs": max((b.max_seqs for b in chosen.buckets), default=None),
             "buckets": [
@@ -67,13 +75,15 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
             "slots": analysis.slots,
             "fallback_rate": chosen.fallback_rate.model_dump(),
             "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
-            "relative_step_time": chosen.relative_step_time,
-            "step_ms": chosen.step_ms,
-            "eager_step_ms": chosen.eager_step_ms,
+            "relative_step_time": chosen.relative_step_time if timed else None,
+            "step_ms": chosen.step_ms if timed else None,
+            "eager_step_ms": chosen.eager_step_ms if timed else None,
             "graph_memory_bytes": chosen.graph_memory_bytes,
-            "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap),
+            "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap, timed=timed),
         },
         **({} if offload is None else {"offload": asdict(offload)}),
+        "memory": None if analysis.memory is None else asdict(analysis.memory),
+        "capture": None if analysis.capture is None else asdict(analysis.capture),
         "costs": {
             "name": analysis.costs.name,
             "calibrated": analysis.costs.calibrated,

@@ -10,8 +10,10 @@ from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction
-from thdprof.analyze.buckets.recommend import LEAST_GAIN, Candidate
-from thdprof.analyze.report.words import counted, percent, percentile_name
+from thdprof.analyze.buckets.recommend import Candidate
+from thdprof.analyze.report.model import model_line
+from thdprof.analyze.report.peak import capture_sentence, memory_sentence
+from thdprof.analyze.report.words import counted, percent, percentile_name, spanned
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
 from thdprof.training import shown
 
@@ -61,6 +63,9 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     )
     count = counted(len(table), "micro-batch", "micro-batches")
     yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
+    model = model_line(analysis)
+    if model is not None:
+        yield Text(model)
     for assumption in analysis.assumptions:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
     for note in analysis.notes:
@@ -75,6 +80,9 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield ""
     yield _caps(analysis, block)
     yield ""
+    yield Text(verdict_sentence(analysis), style="bold")
+    for line in times_lines(analysis):
+        yield Text(f"  {line}")
     yield Text(sentence(analysis), style="bold")
     for reason in reasons(analysis):
         yield Text(f"  - {reason}")
@@ -82,6 +90,10 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield Text(f"warning: {warning}", style="yellow")
     if analysis.offload is not None:
         yield Text(_offloaded(analysis.offload))
+    if analysis.memory is not None:
+        yield Text(memory_sentence(analysis.memory))
+    if analysis.capture is not None:
+        yield Text(capture_sentence(analysis.capture))
 
 
 def _packing(analysis: Analysis) -> str:
@@ -135,7 +147,9 @@ def _caps(analysis: Analysis, block: str) -> Table:
     table.add_column("")
     for name in ("replayed", "steps with an\neager micro-batch"):
         table.add_column(name, justify="right")
-    table.add_column("step time, eager = 1")
+    timed = analysis.times.origin != "none"
+    if timed:
+        table.add_column("step time, eager = 1")
     for candidate in analysis.recommendation.candidates:
         label = ", ".join(percentile_name(n) for n in candidate.names)
         table.add_row(
@@ -143,7 +157,7 @@ def _caps(analysis: Analysis, block: str) -> Table:
             label,
             percent(candidate.coverage),
             percent(candidate.fallback_rate.step),
-            f"{candidate.relative_step_time:.3f} {_bar(candidate.relative_step_time, block)}",
+            *([f"{candidate.relative_step_time:.3f} {_bar(candidate.relative_step_time, block)}"] if timed else []),
         )
     return table
 
@@ -157,14 +171,17 @@ def sentence(analysis: Analysis) -> str:
     chosen = analysis.recommendation
     if not chosen.buckets:
         best = chosen.unlimited_relative_step_time
+        if analysis.times.origin == "none":
+            return "Capture no graphs: none keep to the limits."
         if best >= 1:
             return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
-        if best > 1 - LEAST_GAIN:
+        if best > 1 - analysis.costs.least_gain:
             return (
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
                 "the GPU is busy without them too."
             )
-        return f"Do not use CUDA graphs here: none within the limits saves {LEAST_GAIN:.0%} of the eager step time."
+        gain = f"{analysis.costs.least_gain:.0%}"
+        return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
     caps = [
         f"{b.max_seqs} ({f'{_ranks(b.cp_size)}, ' if analysis.cp_sizes else ''}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
@@ -176,10 +193,41 @@ def sentence(analysis: Analysis) -> str:
         if chosen.fallback_rate.microbatch == 0
         else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
     )
-    return (
-        f"Capture graphs for {listed} {documents}: a step takes {chosen.relative_step_time:.3f} of its eager time, "
-        f"and {fallbacks}."
-    )
+    return f"Capture graphs for {listed} {documents}: {fallbacks}."
+
+
+def verdict_sentence(analysis: Analysis) -> str:
+    """The verdict with the range of the step time and its origin; without times, that there is none and why."""
+    times, verdict = analysis.times, analysis.verdict
+    if verdict.ruling is None or times.relative_step_time is None:
+        return f"No times and no verdict on speed: {verdict.reason}."
+    low, high = times.relative_step_time
+    span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
+    saved = f": a step takes {span} of its eager time ({times.origin})" if analysis.recommendation.buckets else ""
+    return f"{verdict.ruling.capitalize()}{saved}. {verdict.reason[0].upper()}{verdict.reason[1:]}."
+
+
+def times_lines(analysis: Analysis) -> list[str]:
+    """The times of the median micro-batch, and what the plan is worth; none without times."""
+    times, worth = analysis.times, analysis.worth
+    if times.decoder_replay_ms is None or times.decoder_eager_ms is None:
+        return []
+    outside = "" if times.outside_decoder_ms is None else f"; outside the decoder {times.outside_decoder_ms:.1f} ms"
+    lines = [
+        f"median micro-batch, one rank: decoder replayed {times.decoder_replay_ms:.1f} ms, eagerly "
+        f"{spanned(times.decoder_eager_ms, 'ms')}{outside}"
+    ]
+    lines.append(f"of {times.basis}")
+    if worth is not None and analysis.recommendation.buckets:
+        line = (
+            f"{spanned(worth.tokens_per_second, 'tokens/s')} on {counted(worth.gpus, 'GPU')} "
+            f"({spanned(worth.eager_tokens_per_second)} eagerly); over {counted(worth.steps, 'step')} "
+            f"{spanned(worth.gpu_hours_saved, 'GPU-hours')} saved"
+        )
+        if worth.saved is not None:
+            line += f", worth {spanned(worth.saved)}"
+        lines.append(line)
+    return lines
 
 
 def _ranks(cp_size: int) -> str:
@@ -191,12 +239,15 @@ def reasons(analysis: Analysis) -> list[str]:
     chosen, offload = analysis.recommendation, analysis.offload
     sentences = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
     one = chosen.one_cap
+    timed = analysis.times.origin != "none"
     if one is None:
-        sentences.append(f"no single cap saves {LEAST_GAIN:.0%} of the eager step time")
+        if timed:
+            sentences.append(f"no single cap saves {analysis.costs.least_gain:.0%} of the eager step time")
     elif len(chosen.buckets) > 1:
+        time = f"{one.relative_step_time:.3f} of the eager step time, " if timed else ""
         sentences.append(
-            f"with one cap only, {one.max_seqs} is best: {one.relative_step_time:.3f} of the eager step time, "
-            f"{percent(one.fallback_rate.step)} of steps with an eager micro-batch"
+            f"with one cap only, {one.max_seqs} is best: {time}{percent(one.fallback_rate.step)} of steps with an "
+            "eager micro-batch"
         )
     if chosen.buckets and analysis.settings.experts == "dropless":
         sentences.append(DROPLESS_EXPERTS_RUN_EAGERLY)
@@ -208,9 +259,9 @@ def reasons(analysis: Analysis) -> list[str]:
         most = max(sum(rank) for rank in analysis.slots)
         memory = ""
         size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
-        if size is not None:
-            after = "" if offload is None else ", after offloading,"
-            memory = f", about {size / 2**30:.1f} GiB of graph memory{after} for the measured model"
+        if size is not None and timed:
+            after = "" if offload is None else " after offloading"
+            memory = f", about {size / 2**30:.1f} GiB of graph memory{after}"
         sentences.append(f"slots: at most {most} on a pipeline rank{memory}")
     return sentences
 

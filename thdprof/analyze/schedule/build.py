@@ -85,11 +85,12 @@ def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings
     steps, warnings = _num_steps(len(samples), settings)
     if settings.loader == "cyclic":
         rows = samplers.cyclic_rows(len(samples), steps, settings)
-        n_seqs, max_seqlen = samples.n_seqs[rows], samples.max_seqlen[rows]
+        n_seqs, max_seqlen, squared = samples.n_seqs[rows], samples.max_seqlen[rows], samples.squared[rows]
     else:
         n_seqs, max_seqlen = (_in_file_order(a, steps, settings) for a in (samples.n_seqs, samples.max_seqlen))
+        squared = _in_file_order(samples.squared, steps, settings)
     tokens = settings.micro_batch_size * settings.seq_length
-    table = _merge(n_seqs, max_seqlen, tokens, settings)
+    table = _merge(n_seqs, max_seqlen, squared, tokens, settings)
     return Schedule(table=table, warnings=warnings, independent=len(table))
 
 
@@ -134,11 +135,13 @@ def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: T
             order = blend.blend_order(weights, min(settings.train_samples, sum(len(p) for p in parts)))
     blend.check_draws(order, [len(p) for p in parts], [s.path for s in streams])
     n_seqs, max_seqlen = (np.empty(len(order), dtype=np.int32) for _ in range(2))
+    squared = np.empty(len(order), dtype=np.float64)
     for index, part in enumerate(parts):
         here = order == index  # every dataset gives its samples in its own order
         count = int(here.sum())
         n_seqs[here], max_seqlen[here] = part.n_seqs[:count], part.max_seqlen[:count]
-    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen)
+        squared[here] = part.squared[:count]
+    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=squared)
 
 
 def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
@@ -152,11 +155,12 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         return _schedule_dynamic_cp(documents, settings)
     if settings.packer == "dp_balanced":
         rows, num_microbatches = dp_balanced(documents.document_tokens, settings=settings)
-        n_seqs, max_seqlen, tokens = _plain_rows(rows, settings)
+        n_seqs, max_seqlen, tokens, squared = _plain_rows(rows, settings)
         table = MicrobatchTable(
             n_seqs=n_seqs,
             max_seqlen=max_seqlen,
             n_tokens=tokens,
+            squared=squared,
             data_parallel_size=settings.data_parallel_size,
             num_microbatches=num_microbatches,
             exact=settings.loader == "single",
@@ -227,15 +231,16 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
         together = settings.num_microbatches if settings.loader == "batch" else 1
         independent = max(1, min(len(table), rows.num_rows()) // together)
         return Schedule(table=table, warnings=warnings, independent=independent)
-    documents, longest, tokens_by_row = _plain_rows(rows, settings)
+    documents, longest, tokens_by_row, squared_by_row = _plain_rows(rows, settings)
     shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
     n_seqs = documents[read].reshape(shape).sum(axis=3, dtype=np.int64)
     max_seqlen = longest[read].reshape(shape).max(axis=3)
     tokens = tokens_by_row[read].reshape(shape).sum(axis=3)
+    squared = squared_by_row[read].reshape(shape).sum(axis=3)
     if rows.rule == "trl":
         padding = -tokens % settings.pad_seq_to_mult  # every padding token has position 0 and so begins a document
-        n_seqs, tokens = n_seqs + padding, tokens + padding
-    table = _table(n_seqs, max_seqlen, tokens, settings)
+        n_seqs, tokens, squared = n_seqs + padding, tokens + padding, squared + padding
+    table = _table(n_seqs, max_seqlen, tokens, squared, settings)
     distinct = max(1, rows.num_rows() // settings.micro_batch_size)
     return Schedule(table=table, warnings=warnings, independent=min(len(table), distinct))
 
@@ -272,21 +277,28 @@ def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingS
     n_seqs = documents + (tail > 0)
     if together:
         n_seqs = np.broadcast_to(n_seqs.max(axis=2, keepdims=True), n_seqs.shape)
-    return _table(n_seqs, np.maximum(longest, tail), length, settings)
+    squared = rows.squared()[read] + np.square(tail, dtype=np.float64)
+    return _table(n_seqs, np.maximum(longest, tail), length, squared, settings)
 
 
 def _plain_rows(
     rows: PackedRows, settings: TrainingSettings
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]]:
-    """Documents, tokens of the longest document, and tokens of every row after the tail policy; each [rows]."""
-    documents, longest, totals = rows.num_documents(), rows.longest(), rows.num_tokens()
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64], NDArray[np.float64]]:
+    """Documents, tokens of the longest document, tokens, and sum of squared lengths of every row; each [rows].
+
+    They are as after the tail policy.
+    """
+    documents, longest, totals, squared = rows.num_documents(), rows.longest(), rows.num_tokens(), rows.squared()
     if settings.tail_policy == "none":
-        return documents, longest, totals
+        return documents, longest, totals, squared
     tail = settings.seq_length - totals
     if settings.tail_policy == "append_dummy_seq":
         documents = documents + (tail > 0).astype(np.int32)
-        return documents, np.maximum(longest, tail).astype(np.int32), totals + tail
-    return documents, np.maximum(longest, rows.last() + tail).astype(np.int32), totals + tail
+        longest = np.maximum(longest, tail).astype(np.int32)
+        return documents, longest, totals + tail, squared + np.square(tail, dtype=np.float64)
+    last = rows.last().astype(np.int64)
+    longest = np.maximum(longest, last + tail).astype(np.int32)
+    return documents, longest, totals + tail, squared + np.multiply(tail, 2 * last + tail, dtype=np.float64)
 
 
 def _num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[str, ...]]:
@@ -309,7 +321,7 @@ def _num_steps(num_rows: int, settings: TrainingSettings) -> tuple[int, tuple[st
     return steps, ()
 
 
-def _in_file_order(values: NDArray[np.int32], steps: int, settings: TrainingSettings) -> NDArray[np.int32]:
+def _in_file_order[T: np.generic](values: NDArray[T], steps: int, settings: TrainingSettings) -> NDArray[T]:
     """Deal `values` [rows] as the sampler `single` deals rows: shape [steps, ranks, rows of one rank and step]."""
     shape = (steps, settings.num_microbatches, settings.data_parallel_size, settings.micro_batch_size)
     dealt = values[: steps * settings.global_batch_size].reshape(shape).transpose(0, 2, 1, 3)
@@ -317,23 +329,29 @@ def _in_file_order(values: NDArray[np.int32], steps: int, settings: TrainingSett
 
 
 def _merge(
-    n_seqs: NDArray[np.int32], max_seqlen: NDArray[np.int32], tokens: int, settings: TrainingSettings
+    n_seqs: NDArray[np.int32],
+    max_seqlen: NDArray[np.int32],
+    squared: NDArray[np.float64],
+    tokens: int,
+    settings: TrainingSettings,
 ) -> MicrobatchTable:
     """Merge every `micro_batch_size` rows into a micro-batch, as Megatron's flatten_batch_for_packed_sequences does.
 
-    `n_seqs` and `max_seqlen` have shape [steps, ranks, rows]; a micro-batch has `tokens` tokens.
+    The arrays have shape [steps, ranks, rows]; a micro-batch has `tokens` tokens.
     """
     if settings.micro_batch_size > 1:
         shape = (*n_seqs.shape[:2], settings.num_microbatches, settings.micro_batch_size)
         n_seqs = n_seqs.reshape(shape).sum(axis=3, dtype=np.int32)
         max_seqlen = max_seqlen.reshape(shape).max(axis=3)
-    return _table(n_seqs, max_seqlen, np.broadcast_to(np.int64(tokens), n_seqs.shape), settings)
+        squared = squared.reshape(shape).sum(axis=3)
+    return _table(n_seqs, max_seqlen, np.broadcast_to(np.int64(tokens), n_seqs.shape), squared, settings)
 
 
 def _table(
     n_seqs: NDArray[np.integer],
     max_seqlen: NDArray[np.integer],
     n_tokens: NDArray[np.integer],
+    squared: NDArray[np.float64],
     settings: TrainingSettings,
 ) -> MicrobatchTable:
     """Make a table of arrays of shape [steps, ranks, micro-batches]."""
@@ -348,6 +366,7 @@ def _table(
         n_seqs=np.ascontiguousarray(n_seqs, dtype=np.int32).reshape(-1),
         max_seqlen=np.ascontiguousarray(max_seqlen, dtype=np.int32).reshape(-1),
         n_tokens=flat_tokens,
+        squared=np.ascontiguousarray(squared).reshape(-1),
         data_parallel_size=settings.data_parallel_size,
         num_microbatches=np.broadcast_to(np.int32(settings.num_microbatches), steps),
         exact=settings.loader is not None,

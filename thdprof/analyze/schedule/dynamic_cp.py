@@ -204,13 +204,16 @@ def _table(
         starts = np.flatnonzero(np.diff(round_ * ranks + first, prepend=-1))
     documents = np.diff(starts, append=len(tokens))
     longest, total = np.maximum.reduceat(tokens, starts), np.add.reduceat(tokens, starts)
+    squared = np.add.reduceat(np.square(tokens, dtype=np.float64), starts)
     step, round_, first, width = (a[starts] for a in (step, round_, first, width))
     tail = width * (settings.max_seqlen_per_dp_cp_rank or 0) - total
     if settings.tail_policy == "append_dummy_seq":
         documents, longest = documents + (tail > 0), np.maximum(longest, tail)
+        squared = squared + np.square(tail, dtype=np.float64)
     elif settings.tail_policy == "extend_last":
         last = tokens[np.append(starts[1:], len(tokens)) - 1]
         longest = np.maximum(longest, last + tail)
+        squared = squared + np.multiply(tail, 2 * last + tail, dtype=np.float64)
     if settings.tail_policy != "none":
         total = total + tail
     ran, microbatch = np.zeros((num_steps, ranks), dtype=np.int64), np.empty_like(first)
@@ -220,6 +223,7 @@ def _table(
         n_seqs=documents[by_rank].astype(np.int32),
         max_seqlen=longest[by_rank].astype(np.int32),
         n_tokens=total[by_rank],
+        squared=squared[by_rank],
         data_parallel_size=ranks,
         num_microbatches=ran.max(axis=1).astype(np.int32),
         exact=placement.stopped_steps.size == 0,

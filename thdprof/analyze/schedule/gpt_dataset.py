@@ -34,6 +34,8 @@ class Samples:
     """Documents of every sample, int32, shape [samples]."""
     max_seqlen: NDArray[np.int32]
     """Tokens of the longest document of every sample, int32, shape [samples]."""
+    squared: NDArray[np.float64]
+    """Sum of the squared lengths of every sample's documents, float64, shape [samples]."""
 
     def __len__(self) -> int:
         return len(self.n_seqs)
@@ -116,14 +118,46 @@ def gpt_samples(
     )
     random.set_state(state)
     tick(_SHUFFLE_SHARE)
-    packed = _count(ends, seq_length, total, extra, lambda done: tick(_SHUFFLE_SHARE + (1 - _SHUFFLE_SHARE) * done))
+    samples = _count(ends, seq_length, total, extra, lambda done: tick(_SHUFFLE_SHARE + (1 - _SHUFFLE_SHARE) * done))
     del ends
     # each sample is one 64-bit value: NumPy shuffles 8-byte values fastest
-    random.shuffle(packed[:before] if last_apart else packed)
+    bits = _bits(samples.n_seqs, seq_length)
+    shuffled = np.arange(total) if bits is None else _packed(samples, bits)
+    random.shuffle(shuffled[:before] if last_apart else shuffled)
     if last_apart:
-        random.shuffle(packed[before:])
-    halves = packed.view(np.int32).reshape(-1, 2)
-    return Samples(n_seqs=np.ascontiguousarray(halves[:, 0]), max_seqlen=np.ascontiguousarray(halves[:, 1]))
+        random.shuffle(shuffled[before:])
+    if bits is not None:
+        return _unpacked(shuffled, bits)
+    n_seqs, max_seqlen = (a[shuffled] for a in (samples.n_seqs, samples.max_seqlen))
+    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=samples.squared[shuffled])
+
+
+def _bits(n_seqs: NDArray[np.int32], seq_length: int) -> tuple[int, int] | None:
+    """Bits of the documents and of the longest document of a sample; None if one int64 cannot hold a sample.
+
+    Above them stand the squared lengths, which add up to no more than seq_length squared.
+    """
+    bits = int(n_seqs.max()).bit_length(), seq_length.bit_length()
+    return bits if sum(bits) + (seq_length**2).bit_length() <= 63 else None
+
+
+def _packed(samples: Samples, bits: tuple[int, int]) -> NDArray[np.int64]:
+    """Every sample as one integer, int64, shape [samples]."""
+    packed = samples.squared.astype(np.int64)
+    packed <<= bits[1]
+    packed |= samples.max_seqlen
+    packed <<= bits[0]
+    packed |= samples.n_seqs
+    return packed
+
+
+def _unpacked(packed: NDArray[np.int64], bits: tuple[int, int]) -> Samples:
+    """The samples of `packed`, which is used up."""
+    n_seqs = (packed & ((1 << bits[0]) - 1)).astype(np.int32)
+    packed >>= bits[0]
+    max_seqlen = (packed & ((1 << bits[1]) - 1)).astype(np.int32)
+    packed >>= bits[1]
+    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=packed.astype(np.float64))
 
 
 def _shuffled_ends(
@@ -142,18 +176,15 @@ def _shuffled_ends(
     return np.cumsum(stream, out=stream)
 
 
-def _count(
-    ends: NDArray[np.int64], seq_length: int, total: int, extra: int, tick: Callable[[float], None]
-) -> NDArray[np.int64]:
-    """The number of documents (low 32 bits) and tokens of the longest (high 32 bits) of every sample, shape [total].
-
-    Samples are in order of the token stream, not yet shuffled.
+def _count(ends: NDArray[np.int64], seq_length: int, total: int, extra: int, tick: Callable[[float], None]) -> Samples:
+    """The `total` samples in order of the token stream, not yet shuffled.
 
     Sample k holds stream tokens k*S up to (k+1)*S. It begins in the sequence that holds the last token drawn for the
     sample before it: token k*S with an extra token, else token k*S - 1, whose sequence then opens the sample with an
     empty document when it ends there. Sequences that are empty count, unless they lie at the sample's end.
     """
-    packed = np.empty((total, 2), dtype=np.int32)
+    n_seqs, max_seqlen = (np.empty(total, dtype=np.int32) for _ in range(2))
+    squared = np.empty(total, dtype=np.float64)
     chunk = max(1, _SEQUENCES_A_CHUNK * total // len(ends))
 
     def count_chunk(low: int) -> None:
@@ -163,30 +194,32 @@ def _count(
         if low == 0:
             begin[0] = 0  # the first sample begins with the first sequence, empty or not
         end = np.searchsorted(ends, cuts[1:], side="left")
-        packed[low:high, 0] = end - begin + 1
-        packed[low:high, 1] = _longest(ends, cuts, begin, end)
+        n_seqs[low:high] = end - begin + 1
+        max_seqlen[low:high], squared[low:high] = _longest_and_squared(ends, cuts, begin, end)
 
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:  # NumPy releases Python's lock in these loops
         counted = [threads.submit(count_chunk, low) for low in range(0, total, chunk)]
         for done, chunk_counted in enumerate(counted, start=1):
             chunk_counted.result()
             tick(done / len(counted))
-    return packed.reshape(-1).view(np.int64)
+    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=squared)
 
 
-def _longest(
+def _longest_and_squared(
     ends: NDArray[np.int64], cuts: NDArray[np.int64], begin: NDArray[np.int64], end: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Tokens of the longest document of samples, shape [samples].
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Tokens of the longest document, and sum of the squared lengths of the documents, of samples, shape [samples].
 
     A sample reaches from sequence `begin` to `end` [samples] and is cut from the stream at `cuts` [samples + 1].
     """
     start, stop = cuts[:-1], cuts[1:]
     longest = np.minimum(ends[begin], stop) - start
+    squared = longest * longest
     several = np.flatnonzero(end > begin)
     if several.size:
-        last_start = np.maximum(ends[end[several] - 1], start[several])
-        longest[several] = np.maximum(longest[several], stop[several] - last_start)
+        last = stop[several] - np.maximum(ends[end[several] - 1], start[several])
+        longest[several] = np.maximum(longest[several], last)
+        squared[several] += last * last
     inner = np.flatnonzero(end > begin + 1)
     if inner.size:
         first = int(begin[inner[0]])
@@ -197,4 +230,8 @@ def _longest(
         ranges[0::2] = begin[inner] - first
         ranges[1::2] = end[inner] - 1 - first
         longest[inner] = np.maximum(longest[inner], np.maximum.reduceat(lengths, ranges)[0::2])
-    return longest
+        # in place, and without its last element, which is 0: sums before the first sequence are its element -1
+        sums = np.cumsum(np.multiply(lengths, lengths, out=lengths), out=lengths)
+        sums[-1] = 0
+        squared[inner] += sums[ranges[1::2] - 1] - sums[ranges[0::2] - 1]  # right even where sums wrapped around
+    return longest, squared

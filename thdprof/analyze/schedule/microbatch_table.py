@@ -54,6 +54,9 @@ class MicrobatchTable:
     number of the rank that has most."""
     exact: bool
     """Whether training forms these micro-batches in this order; else they were drawn, or training stops on a step."""
+    squared: NDArray[np.float64] | None = None
+    """Sum of the squared lengths of every micro-batch's documents as attention sees them, over all its context-parallel
+    ranks, shape [micro-batches]: attention's work grows with it. None: not known. `record_batches` leaves it out."""
     groups: RankGroups | None = None
     """The groups of ranks that run the micro-batches; None: every rank has micro-batches of its own."""
 

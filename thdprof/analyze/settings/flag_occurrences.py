@@ -72,7 +72,7 @@ def is_flag(word: Word) -> bool:
 
 
 def _is_of_megatron(name: str) -> bool:
-    return name in FLAGS and not FLAGS[name].of_torchrun
+    return name in FLAGS and not FLAGS[name].of_torchrun and not FLAGS[name].of_model
 
 
 def _of_training(commands: list[list[Occurrence]]) -> list[list[Occurrence]]:
@@ -135,6 +135,11 @@ def _ends_values(word: Word, takes_list: bool) -> bool:
     unknown = word.unknown
     arguments = word.wholly_unknown and unknown is not None and unknown.source in SCRIPT_ARGUMENTS
     return is_flag(word) or (takes_list and arguments)
+
+
+def words_of(words: list[Word]) -> list[Word]:
+    """The words of a command, with every command line that is quoted as one word taken apart."""
+    return list(_taken_apart(words))
 
 
 def _taken_apart(words: list[Word]) -> Iterator[Word]:

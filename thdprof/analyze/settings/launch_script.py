@@ -27,6 +27,8 @@ from thdprof.analyze.settings.megatron_flags import (
     TRAIN_DATA_PATH,
     WORLD_VARIABLES,
 )
+from thdprof.analyze.settings.model.launch_flags import read_model_flags
+from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.script_flags import ScriptFlags
 from thdprof.analyze.settings.shell import UnclosedQuoteError, Value, read_shell
 from thdprof.errors import UsageError
@@ -48,6 +50,8 @@ class MegatronArgs:
     """Blend weights, one a prefix; None where the script gives none."""
     notes: list[str]
     """Remarks for the user, each with the place in the script."""
+    model: ModelReading
+    """What the script says of the model."""
 
 
 def parse_megatron_args(
@@ -79,11 +83,12 @@ def parse_megatron_args(
     _read_interleaving(flags, settings)
     _read_data_parallel(flags, script.variables, settings, world_size)
     paths, weights = _read_blend(flags, settings)
+    model = read_model_flags(flags)
     if flags.defaults_of:
         names = ", ".join(sorted(flags.defaults_of))
         flags.notes.append(f"{where}: the script's own defaults are taken for {names}")
     notes = list(dict.fromkeys(flags.notes))
-    return MegatronArgs(settings=settings, data_paths=paths, weights=weights, notes=notes)
+    return MegatronArgs(settings=settings, data_paths=paths, weights=weights, notes=notes, model=model)
 
 
 def _direct_settings(flags: ScriptFlags) -> dict[str, Any]:
@@ -157,7 +162,7 @@ def _read_data_parallel(
     if world is None:
         flags.notes.append(f"{flags.where}: does not tell the number of ranks; give {option}")
         return
-    tensor = flags.count(TENSOR_PARALLEL_SIZE, name, option) or 1
+    tensor = flags.from_caller.get("tensor_model_parallel_size") or flags.count(TENSOR_PARALLEL_SIZE, name, option) or 1
     pipeline = flags.parallel_size(settings, "pipeline_parallel_size")
     context = flags.parallel_size(settings, "context_parallel_size")
     replica = tensor * pipeline * context

@@ -38,6 +38,19 @@ class AnalysisOptions:
         Setting(help="GPUs of the run, for --megatron-args.", panel="Where settings come from", everyday=False),
     ] = None
     """GPUs of the run, where a launch script does not tell their number."""
+    model: Annotated[
+        Path | None,
+        Setting(
+            help="The model: a directory with config.json, that file, or a recipe as YAML.",
+            panel="Model",
+            assumed="the launch script's",
+        ),
+    ] = None
+    """The model: a Hugging Face config.json or the directory that holds it, or a recipe as YAML."""
+    gpu: Annotated[str | None, Setting(help="GPU that times are of, such as h100.", panel="Model", assumed="none")] = (
+        None
+    )
+    """Name of the GPU that times are of."""
     cost_table: Annotated[
         Path | None,
         Setting(help="Measured costs: a file of calibrate.", panel="Costs and limits", assumed="built-in costs"),
@@ -80,6 +93,9 @@ class Limits:
     """Largest share of steps with an eager micro-batch; None: no limit."""
     graph_memory_bytes: int | None = None
     """Most graph memory of a pipeline rank in bytes; None: no limit."""
+    cover_largest: bool = True
+    """Whether several buckets hold every micro-batch, so that none runs eagerly beside the slots; False: the quickest
+    buckets, whatever they leave out."""
 
     def __post_init__(self) -> None:
         """Refuse limits that cannot be kept to.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from thdprof.analyze.settings.model.flag_names import flag_values
 from thdprof.training import definitions
 
 
@@ -22,6 +23,8 @@ class Flag:
     """Why the flag does not change the prediction, as a note to the user; None where the flag is followed."""
     of_torchrun: bool = False
     """Whether the flag is one of torchrun; it then says nothing about whether a command trains."""
+    of_model: bool = False
+    """Whether the flag only says what the model is; other programs, which do not train, have such flags too."""
 
     @property
     def least(self) -> int:
@@ -113,6 +116,7 @@ _FLAGS = (
         value="switch",
         not_followed="its dataset, made of conversations while training, is not followed",
     ),
+    *(Flag(name=name, value=value, of_model=True) for name, value in flag_values().items()),
 )
 FLAGS = {flag.name: flag for flag in _FLAGS}
 """Every flag that is looked for, by its name; all others are passed over."""

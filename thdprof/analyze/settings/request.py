@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from thdprof.analyze.settings.limits import Limits, analysis_options, read_limits, whole_number
+from thdprof.analyze.settings.model.files import model_file, read_model_file
+from thdprof.analyze.settings.model.reading import ModelReading
+from thdprof.analyze.settings.model.resolve import experts_of, read_settings, resolve_model
 from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.errors import DataError, UsageError
-from thdprof.training import Attention, definitions
+from thdprof.training import Attention, Model, definitions, model_definitions
+from thdprof.training.model_fields import read_field
+
+_EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
+"""Fields of the model that decide the setting `experts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,14 @@ class Request:
     cost_table: Path | None
     attention: Attention
     limits: Limits
+    model: Model | None
+    """The model that the run trains; None where it is not known."""
+    model_source: str | None
+    """Where the model was read; None where it is not known."""
+    model_file: Path | None
+    """The file of --model that was read; None without one."""
+    gpu: str | None
+    """Name of the GPU that times are of; None: not given."""
     notes: list[str]
 
 
@@ -38,7 +53,7 @@ def read_request(
         DataError: a file that cannot be read.
         UsageError: an option that is unknown, or of a value that cannot be.
     """
-    names = {*definitions(), *analysis_options()}
+    names = {*definitions(), *analysis_options(), *model_definitions()}
     stronger = load_settings_file(settings, names) if settings is not None else {}
     _override(stronger, {name: value for name, value in flags.items() if value is not None})
     if "weights" in stronger:
@@ -47,7 +62,11 @@ def read_request(
         stronger["split"] = str(stronger["split"])
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
     world_size = whole_number("world_size", command)
+    own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
+    path = Path(_text("--model", command["model"])) if "model" in command else None
+    file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
+    said: ModelReading | None = None
     if megatron_args is not None:
         from thdprof.analyze.settings.launch_script import parse_megatron_args
 
@@ -55,9 +74,9 @@ def read_request(
             _read_text("--megatron-args", megatron_args),
             where=str(megatron_args),
             world_size=world_size,
-            given={**stronger, **({"data_paths": found} if found else {})},
+            given={**stronger, **_ranks(file), **own, **({"data_paths": found} if found else {})},
         )
-        given, notes = dict(script.settings), script.notes
+        given, notes, said = dict(script.settings), script.notes, script.model
         if not found:
             found = script.data_paths
             if script.weights is not None:
@@ -67,6 +86,17 @@ def read_request(
             f"{analysis_options()['world_size'].shown()}: only completes --megatron-args; give --data-parallel-size "
             "instead"
         )
+    resolved = resolve_model(own, file=file, script=said)
+    if file is not None:
+        taken = {name: value for name, value in file.training.items() if name not in {**given, **stronger}}
+        if taken:
+            listed = ", ".join(f"{name} {value}" for name, value in taken.items())
+            notes.append(f"--model {file.source}: {listed} taken from it")
+        given.update(taken)
+    decides = file is not None or "experts" not in given or not _EXPERTS.isdisjoint(own)
+    experts = None if resolved.model is None else experts_of(resolved.model)
+    if decides and experts is not None and (experts != "none" or "experts" in given):
+        given["experts"] = experts
     _override(given, stronger)
     return Request(
         locations=found,
@@ -75,8 +105,18 @@ def read_request(
         cost_table=Path(_text("--cost-table", command["cost_table"])) if "cost_table" in command else None,
         attention=_attention(command.get("attention", "transformer_engine")),
         limits=read_limits(command),
-        notes=notes,
+        model=resolved.model,
+        model_source=resolved.source,
+        model_file=None if path is None else model_file(path),
+        gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
+        notes=[*notes, *resolved.notes],
     )
+
+
+def _ranks(file: ModelReading | None) -> dict[str, Any]:
+    """The ranks that share a layer where the model's file tells them, for the number of replicas."""
+    name = "tensor_model_parallel_size"
+    return {} if file is None or name not in file.values else {name: file.values[name]}
 
 
 def check_option(name: str, value: Any) -> None:
@@ -87,6 +127,10 @@ def check_option(name: str, value: Any) -> None:
     """
     if name in definitions():
         definitions()[name].check(value)
+    elif name in model_definitions():
+        read_field(name, value)
+    elif name == "model":
+        _text("--model", value)
     elif name == "world_size":
         whole_number(name, {name: value})
     else:

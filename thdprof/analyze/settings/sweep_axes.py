@@ -13,11 +13,11 @@ from typing import Any
 from thdprof.analyze.settings.limits import analysis_options
 from thdprof.analyze.settings.request import check_option
 from thdprof.errors import UsageError
-from thdprof.training import Definition, definitions
+from thdprof.training import Definition, definitions, model_definitions
 
 _MOST = 256
-_BETWEEN = re.compile(r"\s+(?=[A-Za-z-]+=)")
-_TOKEN = re.compile(r"(?:--)?([A-Za-z][A-Za-z_-]*)=(.*)", re.DOTALL)
+_BETWEEN = re.compile(r"\s+(?=[A-Za-z-][A-Za-z0-9-]*=)")
+_TOKEN = re.compile(r"(?:--)?([A-Za-z][A-Za-z0-9_-]*)=(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,8 @@ class Axis:
 @functools.cache
 def swept_settings() -> Mapping[str, Definition]:
     """The settings that can be varied, by name: those whose values hold no comma, and do not say how files are read."""
-    return {name: d for name, d in {**definitions(), **analysis_options()}.items() if d.setting.swept}
+    known = {**definitions(), **analysis_options(), **model_definitions()}
+    return {name: d for name, d in known.items() if d.setting.swept}
 
 
 def split_arguments(datasets: Sequence[str]) -> tuple[list[str], list[str]]:

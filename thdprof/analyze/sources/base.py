@@ -61,6 +61,10 @@ class PackedRows:
         """Number of tokens of every row, shape [rows]."""
         return np.add.reduceat(self.document_tokens, self.row_offsets[:-1], dtype=np.int64)
 
+    def squared(self) -> NDArray[np.float64]:
+        """Sum of the squared lengths of every row's documents, shape [rows]."""
+        return np.add.reduceat(np.square(self.document_tokens, dtype=np.float64), self.row_offsets[:-1])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpackedDocuments:

@@ -68,18 +68,22 @@ class Worth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Peak memory of the pipeline rank that needs most, in bytes."""
+    """Peak memory of the pipeline rank that needs most, in bytes: what torch's allocator reserves, pools of graphs
+    included (`torch.cuda.max_memory_reserved`). The parts are those at the moment of the peak."""
 
+    moment: Literal["training", "capture"]
+    """When the peak is: in the worst step of the schedule, or at the last capture, before the optimizer's first step
+    has made its moments."""
     peak_bytes: int
-    """Largest memory that the run has allocated at once: the sum of the parts below."""
+    """Most memory that the run reserves at once: the sum of the parts below."""
     state_bytes: int
     """Weights, gradients and the optimizer's state."""
     graph_bytes: int
     """Slots: activations and workspaces in the pools of the graphs."""
     static_bytes: int
-    """Static inputs, outputs and gradients of the graphs outside these pools."""
+    """Static inputs, outputs and gradients of the graphs outside these pools, and workspaces of libraries."""
     eager_bytes: int
-    """Activations of eager micro-batches that are in flight beside the slots, in the worst step of the schedule."""
+    """Activations of eager micro-batches that are in flight beside the slots, or of the warm-up pass of a capture."""
     outside_bytes: int
     """Activations outside the decoder: logits, loss and embedding."""
     eager_in_flight: int

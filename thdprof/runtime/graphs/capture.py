@@ -16,13 +16,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from thdprof.dispatch import WARMUP_PASSES
 from thdprof.offload.plan import OffloadPlan
 from thdprof.runtime.graphs.gradients import GradientBuffers, spare_main_grads
 from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
 from thdprof.runtime.offload.passes import NoOffload, PassOffload
-
-WARMUP_PASSES = 2
-"""Passes before a capture: in the first, libraries make their handles and workspaces, and kernels tune themselves."""
 
 
 class WarmupError(RuntimeError):

@@ -48,7 +48,9 @@ class PackedDecoder(nn.Module):
         hidden_states: torch.Tensor = self.block(
             hidden_states=x[:, None],
             attention_mask=None,
-            packed_seq_params=packed_seq_params.write(packed, PackedSeqParams(qkv_format="thd")),
+            packed_seq_params=packed_seq_params.write(
+                packed, PackedSeqParams(qkv_format="thd", pad_between_seqs=False)
+            ),
             **rope,
         )
         return hidden_states[:, 0]
@@ -66,7 +68,7 @@ def measure_decoder(
     """A cost table (schema `thdprof.costs/1`) of a model chunk's decoder, run as `graphs.impl: chunk` runs it.
 
     Embedding, output layer, loss and optimizer are not measured. The parameters keep the gradients of the measurement,
-    which are not reduced. Under tensor or expert parallelism every rank of the group must make the same call.
+    which are not reduced. Under tensor, context or expert parallelism every rank of the group must make the same call.
 
     Args:
         model_chunk: a GPTModel or HybridModel on the GPU, wrapped or not, of the first pipeline stage.
@@ -77,14 +79,12 @@ def measure_decoder(
         progress: called with the number of rounds that are done, and of all.
 
     Raises:
-        SettingsError: the model uses context parallelism, is of a later pipeline stage, has an installation already, or
+        SettingsError: the model is of a later pipeline stage, has an installation already, or
             has settings that chunk graphs cannot serve, such as dropless experts.
         VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
         RuntimeError: a bucket could not be captured.
     """
     versions.check()
-    if config.context_parallel_size > 1:
-        raise SettingsError(f"context_parallel_size is {config.context_parallel_size}: calibrate with 1")
     model = unwrapped(model_chunk)
     if not model.decoder.pre_process:
         raise SettingsError("a later pipeline stage takes its input from the one before: calibrate the first")
@@ -95,7 +95,9 @@ def measure_decoder(
         )
     settings.check_decoder(config, facts_of([model_chunk], [model]))
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    communicates = max(config.tensor_model_parallel_size, getattr(config, "expert_model_parallel_size", 1) or 1) > 1
+    cp_size = config.context_parallel_size
+    sizes = config.tensor_model_parallel_size, cp_size, getattr(config, "expert_model_parallel_size", 1) or 1
+    communicates = max(sizes) > 1
     surroundings.prepare_experts(config, next(model.parameters()).device)
 
     def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:
@@ -103,7 +105,7 @@ def measure_decoder(
         return chunk.ChunkGraphs(module, buckets, token_shards=shards, sample_every=0, surroundings=around)
 
     def make_input() -> torch.Tensor:
-        shape = grid.n_tokens // shards, config.hidden_size
+        shape = grid.n_tokens // (shards * cp_size), config.hidden_size
         return torch.randn(shape, device="cuda", dtype=config.params_dtype, requires_grad=True)
 
     with ExitStack() as stack:
@@ -112,7 +114,7 @@ def measure_decoder(
         for tables in keep_tables(model.decoder, max(grid.n_tokens, *grid.max_seqlen)):
             stack.callback(tables.detach)
         return calibrate.measure(
-            PackedDecoder(model, shards),
+            PackedDecoder(model, shards * cp_size),
             make_input,
             grid,
             name=name,
@@ -120,5 +122,6 @@ def measure_decoder(
             repeat=repeat,
             progress=progress,
             with_seq_idx=mamba.has_mamba(model.decoder),
+            cp_size=cp_size,
             graphed=graphed,
         )

@@ -25,6 +25,7 @@ from thdprof.runtime.megatron.offload import groups
 from thdprof.runtime.megatron.offload.layers import Offloading, SavedTensors
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ def install(
         settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
+    if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
+        warn_of_other_surroundings(plan)
     decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan))
     groups = [groups_of(plan, model.decoder) for model in models]
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.buckets.recommend import LEAST_GAIN
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.words import counted, listed, percent, percentile_name, ratio
@@ -272,7 +271,7 @@ def _eager_title(report: Report) -> str:
     times = report.relative_step_times(considered)
     if times is None:
         return "Running eagerly was chosen: the plan captures no graphs."
-    # Without limits, a cap that saves more than LEAST_GAIN would have been chosen.
-    bound = profile.num_runs == 1 and min(high for _, high in times) <= 1 - LEAST_GAIN
+    # Without limits, a cap that saves more would have been chosen.
+    bound = profile.num_runs == 1 and min(high for _, high in times) <= 1 - profile.costs.least_gain
     none = f"no graphs {'within the limits that were given' if bound else 'that were considered'} save"
-    return f"Running eagerly was chosen: {none} {LEAST_GAIN:.0%} of the step time."
+    return f"Running eagerly was chosen: {none} {profile.costs.least_gain:.0%} of the step time."

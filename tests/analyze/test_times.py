@@ -1,0 +1,251 @@
+"""Times of the user's own model: modelled from its kernels, compared with measured rows, and the verdict on them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.paths import ROOT
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.report.json_ import to_dict
+from thdprof.analyze.report.terminal import sentence, verdict_sentence
+from thdprof.analyze.times.attention import rounded_documents
+from thdprof.analyze.times.decoder import Decoder
+from thdprof.analyze.times.gpus import GPUS, find_gpu
+from thdprof.analyze.times.host import STATED, HostRate
+from thdprof.analyze.times.results import Times
+from thdprof.analyze.times.verdict import rule
+from thdprof.analyze.times.worth import worth_of
+from thdprof.errors import UsageError
+from thdprof.training import Model, TrainingSettings
+
+ROWS = ROOT / "benchmarks" / "results" / "decoder-times.jsonl"
+LENGTHS = np.random.default_rng(5).integers(40, 700, 6000)
+QWEN = Model(
+    num_layers=28,
+    hidden_size=1024,
+    ffn_hidden_size=3072,
+    num_attention_heads=16,
+    num_query_groups=8,
+    kv_channels=128,
+    qk_layernorm=True,
+    gated_linear_unit=True,
+    normalization="RMSNorm",
+    rotary=True,
+    add_bias_linear=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    vocab_size=151936,
+)
+LLAMA = replace(
+    QWEN,
+    num_layers=8,
+    hidden_size=4096,
+    ffn_hidden_size=14336,
+    num_attention_heads=32,
+    qk_layernorm=False,
+    vocab_size=128256,
+)
+
+
+def measured_rows() -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    return [row for row in rows if "replay_ms" in row]
+
+
+def model_of(row: dict[str, Any]) -> Model:
+    names = {field.name for field in fields(Model)}
+    return Model(**{k: tuple(v) if isinstance(v, list) else v for k, v in row["model"].items() if k in names})
+
+
+def decoder_ms(model: Model, gpu: str = "h200", **work: Any) -> float:
+    return Decoder(model, GPUS[gpu]).time(**{"tokens": 4096, "squared": 2.0e6, "max_seqs": 64, **work}).replay_ms
+
+
+def test_modelled_replays_lie_near_the_measured_rows():
+    rows = measured_rows()
+    errors = {"fitted": [], "held out": []}
+    for row in rows:
+        modelled = decoder_ms(
+            model_of(row),
+            tokens=row["batch"]["tokens"],
+            squared=float(sum(n * n for n in row["lengths"])),
+            max_seqs=row["batch"]["cap"],
+        )
+        errors["fitted" if row["fitted"] else "held out"].append(abs(modelled / row["replay_ms"] - 1))
+    assert len({row["case"] for row in rows}) >= 10
+    assert {row["way"] for row in rows} == {"bf16", "fp8 current", "bf16, full recompute"}
+    for kind, values in errors.items():
+        assert len(values) >= 30, kind
+        assert np.mean(np.array(values) <= 0.15) >= 0.9, kind
+        assert max(values) <= 0.25, kind
+
+
+def test_measured_eager_times_lie_in_the_modelled_range():
+    rows = measured_rows()
+    inside = 0
+    for row in rows:
+        time = Decoder(model_of(row), GPUS["h200"]).time(
+            tokens=row["batch"]["tokens"],
+            squared=float(sum(n * n for n in row["lengths"])),
+            max_seqs=row["batch"]["documents"],
+        )
+        low, high = STATED.eager_ms(time)
+        inside += low * 0.99 <= row["eager_queued_ms"] <= high
+    assert inside >= 0.9 * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "measured"),
+    [
+        (QWEN, 37.8),
+        (replace(QWEN, fp8_recipe="tensorwise"), 37.7),
+        (replace(QWEN, fp8_recipe="delayed"), 35.6),
+        (replace(QWEN, fp8_recipe="blockwise"), 40.8),
+        (replace(QWEN, recompute_granularity="selective"), 39.7),
+        (replace(QWEN, recompute_granularity="full"), 48.8),
+        (LLAMA, 81.0),
+        (replace(LLAMA, fp8_recipe="tensorwise"), 56.3),
+        (replace(LLAMA, recompute_granularity="full"), 103.1),
+    ],
+)
+def test_replays_measured_on_an_h100_lie_within_15_percent(model: Model, measured: float):
+    assert decoder_ms(model, "h100") == pytest.approx(measured, rel=0.15)
+
+
+def test_attention_is_dearer_by_steps_of_the_cap_and_by_squared_lengths():
+    assert [rounded_documents(n) for n in (1, 32, 33, 64, 65, 300, 512, 700)] == [32, 32, 64, 64, 128, 512, 512, 700]
+    assert decoder_ms(QWEN, max_seqs=33) == decoder_ms(QWEN, max_seqs=64) < decoder_ms(QWEN, max_seqs=65)
+    assert decoder_ms(QWEN, squared=1.6e7) > 1.2 * decoder_ms(QWEN, squared=1e6)
+
+
+def test_sharing_a_layer_over_ranks_shortens_it_and_adds_communication():
+    shared = replace(LLAMA, tensor_model_parallel_size=4, sequence_parallel=True)
+    time = Decoder(shared, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=64)
+    alone = Decoder(LLAMA, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=64)
+    assert alone.gpu_ms / 4 < time.gpu_ms < alone.gpu_ms / 2
+    assert "communication" in time.ms_by_kind
+    assert "communication" not in alone.ms_by_kind
+    assert time.launches > alone.launches
+
+
+def test_a_pipeline_rank_runs_its_share_of_the_layers():
+    half = Decoder(QWEN, GPUS["h100"], pipeline_size=2)
+    assert half.num_layers == 14
+    assert half.time(tokens=4096, squared=2e6, max_seqs=64).gpu_ms == pytest.approx(
+        Decoder(QWEN, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=64).gpu_ms / 2
+    )
+
+
+def test_eager_time_is_the_larger_of_the_gpus_and_the_hosts():
+    host = HostRate(low_us=10.0, high_us=200.0, basis="")
+    small = Decoder(QWEN, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=12)
+    low, high = host.eager_ms(small)
+    assert low == small.gpu_ms
+    assert high == pytest.approx(host.launch_ms(small)[1], rel=0.01)
+
+
+def test_fp8_launches_more_and_computes_less():
+    eight = replace(LLAMA, fp8_recipe="tensorwise")
+    work = {"tokens": 4096, "squared": 2e6, "max_seqs": 12}
+    plain, quantized = (Decoder(model, GPUS["h200"]).time(**work) for model in (LLAMA, eight))
+    assert quantized.gpu_ms < plain.gpu_ms
+    assert quantized.launches + quantized.light_launches > plain.launches + plain.light_launches
+
+
+@pytest.mark.parametrize(
+    ("slowest", "middle", "quickest", "ruling"),
+    [
+        (0.2, 0.4, 0.9, "graphs pay"),
+        (0.95, 0.98, 1.0, "graphs do not pay"),
+        (0.5, 0.98, 1.0, "measure first"),
+        (0.6, 0.8, 1.0, "measure first"),
+    ],
+)
+def test_the_verdict_follows_the_range(slowest: float, middle: float, quickest: float, ruling: str):
+    assert rule(slowest, middle, quickest) == ruling
+
+
+def test_a_small_model_is_told_that_graphs_pay_and_a_large_one_that_they_do_not():
+    small = analyze_dataset(LENGTHS, model=QWEN, gpu="h100", global_batch_size=64, data_parallel_size=8)
+    assert small.times.origin == "modelled"
+    assert small.verdict.ruling == "graphs pay"
+    assert "launching a layer takes the host" in small.verdict.reason
+    low, high = small.times.relative_step_time
+    assert 0.1 < low < high < 0.9
+    assert small.times.decoder_replay_ms == pytest.approx(37.8, rel=0.25)
+    assert small.times.step_ms[0] / small.times.eager_step_ms[0] == pytest.approx(high)
+    large = analyze_dataset(LENGTHS, model=LLAMA, gpu="h100", global_batch_size=64, data_parallel_size=8)
+    assert large.verdict.ruling == "graphs do not pay"
+    assert large.recommendation.buckets == ()
+    assert large.times.relative_step_time == (1.0, 1.0)
+    assert make_plan(large).predictions.verdict == "graphs do not pay"
+
+
+def test_json_says_it_so_that_others_can_check():
+    found = to_dict(analyze_dataset(LENGTHS, model=QWEN, gpu="h200", global_batch_size=8))
+    assert found["verdict"] == "graphs pay"
+    times = found["times"]
+    assert times["origin"] == "modelled"
+    assert len(times["decoder_eager_ms"]) == len(times["relative_step_time"]) == 2
+    assert times["decoder_replay_ms"] < times["decoder_eager_ms"][1]
+    assert times["outside_decoder_ms"] > 0
+    assert found["model"]["hidden_size"] == 1024
+    assert found["recommendation"]["relative_step_time"] < 1
+
+
+def test_an_unknown_model_gets_counts_and_no_time():
+    analysis = analyze_dataset(LENGTHS, global_batch_size=8)
+    found = to_dict(analysis)
+    assert found["times"]["origin"] == "none"
+    assert found["verdict"] is None
+    assert found["worth"] is None
+    assert found["model"] is None
+    assert {c["relative_step_time"] for c in found["candidates"]} == {None}
+    assert found["recommendation"]["step_ms"] is None
+    assert found["recommendation"]["buckets"]
+    assert "eager time" not in sentence(analysis)
+    assert verdict_sentence(analysis).startswith("No times and no verdict on speed: the model is not known")
+    plan = make_plan(analysis).predictions
+    assert plan.relative_step_time is None
+    assert plan.verdict is None
+
+
+def test_times_of_dynamic_context_parallelism_and_other_attention_are_not_modelled():
+    torch_attention = analyze_dataset(LENGTHS, model=QWEN, gpu="h100", attention="torch")
+    assert torch_attention.times.origin == "none"
+    assert "torch" in torch_attention.verdict.reason
+
+
+def test_without_a_gpu_one_is_assumed_and_said():
+    analysis = analyze_dataset(LENGTHS, model=QWEN)
+    assert analysis.gpu == "h100"
+    assert any("--gpu" in note for note in analysis.notes)
+
+
+def test_gpus_go_by_their_own_and_their_drivers_names():
+    assert find_gpu("H100") is GPUS["h100"]
+    assert find_gpu("NVIDIA H200") is GPUS["h200"]
+    with pytest.raises(UsageError, match="choose one of h200"):
+        find_gpu("tpu")
+
+
+def test_worth_is_tokens_hours_and_money():
+    analysis = analyze_dataset(LENGTHS, global_batch_size=8, data_parallel_size=4, pipeline_parallel_size=2)
+    times = Times(origin="measured", basis="", step_ms=(500.0, 500.0), eager_step_ms=(1000.0, 2000.0))
+    settings: TrainingSettings = analysis.settings
+    table = analysis.microbatches
+    worth = worth_of(times, settings, replace(QWEN, tensor_model_parallel_size=2), table, price=2.0)
+    assert worth is not None
+    assert worth.gpus == 16
+    tokens = float(table.n_tokens.sum()) / table.num_steps
+    assert worth.tokens_per_second == (tokens * 2, tokens * 2)
+    assert worth.eager_tokens_per_second == (tokens / 2, tokens)
+    hours = 16 * table.num_steps / 3600
+    assert worth.gpu_hours == pytest.approx((0.5 * hours, 0.5 * hours))
+    assert worth.gpu_hours_saved == pytest.approx((0.5 * hours, 1.5 * hours))
+    assert worth.saved == pytest.approx((hours, 3 * hours))

@@ -1,0 +1,213 @@
+"""The tensors that a Megatron layer on Transformer Engine saves for its backward, from the model's sizes.
+
+The lists are those of megatron-core 0.19 and Transformer Engine 2.20, with fused attention, fused rotary embeddings and
+a fused activation. Norms before a dense linear layer are fused into it: it saves its norm's input, statistics and
+output. Attention saves queries, keys, values, its output and statistics; the linear layer behind it saves attention's
+output again. An activation and the linear layer behind it save their inputs. Under FP8 a linear layer saves its input
+in one byte an element, as a copy of its own.
+
+Sizes are of one rank: tensor-parallel ranks share what is inside a layer, and under sequence parallelism the hidden
+states between linear layers too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from thdprof.training import Model
+
+Kind = Literal["attention+mlp", "attention+moe", "attention", "mlp", "moe", "mamba"]
+"""What a layer holds. Layers of a hybrid hold one part each."""
+STATISTICS_BYTES = 4
+"""Bytes of one float32 element of the statistics that norms and attention keep to compute gradients."""
+_MASK_BYTES = 1
+"""Bytes of one element of a dropout mask."""
+_LETTERS: dict[str, Kind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One storage that a layer saves."""
+
+    module: str
+    """The module that saves it, by its name inside the layer."""
+    bytes_per_token: float
+    """Its size for each token of the micro-batch on one context-parallel rank, in bytes."""
+    again: str | None = None
+    """The module that saves the same storage next; None: no other does."""
+    is_input: bool = False
+    """Whether it is the layer's own input, which the layer before has made."""
+    recomputed: bool = False
+    """Whether the backward computes it again, so that it is not kept between forward and backward."""
+
+
+def layer_kinds(model: Model) -> list[Kind]:
+    """What each layer of the whole model holds. Dense layers of a model with experts come first."""
+    if model.hybrid_layer_pattern:
+        return [_LETTERS[letter] for letter in model.hybrid_layer_pattern if letter in _LETTERS]
+    dense, experts = model.num_layers - model.moe_layers, model.moe_layers
+    kinds: list[Kind] = ["attention+mlp"] * dense
+    return kinds + ["attention+moe"] * experts
+
+
+def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
+    """What one layer saves, in the order in which it is saved; its own input comes first.
+
+    Args:
+        model: the model.
+        kind: what the layer holds.
+    """
+    layer = _Layer(model)
+    if "attention" in kind:
+        (layer.latent_attention if model.multi_latent_attention else layer.attention)()
+    if "mlp" in kind:
+        layer.mlp()
+    if "moe" in kind:
+        layer.experts()
+    if kind == "mamba":
+        layer.mamba()
+    first, *others = layer.tensors
+    whole = model.recompute_granularity == "full"
+    return [
+        replace(first, is_input=True, recomputed=False),
+        *(replace(one, recomputed=one.recomputed or whole) for one in others),
+    ]
+
+
+class _Layer:
+    """The tensors of a layer that is being put together."""
+
+    def __init__(self, model: Model) -> None:
+        self.tensors: list[Saved] = []
+        self._model = model
+        self._element = 4 if model.precision == "fp32" else 2
+        self._input_element = 1 if model.fp8_recipe else self._element  # of what a linear layer saves of its input
+        self._inner = 1 / model.tensor_model_parallel_size
+        self._outer = self._inner if model.sequence_parallel else 1.0
+        self._statistics = 2 if model.normalization == "LayerNorm" else 1
+        selective = model.recompute_granularity == "selective"
+        self._chosen = frozenset(model.recompute_modules) if selective else frozenset[str]()
+
+    def _add(self, module: str, width: float, element: float, *, again: str | None = None, drop: str = "") -> None:
+        """Append a tensor of `width` elements a token, which selective recompute of any module in `drop` leaves out."""
+        recomputed = not self._chosen.isdisjoint(drop.split())
+        self.tensors.append(Saved(module=module, bytes_per_token=width * element, again=again, recomputed=recomputed))
+
+    def _fused_norm(self, linear: str, width: float, *, drop: str = "") -> None:
+        """A linear layer with the norm before it: the norm's input, its output, its statistics."""
+        share = self._outer
+        self._add(linear, width * share, self._element)
+        self._add(linear, width * share, self._input_element, drop=drop)
+        self._add(linear, self._statistics * share, STATISTICS_BYTES, drop=drop)
+
+    def _linear_input(self, module: str, width: float, *, drop: str = "") -> None:
+        """A linear layer's input that nothing else saves."""
+        self._add(module, width, self._input_element, drop=drop)
+
+    def _dropout(self, module: str) -> None:
+        if self._model.hidden_dropout:
+            self._add(module, self._model.hidden_size * self._outer, _MASK_BYTES)
+
+    def attention(self) -> None:
+        """Self-attention; keys and values of fewer groups are not spread out."""
+        model, at = self._model, "self_attention"
+        heads = model.num_attention_heads * self._inner
+        groups = max(1.0, model.query_groups * self._inner)  # ranks beyond the groups hold copies
+        self._fused_norm(f"{at}.linear_qkv", model.hidden_size)
+        if model.qk_layernorm:
+            for name, count in (("q_layernorm", heads), ("k_layernorm", groups)):
+                self._add(f"{at}.{name}", count * model.head_dim, self._element)
+                self._add(f"{at}.{name}", count * self._statistics, STATISTICS_BYTES)
+        self._core(heads, head=model.head_dim, keys=groups * model.head_dim, output=heads * model.head_dim)
+        self._dropout(f"{at}.linear_proj")
+
+    def _core(self, heads: float, *, head: int, keys: float, output: float, drop: str = "") -> None:
+        """Attention itself, and the linear layer behind it.
+
+        Args:
+            heads: heads on this rank.
+            head: width of one head of queries and of attention's output.
+            keys: width of all keys, and of all values.
+            output: width of what the linear layer takes; less than attention's output where values were padded.
+            drop: modules whose selective recompute makes queries, keys and values again.
+        """
+        core, proj = "self_attention.core_attention", "self_attention.linear_proj"
+        for part in (heads * head, keys, keys):
+            self._add(core, part, self._element, drop=drop)
+        self._add(core, heads, STATISTICS_BYTES, drop="core_attn")
+        if self._model.fp8_recipe or output != heads * head:  # the linear layer takes a copy
+            self._add(core, heads * head, self._element, drop="core_attn")
+            self._linear_input(proj, output)
+        else:
+            self._add(core, output, self._element, again=proj)
+
+    def latent_attention(self) -> None:
+        """Multi-head latent attention: queries, keys and values are made from compressed ones.
+
+        With packed input, values are padded to the width of queries, and attention's output is cut to theirs.
+        """
+        model, at = self._model, "self_attention"
+        heads = model.num_attention_heads * self._inner
+        self._add("input_layernorm", model.hidden_size * self._outer, self._element)
+        self._add("input_layernorm", self._statistics * self._outer, STATISTICS_BYTES)
+        self._linear_input(f"{at}.linear_kv_down_proj", model.hidden_size * self._outer, drop="layernorm")
+        for name, rank in (("linear_q_up_proj", model.q_lora_rank), ("linear_kv_up_proj", model.kv_lora_rank)):
+            if rank and model.qk_layernorm:
+                self._fused_norm(f"{at}.{name}", rank, drop="mla_up_proj")
+            elif rank:
+                self._add(f"{at}.{name}", rank * self._outer, self._input_element)
+        width = model.qk_head_dim + model.qk_pos_emb_head_dim
+        self._core(heads, head=width, keys=heads * width, output=heads * model.v_head_dim, drop="mla_up_proj")
+        self._dropout(f"{at}.linear_proj")
+
+    def mlp(self) -> None:
+        """A dense feed-forward network."""
+        model = self._model
+        width = model.ffn_size * self._inner
+        self._fused_norm("mlp.linear_fc1", model.hidden_size, drop="mlp")
+        self._add("mlp", width * (2 if model.gated_linear_unit else 1), self._element, drop="mlp")
+        self._linear_input("mlp.linear_fc2", width, drop="mlp")
+        self._dropout("mlp.linear_fc2")
+
+    def experts(self) -> None:
+        """Experts, each token in `moe_router_topk` of them, padded to their capacity where there is one."""
+        model = self._model
+        self._add("pre_mlp_layernorm", model.hidden_size * self._outer, self._element)
+        self._add("pre_mlp_layernorm", self._statistics * self._outer, STATISTICS_BYTES)
+        self._add("mlp.router", model.hidden_size * self._outer, self._element, drop="layernorm")
+        count = model.num_experts or 1
+        self._add("mlp.router", 2 * count * self._outer, STATISTICS_BYTES, drop="moe")  # logits, probabilities
+        # tokens of a rank are shared by the ranks that share an expert, and as many come as go
+        shared = model.expert_tensor_parallel_size or model.tensor_model_parallel_size
+        copies = model.moe_router_topk * (model.moe_expert_capacity_factor or 1.0) * self._outer
+        taken = copies * shared  # copies that reach this rank's experts
+        width = model.expert_ffn_size / shared
+        self._linear_input("mlp.experts.linear_fc1", taken * model.hidden_size, drop="moe")
+        self._add("mlp.experts", taken * width * (2 if model.gated_linear_unit else 1), self._element, drop="moe")
+        if not model.gated_linear_unit:  # the unfused activation keeps its output before the probabilities' product
+            self._add("mlp.experts", taken * width, self._element, drop="moe")
+        self._linear_input("mlp.experts.linear_fc2", taken * width, drop="moe moe_act")
+        self._shared_experts()
+        self._dropout("mlp")
+
+    def _shared_experts(self) -> None:
+        width = (self._model.moe_shared_expert_intermediate_size or 0) * self._inner
+        if width:
+            gated = 2 if self._model.gated_linear_unit else 1
+            self._add("mlp.shared_experts", width * gated, self._element, drop="moe shared_experts")
+            self._linear_input("mlp.shared_experts.linear_fc2", width, drop="moe shared_experts")
+
+    def mamba(self) -> None:
+        """A Mamba-2 mixer: its input product, the scan's output before and after its gate, and the normed output."""
+        model = self._model
+        heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+        inner = heads * model.mamba_head_dim * self._inner
+        states = 2 * model.mamba_num_groups * model.mamba_state_dim * self._inner
+        self._fused_norm("mixer.in_proj", model.hidden_size)
+        self._add("mixer", 2 * inner + states + heads * self._inner, self._element)
+        self._add("mixer", inner, self._element)
+        self._add("mixer.norm", inner, self._element)
+        self._add("mixer.norm", self._inner, STATISTICS_BYTES)
+        self._linear_input("mixer.out_proj", inner)
+        self._dropout("mixer.out_proj")

@@ -1,0 +1,37 @@
+"""The sentences on a run's peak memory and on the time of its captures."""
+
+from __future__ import annotations
+
+from thdprof.analyze.report.words import counted, listed, memory_size
+from thdprof.analyze.times.results import Capture, Memory
+
+
+def memory_sentence(memory: Memory) -> str:
+    """The peak, its moment and its parts."""
+    parts = {
+        "weights, gradients and optimizer": memory.state_bytes,
+        "graphs": memory.graph_bytes,
+        "static buffers": memory.static_bytes,
+        _eager(memory): memory.eager_bytes,
+        "outside the decoder": memory.outside_bytes,
+    }
+    shown = [f"{memory_size(size / 2**30)} {name}" for name, size in parts.items() if size]
+    moment = "in the worst step" if memory.moment == "training" else "at the last capture, before the optimizer's step"
+    return (
+        f"peak memory: about {memory_size(memory.peak_bytes / 2**30)} on pipeline rank {memory.pipeline_rank}, "
+        f"{moment}: {listed(shown)}"
+    )
+
+
+def _eager(memory: Memory) -> str:
+    if memory.moment == "capture":
+        return "a warm-up pass"
+    return f"{counted(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight"
+
+
+def capture_sentence(capture: Capture) -> str:
+    """How long the captures take, and of what."""
+    low, high = (f"{seconds:.1f}" for seconds in capture.seconds)
+    seconds = low if low == high else f"{low} to {high}"
+    graphs = counted(capture.graphs, "graph", "graphs")
+    return f"capture: {graphs} in {seconds} s, {capture.passes:,} forward and backward passes, once in the run"

@@ -1,0 +1,97 @@
+"""The flags of Megatron-LM that say what the model is, by the kind of value that they take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+SIZES = {
+    "--hidden-size": "hidden_size",
+    "--ffn-hidden-size": "ffn_hidden_size",
+    "--num-attention-heads": "num_attention_heads",
+    "--kv-channels": "kv_channels",
+    "--mtp-num-layers": "mtp_num_layers",
+    "--q-lora-rank": "q_lora_rank",
+    "--kv-lora-rank": "kv_lora_rank",
+    "--qk-head-dim": "qk_head_dim",
+    "--qk-pos-emb-head-dim": "qk_pos_emb_head_dim",
+    "--v-head-dim": "v_head_dim",
+    "--moe-router-topk": "moe_router_topk",
+    "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
+    "--moe-shared-expert-intermediate-size": "moe_shared_expert_intermediate_size",
+    "--mamba-state-dim": "mamba_state_dim",
+    "--mamba-head-dim": "mamba_head_dim",
+    "--mamba-num-groups": "mamba_num_groups",
+    "--mamba-num-heads": "mamba_num_heads",
+    "--expert-model-parallel-size": "expert_model_parallel_size",
+    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
+    "--recompute-num-layers": "recompute_num_layers",
+}
+"""Flags whose value is a field of `Model`, a whole number, with that field."""
+TEXTS = {
+    "--normalization": "normalization",
+    "--recompute-method": "recompute_method",
+    "--recompute-granularity": "recompute_granularity",
+}
+"""Flags whose value is a field of `Model`, one of a few words."""
+NUMBERS = {"--hidden-dropout": "hidden_dropout", "--attention-dropout": "attention_dropout"}
+"""Flags whose value is a field of `Model`, any number."""
+SWITCHES = {
+    "--qk-layernorm": ("qk_layernorm", True),
+    "--disable-bias-linear": ("add_bias_linear", False),
+    "--untie-embeddings-and-output-weights": ("untie_embeddings_and_output_weights", True),
+    "--swiglu": ("gated_linear_unit", True),
+    "--quick-geglu": ("gated_linear_unit", True),
+    "--multi-latent-attention": ("multi_latent_attention", True),
+    "--use-rotary-position-embeddings": ("rotary", True),
+    "--sequence-parallel": ("sequence_parallel", True),
+    "--use-distributed-optimizer": ("use_distributed_optimizer", True),
+    "--use-megatron-fsdp": ("use_distributed_optimizer", True),
+    "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
+    "--fp16": ("precision", "fp16"),
+    "--bf16": ("precision", "bf16"),
+    "--recompute-activations": ("recompute_granularity", "selective"),
+}
+"""Flags without a value, with the field of `Model` and the value that they give it."""
+GROUPED, GROUPS = "--group-query-attention", "--num-query-groups"
+POSITIONS = "--position-embedding-type"
+FP8, FP8_RECIPE = "--fp8-format", "--fp8-recipe"
+CAPACITY = "--moe-expert-capacity-factor"
+EXPERT_LAYERS = "--moe-layer-freq"
+PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+"""Names of the flag for a hybrid's layers; the second is the older one."""
+RECOMPUTED = "--recompute-modules"
+VOCAB, PADDED_VOCAB, VOCAB_DIVISOR = "--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by"
+UNPADDED = ("--no-pad-vocab-size", "--disable-pad-vocab-size")
+
+ELSEWHERE = {
+    "--use-checkpoint-args": ("switch", "the checkpoint says what the model is, and is not read: give --model"),
+    "--yaml-cfg": ("text", "the file says what the model is, and is not read: give --model"),
+    "--heterogeneous-layers-config-path": ("text", "layers of different sizes are not known"),
+    "--heterogeneous-layers-config-encoded-json": ("text", "layers of different sizes are not known"),
+    "--experimental-attention-variant": ("text", "this kind of attention is not known"),
+    "--fp4-format": ("text", "matrix products in FP4 are not known"),
+    "--moe-latent-size": ("text", "experts with a width of their own are not known"),
+}
+"""Flags with which the other flags do not say what the model is, with the reason as the end of a sentence."""
+LEFT_OUT = {
+    "--window-size": "windows of attention are not followed: it is taken as full within a document",
+    "--first-last-layers-bf16": "all layers are taken in FP8",
+}
+"""Flags with which the model is known but for a detail, with what is taken instead."""
+
+Value = Literal["count", "text", "list", "switch"]
+
+
+def flag_values() -> dict[str, Value]:
+    """All of these flags that no other table of flags has, and what each takes."""
+    texts = [*SIZES, *TEXTS, *NUMBERS, GROUPS, POSITIONS, FP8, FP8_RECIPE, CAPACITY, EXPERT_LAYERS, PATTERNS[1]]
+    switches = [*SWITCHES, GROUPED, *UNPADDED, "--first-last-layers-bf16"]
+    elsewhere: dict[str, Value] = {
+        name: "switch" if takes == "switch" else "text" for name, (takes, _) in ELSEWHERE.items()
+    }
+    return {
+        **dict.fromkeys([*texts, VOCAB, PADDED_VOCAB, VOCAB_DIVISOR, "--window-size"], "text"),
+        **dict.fromkeys(switches, "switch"),
+        **elsewhere,
+        RECOMPUTED: "list",
+    }

@@ -1,0 +1,165 @@
+"""Which layers of a model hold what: Megatron's patterns of experts and of hybrids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_LIST = re.compile(r"[0-9,\[\]()+*]+")
+_MOST_LAYERS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HybridLayers:
+    """The layers of a hybrid model."""
+
+    pattern: str
+    """Kinds of the decoder's layers: M Mamba, * attention, - MLP, E experts."""
+    latent_attention: bool
+    """Whether the attention layers are latent (+ in Megatron's pattern)."""
+    mtp_num_layers: int
+    """Depths of multi-token prediction that the pattern has behind it."""
+
+
+def expert_layers(frequency: int | Sequence[int], num_layers: int) -> int:
+    """How many of `num_layers` layers hold experts, by megatron-core's moe_layer_freq.
+
+    Raises:
+        ValueError: `frequency` is no such thing; the message is the end of a sentence.
+    """
+    if isinstance(frequency, int):
+        if frequency < 1:
+            raise ValueError("must be at least 1")
+        return len(range(0, num_layers, frequency))
+    if len(frequency) != num_layers:
+        raise ValueError(f"has {len(frequency)} entries for {num_layers} layers")
+    if any(entry not in (0, 1) for entry in frequency):
+        raise ValueError("must hold 0 for a layer without experts and 1 for one with them")
+    return sum(frequency)
+
+
+def read_frequency(text: str) -> int | list[int]:
+    """The value of `--moe-layer-freq`: a number, or a Python list expression such as `([0]*3+[1]*58)`.
+
+    Raises:
+        ValueError: the text is neither; the message is the end of a sentence.
+    """
+    text = text.replace(" ", "")
+    if re.fullmatch(r"[0-9]{1,9}", text):
+        return int(text)
+    if not _LIST.fullmatch(text):
+        raise ValueError("is neither a whole number nor a list such as ([0]*3+[1]*58)")
+    value = _Expression(text).read()
+    if isinstance(value, int):
+        raise ValueError("is a number in brackets; write the number alone")
+    return value
+
+
+def hybrid_layers(text: str) -> HybridLayers:
+    """The layers that Megatron's hybrid pattern names, without its pipeline stages.
+
+    Raises:
+        ValueError: a kind of layer is not known; the message is the end of a sentence.
+    """
+    decoder, *depths = text.strip().split("/")
+    letters = decoder.replace("|", "")
+    unknown = next((letter for letter in letters if letter not in "M*-E+"), None)
+    if unknown is not None:
+        named = {"G": "gated delta net", "D": "sparse attention"}.get(unknown)
+        raise ValueError(f"{unknown!r} ({named}) is not known" if named else f"{unknown!r} is no kind of layer")
+    if not letters:
+        raise ValueError("names no layer")
+    if "+" in letters and "*" in letters:
+        raise ValueError("latent (+) and other attention (*) in one model are not known")
+    return HybridLayers(
+        pattern=letters.replace("+", "*"),
+        latent_attention="+" in letters,
+        mtp_num_layers=sum(1 for depth in depths if depth),
+    )
+
+
+class _Expression:
+    """Evaluates lists of whole numbers that are added and repeated; nothing else, and nothing long."""
+
+    def __init__(self, text: str) -> None:
+        self.tokens = re.findall(r"[0-9]+|.", text)
+        self.at = 0
+        self.depth = 0
+
+    def read(self) -> int | list[int]:
+        value = self._sum()
+        if self.at < len(self.tokens):
+            raise ValueError(f"{self.tokens[self.at]!r} stands where the list should end")
+        return value
+
+    def _next(self) -> str:
+        token = self.tokens[self.at] if self.at < len(self.tokens) else ""
+        self.at += 1
+        return token
+
+    def _is(self, token: str) -> bool:
+        if self.at < len(self.tokens) and self.tokens[self.at] == token:
+            self.at += 1
+            return True
+        return False
+
+    def _sum(self) -> int | list[int]:
+        value = self._product()
+        while self._is("+"):
+            other = self._product()
+            if isinstance(value, list) and isinstance(other, list):
+                value = self._short(value + other)
+            elif isinstance(value, int) and isinstance(other, int):
+                value += other
+            else:
+                raise ValueError("adds a list and a number")
+        return value
+
+    def _product(self) -> int | list[int]:
+        value = self._atom()
+        while self._is("*"):
+            other = self._atom()
+            if isinstance(value, list) and isinstance(other, list):
+                raise ValueError("multiplies two lists")
+            count = other if isinstance(value, list) else value
+            if isinstance(value, int) and isinstance(other, int):
+                value = min(value * other, _MOST_LAYERS + 1)
+                continue
+            repeated = value if isinstance(value, list) else other
+            if not isinstance(repeated, list) or not isinstance(count, int) or len(repeated) * count > _MOST_LAYERS:
+                raise ValueError(f"has more than {_MOST_LAYERS} entries")
+            value = repeated * count
+        return value
+
+    def _atom(self) -> int | list[int]:
+        token = self._next()
+        if token.isdigit():
+            return int(token[:9])
+        if token not in ("[", "("):
+            raise ValueError("is no list such as ([0]*3+[1]*58)")
+        self.depth += 1
+        if self.depth > 50:
+            raise ValueError("is nested too deeply")
+        value: int | list[int] = self._sum() if token == "(" else self._entries()
+        if not self._is(")" if token == "(" else "]"):
+            raise ValueError("has a bracket that is never closed")
+        self.depth -= 1
+        return value
+
+    def _entries(self) -> list[int]:
+        entries: list[int] = []
+        while self.at < len(self.tokens) and self.tokens[self.at] != "]":
+            entry = self._sum()
+            if not isinstance(entry, int):
+                raise ValueError("has a list within a list")
+            entries.append(entry)
+            if not self._is(","):
+                break
+        return self._short(entries)
+
+    @staticmethod
+    def _short(entries: list[int]) -> list[int]:
+        if len(entries) > _MOST_LAYERS:
+            raise ValueError(f"has more than {_MOST_LAYERS} entries")
+        return entries

@@ -1,0 +1,266 @@
+"""The model out of a recipe as YAML: a dumped config of Megatron-Bridge or NeMo, with TransformerConfig's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from thdprof.analyze.settings.model.layers import expert_layers, hybrid_layers, read_frequency
+from thdprof.analyze.settings.model.reading import OF_THE_RUN, VOCAB_MULTIPLE, ModelReading, Vocabulary
+from thdprof.analyze.settings.model.recipe_precision import read_precision
+from thdprof.errors import DataError, UsageError
+from thdprof.training import definitions, model_definitions
+from thdprof.training.model_fields import read_field
+
+_DEEPEST = 6
+_OTHER_NAMES = {
+    "num_experts": ("num_moe_experts", "num_experts"),
+    "tensor_model_parallel_size": ("tensor_model_parallel_size", "tensor_parallel"),
+    "recompute_granularity": ("recompute_granularity", "activations_checkpoint_granularity"),
+    "recompute_method": ("recompute_method", "activations_checkpoint_method"),
+    "recompute_num_layers": ("recompute_num_layers", "activations_checkpoint_num_layers"),
+}
+"""Names that some fields of `Model` have in recipes."""
+_READ_APART = frozenset(
+    (
+        "precision",
+        "fp8_recipe",
+        "vocab_size",
+        "rotary",
+        "untie_embeddings_and_output_weights",
+        "num_moe_layers",
+        "hybrid_layer_pattern",
+        "moe_expert_capacity_factor",
+        "normalization",
+        "use_distributed_optimizer",
+        "gated_linear_unit",
+        "num_experts",
+        "add_bias_linear",
+    )
+)
+"""Fields of `Model` that more than one key decides, or a key of another meaning."""
+_TRAINING = {
+    "context_parallel_size": ("context_parallel_size",),
+    "pipeline_parallel_size": ("pipeline_model_parallel_size",),
+    "virtual_pipeline_size": ("virtual_pipeline_model_parallel_size",),
+    "seq_length": ("seq_length", "encoder_seq_length"),
+    "micro_batch_size": ("micro_batch_size",),
+    "global_batch_size": ("global_batch_size",),
+}
+"""Training settings, with the keys that recipes have for them."""
+_NOT_KNOWN = {
+    "experimental_attention_variant": "this kind of attention is not known",
+    "linear_attention_freq": "layers of linear attention are not known",
+    "heterogeneous_block_specs": "layers of different sizes are not known",
+    "moe_latent_size": "experts with a width of their own are not known",
+}
+
+
+def is_recipe(content: Mapping[str, Any]) -> bool:
+    """Whether `content` has a mapping with TransformerConfig's keys in it."""
+    return _architecture(content) is not None
+
+
+def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading:
+    """What the recipe `content` says of the model and of the run; `source` is its file, as the user named it.
+
+    Raises:
+        DataError: a key has an impossible value.
+    """
+    return _Recipe(content, source).read()
+
+
+def _architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
+    """The mapping with num_layers and hidden_size that is least deep, and the mappings around it, innermost first."""
+    level: list[list[Mapping[str, Any]]] = [[content]]
+    for _ in range(_DEEPEST):
+        for path in level:
+            if isinstance(path[0].get("hidden_size"), int) and (
+                path[0].get("num_layers") is not None or path[0].get("hybrid_layer_pattern") is not None
+            ):
+                return path
+        level = [[value, *path] for path in level[:1000] for value in path[0].values() if isinstance(value, dict)]
+    return None
+
+
+class _Recipe:
+    """Looks keys up in the mapping of the architecture, then in those around it, then beside it."""
+
+    def __init__(self, content: Mapping[str, Any], source: str) -> None:
+        path = _architecture(content) or [content]
+        self.content = content
+        self.source = source
+        self.shown = f"--model {source}"
+        self.places = [*path, *_beside(content)]
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.unsettled: dict[str, str] = {}
+
+    def read(self) -> ModelReading:
+        for field in model_definitions():
+            if field not in _READ_APART:
+                self._take(field, *_OTHER_NAMES.get(field, (field,)))
+        self._normalization()
+        self._take("gated_linear_unit", "gated_linear_unit", *(["swiglu"] if self._get("swiglu") is not None else []))
+        activation = self._get("activation")
+        if "gated_linear_unit" not in self.values and isinstance(activation, str):
+            self.values["gated_linear_unit"] = any(word in activation for word in ("swiglu", "geglu", "reglu"))
+        self._take("add_bias_linear", "add_bias_linear", "bias")
+        shared = self._get("share_embeddings_and_output_weights")
+        self._take("untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights")
+        if isinstance(shared, bool):
+            self.values["untie_embeddings_and_output_weights"] = not shared
+        positions = self._get("position_embedding_type")
+        if isinstance(positions, str) or self.values.get("multi_latent_attention"):
+            latent = bool(self.values.get("multi_latent_attention"))
+            self.values["rotary"] = latent or positions in ("rope", "yarn", "mrope")
+        self._hybrid()
+        self._experts()
+        self._optimizer()
+        try:
+            self.values |= read_precision(self.content, self.places, self.shown, self.unsettled)
+        except ValueError as error:
+            raise DataError(f"{self.shown}: {error}") from error
+        for key, reason in _NOT_KNOWN.items():
+            if self._get(key):
+                self.unsettled[key] = f"{self.shown}: {key}: {reason}"
+        return ModelReading(
+            source=self.source,
+            values=self.values,
+            vocabulary=self._vocabulary(),
+            origins=self.origins,
+            unsettled=self.unsettled,
+            training=self._training(),
+        )
+
+    def _get(self, *names: str) -> Any:
+        """The value of the first key that has one, in the innermost mapping that has it."""
+        for place in self.places:
+            for name in names:
+                if place.get(name) is not None:
+                    return place[name]
+        return None
+
+    def _take(self, field: str, *names: str) -> None:
+        value = self._get(*names)
+        if value is None:
+            if field not in OF_THE_RUN and any(name in self.places[0] for name in names):
+                self._set_null(field)
+            return
+        self._set(field, value, names[0])
+
+    def _set_null(self, field: str) -> None:
+        if model_definitions()[field].default is None:
+            self.values[field] = None
+
+    def _set(self, field: str, value: Any, key: str) -> None:
+        try:
+            self.values[field] = read_field(field, value)
+        except UsageError as error:
+            raise DataError(
+                f"{self.shown}: {key} {str(error).removeprefix(model_definitions()[field].shown()).strip()}"
+            ) from error
+        self.origins[field] = f"{self.shown}: {key} {value}"
+
+    def _normalization(self) -> None:
+        value = self._get("normalization")
+        if isinstance(value, str):
+            value = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "layernorm1p": "LayerNorm"}.get(
+                value.lower(), value
+            )
+        if value is not None:
+            self._set("normalization", value, "normalization")
+
+    def _hybrid(self) -> None:
+        pattern = self._get("hybrid_layer_pattern", "hybrid_override_pattern")
+        if pattern is None:
+            return
+        try:
+            layers = hybrid_layers(str(pattern))
+        except ValueError as error:
+            if "is not known" not in str(error):
+                raise DataError(f"{self.shown}: hybrid_layer_pattern {pattern!s:.60}: {error}") from error
+            self.unsettled["hybrid_layer_pattern"] = f"{self.shown}: hybrid_layer_pattern: {error}"
+            return
+        self.values |= {"hybrid_layer_pattern": layers.pattern, "num_layers": len(layers.pattern)}
+        if layers.latent_attention:
+            self.values |= {"multi_latent_attention": True, "rotary": True}
+        if layers.mtp_num_layers:
+            self.values["mtp_num_layers"] = layers.mtp_num_layers
+        if "E" in layers.pattern:
+            self.values["num_moe_layers"] = layers.pattern.count("E")
+
+    def _experts(self) -> None:
+        if not self._get(*_OTHER_NAMES["num_experts"]):
+            return
+        self._take("num_experts", *_OTHER_NAMES["num_experts"])
+        frequency, layers = self._get("moe_layer_freq"), self.values.get("num_layers")
+        if frequency is not None and layers is not None and "hybrid_layer_pattern" not in self.values:
+            try:
+                if isinstance(frequency, str):
+                    frequency = read_frequency(frequency)
+                if isinstance(frequency, bool) or not isinstance(frequency, int | list):
+                    raise ValueError("is neither a whole number nor a list")
+                self._set("num_moe_layers", expert_layers(frequency, layers), "moe_layer_freq")
+            except ValueError as error:
+                raise DataError(f"{self.shown}: moe_layer_freq {frequency!s:.60}: {error}") from error
+        factor = self._get("moe_expert_capacity_factor")
+        negative = isinstance(factor, int | float) and factor < 0
+        if factor is not None and not negative and self._get("moe_pad_expert_input_to_capacity") is True:
+            self._set("moe_expert_capacity_factor", factor, "moe_expert_capacity_factor")
+
+    def _optimizer(self) -> None:
+        for part in ("ddp", "optimizer", "optim"):
+            place = self.content.get(part)
+            if isinstance(place, dict) and place.get("use_distributed_optimizer") is True:
+                self.values["use_distributed_optimizer"] = True
+            if isinstance(place, dict) and place.get("name") == "distributed_fused_adam":
+                self.values["use_distributed_optimizer"] = True
+
+    def _vocabulary(self) -> Vocabulary | None:
+        tokens = self._get("padded_vocab_size", "vocab_size")
+        if tokens is None:
+            return None
+        tokens = self._whole("vocab_size", tokens)
+        padded = self._get("padded_vocab_size") is not None or self._get("should_pad_vocab") is False
+        multiple = self._get("make_vocab_size_divisible_by")
+        if padded:
+            self._set("vocab_size", tokens, "vocab_size")
+            return None
+        return Vocabulary(
+            tokens=tokens,
+            multiple=VOCAB_MULTIPLE if multiple is None else self._whole("make_vocab_size_divisible_by", multiple),
+        )
+
+    def _whole(self, key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+            raise DataError(f"{self.shown}: {key} {value!r:.60}: must be a whole number of at least 1")
+        return value
+
+    def _training(self) -> dict[str, Any]:
+        """Training settings of the run; one chunk a rank is no interleaving."""
+        found: dict[str, Any] = {}
+        places = [
+            *self.places,
+            *(p for key in ("train", "dataset", "data") if isinstance(p := self.content.get(key), dict)),
+        ]
+        for name, keys in _TRAINING.items():
+            value = next((place[key] for place in places for key in keys if place.get(key) is not None), None)
+            if value is None or (name == "virtual_pipeline_size" and value == 1):
+                continue
+            try:
+                definitions()[name].check(value)
+            except UsageError as error:
+                raise DataError(f"{self.shown}: {error}") from error
+            found[name] = value
+        return found
+
+
+def _beside(content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Mappings beside the model's that hold parallel sizes and precision: NeMo's strategy and plugins."""
+    for path in (("trainer", "strategy"), ("strategy",), ("trainer", "plugins"), ("trainer",)):
+        place: Any = content
+        for key in path:
+            place = place.get(key) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            yield place

@@ -1,0 +1,196 @@
+"""Puts together what settings, a model file and a launch script say of the model, the first of them strongest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from thdprof.analyze.settings.model.reading import (
+    ARCHITECTURE,
+    OF_THE_RUN,
+    REQUIRED,
+    VOCAB_MULTIPLE,
+    ModelReading,
+    Vocabulary,
+)
+from thdprof.errors import UsageError
+from thdprof.training import Experts, Model, model_definitions
+from thdprof.training.model_check import problems, shown_field
+from thdprof.training.model_fields import read_field
+
+SETTINGS = "settings"
+"""The source of a model that is made of settings."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedModel:
+    """The model of a run."""
+
+    model: Model | None
+    """The model; None where it is not known."""
+    source: str | None
+    """Where the model was read, strongest first; None where it is not known."""
+    notes: tuple[str, ...]
+    """Remarks for the user."""
+
+
+def read_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of settings that are fields of `Model`; "none" becomes None.
+
+    Raises:
+        UsageError: a value that cannot be, named with its setting.
+    """
+    return {name: read_field(name, value) for name, value in given.items()}
+
+
+def resolve_model(
+    own: Mapping[str, Any], *, file: ModelReading | None = None, script: ModelReading | None = None
+) -> ResolvedModel:
+    """The model that settings, a model file and a launch script describe together.
+
+    Settings win over the file, and the file over the script. The file's architecture replaces the script's as a whole.
+
+    Args:
+        own: fields of `Model` from settings, checked one by one (`read_settings`).
+        file: what the file of `--model` says.
+        script: what the script of `--megatron-args` says.
+
+    Raises:
+        UsageError: the model that they describe cannot be; the message names the field where it was given.
+    """
+    values, origins = _merged(own, file, script)
+    notes = [*(file.notes if file else ()), *(script.notes if script and values else ())]
+    unsettled = _unsettled(own, file, script)
+    lost_vocabulary = unsettled.pop("vocab_size", None)
+    if unsettled:
+        notes.append(f"{_together(list(unsettled.values()))}; without it the model is not known")
+        return ResolvedModel(model=None, source=None, notes=tuple(notes))
+    pattern = values.get("hybrid_layer_pattern")
+    if pattern:
+        values.setdefault("num_layers", len(pattern))
+        values.setdefault("num_moe_layers", pattern.count("E"))
+    missing = [name for name in REQUIRED if name not in values]
+    if missing:
+        if len(missing) < len(REQUIRED):
+            notes.append(_incomplete(missing, file, script))
+        return ResolvedModel(model=None, source=None, notes=tuple(notes))
+    _complete(values, own, file, script)
+    model = Model(**values)
+    for problem in problems(model):
+        place = origins.get(problem.field) or shown_field(model, problem.field)
+        raise UsageError(f"{place}: {problem.text}")
+    if file is not None:
+        notes += _assumed(file, script, own)
+        notes += _contradictions(file, script, own)
+    if lost_vocabulary is not None:
+        notes.append(f"{lost_vocabulary}; without it times outside the decoder are not known")
+    sources = [SETTINGS if own else "", file.source if file else "", script.source if script and script.values else ""]
+    return ResolvedModel(model=model, source=", ".join(filter(None, sources)), notes=tuple(notes))
+
+
+def experts_of(model: Model) -> Experts:
+    """How the model's experts take tokens: as the setting `experts` says it."""
+    if model.num_experts is None:
+        return "none"
+    return "dropless" if model.moe_expert_capacity_factor is None else "padded"
+
+
+def _merged(
+    own: Mapping[str, Any], file: ModelReading | None, script: ModelReading | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values by field, the strongest for each, and where files give them."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    readings = [reading for reading in (script, file) if reading is not None]
+    if file is not None and not file.of_a_run:
+        readings.reverse()  # the script's run, with the file's architecture
+    for reading in readings:
+        taken = {*reading.values} if file is None or reading is file else OF_THE_RUN
+        values.update({name: value for name, value in reading.values.items() if name in taken})
+        origins.update({name: place for name, place in reading.origins.items() if name in taken})
+    values.update(own)
+    return values, {name: place for name, place in origins.items() if name not in own}
+
+
+def _unsettled(own: Mapping[str, Any], file: ModelReading | None, script: ModelReading | None) -> dict[str, str]:
+    """Fields that are given but not settled, where nothing stronger gives them."""
+    found: dict[str, str] = {}
+    if script is not None:
+        strong = {*own} if file is None else {*own, *file.values, *ARCHITECTURE}
+        if file is not None or own.keys() >= {*REQUIRED}:
+            strong.update(_elsewhere(script))
+        found.update({name: reason for name, reason in script.unsettled.items() if name not in strong})
+    if file is not None:
+        found.update({name: reason for name, reason in file.unsettled.items() if name not in own})
+    return found
+
+
+def _elsewhere(script: ModelReading) -> Iterable[str]:
+    """Reasons of the script that are of no field: another architecture, which a file or settings replace."""
+    return [name for name in script.unsettled if name not in model_definitions() and name != "--fp4-format"]
+
+
+def _complete(
+    values: dict[str, Any], own: Mapping[str, Any], file: ModelReading | None, script: ModelReading | None
+) -> None:
+    """Add what follows from other fields: the padded vocabulary, and no sequence parallelism on one rank."""
+    ranks = values.get("tensor_model_parallel_size", 1)
+    if ranks == 1:
+        values["sequence_parallel"] = False  # Megatron switches it off as well
+    if "vocab_size" in values:
+        return
+    vocabulary = (file or script).vocabulary if file or script else None  # type: ignore[union-attr]
+    if vocabulary is None:
+        return
+    if file is not None and script is not None and vocabulary.multiple == VOCAB_MULTIPLE:
+        given = script.vocabulary
+        vocabulary = Vocabulary(tokens=vocabulary.tokens, multiple=given.multiple if given else VOCAB_MULTIPLE)
+    values["vocab_size"] = vocabulary.rows(ranks)
+
+
+def _incomplete(missing: list[str], file: ModelReading | None, script: ModelReading | None) -> str:
+    where = ""
+    if file is None and script is not None:
+        where = f"{script.source}: "
+    listed = " and ".join([", ".join(missing[:-1]), missing[-1]] if len(missing) > 1 else missing)
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{where}the model is not known: {listed} {verb} not given; give --model, or {listed} in --settings"
+
+
+def _assumed(file: ModelReading, script: ModelReading | None, own: Mapping[str, Any]) -> list[str]:
+    """A note where nobody says how the model of the file is trained."""
+    if script is not None and script.values:
+        return []
+    taken = {"precision": "precision bf16", "tensor_model_parallel_size": "tensor_model_parallel_size 1"}
+    silent = [text for name, text in taken.items() if name not in own and name not in file.values]
+    if not silent:
+        return []
+    return [f"--model {file.source}: does not say how it is trained; {' and '.join(silent)} taken"]
+
+
+def _contradictions(file: ModelReading, script: ModelReading | None, own: Mapping[str, Any]) -> list[str]:
+    """A note where the script's flags say another architecture than the file, whose is taken."""
+    if script is None:
+        return []
+    places = [
+        place
+        for name, place in script.origins.items()
+        if name in ARCHITECTURE and name not in own and script.values[name] != file.values.get(name, _default(name))
+    ]
+    theirs, ours = script.vocabulary, file.vocabulary
+    if theirs and ours and theirs.tokens != ours.tokens and "vocab_size" not in own:
+        places.append(f"{script.source}: --vocab-size {theirs.tokens}")
+    if not places:
+        return []
+    more = f" (and {len(places) - 1} more)" if len(places) > 1 else ""
+    return [f"{places[0]}{more}: contradicts --model {file.source}, whose architecture is taken"]
+
+
+def _default(name: str) -> Any:
+    return model_definitions()[name].default
+
+
+def _together(reasons: list[str]) -> str:
+    more = len(reasons) - 1
+    return reasons[0] if not more else f"{reasons[0]} (and {more} more {'flag' if more == 1 else 'flags'})"

@@ -1,0 +1,42 @@
+"""Times of communication between the GPUs of a host, by its bandwidth. They were not compared with measured ones."""
+
+from __future__ import annotations
+
+from thdprof.analyze.times.device import Kernels
+from thdprof.analyze.times.gpus import Gpu
+
+_LATENCY_US = 15.0
+_EFFICIENCY = 0.7
+"""Share of a link's bandwidth that collectives of many megabytes reach."""
+
+
+class Links:
+    """The links of one GPU to the others of its host."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._megabytes_a_us = gpu.link_gbps * 1e-3 * _EFFICIENCY
+
+    def _collective(self, megabytes: float, ranks: int) -> Kernels:
+        """An all-gather, reduce-scatter or all-to-all of `megabytes` over all ranks."""
+        us = _LATENCY_US + megabytes * (ranks - 1) / ranks / self._megabytes_a_us
+        return Kernels(kind="communication", us=us)
+
+    def tensor_parallel(
+        self, megabytes: float, ranks: int, sequence_parallel: bool
+    ) -> tuple[list[Kernels], list[Kernels]]:
+        """What goes before a column-parallel and after a row-parallel product, for `megabytes` of hidden states."""
+        if ranks == 1:
+            return [], []
+        one = self._collective(megabytes, ranks)
+        return ([one], [one]) if sequence_parallel else ([], [one, one])
+
+    def context_parallel(self, megabytes: float, ranks: int) -> list[Kernels]:
+        """The exposed part of the ring over which ranks pass `megabytes` of keys and values on."""
+        if ranks == 1:
+            return []
+        return [Kernels(kind="communication", us=(ranks - 1) * _LATENCY_US + 0.2 * megabytes * (ranks - 1)
+                        / self._megabytes_a_us, launches=4.0 * (ranks - 1))]  # fmt: skip
+
+    def expert_parallel(self, megabytes: float, ranks: int) -> list[Kernels]:
+        """One exchange of `megabytes` of tokens between expert-parallel ranks."""
+        return [] if ranks == 1 else [self._collective(megabytes, ranks)]

@@ -1,0 +1,147 @@
+"""The rates of GPUs on which times are modelled.
+
+Sustained rates of the H200 were measured (benchmarks/results/modelled-times.md). Those of other GPUs are scaled from
+the vendors' data sheets; the H100's, which has the H200's processor and slower memory, were compared with measured
+decoders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thdprof.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One kind of GPU: what it sustains in training, not its peak."""
+
+    name: str
+    """Name for `--gpu`."""
+    label: str
+    """Name in sentences."""
+    bf16_tflops: float
+    """Rate of large bf16 matrix products, in TFLOP/s."""
+    fp8_tflops: float | None
+    """Rate of large FP8 matrix products, in TFLOP/s; None where the GPU has none."""
+    memory_tbps: float
+    """Rate at which kernels read and write memory beyond the cache, in TB/s, by the data sheet."""
+    cache_mib: int
+    """Level-2 cache, in MiB: smaller tensors are read at the H200's rate whatever the memory."""
+    multiprocessors: int
+    """Streaming multiprocessors."""
+    link_gbps: float
+    """Bandwidth of one GPU to the others of its host, in GB/s and one direction, by the data sheet."""
+    memory_gib: int
+    """Memory of the GPU in GiB."""
+    compared: bool = False
+    """Whether modelled times were compared with measured ones on this GPU."""
+
+
+_GPUS = (
+    Gpu(
+        name="h200",
+        label="H200",
+        bf16_tflops=700,
+        fp8_tflops=1250,
+        memory_tbps=4.8,
+        cache_mib=50,
+        multiprocessors=132,
+        link_gbps=450,
+        memory_gib=139,
+        compared=True,
+    ),
+    Gpu(
+        name="h100",
+        label="H100 SXM",
+        bf16_tflops=650,
+        fp8_tflops=1150,
+        memory_tbps=3.35,
+        cache_mib=50,
+        multiprocessors=132,
+        link_gbps=450,
+        memory_gib=79,
+        compared=True,
+    ),
+    Gpu(
+        name="gh200",
+        label="GH200",
+        bf16_tflops=670,
+        fp8_tflops=1200,
+        memory_tbps=4.0,
+        cache_mib=50,
+        multiprocessors=132,
+        link_gbps=450,
+        memory_gib=94,
+    ),
+    Gpu(
+        name="h800",
+        label="H800",
+        bf16_tflops=670,
+        fp8_tflops=1200,
+        memory_tbps=3.35,
+        cache_mib=50,
+        multiprocessors=132,
+        link_gbps=200,
+        memory_gib=79,
+    ),
+    Gpu(
+        name="a100",
+        label="A100 SXM 80 GB",
+        bf16_tflops=250,
+        fp8_tflops=None,
+        memory_tbps=2.04,
+        cache_mib=40,
+        multiprocessors=108,
+        link_gbps=300,
+        memory_gib=79,
+    ),
+    Gpu(
+        name="b200",
+        label="B200",
+        bf16_tflops=1600,
+        fp8_tflops=3000,
+        memory_tbps=7.7,
+        cache_mib=126,
+        multiprocessors=148,
+        link_gbps=900,
+        memory_gib=178,
+    ),
+    Gpu(
+        name="gb200",
+        label="GB200",
+        bf16_tflops=1750,
+        fp8_tflops=3300,
+        memory_tbps=7.7,
+        cache_mib=126,
+        multiprocessors=152,
+        link_gbps=900,
+        memory_gib=185,
+    ),
+    Gpu(
+        name="b300",
+        label="B300",
+        bf16_tflops=1600,
+        fp8_tflops=3000,
+        memory_tbps=7.7,
+        cache_mib=126,
+        multiprocessors=148,
+        link_gbps=900,
+        memory_gib=268,
+    ),
+)
+GPUS = {gpu.name: gpu for gpu in _GPUS}
+"""Every GPU that times are modelled for, by its name."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU that `--gpu` names; also by the name that the driver gives, such as "NVIDIA H100 80GB HBM3".
+
+    Raises:
+        UsageError: no such GPU is known.
+    """
+    words = name.lower().replace("-", " ").split()
+    found = [gpu for gpu in _GPUS if gpu.name in words]
+    if not found:
+        raise UsageError(f"--gpu {name}: choose one of {', '.join(GPUS)}, or measure on yours with thdprof calibrate")
+    return found[-1]

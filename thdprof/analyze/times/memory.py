@@ -1,0 +1,259 @@
+"""Predicts the peak memory of a run: state, graphs, and eager micro-batches in flight beside them.
+
+The prediction is of what torch's allocator reserves (`torch.cuda.max_memory_reserved`), which decides whether a run
+runs out of memory: the pools of graphs are reserved whole. Not in it are the CUDA context and NCCL's buffers, about
+1 GiB of a GPU together, and what the allocator loses to fragments.
+
+A run reaches its peak in one of two moments: in the worst step of the schedule, with eager micro-batches beside all
+slots; or at the last capture of the first step, when one warm-up pass runs beside the graphs that are there and the
+optimizer has not yet made its moments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from thdprof.analyze.buckets.cost_table import CostTable
+from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
+from thdprof.analyze.buckets.saved_tensors import Kind, Saved, layer_kinds, layer_tensors
+from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.times.parameters import Stage, stage_parameters, stages, state_bytes
+from thdprof.analyze.times.results import Memory
+from thdprof.dispatch import Bucket, Shapes, holds
+from thdprof.training import Model, TrainingSettings
+
+LIBRARY_BYTES = 64 * 2**20
+"""Workspaces of cuBLAS and Transformer Engine outside graphs, 32 MiB each on Hopper."""
+_GRAPH_WORKSPACE = 32 * 2**20
+"""The workspace of cuBLAS in a slot's pool."""
+_BUCKET_OVERHEAD = 0.0106
+"""Share of a slot that each further bucket adds, where it was not measured; as the built-in cost tables have it."""
+_LOGITS_BYTES = 6
+"""Bytes of an element of the logits while the loss is computed: once in bf16 and once in float32."""
+_SAVED_LOGITS_BYTES = 4
+"""Bytes of an element of the softmax that the loss keeps for its backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    """What one pipeline rank holds, in bytes."""
+
+    state: float
+    moments: float
+    """The part of `state` that the optimizer's first step makes."""
+    graphs: int
+    """All graphs."""
+    one_graph: int
+    """What the last capture adds to them."""
+    static: int
+    eager: int
+    """Eager micro-batches in flight at once, with all they keep."""
+    warm_up: int
+    """One warm-up pass before a capture."""
+    outside: int
+
+    @property
+    def training(self) -> float:
+        """Memory in the worst step."""
+        return self.state + self.graphs + self.static + self.eager + self.outside + LIBRARY_BYTES
+
+    @property
+    def capturing(self) -> float:
+        """Memory at the last capture, in the first step."""
+        there = self.graphs - self.one_graph
+        return self.state - self.moments + there + self.static + self.warm_up + LIBRARY_BYTES
+
+
+def predict_memory(
+    model: Model | None,
+    settings: TrainingSettings,
+    table: MicrobatchTable,
+    *,
+    buckets: Sequence[Bucket],
+    slots: Sequence[Sequence[int]],
+    costs: CostTable,
+    n_tokens: int,
+    freed_bytes: int = 0,
+) -> Memory | None:
+    """Peak memory of the pipeline rank that needs most; None where it is not known.
+
+    It is not known without the model or its vocabulary, of which embedding, output layer and logits are made, and under
+    dynamic context parallelism, where ranks hold different micro-batches.
+
+    Args:
+        model: the model; None: it is not known.
+        settings: the run's settings.
+        table: the micro-batches of the run.
+        buckets: the shapes that are captured; none: all micro-batches run eagerly.
+        slots: slots of each model chunk, for every pipeline rank.
+        costs: the cost table; a measured one gives the memory of a slot.
+        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+        freed_bytes: bytes by which activations that wait on the host shrink the graphs of the rank with most slots.
+    """
+    if model is None or model.vocab_size is None or table.groups is not None:
+        return None
+    shapes = Shapes(
+        n_seqs=table.n_seqs,
+        max_seqlen=table.max_seqlen,
+        n_tokens=np.array([n_tokens]),
+        cp_size=np.array([settings.context_parallel_size]),
+    )
+    eager = np.ones(len(table), dtype=np.bool_)
+    for bucket in buckets:
+        eager &= ~holds(bucket, shapes)
+    chunks = settings.virtual_pipeline_size or 1
+    in_flight = eager_in_flight(
+        table,
+        eager,
+        pipeline_size=settings.pipeline_parallel_size,
+        num_chunks=chunks,
+        group=settings.microbatch_group_size,
+    )
+    parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)
+    ranks = [
+        _rank(
+            model,
+            settings,
+            stage,
+            slots=slots[rank] if buckets else [0] * chunks,
+            in_flight=in_flight[rank],
+            num_buckets=len(buckets),
+            costs=costs,
+            share_of_model=1 / (len(parts) * chunks),
+            n_tokens=n_tokens,
+            freed_bytes=freed_bytes if rank == 0 else 0,
+        )
+        for rank, stage in enumerate(parts)
+    ]
+    most = max(range(len(ranks)), key=lambda rank: max(ranks[rank].training, ranks[rank].capturing))
+    return _memory(ranks[most], most, in_flight[most])
+
+
+def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
+    """The parts at the moment of the peak."""
+    capturing = rank.capturing > rank.training
+    state = rank.state - rank.moments if capturing else rank.state
+    parts = {
+        "state_bytes": round(state),
+        "graph_bytes": rank.graphs - rank.one_graph if capturing else rank.graphs,
+        "static_bytes": rank.static + LIBRARY_BYTES,
+        "eager_bytes": rank.warm_up if capturing else rank.eager,
+        "outside_bytes": 0 if capturing else rank.outside,
+    }
+    return Memory(
+        moment="capture" if capturing else "training",
+        peak_bytes=sum(parts.values()),
+        **parts,
+        eager_in_flight=in_flight,
+        pipeline_rank=number,
+    )
+
+
+def _rank(
+    model: Model,
+    settings: TrainingSettings,
+    stage: Stage,
+    *,
+    slots: Sequence[int],
+    in_flight: int,
+    num_buckets: int,
+    costs: CostTable,
+    share_of_model: float,
+    n_tokens: int,
+    freed_bytes: int,
+) -> _Rank:
+    """What a rank of `stage` holds."""
+    assert model.vocab_size is not None
+    parameters = stage_parameters(model, stage, model.vocab_size)
+    state, moments = state_bytes(
+        model,
+        parameters,
+        data_parallel_size=settings.data_parallel_size,
+        context_parallel_size=settings.context_parallel_size,
+    )
+    passes = [eager_pass_bytes(model, settings, chunk, n_tokens) for chunk in stage.chunks]
+    hidden = hidden_bytes(model, n_tokens)
+    overhead = 1 + (costs.bucket_overhead if costs.calibrated else _BUCKET_OVERHEAD) * (num_buckets - 1)
+    one_graph = 0
+    if costs.calibrated and costs.slot_bytes is not None:
+        whole = costs.slot_bytes * n_tokens / costs.n_tokens
+        of_chunks = [round(whole * share_of_model)] * len(stage.chunks)
+    else:
+        of_chunks = [size + _GRAPH_WORKSPACE for size in passes]
+    graphs = round(sum(count * size * overhead for count, size in zip(slots, of_chunks, strict=True)))
+    if sum(slots):
+        extra = overhead - 1
+        one_graph = of_chunks[-1] if num_buckets == 1 else round(of_chunks[-1] * extra / (num_buckets - 1))
+    return _Rank(
+        state=state,
+        moments=moments,
+        graphs=max(0, graphs - freed_bytes),
+        one_graph=min(one_graph, max(0, graphs - freed_bytes)),
+        static=3 * hidden * sum(slots),
+        eager=in_flight * max(passes, default=0),
+        warm_up=round(max(passes, default=0) + 4 * parameters.largest) if sum(slots) else 0,
+        outside=_outside(model, stage, model.vocab_size, n_tokens) + hidden * sum(slots),
+    )
+
+
+def eager_pass_bytes(model: Model, settings: TrainingSettings, chunk: Sequence[Kind], n_tokens: int) -> int:
+    """Memory of one micro-batch in a model chunk: what its layers save, and gradients in its backward.
+
+    Under context parallelism the keys and values that come from the other ranks are in buffers that a second stream
+    uses as well, which torch's allocator does not give back within a pass.
+
+    Args:
+        model: the model.
+        settings: the run's settings.
+        chunk: the layers of the chunk.
+        n_tokens: tokens of the micro-batch on one context-parallel rank.
+    """
+    own = pass_bytes(_layers(model, chunk), n_tokens)
+    others = settings.context_parallel_size - 1
+    attending = sum("attention" in kind for kind in chunk)
+    keys = 2 * model.query_groups * model.head_dim / model.tensor_model_parallel_size
+    return own + round(others * attending * keys * 2 * n_tokens)
+
+
+def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int) -> int:
+    """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`).
+
+    Args:
+        model: the model.
+        settings: the run's settings.
+        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+    """
+    return eager_pass_bytes(model, settings, layer_kinds(model), n_tokens) + _GRAPH_WORKSPACE
+
+
+def hidden_bytes(model: Model, n_tokens: int) -> int:
+    """Bytes of a micro-batch's hidden states between two layers, on one rank."""
+    share = model.tensor_model_parallel_size if model.sequence_parallel else 1
+    return n_tokens * model.hidden_size * (4 if model.precision == "fp32" else 2) // share
+
+
+def _layers(model: Model, chunk: Sequence[Kind]) -> list[list[Saved]]:
+    made = {kind: layer_tensors(model, kind) for kind in set(chunk)}
+    return [made[kind] for kind in chunk]
+
+
+def _outside(model: Model, stage: Stage, vocab_size: int, n_tokens: int) -> int:
+    """Memory outside the decoder: the embedding's output, logits and loss, multi-token prediction."""
+    total = 0
+    hidden = hidden_bytes(model, n_tokens)
+    rows = vocab_size / model.tensor_model_parallel_size
+    if stage.first:
+        total += hidden
+    if stage.last:
+        extra = model.mtp_num_layers
+        logits = n_tokens * rows
+        gradient = rows * model.hidden_size * 2
+        total += round(max(_LOGITS_BYTES * logits, 2 * logits + gradient) + extra * _SAVED_LOGITS_BYTES * logits)
+        total += 2 * hidden
+        if extra:
+            total += extra * saved_bytes(_layers(model, layer_kinds(model)[-1:]), n_tokens)
+    return total

@@ -1,0 +1,117 @@
+"""Makes a cost table from a model of the user's kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
+from thdprof.analyze.times.attention import rounded_documents
+from thdprof.analyze.times.decoder import Decoder, DecoderTime
+from thdprof.analyze.times.gpus import Gpu
+from thdprof.analyze.times.host import HostRate
+from thdprof.analyze.times.memory import slot_bytes
+from thdprof.analyze.times.outside import LAUNCHES, optimizer_ms, outside_ms
+from thdprof.analyze.times.parameters import stage_parameters, stages
+from thdprof.training import Model, TrainingSettings
+
+_STEPS = (32, 64, 128, 256, 512)
+"""Numbers of documents up to which Transformer Engine's fused attention rounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shapes:
+    """The micro-batches that times are modelled for."""
+
+    tokens: int
+    """Tokens of a micro-batch on one context-parallel rank."""
+    squared: float
+    """Mean over micro-batches of the sum of their documents' squared lengths."""
+    typical: int
+    """Documents of the median micro-batch."""
+    most: int
+    """Documents of the micro-batch that has most."""
+
+
+class ModelledTimes:
+    """Times of the decoder of one run, as its documents and caps vary."""
+
+    def __init__(self, model: Model, gpu: Gpu, host: HostRate, settings: TrainingSettings, shapes: Shapes) -> None:
+        self.model, self.gpu, self.host, self.settings, self.shapes = model, gpu, host, settings, shapes
+        self.decoder = Decoder(model, gpu, pipeline_size=settings.pipeline_parallel_size)
+
+    def at(self, max_seqs: int) -> DecoderTime:
+        """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
+        return self._time(max_seqs, self.shapes.squared)
+
+    def _time(self, max_seqs: int, squared: float) -> DecoderTime:
+        cp = self.settings.context_parallel_size
+        return self.decoder.time(tokens=self.shapes.tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
+
+    def outside(self) -> tuple[float, float] | None:
+        """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds."""
+        gpu = outside_ms(self.model, self.gpu, self.shapes.tokens)
+        if gpu is None:
+            return None
+        return max(gpu, LAUNCHES * self.host.low_us / 1000), max(gpu, LAUNCHES * self.host.high_us / 1000)
+
+    def optimizer(self) -> float | None:
+        """The optimizer's step on one rank, in milliseconds; None where the vocabulary is not known."""
+        model, settings = self.model, self.settings
+        if model.vocab_size is None:
+            return None
+        counts = [
+            stage_parameters(model, stage, model.vocab_size)
+            for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
+        ]
+        sharers = settings.data_parallel_size if model.use_distributed_optimizer else 1
+        return optimizer_ms(self.gpu, max(count.dense + count.experts for count in counts) / sharers)
+
+    def table(self) -> CostTable:
+        """The cost table: replay times by the steps of attention's rounding, eager times as ranges."""
+        outside = self.outside()
+        per_unit = (self._time(64, 2e9).gpu_ms - self._time(64, 1e9).gpu_ms) / 1e9
+        return CostTable(
+            name=f"{describe(self.model)}, {self.decoder.num_layers} layers a rank, {self.shapes.tokens} tokens",
+            calibrated=False,
+            modelled=True,
+            hardware=self.gpu.label,
+            attention="Transformer Engine's fused attention",
+            n_tokens=self.shapes.tokens,
+            eager=[self._eager_point(n) for n in self._documents()],
+            replay=[ReplayPoint(max_seqs=n, ms=self.at(n).replay_ms) for n in self._caps()],
+            max_seqs_steps=_STEPS,
+            ms_per_squared_token=per_unit,
+            squared_tokens=self.shapes.squared,
+            outside_ms=None if outside is None else (outside[0] * outside[1]) ** 0.5,
+            outside_range_ms=outside,
+            optimizer_ms=self.optimizer(),
+            slot_bytes=slot_bytes(self.model, self.settings, self.shapes.tokens),
+        )
+
+    def _documents(self) -> list[int]:
+        """Numbers of documents whose eager times differ, as far as the data has them."""
+        ends = [n for n in _STEPS if n < self.shapes.most]
+        return sorted({1, *ends, *(n + 1 for n in ends), self.shapes.most})
+
+    def _caps(self) -> list[int]:
+        top = max(1024, rounded_documents(self.shapes.most))
+        return sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})
+
+    def _eager_point(self, documents: int) -> EagerPoint:
+        time = self.at(documents)
+        return EagerPoint(n_seqs=documents, ms=self.host.middle_ms(time), range_ms=self.host.eager_ms(time))
+
+
+def describe(model: Model) -> str:
+    """The model's shape in a few words."""
+    words = [f"hidden {model.hidden_size}"]
+    if model.num_experts:
+        words.append(f"{model.num_experts} experts")
+    if model.hybrid_layer_pattern:
+        words.append("hybrid")
+    words.append("FP8 " + model.fp8_recipe if model.fp8_recipe else model.precision)
+    if model.recompute_granularity:
+        words.append(f"{model.recompute_granularity} recompute")
+    if model.tensor_model_parallel_size > 1:
+        words.append(f"TP {model.tensor_model_parallel_size}")
+    return f"{model.num_layers} layers, " + ", ".join(words)

@@ -1,0 +1,84 @@
+"""The model of times for one run, or the reason why there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from thdprof.analyze.buckets.statistics import Profile
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu
+from thdprof.analyze.times.host import STATED, measured_host
+from thdprof.analyze.times.modelled_costs import ModelledTimes, Shapes
+from thdprof.training import Attention, Model, TrainingSettings
+
+ASSUMED_GPU = "h100"
+"""The GPU that times are of where nobody names one and this machine has none."""
+UNKNOWN_MODEL = (
+    "the model is not known: --megatron-args with the launch script, or --model with its config.json, gives times"
+)
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def why_not(model: Model | None, settings: TrainingSettings, attention: Attention) -> str | None:
+    """Why times of this run cannot be modelled; None where they can.
+
+    Args:
+        model: the model; None: not known.
+        settings: the run's settings.
+        attention: the attention backend.
+    """
+    if model is None:
+        return UNKNOWN_MODEL
+    if settings.max_seqlen_per_dp_cp_rank is not None:
+        return "times under dynamic context parallelism are not modelled: measure them and give --cost-table"
+    if attention != "transformer_engine":
+        return f"times of --attention {attention} are not modelled: measure them with thdprof calibrate"
+    return None
+
+
+def modelled_times(
+    model: Model, gpu: Gpu, settings: TrainingSettings, table: MicrobatchTable, profile: Profile, n_tokens: int
+) -> ModelledTimes:
+    """The model of times for the micro-batches of `table`.
+
+    Args:
+        model: the model.
+        gpu: the GPU.
+        settings: the run's settings.
+        table: the micro-batches.
+        profile: their histograms.
+        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+    """
+    shapes = Shapes(
+        tokens=n_tokens,
+        squared=0.0 if table.squared is None else float(table.squared.mean()),
+        typical=profile.n_seqs.percentile(50.0),
+        most=profile.n_seqs.percentile(100.0),
+    )
+    here = local_gpu()
+    host = measured_host() if here is not None and here.name == gpu.name else None
+    return ModelledTimes(model, gpu, host or STATED, settings, shapes)
+
+
+def gpu_of(name: str | None) -> tuple[Gpu, str | None]:
+    """The GPU that `name` names, else this machine's, else the one that is assumed, with a note that says so.
+
+    Raises:
+        UsageError: no such GPU is known.
+    """
+    if name is not None:
+        return find_gpu(name), None
+    here = local_gpu()
+    if here is not None:
+        return here, f"times are of this machine's {here.label}; --gpu names another"
+    return GPUS[ASSUMED_GPU], f"times are of an {GPUS[ASSUMED_GPU].label}, since no GPU was named: give --gpu"
+
+
+def local_gpu() -> Gpu | None:
+    """This machine's first GPU by its driver; None where there is none that times are modelled for."""
+    try:
+        facts = next(iter(sorted(_DRIVER.glob("*/information")))).read_text()
+    except (OSError, StopIteration):
+        return None
+    words = set(facts.lower().replace("-", " ").split())
+    return next((gpu for name, gpu in GPUS.items() if name in words), None)

@@ -1,0 +1,43 @@
+"""Times outside the decoder: embedding, output layer and loss of a micro-batch, and the optimizer's step."""
+
+from __future__ import annotations
+
+from thdprof.analyze.times.device import Device
+from thdprof.analyze.times.gpus import Gpu
+from thdprof.training import Model
+
+LAUNCHES = 140.0
+"""Launches outside the decoder in a micro-batch of Megatron's training loop, its reads of the GPU counted as such."""
+_LOSS_US_AN_ELEMENT = 17.4e-6
+"""Cross entropy over the vocabulary, forward and backward, for one token and one entry: unfused, in fp32."""
+_OPTIMIZER_MS_A_PARAMETER = 14e-9
+"""Adam with clipping and zeroed gradients, for one parameter, on an H200."""
+
+
+def outside_ms(model: Model, gpu: Gpu, tokens: int) -> float | None:
+    """GPU time of embedding, output layer and loss of a micro-batch, in milliseconds; None without a vocabulary.
+
+    Args:
+        model: the model.
+        gpu: the GPU.
+        tokens: tokens of the micro-batch on one context-parallel rank.
+    """
+    if model.vocab_size is None:
+        return None
+    device = Device(gpu)
+    entries = model.vocab_size // model.tensor_model_parallel_size
+    hidden = model.hidden_size
+    products = (
+        device.product_us(tokens, entries, hidden)
+        + device.product_us(tokens, hidden, entries)
+        + device.product_us(entries, hidden, tokens, accumulates=model.gradient_accumulation_fusion)
+    )
+    heads = 1 + model.mtp_num_layers
+    loss = device.memory_us(tokens * entries, 1 / _LOSS_US_AN_ELEMENT)
+    embedding = device.memory_us(3 * tokens * hidden * 2e-6, 3.0) + device.memory_us(entries * hidden * 6e-6, 4.0)
+    return (heads * (products + loss) + embedding) / 1000
+
+
+def optimizer_ms(gpu: Gpu, parameters: float) -> float:
+    """GPU time of a step of the optimizer over `parameters` of one rank, in milliseconds."""
+    return parameters * _OPTIMIZER_MS_A_PARAMETER * 4.8 / gpu.memory_tbps

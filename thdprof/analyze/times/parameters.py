@@ -1,0 +1,139 @@
+"""Parameters of a pipeline stage on one rank, and the bytes of their weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thdprof.analyze.buckets.saved_tensors import Kind, layer_kinds
+from thdprof.training import Model
+
+_CONVOLUTION = 4
+"""Width of the convolution of a Mamba layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Parameters of one rank."""
+
+    dense: float
+    """Parameters whose optimizer state all data- and context-parallel ranks share."""
+    experts: float
+    """Parameters of this rank's experts."""
+    outside: float
+    """Those of `dense` that are the embedding's or the output layer's."""
+    largest: float
+    """Elements of the largest parameter inside layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The layers of one pipeline rank."""
+
+    chunks: tuple[tuple[Kind, ...], ...]
+    """The layers of each of its model chunks."""
+    first: bool
+    """Whether it has the embedding."""
+    last: bool
+    """Whether it has the output layer and the loss."""
+
+    @property
+    def layers(self) -> list[Kind]:
+        """The layers of all chunks."""
+        return [kind for chunk in self.chunks for kind in chunk]
+
+
+def stages(model: Model, *, pipeline_size: int, num_chunks: int) -> list[Stage]:
+    """The layers of every pipeline rank: chunk c of rank r is part c * pipeline_size + r of the model.
+
+    Where layers do not divide evenly, the first parts have one more.
+    """
+    kinds, parts = layer_kinds(model), pipeline_size * num_chunks
+    least, more = divmod(len(kinds), parts)
+    begins = [part * least + min(part, more) for part in range(parts + 1)]
+    chunks = [tuple(kinds[begins[part] : begins[part + 1]]) for part in range(parts)]
+    return [
+        Stage(
+            chunks=tuple(chunks[chunk * pipeline_size + rank] for chunk in range(num_chunks)),
+            first=rank == 0,
+            last=rank == pipeline_size - 1,
+        )
+        for rank in range(pipeline_size)
+    ]
+
+
+def stage_parameters(model: Model, stage: Stage, vocab_size: int) -> Parameters:
+    """Parameters of one rank of `stage`; biases, which are few, are left out."""
+    counts = [_of_layer(model, kind) for kind in stage.layers]
+    dense, experts = (sum(count[place] for count in counts) for place in (0, 1))
+    table = vocab_size * model.hidden_size / model.tensor_model_parallel_size
+    own_output = stage.last and (model.untie_embeddings_and_output_weights or not stage.first)
+    outside = table * (stage.first + own_output)
+    if stage.last and model.mtp_num_layers:
+        joined = 2 * model.hidden_size**2 / model.tensor_model_parallel_size
+        last = _of_layer(model, layer_kinds(model)[-1])
+        dense += model.mtp_num_layers * (last[0] + joined)
+        experts += model.mtp_num_layers * last[1]
+    largest = max((count[2] for count in counts), default=0.0)
+    return Parameters(dense=dense + outside, experts=experts, outside=outside, largest=largest)
+
+
+def state_bytes(
+    model: Model, parameters: Parameters, *, data_parallel_size: int, context_parallel_size: int
+) -> tuple[float, float]:
+    """Bytes of weights, gradients and optimizer state, and of the part that the optimizer's first step adds.
+
+    Weights are in `precision`, gradients in float32 (with fp16 in fp16, and copied), beside them float32 weights and
+    the two moments of Adam, which the optimizer makes in its first step. A distributed optimizer shares the last three
+    among the ranks that hold the same weights. FP8 keeps each linear layer's weights twice more, in one byte each.
+    """
+    shares = data_parallel_size * context_parallel_size
+    tensor = model.tensor_model_parallel_size
+    of_expert = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or tensor)
+    expert_shares = max(1.0, shares * tensor / of_expert)
+    if not model.use_distributed_optimizer:
+        shares, expert_shares = 1, 1.0
+    weight, gradient, master = {"bf16": (2, 4, 4), "fp16": (2, 2, 8), "fp32": (4, 4, 0)}[model.precision]
+    kept = (parameters.dense, shares), (parameters.experts, expert_shares)
+    moments = sum(count * 8 / share for count, share in kept)
+    rest = sum(count * (weight + gradient + master / share) for count, share in kept)
+    if model.fp8_recipe:
+        rest += 2 * (parameters.dense - parameters.outside + parameters.experts)
+    return rest + moments, moments
+
+
+def _of_layer(model: Model, kind: Kind) -> tuple[float, float, float]:
+    """Parameters of one layer outside experts, in experts, and of its largest matrix, on one rank."""
+    hidden, tensor = model.hidden_size, model.tensor_model_parallel_size
+    gated = 2 if model.gated_linear_unit else 1
+    matrices: list[float] = []
+    whole = 0.0
+    if "attention" in kind:
+        heads = model.num_attention_heads
+        if model.multi_latent_attention:
+            width = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+            matrices += [(model.q_lora_rank or hidden) * width]
+            matrices += [model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)]
+            matrices += [heads * model.v_head_dim * hidden]
+            whole += hidden * ((model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim)
+        else:
+            matrices += [hidden * (heads + 2 * model.query_groups) * model.head_dim]
+            matrices += [heads * model.head_dim * hidden]
+        whole += hidden
+    if "mlp" in kind:
+        matrices += [hidden * model.ffn_size * gated, hidden * model.ffn_size]
+        whole += hidden
+    if kind == "mamba":
+        mixer = model.mamba_num_heads or 2 * hidden // model.mamba_head_dim
+        inner = mixer * model.mamba_head_dim
+        states = 2 * model.mamba_num_groups * model.mamba_state_dim
+        matrices += [hidden * (2 * inner + states + mixer), inner * hidden, (inner + states) * _CONVOLUTION]
+        whole += hidden
+    experts, one = 0.0, 0.0
+    if "moe" in kind:
+        count = model.num_experts or 1
+        one = hidden * model.expert_ffn_size / (model.expert_tensor_parallel_size or tensor)
+        experts = count / model.expert_model_parallel_size * one * (gated + 1)
+        shared = model.moe_shared_expert_intermediate_size or 0
+        matrices += [hidden * shared * (gated + 1)]
+        whole += hidden * (count + 1)
+    return whole + sum(matrices) / tensor, experts, max(max(matrices) / tensor, one * gated)

@@ -1,0 +1,61 @@
+"""Whether graphs pay: the verdict on times, and its reason."""
+
+from __future__ import annotations
+
+import math
+
+from thdprof.analyze.times.modelled_costs import ModelledTimes
+from thdprof.analyze.times.results import Ruling, Times, Verdict
+
+PAYS_BELOW = 0.95
+"""Share of an eager micro-batch's time below which a replay pays, on every host of the range."""
+NO_GAIN_ABOVE = 0.97
+"""Share above which it does not, on a host in the middle of the range."""
+LITTLE_GAIN_ABOVE = 0.9
+"""Share above which it then has to be on the slowest host."""
+MEASURED_GAIN_BELOW = 0.98
+"""Share of the eager step time below which graphs pay where both were measured: measured times vary by as much."""
+
+
+def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
+    """The verdict on modelled times, with the reason that launching and computing a layer give."""
+    assert times.decoder_replay_ms is not None
+    time = modelled.at(modelled.shapes.typical)
+    replay, eager = times.decoder_replay_ms, modelled.host.eager_ms(time)
+    ruling = rule(replay / eager[1], replay / modelled.host.middle_ms(time), replay / eager[0])
+    layers = modelled.decoder.num_layers
+    low, high = (ms / layers for ms in modelled.host.launch_ms(time))
+    gpu = f"{_digits(time.gpu_ms / layers)} ms"
+    launching = f"{_digits(low)} to {_digits(high)} ms"
+    reason = {
+        "graphs pay": f"launching a layer takes the host {launching}, computing it the GPU {gpu}",
+        "graphs do not pay": f"computing a layer takes the GPU {gpu}, and launching it the host {launching}: eager "
+        "training hides it",
+        "measure first": f"launching a layer takes the host {launching}, computing it the GPU {gpu}: the processor "
+        "decides; run thdprof calibrate on it",
+    }[ruling]
+    return Verdict(ruling=ruling, reason=reason)
+
+
+def rule(slowest: float, middle: float, quickest: float) -> Ruling:
+    """The verdict on shares of eager time that a replay takes, on the slowest, the middle and the quickest host."""
+    if quickest <= PAYS_BELOW:
+        return "graphs pay"
+    if middle >= NO_GAIN_ABOVE and slowest >= LITTLE_GAIN_ABOVE:
+        return "graphs do not pay"
+    return "measure first"
+
+
+def measured_verdict(times: Times) -> Verdict:
+    """The verdict on measured times."""
+    assert times.relative_step_time is not None
+    relative = times.relative_step_time[1]
+    ruling: Ruling = "graphs pay" if relative <= MEASURED_GAIN_BELOW else "graphs do not pay"
+    return Verdict(ruling=ruling, reason=f"a step takes {relative:.2f} of its eager time, as measured")
+
+
+def _digits(ms: float) -> str:
+    """`ms` with two significant digits, and never in exponents."""
+    if ms <= 0:
+        return "0"
+    return f"{ms:.{max(0, 1 - math.floor(math.log10(ms)))}f}"

@@ -1,0 +1,268 @@
+"""The arguments of a launch script by Megatron's own parser, without what a measurement does not need."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thdprof.errors import UsageError
+
+_OFF: dict[str, Any] = {
+    **dict.fromkeys(("save", "load", "pretrained_checkpoint", "data_path", "train_data_path", "valid_data_path")),
+    **dict.fromkeys(("test_data_path", "data_args_path", "per_split_data_args_path", "data_cache_path")),
+    **dict.fromkeys(("per_dataset_sequences_path", "tokenizer_model", "vocab_file", "merge_file", "tensorboard_dir")),
+    **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule", "train_samples", "lr_decay_samples")),
+    **dict.fromkeys(("non_persistent_ckpt_type", "ckpt_convert_format", "result_rejected_tracker_filename")),
+    **dict.fromkeys(("logits_save_dir", "logits_load_dir", "exit_interval", "exit_duration_in_mins")),
+    **dict.fromkeys(("pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage")),
+    **dict.fromkeys(("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers")),
+    **dict.fromkeys(("decoder_last_pipeline_num_layers", "lr_warmup_fraction", "save_interval")),
+    **dict.fromkeys(("use_checkpoint_args", "async_save", "use_persistent_ckpt_worker", "profile", "fim_data"), False),
+    **dict.fromkeys(("record_memory_history", "enable_one_logger", "auto_detect_ckpt_format", "skip_train"), False),
+    **dict.fromkeys(("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"), False),
+    **dict.fromkeys(("create_attention_mask_in_dataloader", "tp_comm_overlap", "moe_use_upcycling"), False),
+    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph", "optimizer_cuda_graph", "log_straggler"), False),
+    **dict.fromkeys(("lr_warmup_samples", "lr_warmup_iters", "eval_iters"), 0),
+    "wandb_project": "",
+    "wandb_exp_name": "",
+    "cuda_graph_impl": "none",
+    "cuda_graph_modules": [],
+    "cuda_graph_scope_deprecated": None,
+    "tokenizer_type": "NullTokenizer",
+    "mock_data": True,
+    "pipeline_model_parallel_size": 1,
+    "te_rng_tracker": True,
+    "train_iters": 100_000,
+    "lr": 1e-9,
+    "min_lr": 0.0,
+    "decoupled_lr": None,
+    "decoupled_min_lr": None,
+    "lr_warmup_init": 0.0,
+    "lr_decay_style": "constant",
+    "check_for_spiky_loss": False,
+}
+"""Values of arguments for a measurement. Those of stock graphs are off because a plan's graphs take their place."""
+_REFUSED = {
+    "yaml_cfg": "settings in YAML are not read",
+    "perform_rl_step": "reinforcement learning is not measured",
+    "hybrid_context_parallel": "micro-batches of other context-parallel sizes are not measured",
+    "use_megatron_fsdp": "Megatron-FSDP moves parameters, which graphs read in place",
+    "use_torch_fsdp2": "FSDP moves parameters, which graphs read in place",
+    "heterogeneous_layers_config_path": "layers that all differ cannot be scaled",
+}
+"""Arguments that cannot be measured, with the reason."""
+GPT2_VOCABULARY = 50257
+"""Tokens of the GPT-2 tokenizer, which Megatron-LM's pretrain_gpt.py takes by default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """The parallel sizes of one pipeline stage."""
+
+    tensor: int
+    """Ranks that share each layer's weights."""
+    context: int
+    """Ranks that share the tokens."""
+    expert: int
+    """Ranks that share the experts."""
+    expert_tensor: int
+    """Ranks that share one expert's weights."""
+
+    @property
+    def least(self) -> int:
+        """Fewest GPUs on which the stage runs; any other number is a multiple of it."""
+        return math.lcm(self.tensor * self.context, self.expert_tensor * self.expert)
+
+
+def parse(words: Sequence[str], *, where: str) -> tuple[Any, list[str]]:
+    """The words of a training command by Megatron's own parser, and the words that it does not know.
+
+    Args:
+        words: flags and values.
+        where: name of the launch script in errors.
+
+    Raises:
+        UsageError: the parser refuses the words, or they ask for training that cannot be measured.
+    """
+    from megatron.training.arguments import add_megatron_arguments, parse_args
+
+    told = io.StringIO()
+    parser = add_megatron_arguments(argparse.ArgumentParser(prog="megatron", allow_abbrev=False))
+    try:
+        with contextlib.redirect_stderr(told), _as_command_line(words):
+            _, unknown = parser.parse_known_args(list(words))
+            args = parse_args(ignore_unknown_args=True)
+    except SystemExit as error:
+        lines = told.getvalue().strip().splitlines() or ["no reason given"]
+        raise UsageError(f"{where}: Megatron-LM's parser refuses its flags: {lines[-1]}") from error
+    for name, why in _REFUSED.items():
+        if getattr(args, name, None):
+            raise UsageError(f"{where}: --{name.replace('_', '-')}: {why}")
+    return args, unknown
+
+
+def ranks_of(args: Any) -> Ranks:
+    """The parallel sizes that the arguments ask for, besides pipeline and data parallelism."""
+    tensor = args.tensor_model_parallel_size
+    return Ranks(
+        tensor=tensor,
+        context=args.context_parallel_size,
+        expert=args.expert_model_parallel_size or 1,
+        expert_tensor=args.expert_tensor_parallel_size or tensor,
+    )
+
+
+def check_world(ranks: Ranks, world: int, *, where: str) -> None:
+    """Refuse a number of processes on which one pipeline stage cannot run.
+
+    Raises:
+        UsageError: `world` is no multiple of the ranks that the stage needs.
+    """
+    if world % ranks.least:
+        sizes = f"tensor {ranks.tensor} x context {ranks.context}"
+        if ranks.expert > 1:
+            sizes += f" and expert tensor {ranks.expert_tensor} x expert {ranks.expert}"
+        raise UsageError(
+            f"{where}: {sizes} parallel ranks need {ranks.least} GPUs, or a multiple, and {world} "
+            f"{'is' if world == 1 else 'are'} used: torchrun --nproc-per-node {ranks.least} -m thdprof calibrate ..."
+        )
+
+
+def vocabulary(args: Any, *, given: int | None, where: str) -> int:
+    """Rows of the embedding, padded as training pads them.
+
+    Args:
+        args: parsed arguments, as the script gives them.
+        given: tokens of the tokenizer, from the user; None where not given.
+        where: name of the launch script in errors.
+
+    Raises:
+        UsageError: neither the script nor the user tells the vocabulary.
+    """
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    padded: int | None = getattr(args, "padded_vocab_size", None)
+    if given is None and padded is not None:
+        return padded
+    tokens: int | None = given if given is not None else args.vocab_size
+    kind = args.tokenizer_type
+    if tokens is None and kind in (None, "GPT2BPETokenizer"):
+        tokens = GPT2_VOCABULARY
+    if tokens is None:
+        raise UsageError(f"{where}: the vocabulary of {kind} is not known: give --vocab-size, its number of tokens")
+    divisor = args.make_vocab_size_divisible_by
+    with contextlib.redirect_stdout(io.StringIO()):
+        return int(calculate_padded_vocab_size(tokens, divisor, args.tensor_model_parallel_size))
+
+
+def total_layers(args: Any) -> int:
+    """Layers of the whole model; of a hybrid, the letters of its pattern."""
+    pattern = _pattern(args)
+    return len(pattern) if pattern else int(args.num_layers)
+
+
+def stage_layers(args: Any) -> int:
+    """Most layers that a pipeline rank of the script's own run has, over all its chunks."""
+    total, stages = total_layers(args), int(args.pipeline_model_parallel_size)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    ends = [n for n in (first, last) if n is not None]
+    if not ends:
+        return -(-total // stages)
+    between = stages - len(ends)
+    return int(max([*ends, -(-(total - sum(ends)) // between) if between else 0]))
+
+
+def set_for_measuring(args: Any, *, layers: int, vocabulary: int, microbatches: int, world: int) -> None:
+    """Change the parsed arguments for a measurement of `layers` layers on `world` ranks, without a pipeline.
+
+    Args:
+        args: parsed arguments; changed in place.
+        layers: layers to build.
+        vocabulary: rows of the embedding.
+        microbatches: micro-batches of a step.
+        world: number of ranks.
+    """
+    set_layers(args, layers)
+    for name, value in _OFF.items():
+        if hasattr(args, name):
+            setattr(args, name, value)
+    args.world_size = world
+    args.padded_vocab_size = args.vocab_size = vocabulary
+    data_parallel = world // (args.tensor_model_parallel_size * args.context_parallel_size)
+    args.global_batch_size = microbatches * args.micro_batch_size * data_parallel
+    args.eval_global_batch_size = args.eval_micro_batch_size = None
+
+
+def set_layers(args: Any, layers: int) -> None:
+    """Change the arguments so that the model has `layers` layers, of its kinds in about the same shares."""
+    pattern = _pattern(args)
+    if pattern:
+        args.hybrid_layer_pattern = "".join(alike(pattern, layers))
+        args.num_layers = None
+        return
+    if args.recompute_num_layers is not None and args.recompute_method == "block":
+        stage = stage_layers(args)
+        args.recompute_num_layers = max(1, round(args.recompute_num_layers * layers / stage))
+    if isinstance(getattr(args, "moe_layer_freq", None), list):
+        args.moe_layer_freq = list(alike(args.moe_layer_freq, layers))
+    args.num_layers = layers
+
+
+def alike[T](kinds: Sequence[T], count: int) -> Sequence[T]:
+    """The run of `count` neighbours among `kinds` whose shares of each kind are nearest to those of all."""
+    if count >= len(kinds):
+        return kinds
+    whole = Counter(kinds)
+
+    def distance(start: int) -> float:
+        part = Counter(kinds[start : start + count])
+        return sum(abs(part[kind] / count - whole[kind] / len(kinds)) for kind in whole)
+
+    start = min(range(len(kinds) - count + 1), key=distance)
+    return kinds[start : start + count]
+
+
+def validate(args: Any, *, where: str) -> Any:
+    """The arguments after Megatron's own checks, which also fill in defaults.
+
+    Raises:
+        UsageError: they do not fit together.
+    """
+    from megatron.training.arguments import validate_args
+
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return validate_args(args)
+    except (AssertionError, ValueError, RuntimeError, SystemExit) as error:
+        lines = str(error).strip().splitlines() or ["an assertion without a message"]
+        raise UsageError(f"{where}: Megatron-LM refuses its settings: {lines[0]}") from error
+
+
+def _pattern(args: Any) -> str:
+    """Letters of a hybrid's layers, without marks of pipeline stages and without layers of multi-token prediction."""
+    text = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
+    return str(text).partition("/")[0].replace("|", "")
+
+
+@contextlib.contextmanager
+def _as_command_line(words: Sequence[str]) -> Iterator[None]:
+    """Let Megatron's parser, which reads sys.argv, read `words` inside the block."""
+    before = sys.argv
+    sys.argv = [before[0] if before else "megatron", *words]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def world_size() -> int:
+    """Number of ranks, by torchrun's own variable."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

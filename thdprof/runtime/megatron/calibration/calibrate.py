@@ -1,0 +1,389 @@
+"""`calibrate_script`: measures the training steps of a launch script's own model, and makes a cost table of them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from thdprof.dispatch import Bucket
+from thdprof.errors import UsageError
+from thdprof.runtime.calibrate import SCHEMA, slot_costs
+from thdprof.runtime.megatron import versions
+from thdprof.runtime.megatron.calibration import arguments, layer_choice, micro_batches, session
+from thdprof.runtime.megatron.calibration.micro_batches import MicroBatch, Shape
+from thdprof.runtime.megatron.calibration.rounds import LEAST_ROUNDS, by_rank_zero, medians
+from thdprof.runtime.megatron.calibration.solve import Measured, Scale, Solved, solve
+from thdprof.runtime.megatron.calibration.variants import Replayable
+from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.stamp import stamp_here
+
+TYPICAL_DOCUMENTS = 12
+"""Documents of the replayed micro-batches, as in the built-in tables."""
+MOST_MICROBATCHES = 8
+_ROUNDS = 9
+_FEW = 2
+_PAIR = 8
+"""Documents of the two micro-batches that differ in their lengths alone."""
+_SHORT_STEP_MS = 400
+"""Steps that take less are measured two in a row, as the next one begins while the GPU ends the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to measure."""
+
+    words: Sequence[str]
+    """Flags and values of the training command."""
+    where: str
+    """Name of the launch script in errors."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the script; those that are set already stay."""
+    microbatches: int | None = None
+    """Micro-batches of a step on one rank of the script's run; None where it does not tell."""
+    n_seqs: Sequence[int] = (12, 106)
+    """Numbers of documents of the eager micro-batches."""
+    max_seqs: Sequence[int] = (16, 64, 256, 512)
+    """Numbers of documents of the buckets."""
+    layers: int | None = None
+    """Most layers to build; None: as many as fit."""
+    vocabulary: int | None = None
+    """Tokens of the tokenizer; None: as the script says."""
+    seconds: float = 105.0
+    """Seconds from `began` until measuring ends."""
+    began: float = field(default_factory=time.monotonic)
+    """When the command began, by time.monotonic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """A request that was read: the script's own figures, and those of the measurement."""
+
+    given: Any
+    stage_layers: int
+    total_layers: int
+    stages: int
+    ranks: arguments.Ranks
+    vocabulary: int
+    world: int
+    microbatches: int
+
+
+def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """The cost table (schema `thdprof.costs/1`) of a launch script's model; None on other ranks than the first.
+
+    Under torchrun every rank calls it.
+
+    Args:
+        request: what to measure.
+        say: called with lines of progress, on rank 0.
+
+    Raises:
+        UsageError: the script's model cannot be built, measured or captured here.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    say = say if rank == 0 else (lambda line: None)
+    for name, value in request.environment.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    _require("megatron-core", "megatron.training.training", "megatron")
+    asked = _read(request, say)
+    if asked.ranks.tensor * asked.ranks.context > 1:  # Megatron asks for it there
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _require("transformer-engine", "transformer_engine.pytorch", "te")
+    if not torch.cuda.is_available():
+        raise UsageError("calibrate needs an NVIDIA GPU, and torch sees none here")
+    _check_gpus()
+    try:
+        with session.quiet():
+            table = _measured(request, asked, say)
+    except SettingsError as error:
+        raise UsageError(str(error)) from error
+    finally:
+        session.stop()
+    return table if rank == 0 else None
+
+
+def _require(package: str, module: str, extra: str) -> None:
+    """Refuse to go on without a package of a version that was checked.
+
+    Raises:
+        UsageError: it is missing, cannot be imported or was not checked.
+    """
+    try:
+        versions.check(lambda names: versions.installed([name for name in names if name == package]))
+        __import__(module)
+    except versions.VersionError as error:
+        raise UsageError(f"calibrate --megatron-args: {error}") from error
+    except Exception as error:  # Transformer Engine raises many kinds where its libraries are not found
+        raise UsageError(f"{module} cannot be imported ({error}): pip install 'thdprof[{extra}]'") from error
+
+
+def _check_gpus() -> None:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise UsageError(
+            f"this host has {torch.cuda.device_count()} GPUs, and torchrun started more ranks: rank {local} has none"
+        )
+
+
+def _read(request: Request, say: Callable[[str], None]) -> _Asked:
+    args, unknown = arguments.parse(request.words, where=request.where)
+    if unknown:
+        say(f"{request.where}: Megatron-LM's own parser does not know {' '.join(unknown)}; passed over")
+    ranks, world = arguments.ranks_of(args), arguments.world_size()
+    arguments.check_world(ranks, world, where=request.where)
+    count = request.microbatches or MOST_MICROBATCHES
+    return _Asked(
+        given=args,
+        stage_layers=arguments.stage_layers(args),
+        total_layers=arguments.total_layers(args),
+        stages=args.pipeline_model_parallel_size,
+        ranks=ranks,
+        vocabulary=arguments.vocabulary(args, given=request.vocabulary, where=request.where),
+        world=world,
+        microbatches=max(2, min(count, MOST_MICROBATCHES)),
+    )
+
+
+def _prepared(asked: _Asked, layers: int, *, where: str) -> Any:
+    """Validated arguments for a model of so many layers."""
+    args = copy.deepcopy(asked.given)
+    arguments.set_for_measuring(
+        args, layers=layers, vocabulary=asked.vocabulary, microbatches=asked.microbatches, world=asked.world
+    )
+    return arguments.validate(args, where=where)
+
+
+def _measured(request: Request, asked: _Asked, say: Callable[[str], None]) -> dict[str, Any]:
+    device = int(os.environ.get("LOCAL_RANK", "0"))
+    free = torch.cuda.mem_get_info(device)[0]
+    most = asked.stage_layers if request.layers is None else min(request.layers, asked.stage_layers)
+    layers = layer_choice.layers_that_fit(
+        asked.given,
+        vocabulary=asked.vocabulary,
+        memory_bytes=free,
+        data_parallel=max(1, asked.world // (asked.ranks.tensor * asked.ranks.context)),
+        wanted=most,
+    )
+    args = _prepared(asked, layers, where=request.where)
+    session.start(args)
+    while True:
+        say(f"building {layers} of {asked.stage_layers} layers of a stage, on {asked.world} GPU(s)")
+        try:
+            table = _of_layers(request, asked, args, layers, say)
+            break
+        except torch.cuda.OutOfMemoryError as error:
+            if layers == 1 or asked.world > 1:
+                raise UsageError(
+                    f"{request.where}: {layers} layers do not fit on the GPU; give --layers, fewer"
+                ) from error
+        session.release()
+        layers = max(1, layers // 2)
+        say(f"out of memory: trying {layers} layers")
+        args = _prepared(asked, layers, where=request.where)
+    return table
+
+
+def _of_layers(request: Request, asked: _Asked, args: Any, layers: int, say: Callable[[str], None]) -> dict[str, Any]:
+    training = session.build(args, where=request.where)
+    plan = _Plan.of(request, asked, args)
+    replayable = Replayable(training, plan.buckets)
+    say(f"built after {time.monotonic() - request.began:.0f} s; capturing {len(plan.buckets)} buckets")
+    measured, rounds, slot, overhead = _run(request, plan, replayable, layers, asked.stage_layers, say)
+    scale = _scale(training, layers, asked.stage_layers)
+    solved = solve(measured, scale)
+    if rounds < LEAST_ROUNDS:
+        say(f"only {rounds} rounds fit into {request.seconds:.0f} s: times are less sure; give --seconds, more")
+    say(_told(measured, solved))
+    return _table(asked, args, layers, solved, slot, overhead)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """The micro-batches and buckets of a measurement."""
+
+    microbatches: int
+    few: int
+    eager: dict[int, list[MicroBatch]]
+    replayed: dict[int, list[MicroBatch]]
+    long: list[MicroBatch]
+    equal: list[MicroBatch]
+    buckets: list[Bucket]
+    typical: Bucket
+
+    @classmethod
+    def of(cls, request: Request, asked: _Asked, args: Any) -> _Plan:
+        rng = np.random.default_rng(0)  # alike on all ranks, which decide alike
+        cp, rows = args.context_parallel_size, args.micro_batch_size
+        shape = Shape(
+            rows=rows,
+            tokens=args.seq_length,
+            multiple=2 * cp if cp > 1 else 1,
+            vocabulary=min(asked.vocabulary, 32_000),
+            padded=cp > 1,
+        )
+        most = rows * shape.tokens // shape.multiple
+        caps = sorted({max(rows, min(n, most)) for n in request.max_seqs})
+        count = asked.microbatches
+
+        def of(documents: int) -> list[MicroBatch]:
+            return [micro_batches.of_documents(rng, shape, documents) for _ in range(count)]
+
+        documents = {n: max(rows, min(TYPICAL_DOCUMENTS, n)) for n in caps}
+        packs = {n: of(n) for n in sorted({*documents.values()})}
+        pair = max(1, min(_PAIR, caps[-1]) // rows)
+        row = {"documents": pair, "tokens": shape.tokens, "multiple": shape.multiple}
+        buckets = {n: Bucket(n, rows * shape.tokens, rows * shape.tokens // cp, cp) for n in caps}
+        holding = [n for n in caps if n >= max(2 * TYPICAL_DOCUMENTS, rows * pair)]
+        return cls(
+            microbatches=count,
+            few=1 if count <= 3 else _FEW,
+            eager={n: of(n) for n in sorted({max(rows, min(n, most)) for n in request.n_seqs})},
+            replayed={n: packs[documents[n]] for n in caps},
+            long=[micro_batches.micro_batch(rng, shape, [micro_batches.one_long(**row)] * rows)] * count,
+            equal=[micro_batches.micro_batch(rng, shape, [micro_batches.equal_lengths(**row)] * rows)] * count,
+            buckets=list(buckets.values()),
+            typical=buckets[holding[0] if holding else caps[-1]],
+        )
+
+
+def _run(
+    request: Request, plan: _Plan, replayable: Replayable, layers: int, wanted: int, say: Callable[[str], None]
+) -> tuple[Measured, int, int, float]:
+    """Measure every variant; also the number of rounds, and what a slot takes."""
+    typical = plan.typical
+    steps = 1
+    batches: dict[Any, tuple[list[MicroBatch], Bucket | None]] = {
+        **{("replay", b.max_seqs): (plan.replayed[b.max_seqs], b) for b in plan.buckets},
+        **{("eager", n): (packs, None) for n, packs in plan.eager.items()},
+        "few": (plan.replayed[typical.max_seqs][: plan.few], typical),
+        "long": (plan.long, typical),
+        "equal": (plan.equal, typical),
+    }
+    for packs, bucket in batches.values():  # the first steps compile, tune and capture
+        replayable.step_ms(packs[: plan.few], bucket)
+    slot, overhead = slot_costs(replayable.graphs.bytes_of_buckets())
+    say(f"captured after {time.monotonic() - request.began:.0f} s")
+    one = replayable.step_ms(plan.replayed[typical.max_seqs], typical)
+    if by_rank_zero(one < _SHORT_STEP_MS):
+        steps = 2
+    variants: dict[Any, Callable[[], float]] = {
+        key: partial(replayable.step_ms, packs, bucket, steps=1 if bucket is None else steps)
+        for key, (packs, bucket) in batches.items()
+    }
+    alone = plan.replayed[typical.max_seqs]
+    variants["decoder"] = lambda: replayable.decoder_ms(alone, typical)
+    halves = layers < wanted and layers >= 2 and not replayable.training.args.hybrid_layer_pattern
+    if halves:
+        variants["eager decoder"] = lambda: replayable.decoder_ms(alone, None)
+    deadline = request.began + request.seconds
+    ms, rounds = medians(variants, rounds=_ROUNDS, deadline=deadline, progress=say, agreed=by_rank_zero)
+    _check_replays(replayable)
+    measured = Measured(
+        microbatches=plan.microbatches,
+        eager_step_ms={n: ms["eager", n] for n in plan.eager},
+        replay_step_ms={b.max_seqs: ms["replay", b.max_seqs] for b in plan.buckets},
+        typical_cap=typical.max_seqs,
+        few_microbatches=plan.few,
+        few_step_ms=ms["few"],
+        decoder_ms=ms["decoder"],
+        eager_squared_tokens={n: _mean_squared(packs) for n, packs in plan.eager.items()},
+        replay_squared_tokens={n: _mean_squared(packs) for n, packs in plan.replayed.items()},
+        long_step_ms=ms["long"],
+        equal_step_ms=ms["equal"],
+        long_squared_tokens=_mean_squared(plan.long),
+        equal_squared_tokens=_mean_squared(plan.equal),
+        eager_decoder_ms=ms.get("eager decoder", 0.0),
+    )
+    if halves:
+        half, replayed, eager = replayable.half(alone, typical)
+        parts = {"replayed": replayed, "eager": eager}
+        for measure in parts.values():
+            measure()
+        both, _ = medians(parts, rounds=3, deadline=deadline, progress=lambda line: None, agreed=by_rank_zero)
+        measured = replace(
+            measured,
+            half_layers=half,
+            half_decoder_ms=both["replayed"],
+            half_eager_decoder_ms=both["eager"],
+        )
+    replayable.close()
+    return measured, rounds, slot, overhead
+
+
+def _check_replays(replayable: Replayable) -> None:
+    stats = replayable.graphs.stats()
+    if stats.fallbacks.total():
+        raise UsageError(f"not every micro-batch that should be replayed was: {dict(stats.fallbacks)}")
+
+
+def _mean_squared(batches: Sequence[MicroBatch]) -> float:
+    return statistics.fmean(batch.squared_tokens for batch in batches)
+
+
+def _scale(training: session.Training, layers: int, wanted: int) -> Scale:
+    chunk = training.chunks[0]
+    whole = sum(p.numel() for p in chunk.parameters())
+    of_layers = sum(p.numel() for name, p in chunk.named_parameters() if ".layers." in name)
+    return Scale(
+        measured_layers=layers,
+        layers=wanted,
+        measured_parameters=whole,
+        parameters=whole + round(of_layers * (wanted - layers) / layers),
+    )
+
+
+def _told(measured: Measured, solved: Solved) -> str:
+    cap = measured.typical_cap
+    eager = statistics.median(solved.eager_ms.values())
+    return (
+        f"a micro-batch: decoder {solved.replay_ms[cap]:.1f} ms replayed at cap {cap}, {eager:.1f} ms eager; outside "
+        f"it {solved.outside_ms:.1f} ms; a step's optimizer {solved.optimizer_ms:.1f} ms"
+    )
+
+
+def _table(asked: _Asked, args: Any, layers: int, solved: Solved, slot: int, overhead: float) -> dict[str, Any]:
+    stamp = stamp_here()
+    whole = asked.total_layers / layers
+    return {
+        "schema": SCHEMA,
+        "name": _name(asked, args, layers),
+        "calibrated": True,
+        "hardware": stamp["gpu"],
+        "attention": f"Transformer Engine {stamp['transformer_engine']} (cuDNN {stamp['cudnn']})",
+        "n_tokens": args.seq_length * args.micro_batch_size // args.context_parallel_size,
+        "eager": [{"n_seqs": n, "ms": round(ms, 4)} for n, ms in sorted(solved.eager_ms.items())],
+        "replay": [{"max_seqs": n, "ms": round(ms, 4)} for n, ms in sorted(solved.replay_ms.items())],
+        "slot_bytes": round(slot * whole),
+        "bucket_overhead": overhead,
+        "ms_per_squared_token": solved.ms_per_squared_token,
+        "squared_tokens": solved.squared_tokens,
+        "outside_ms": round(solved.outside_ms, 4),
+        "optimizer_ms": round(solved.optimizer_ms, 4),
+        "stamp": stamp,
+    }
+
+
+def _name(asked: _Asked, args: Any, layers: int) -> str:
+    kind = f"hybrid {args.hybrid_layer_pattern}, " if args.hybrid_layer_pattern else ""
+    text = f"{kind}{asked.stage_layers} layers, hidden {args.hidden_size}, {args.seq_length} tokens"
+    text += f" x {args.micro_batch_size}" if args.micro_batch_size > 1 else ""
+    if asked.stages > 1:
+        text += f", one of {asked.stages} pipeline stages"
+    sizes = {"TP": asked.ranks.tensor, "CP": asked.ranks.context, "EP": asked.ranks.expert}
+    text += "".join(f", {name} {size}" for name, size in sizes.items() if size > 1)
+    if args.fp8:
+        text += f", FP8 {args.fp8_recipe}"
+    if layers < asked.stage_layers:
+        text += f"; measured with {layers} layers, the others scaled from them"
+    return text

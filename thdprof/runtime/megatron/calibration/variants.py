@@ -1,0 +1,138 @@
+"""The steps that a measurement runs: eager and replayed ones, short ones, and the decoder alone."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from thdprof.dispatch import Bucket
+from thdprof.runtime.megatron import surroundings
+from thdprof.runtime.megatron.calibration.micro_batches import MicroBatch
+from thdprof.runtime.megatron.calibration.rounds import timed
+from thdprof.runtime.megatron.calibration.session import Training
+from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
+from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
+from thdprof.runtime.megatron.install import facts_of, unwrapped
+from thdprof.runtime.megatron.refusals import settings
+
+_QUEUED = 4
+"""Passes of the decoder alone that are queued before the host waits."""
+
+
+class Replayable:
+    """A model whose decoder can be replayed, as `install` has it, or run as if nothing were installed."""
+
+    def __init__(self, training: Training, buckets: Sequence[Bucket]) -> None:
+        """Refuse settings that graphs cannot serve, and prepare captures of `buckets`.
+
+        Raises:
+            SettingsError: the model cannot be captured as a whole.
+        """
+        self.training = training
+        config, self.model = training.config, unwrapped(training.chunks[0])
+        settings.check_decoder(config, facts_of(training.chunks, [self.model]))
+        surroundings.prepare_experts(config, next(self.model.parameters()).device)
+        self._shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self._buckets = list(buckets)
+        self._decoder, self.graphs = self._installed(self._buckets)
+
+    def _installed(self, buckets: Sequence[Bucket]) -> tuple[Decoder, ChunkGraphs]:
+        config = self.training.config
+        sizes = (
+            config.tensor_model_parallel_size,
+            config.context_parallel_size,
+            getattr(config, "expert_model_parallel_size", 1) or 1,
+        )
+        decoder = Decoder(self.model.decoder, rope_of(self.model))
+        graphs = ChunkGraphs(
+            decoder,
+            buckets,
+            token_shards=self._shards,
+            sample_every=0,
+            surroundings=surroundings.of_decoder(decoder.block, communicates=max(sizes) > 1),
+        )
+        decoder.attach(graphs, cp_size=config.context_parallel_size, shards=self._shards, tail="none")
+        return decoder, graphs
+
+    @contextlib.contextmanager
+    def uninstalled(self) -> Iterator[None]:
+        """Run the decoder inside the block as if nothing were installed."""
+        block = self.model.decoder
+        forward = block.__dict__.pop("forward")
+        try:
+            yield
+        finally:
+            block.forward = forward
+
+    def step_ms(self, batches: Sequence[MicroBatch], bucket: Bucket | None, *, steps: int = 1) -> float:
+        """Milliseconds of one of `steps` training steps in a row, replayed in `bucket` or, without one, eagerly."""
+        with self.uninstalled() if bucket is None else self.graphs.only(bucket):
+            return timed(lambda: self.training.steps(batches, count=steps), repeat=steps)
+
+    def decoder_ms(self, batches: Sequence[MicroBatch], bucket: Bucket | None) -> float:
+        """Milliseconds of the decoder's forward and backward alone, with several passes queued."""
+        calls = self._calls(batches)
+        return timed(lambda: self._run_decoder(calls, bucket), repeat=len(calls))
+
+    def half(
+        self, batches: Sequence[MicroBatch], bucket: Bucket
+    ) -> tuple[int, Callable[[], float], Callable[[], float]]:
+        """The number of half of the layers, and functions that measure them alone: replayed, and eager.
+
+        The whole decoder's graphs are freed.
+        """
+        calls = self._calls(batches)
+        self.close()
+        block = self.model.decoder
+        count = len(block.layers) // 2
+        block.layers = nn.ModuleList(list(block.layers)[:count])
+        if hasattr(block, "num_layers_per_pipeline_rank"):
+            block.num_layers_per_pipeline_rank = count
+        self._decoder, self.graphs = self._installed([bucket])
+
+        def replayed() -> float:
+            return timed(lambda: self._run_decoder(calls, bucket), repeat=len(calls))
+
+        def eager() -> float:
+            return timed(lambda: self._run_decoder(calls, None), repeat=len(calls))
+
+        return count, replayed, eager
+
+    def close(self) -> None:
+        """Free all graphs and give the decoder its own forward back."""
+        self._decoder.detach()
+        self.graphs.close()
+
+    def _calls(self, batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
+        """The arguments with which the model calls its decoder for some of the micro-batches."""
+        calls: list[dict[str, Any]] = []
+        block = self.model.decoder
+
+        def note(**kwargs: Any) -> Any:
+            calls.append(kwargs)
+            return kwargs["hidden_states"]  # what is behind the decoder needs an output, and any will do
+
+        with self.uninstalled(), torch.no_grad():
+            block.forward = note
+            try:
+                fields = iter([dict(batch.fields) for batch in batches[:_QUEUED]])
+                for _ in range(min(_QUEUED, len(batches))):
+                    self.training.forward_step(fields, self.training.chunks[0])
+            finally:
+                del block.forward
+        return calls
+
+    def _run_decoder(self, calls: Sequence[dict[str, Any]], bucket: Bucket | None) -> None:
+        chunk: Any = self.training.chunks[0]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(chunk.no_sync())
+            stack.enter_context(self.uninstalled() if bucket is None else self.graphs.only(bucket))
+            for call in calls:
+                hidden = call["hidden_states"].detach().requires_grad_()
+                output = self.model.decoder(**{**call, "hidden_states": hidden})
+                output = output[0] if isinstance(output, tuple) else output
+                output.backward(torch.ones_like(output))
