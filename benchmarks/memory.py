@@ -527,8 +527,8 @@ def header(argv: Sequence[str]) -> list[str]:
         f"`python benchmarks/memory.py {' '.join(argv)}`",
         "",
         f"bf16, {STEPS} steps of {MICROBATCHES} micro-batches, sizes in MiB. State holds static buffers and "
-        "workspaces. The measured peak is what was allocated outside the graphs' pools, and these pools; reserved is what "
-        "the allocator kept besides. Of several ranks, the one that held most.",
+        "workspaces. The measured peak is what was allocated outside the graphs' pools, and these pools; reserved is "
+        "what the allocator kept besides. Of several ranks, the one that held most.",
     ]
 
 

@@ -19,6 +19,8 @@ from thdprof.training.stamp import Stamp
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+_HOST_BOUND = 1.1
+"""Eager time beside a replay's from which on the host is the bound."""
 HostEnd = Literal["low", "high"]
 """An end of the range of hosts: the quickest, or the slowest."""
 HOSTS: tuple[HostEnd, HostEnd] = ("low", "high")
@@ -128,6 +130,11 @@ class CostTable(_Part):
         eager = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[place]}) for p in self.eager]
         outside = self.outside_ms if self.outside_range_ms is None else self.outside_range_ms[place]
         return self.model_copy(update={"eager": eager, "outside_ms": outside})
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether eager micro-batches wait for the host, so that longer attention costs them nothing."""
+        return min(p.ms for p in self.eager) > _HOST_BOUND * min(p.ms for p in self.replay)
 
     @property
     def least_gain(self) -> float:

@@ -1,7 +1,7 @@
 """Times of single GPU kernels: matrix products, kernels bound by memory, attention.
 
 Constants are microseconds and rates on an H200 with torch 2.11, cuDNN 9.19 and Transformer Engine 2.20, fitted on half
-of the rows of benchmarks/results/modelled-times.md. Other GPUs are scaled by their rates.
+of the rows of benchmarks/results/decoder-times.md. Other GPUs are scaled by their rates.
 """
 
 from __future__ import annotations

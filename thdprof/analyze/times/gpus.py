@@ -1,6 +1,6 @@
 """The rates of GPUs on which times are modelled.
 
-Sustained rates of the H200 were measured (benchmarks/results/modelled-times.md). Those of other GPUs are scaled from
+Sustained rates of the H200 were measured (benchmarks/results/decoder-times.md). Those of other GPUs are scaled from
 the vendors' data sheets; the H100's, which has the H200's processor and slower memory, were compared with measured
 decoders.
 """
