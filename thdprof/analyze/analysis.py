@@ -27,7 +27,7 @@ from thdprof.analyze.times.capture import predict_capture
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.of_run import UNKNOWN_MODEL, gpu_of, modelled_times, why_not
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
-from thdprof.analyze.times.worth import worth_of
+from thdprof.analyze.times.worth import document_tokens, worth_of
 from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
 
@@ -281,6 +281,13 @@ def analyze_read(
         if costs.origin == "none"
         else times_of(run, costs, basis=f"{costs.name} on {costs.hardware}")
     )
+    tokens = document_tokens(
+        table,
+        settings,
+        kind=replayed.kind,
+        row_tokens=dataset.num_tokens() / max(1, dataset.num_rows()),
+        packing_efficiency=schedule.packing_efficiency,
+    )
     other_sizes = _other_sizes(table, settings)
     notes = (*([gpu_note] if gpu_note else []), *dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
@@ -306,7 +313,7 @@ def analyze_read(
         gpu=gpu,
         times=times,
         verdict=verdict_of(times, modelled),
-        worth=worth_of(times, settings, model, table, price=gpu_hour_price),
+        worth=worth_of(times, settings, model, table, price=gpu_hour_price, tokens=tokens),
         memory=predicted_memory,
         capture=predict_capture(num_buckets=len(recommendation.buckets), slots=in_flight, costs=costs),
         packing_efficiency=schedule.packing_efficiency,

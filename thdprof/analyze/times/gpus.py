@@ -151,3 +151,17 @@ def find_gpu(name: str) -> Gpu:
     if not found:
         raise UsageError(f"--gpu {name}: choose one of {', '.join(GPUS)}, or measure on yours with thdprof calibrate")
     return found[-1]
+
+
+def check_gpu(name: str | None, *, measured: bool) -> None:
+    """Refuse a name of `--gpu` that no times can be modelled for, before any work.
+
+    Args:
+        name: the name; None: not given.
+        measured: whether times come from a cost table; the name is only compared with the GPU of the table then.
+
+    Raises:
+        UsageError: no such GPU is known.
+    """
+    if name is not None and not measured:
+        find_gpu(name)

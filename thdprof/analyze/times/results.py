@@ -53,7 +53,7 @@ class Worth:
     steps: int
     """Optimizer steps of the run, as analysed."""
     tokens_per_second: Range
-    """Tokens that the run trains on per second under the plan, over all GPUs."""
+    """Tokens of documents, without padding, that the run trains on per second under the plan, over all GPUs."""
     eager_tokens_per_second: Range
     """The same with all micro-batches run eagerly."""
     gpu_hours: Range
