@@ -308,10 +308,9 @@ def test_memory_is_told_after_offloading(made, thdprof, tmp_path):
     assert "after offloading" in drawn.svg
     before = analysis.recommendation.graph_memory_bytes / 2**30
     without = replace(analysis, offload=None)
-    assert reasons(without)[-1].endswith(f", about {before:.1f} GiB of graph memory for the measured model")
+    assert reasons(without)[-1].endswith(f", about {before:.1f} GiB of graph memory")
     assert reasons(analysis)[-1] == (
-        f"slots: at most 1 on a pipeline rank, about {after:.1f} GiB of graph memory, after offloading, for the "
-        "measured model"
+        f"slots: at most 1 on a pipeline rank, about {after:.1f} GiB of graph memory after offloading"
     )
 
 
@@ -458,7 +457,8 @@ def test_plans_and_profiles_show_themselves(made):
     assert '<td style="text-align:right">113</td>' in plan
     assert "replayed exactly" in plan
     assert report.profile._repr_html_() in report._repr_html_()
-    assert "not of your model: measure your own and give --cost-table" in report._repr_html_()
+    assert "not known: the model is not known: --megatron-args" in plan
+    assert "NVIDIA H200" not in plan
 
 
 # Refusals
