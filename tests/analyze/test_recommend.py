@@ -11,7 +11,7 @@ from support.schedules import make_costs, make_table
 
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.rank_counts import RankCounts
-from thdprof.analyze.buckets.recommend import recommend
+from thdprof.analyze.buckets.recommend import candidate_caps, recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.report.terminal import sentence
@@ -247,7 +247,14 @@ def test_graphs_that_save_next_to_nothing_are_not_recommended(replay_ms, chosen)
 )
 def test_the_report_says_why_there_are_no_graphs(best, told):
     chosen = SimpleNamespace(buckets=(), unlimited_relative_step_time=best)
-    assert told in sentence(SimpleNamespace(recommendation=chosen))
+    times, costs = SimpleNamespace(origin="measured"), make_costs()
+    assert told in sentence(SimpleNamespace(recommendation=chosen, times=times, costs=costs))
+
+
+def test_without_times_no_time_is_a_reason_for_no_graphs():
+    chosen = SimpleNamespace(buckets=(), unlimited_relative_step_time=0.5)
+    told = sentence(SimpleNamespace(recommendation=chosen, times=SimpleNamespace(origin="none")))
+    assert told == "Capture no graphs: none keep to the limits."
 
 
 def test_a_larger_cap_that_is_cheaper_is_taken():
@@ -266,7 +273,9 @@ def test_caps_are_rounded_up_to_the_steps_of_a_kernel():
     table = make_table([3, 20, 33, 140], ranks=1, num_microbatches=1)
     replay = ((1, None, 10.0), (600, None, 10.0))
     costs = make_costs(replay=replay, max_seqs_steps=(32, 64, 128), max_seqs_granularity=8)
-    assert [c.max_seqs for c in recommend_for(table, costs).candidates] == [32, 64, 144]
+    assert candidate_caps(Profile.of(table), costs) == [32, 64, 144]
+    percentiles = {20, 140}
+    assert [c.max_seqs for c in recommend_for(table, costs).candidates] == sorted({32, 64, 144} | percentiles)
     assert [costs.rounded_max_seqs(n) for n in (0, 1, 32, 33, 128, 129, 136)] == [32, 32, 32, 64, 128, 136, 136]
 
 

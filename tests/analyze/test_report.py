@@ -457,6 +457,8 @@ def test_plans_and_profiles_show_themselves(made):
     assert '<td style="text-align:right">113</td>' in plan
     assert "replayed exactly" in plan
     assert report.profile._repr_html_() in report._repr_html_()
+    assert "not known: the model is not known: --megatron-args" in plan
+    assert "NVIDIA H200" not in plan
 
 
 # Refusals
