@@ -49,7 +49,9 @@ def rule(slowest: float, middle: float, quickest: float) -> Ruling:
 
 def measured_verdict(times: Times) -> Verdict:
     """The verdict on measured times."""
-    assert times.relative_step_time is not None and times.step_ms is not None and times.eager_step_ms is not None
+    assert times.relative_step_time is not None
+    assert times.step_ms is not None
+    assert times.eager_step_ms is not None
     pays = times.relative_step_time[1] <= MEASURED_GAIN_BELOW
     planned, eager = times.step_ms[1], times.eager_step_ms[1]
     reason = (
