@@ -401,9 +401,11 @@ def _html(plan: Plan) -> str:
         ("step time, eager = 1", _relative(predictions)),
         ("steps with an eager micro-batch", f"{predictions.fallback_rate.step:.2%}"),
         ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in plan.graphs.slots))),
-        ("times are of", f"{plan.costs.name} on {plan.costs.hardware}"),
     ]
-    if predictions.graph_memory_bytes is not None:
+    timed = predictions.relative_step_time is not None
+    if timed:
+        facts.append(("times are of", f"{plan.costs.name} on {plan.costs.hardware}"))
+    if timed and predictions.graph_memory_bytes is not None:
         facts.insert(5, ("graph memory", f"{predictions.graph_memory_bytes / 2**30:.2f} GiB"))
     graphs = html_table(
         f"Plan: graphs to capture ({plan.graphs.impl})",
@@ -415,9 +417,9 @@ def _html(plan: Plan) -> str:
 
 def _relative(predictions: PredictionsPart) -> str:
     """The relative step time as a range, or that it is not known."""
-    if predictions.relative_step_time is None:
-        return "not known: times are of no other model than yours"
     times = predictions.times
+    if predictions.relative_step_time is None:
+        return "not known" if times is None else f"not known: {times.basis}"
     if times is None or times.relative_step_time is None or times.origin != "modelled":
         return f"{predictions.relative_step_time:.3f}"
     low, high = times.relative_step_time

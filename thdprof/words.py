@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -15,6 +16,15 @@ def counted(number: int, one: str, many: str | None = None) -> str:
         many: the plural; None: the singular with an s.
     """
     return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def amount(value: float) -> str:
+    """A number in three significant digits, in full from 1,000 on: "0.123", "12.3", "1,234"; never in exponents."""
+    if abs(value) >= 99.95:
+        return f"{value:,.0f}"
+    if abs(value) >= 0.995:
+        return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}"
+    return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}".rstrip("0") if abs(value) > 1e-12 else "0"
 
 
 def percent(share: float) -> str:

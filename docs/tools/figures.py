@@ -22,6 +22,7 @@ from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.dispatch import Bucket
+from thdprof.training import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +44,28 @@ STYLES = ("-", "--", ":")
 """Of the three lines: told apart without colour."""
 
 
+MODEL = Model(
+    num_layers=28,
+    hidden_size=1024,
+    ffn_hidden_size=3072,
+    num_attention_heads=16,
+    num_query_groups=8,
+    kv_channels=128,
+    gated_linear_unit=True,
+    normalization="RMSNorm",
+    qk_layernorm=True,
+    add_bias_linear=False,
+    rotary=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    vocab_size=151936,
+)
+"""The model that the pages name: the sizes of Qwen3 0.6B."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Every cap from 1 to the fullest micro-batch, and what it would do."""
+    """Every cap from 1 to the largest that was considered, and what it would do."""
 
     caps: Sequence[int]
     microbatch: Sequence[float]
@@ -64,7 +84,13 @@ def demo_analysis(directory: Path) -> Analysis:
     """The analysis that the pages show, of sample data that is written to `directory`."""
     files = write_demo(directory / "demo")
     return analyze_dataset(
-        files.bridge, loader="single", pad_to_max_length=True, data_parallel_size=8, global_batch_size=64
+        files.bridge,
+        loader="single",
+        pad_to_max_length=True,
+        data_parallel_size=8,
+        global_batch_size=64,
+        model=MODEL,
+        gpu="h100",
     )
 
 
@@ -72,7 +98,7 @@ def curve(analysis: Analysis) -> Curve:
     """The cap curve of `analysis`, a point for each number of documents."""
     table, found = analysis.microbatches, analysis.recommendation
     length = max(analysis.settings.seq_length, analysis.max_seqlen.max)
-    caps, tokens = list(range(1, analysis.n_seqs.max + 1)), analysis.graph_tokens
+    caps, tokens = list(range(1, found.candidates[-1].max_seqs + 1)), analysis.graph_tokens
     costs = StepCosts(table, analysis.costs, caps, [length], analysis.settings.pipeline_parallel_size, n_tokens=tokens)
     options = [(Bucket(cap, length, tokens),) for cap in caps]
     rates = [fallback_rate(table, table.n_seqs > cap) for cap in caps]
@@ -106,7 +132,7 @@ def draw_step_time(axes: Axes, found: Curve, theme: Theme) -> None:
     several = f"{found.num_buckets} buckets, as recommended: {found.chosen:.3f}"
     axes.axhline(found.chosen, linestyle=STYLES[1], color=theme.lines[1], label=several, linewidth=2)
     _caps(axes, found, theme)
-    axes.set_ylabel("step time, all eager = 1")
+    axes.set_ylabel("modelled step time, all eager = 1")
     axes.set_ylim(0, 1.05)
     axes.legend(frameon=False, labelcolor=theme.ink, loc="lower left")
 

@@ -44,7 +44,12 @@ def _places(parts: Mapping[str, Schema], root: str) -> dict[str, list[str]]:
 def _parts_in(schema: Schema) -> Iterator[str]:
     if "$ref" in schema:
         yield schema["$ref"].rsplit("/", 1)[1]
-    for inner in (*schema.get("anyOf", ()), *([schema["items"]] if "items" in schema else [])):
+    inside = (
+        *schema.get("anyOf", ()),
+        *schema.get("prefixItems", ()),
+        *([schema["items"]] if "items" in schema else ()),
+    )
+    for inner in inside:
         yield from _parts_in(inner)
 
 
@@ -83,7 +88,8 @@ def _type(schema: Schema) -> str:
         return "one of " + ", ".join(f"`{value}`" for value in schema["enum"])
     kind = schema["type"]
     if kind == "array":
-        return f"list ({_type(schema['items'])})"
+        items = schema.get("prefixItems") or [schema["items"]]
+        return f"list ({', '.join(_type(item) for item in items)})"
     named = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false"}
     return named.get(kind, kind) + _range(schema)
 

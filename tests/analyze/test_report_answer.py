@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from support.reports import BASIS, SETTINGS, report_of, report_on, with_times, write_demo_report, write_rows
+from support.sample_files import write_calibrated
 
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.statistics import Histogram
@@ -24,6 +25,7 @@ from thdprof.analyze.report.findings.shapes import bin_edges, distribution
 from thdprof.analyze.report.html import to_page
 from thdprof.analyze.report.words import amount, ratio, spanned
 from thdprof.analyze.times.results import Times
+from thdprof.plan import FallbackRate
 
 OF_TIME = re.compile(r"eager time|step time|graphs pay|quick|slow|\d ms\b|\bms\b|GPU-hour|tokens per second|GiB", re.I)
 """Words that a page without times does not have."""
@@ -108,7 +110,9 @@ def test_without_times_no_time_and_no_verdict_stand_anywhere(demo):
     page = to_page(report, 113, title="t", version="0")
     told = findings.answer(report)
     assert told.verdict == "Graphs for 64, 113 and 358 documents hold every micro-batch."
-    assert told.basis == "The model is not known: give --model or --megatron-args, and --gpu."
+    assert told.basis == (
+        "The model is not known: --megatron-args with the launch script, or --model with its config.json, gives times."
+    )
     assert page.count(told.basis) == 1
     assert OF_TIME.findall(words_of(page)) == []
     assert [OF_TIME.findall(s.text) for s in sentences(report, 64)] == [[]] * 9
@@ -117,10 +121,11 @@ def test_without_times_no_time_and_no_verdict_stand_anywhere(demo):
     assert len(OF_TIME.findall(words_of(timed))) > 20  # the words would be found
 
 
-def test_a_measured_table_alone_gives_times(demo):
-    """As in a profile that an earlier version wrote of a calibrated table."""
-    costs = demo.costs.model_copy(update={"calibrated": True, "name": "my model"})
-    report = report_on(replace(demo, costs=costs))
+def test_a_measured_table_alone_gives_times(made, tmp_path):
+    """As in a plan and a profile that an earlier version wrote of a calibrated table."""
+    costs = write_calibrated(tmp_path / "costs.yaml")
+    report = report_on(analyze_dataset(made / "demo" / "bridge", **SETTINGS, cost_table=costs))
+    report.profile.predicted = None
     assert (report.times.origin, report.times.basis) == ("measured", "my model on NVIDIA H200")
     assert findings.answer(report).verdict == "A step takes 0.252 of its eager time, measured."
 
@@ -130,7 +135,7 @@ def test_facts_tell_times_worth_memory_and_capture(demo):
     assert list(told) == [
         "Times, modelled, of 32 layers of hidden size 4,096",
         "Worth over the run",
-        "Peak memory of the pipeline rank that needs most",
+        "Peak memory of the pipeline rank that needs most, in training",
         "Capture, once in a run",
     ]
     times, worth, memory, capture = told.values()
@@ -221,9 +226,12 @@ def test_many_graphs_are_counted_and_none_are_said_to_be_none(made, tmp_path):
         made / "demo" / "megatron", seq_length=4096, global_batch_size=64, data_parallel_size=2, attention="torch",
         buckets=4,
     )  # fmt: skip
-    assert re.fullmatch(
-        r"The plan's 4 graphs hold [\d.]+% of micro-batches; [\d.]+% of steps have an eager micro-batch\.",
-        findings.answer(many).verdict,
+    assert findings.answer(many).verdict == "The plan's 4 graphs hold every micro-batch."
+    rates = FallbackRate(microbatch=0.25, rank_step=0.5, step=0.75)
+    predictions = many.plan.predictions.model_copy(update={"fallback_rate": rates})
+    most = replace(many, plan=many.plan.model_copy(update={"predictions": predictions}))
+    assert findings.answer(most).verdict == (
+        "The plan's 4 graphs hold 75.0% of micro-batches; 75.0% of steps have an eager one."
     )
     few = report_of(
         write_rows(tmp_path / "r.jsonl", [[3, 5], [8]] * 40), seq_length=8, loader="single", graph_memory_bytes=1

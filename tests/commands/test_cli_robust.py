@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.sample_files import cost_table
 
 PACKS = "[3, 4]\n[5]\n[1, 1, 1]\n[7, 1]\n[6]\n[2, 2, 2, 2]\n[8]\n[1, 7]\n"
 
@@ -325,7 +326,9 @@ def test_a_parquet_column_of_many_equal_lengths(tmp_path):
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
 def test_consoles_that_lack_characters(packs, encoding):
-    done = shell(f"$T analyze {packs} --loader single", PYTHONIOENCODING=encoding)
+    costs = packs.with_name("costs.yaml")
+    costs.write_text(cost_table())
+    done = shell(f"$T analyze {packs} --loader single --cost-table {costs}", PYTHONIOENCODING=encoding)
     assert done.returncode == 0, done.stderr
     assert b" ####" in done.stdout
     done.stdout.decode("ascii")

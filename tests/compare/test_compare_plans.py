@@ -8,7 +8,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.sample_files import write_lines
+from support.sample_files import cost_table, write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.compare.plans import compare_plans, kind_of
@@ -22,6 +22,17 @@ PACKS = [[3, 5], [8], [1, 6, 1], [7, 1], [8], [2, 2, 2, 2], [8], [1, 7]]
 def plan(tmp_path_factory):
     path = write_lines(tmp_path_factory.mktemp("data") / "packs.jsonl", PACKS)
     return make_plan(analyze_dataset(path, loader="single", seq_length=8))
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory):
+    """The same plan with measured times."""
+    directory = tmp_path_factory.mktemp("timed")
+    path = write_lines(directory / "packs.jsonl", PACKS)
+    (directory / "costs.yaml").write_text(cost_table())
+    plan = make_plan(analyze_dataset(path, loader="single", seq_length=8, cost_table=directory / "costs.yaml"))
+    assert plan.predictions.times.origin == "measured"
+    return plan
 
 
 def edited(plan: Plan, *edits: tuple[str, object]) -> Plan:
@@ -111,9 +122,9 @@ def test_the_same_plan_is_alike(thdprof, plan, tmp_path):
     }
 
 
-def test_json(thdprof, plan, tmp_path):
-    second = edited(plan, ("predictions.step_ms", plan.predictions.step_ms * 2), ("training.seed", 1))
-    done = thdprof("compare", *files(tmp_path, plan, second), "--json")
+def test_json(thdprof, timed, tmp_path):
+    second = edited(timed, ("predictions.step_ms", timed.predictions.step_ms * 2), ("training.seed", 1))
+    done = thdprof("compare", *files(tmp_path, timed, second), "--json")
     assert done.returncode == 3
     found = json.loads(done.stdout)
     assert (found["holds"], found["largest_change"], found["same_data"]) == (False, 0.5, True)
@@ -121,8 +132,8 @@ def test_json(thdprof, plan, tmp_path):
         {"field": "training.seed", "before": 1234, "after": 1, "measure": None, "change": None},
         {
             "field": "predictions.step_ms",
-            "before": plan.predictions.step_ms,
-            "after": plan.predictions.step_ms * 2,
+            "before": timed.predictions.step_ms,
+            "after": timed.predictions.step_ms * 2,
             "measure": "relative",
             "change": 0.5,
         },
@@ -187,8 +198,8 @@ def test_what_is_listed_and_does_not_count(plan, field):
     changed=st.dictionaries(st.sampled_from(sorted({*COUNTING, *TEXTS})), st.integers(1, 10_000), max_size=6),
     buckets=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1, 2])), max_size=3),
 )
-def test_the_order_of_the_plans_makes_no_difference(plan, changed, buckets):
-    edits = []
+def test_the_order_of_the_plans_makes_no_difference(timed, changed, buckets):
+    plan, edits = timed, []
     for field, number in changed.items():
         value = TEXTS.get(field) or (number / 10_000 if COUNTING[field] == "absolute" else number)
         edits.append((field, value))
@@ -203,7 +214,8 @@ def test_the_order_of_the_plans_makes_no_difference(plan, changed, buckets):
     assert there.holds == back.holds
     wanted = {field for field, value in edits[:-1] if value_at(plan, field) != value}
     assert {d.field for d in there.differences if not d.field.startswith("graphs.buckets")} == wanted
-    assert any(d.field.startswith("graphs.buckets.64x") for d in there.differences)
+    own = {f"graphs.buckets.{b.max_seqs}x{b.max_seqlen}" for b in timed.graphs.buckets}
+    assert own & {d.field for d in there.differences}
 
 
 def test_a_part_that_one_plan_lacks_is_listed_field_by_field(plan):
@@ -216,11 +228,31 @@ def test_a_part_that_one_plan_lacks_is_listed_field_by_field(plan):
     assert compare_plans(without, plan, tolerance=0.0).holds
 
 
-def test_rounding_is_no_difference(plan):
-    time = plan.predictions.relative_step_time
+def test_rounding_is_no_difference(timed):
+    time = timed.predictions.relative_step_time
     assert not compare_plans(
-        plan, edited(plan, ("predictions.relative_step_time", time * (1 + 1e-15))), tolerance=0
+        timed, edited(timed, ("predictions.relative_step_time", time * (1 + 1e-15))), tolerance=0
     ).differences
+
+
+def test_times_that_one_plan_lacks_are_listed_and_do_not_count(thdprof, plan, timed, tmp_path):
+    """As of a plan that was made before its model was known, or measured."""
+    untimed = edited(
+        timed,
+        *((f"predictions.{name}", None) for name in ("relative_step_time", "step_ms", "eager_step_ms", "verdict")),
+        ("predictions.times", plan.model_dump(mode="json")["predictions"]["times"]),
+    )
+    for first, second in ((timed, untimed), (untimed, timed)):
+        found = compare_plans(first, second, tolerance=0.0)
+        assert found.holds
+        assert {d.field: (d.before is None, d.after is None) for d in found.differences}.items() >= {
+            (f"predictions.{name}", (first is untimed, second is untimed))
+            for name in ("relative_step_time", "step_ms", "eager_step_ms", "verdict")
+        }
+    done = thdprof("compare", *files(tmp_path, untimed, timed))
+    assert done.returncode == 0, done.stderr
+    line = next(line.split() for line in done.stdout.splitlines() if "predictions.step_ms" in line)
+    assert line == ["predictions.step_ms", "-", f"{timed.predictions.step_ms:,.6g}"]
 
 
 STATS = '{"schema": "thdprof.stats/1", "microbatches": 0}\n'

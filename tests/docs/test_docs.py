@@ -117,6 +117,7 @@ def shell(tmp_path):
     environment = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "LC_ALL": "C.UTF-8"}
     environment["PATH"] = f"{binaries}:{os.environ['PATH']}"
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # modelled times are then of the stated range of hosts, on any machine
 
     def run(line: str, where: Path) -> subprocess.CompletedProcess:
         if re.fullmatch(r"thdprof [\w ./:=,%'\"-]+\n?", line):
@@ -609,6 +610,16 @@ def test_the_curve_is_that_of_the_report(curve, tmp_path_factory):
         checked += 1
     assert checked >= 8
     assert curve.chosen == analysis.recommendation.relative_step_time
+    assert analysis.times.origin == "modelled"
+
+
+def test_the_model_of_the_figures_is_that_of_the_pages(tmp_path):
+    from thdprof.analyze import read_model
+
+    shown = {fence.text for page in (README, *PAGES) for fence in fences(page) if fence.title == "config.json"}
+    assert len(shown) == 1
+    (tmp_path / "config.json").write_text(shown.pop())
+    assert read_model(tmp_path / "config.json") == figures.MODEL
 
 
 @pytest.mark.parametrize("name", figures.FIGURES)

@@ -83,6 +83,7 @@ def with_times(analysis: Analysis, origin: Origin, *, ruling: Ruling = "graphs p
             saved=(577.0, 1107.0),
         ),
         memory=Memory(
+            moment="training",
             peak_bytes=61 * 2**30,
             state_bytes=40 * 2**30,
             graph_bytes=12 * 2**30,

@@ -24,6 +24,7 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.answer import Run, times_of, verdict_of
 from thdprof.analyze.times.capture import predict_capture
+from thdprof.analyze.times.gpus import find_gpu
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.of_run import UNKNOWN_MODEL, gpu_of, modelled_times, why_not
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
@@ -323,9 +324,21 @@ def analyze_read(
             *replayed.notes,
             *notes,
             *schedule.warnings,
+            *_on_memory(predicted_memory, gpu),
             *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limited=limited),
         ),
     )
+
+
+def _on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
+    """A warning where the predicted peak is more than the GPU has."""
+    if memory is None or gpu is None or memory.peak_bytes <= find_gpu(gpu).memory_gib * 2**30:
+        return []
+    known = find_gpu(gpu)
+    return [
+        f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and an {known.label} has {known.memory_gib}: the "
+        "parallelism or recompute that is known of it does not fit"
+    ]
 
 
 def _longest_possible(table: MicrobatchTable, settings: TrainingSettings, graph_tokens: int) -> dict[int, int]:

@@ -79,7 +79,8 @@ def compare_plans(first: Plan, second: Plan, *, tolerance: float) -> PlanCompari
     """All differences between two plans.
 
     For predicted step times, and for percentiles from P50 on, the change is relative; for fallback rates it is the
-    difference of both rates. All other fields are listed without a change. Exchanging the plans gives the same changes.
+    difference of both rates. All other fields, and times that only one plan has, are listed without a change.
+    Exchanging the plans gives the same changes.
 
     Args:
         first: one plan.
@@ -130,6 +131,8 @@ def _shape(name: str) -> list[int]:
 def _difference(field: str, before: Any, after: Any) -> Difference:
     measure: Literal["absolute", "relative"] | None = None
     change = None
+    if before is None or after is None:  # such as the times of a plan whose model was not known
+        return Difference(field=field, before=before, after=after, measure=None, change=None)
     if field in _RATES:
         measure, change = "absolute", abs(after - before)
     elif field in _RELATIVE:

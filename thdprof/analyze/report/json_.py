@@ -87,6 +87,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         "costs": {
             "name": analysis.costs.name,
             "calibrated": analysis.costs.calibrated,
+            "modelled": analysis.costs.modelled,
             "hardware": analysis.costs.hardware,
             "attention": analysis.costs.attention,
             "n_tokens": analysis.costs.n_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thdprof.words import counted, percent, printable, shortened
+from thdprof.words import amount, counted, percent, printable, shortened
 
 __all__ = [
     "amount",
@@ -60,10 +60,3 @@ def spanned(values: tuple[float, float], unit: str = "") -> str:
     low, high = (amount(value) for value in values)
     tail = f" {unit}" if unit else ""
     return f"{low}{tail}" if low == high else f"{low} to {high}{tail}"
-
-
-def amount(value: float) -> str:
-    """A number in three significant digits, in full from 1,000 on: "0.123", "12.3", "1,234"."""
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 9.995 else f"{value:.2f}" if abs(value) >= 0.995 else f"{value:.3g}"

@@ -6,6 +6,7 @@ import math
 
 from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.results import Ruling, Times, Verdict
+from thdprof.words import amount
 
 PAYS_BELOW = 0.95
 """Share of an eager micro-batch's time below which a replay pays, on every host of the range."""
@@ -22,7 +23,8 @@ def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
     assert times.decoder_replay_ms is not None
     time = modelled.at(modelled.shapes.typical)
     replay, eager = times.decoder_replay_ms, modelled.host.eager_ms(time)
-    ruling = rule(replay / eager[1], replay / modelled.host.middle_ms(time), replay / eager[0])
+    low, high = modelled.replay_range(time) or (replay, replay)
+    ruling = rule(high / eager[1], replay / modelled.host.middle_ms(time), low / eager[0])
     layers = modelled.decoder.num_layers
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
     gpu = f"{_digits(time.gpu_ms / layers)} ms"
@@ -49,9 +51,16 @@ def rule(slowest: float, middle: float, quickest: float) -> Ruling:
 def measured_verdict(times: Times) -> Verdict:
     """The verdict on measured times."""
     assert times.relative_step_time is not None
-    relative = times.relative_step_time[1]
-    ruling: Ruling = "graphs pay" if relative <= MEASURED_GAIN_BELOW else "graphs do not pay"
-    return Verdict(ruling=ruling, reason=f"a step takes {relative:.2f} of its eager time, as measured")
+    assert times.step_ms is not None
+    assert times.eager_step_ms is not None
+    pays = times.relative_step_time[1] <= MEASURED_GAIN_BELOW
+    planned, eager = times.step_ms[1], times.eager_step_ms[1]
+    reason = (
+        "by the measured times none of the graphs that may be captured makes a step clearly quicker"
+        if planned == eager
+        else f"by the measured times a step takes {amount(planned)} ms, eagerly {amount(eager)} ms"
+    )
+    return Verdict(ruling="graphs pay" if pays else "graphs do not pay", reason=reason)
 
 
 def _digits(ms: float) -> str:
