@@ -447,8 +447,8 @@ def run_setting(setting: Setting, plan_path: Path, directory: Path, timeout: flo
     return (json.loads(log.read_text()) if log.exists() else None), "\n".join(output.splitlines()[-25:])
 
 
-COLUMNS = ("setting", "moment", "eager in flight", "state", "measured", "graphs", "measured", "peak", "reserved")
-COLUMNS += ("ratio", "allocated")
+COLUMNS = ("setting", "moment", "eager in flight", "state", "measured", "graphs", "measured", "peak", "measured")
+COLUMNS += ("ratio", "reserved")
 
 
 def mib(size: float) -> str:
@@ -457,11 +457,11 @@ def mib(size: float) -> str:
 
 
 def row_of(setting: Setting, found: Memory, ranks: list[Any] | None) -> list[str]:
-    """A line of the table; of several ranks, the one that reserved most."""
+    """A line of the table; of several ranks, the one that held most."""
     cells = [setting.name, found.moment, str(found.eager_in_flight)]
     if ranks is None:
         return [*cells, mib(found.state_bytes), "", mib(found.graph_bytes), "", mib(found.peak_bytes), "", "", ""]
-    most = max(ranks, key=lambda rank: rank["peak_reserved"])
+    most = max(ranks, key=held)
     state = most["state"] - (most["moments"] if found.moment == "capture" else 0)
     return [
         *cells,
@@ -470,10 +470,15 @@ def row_of(setting: Setting, found: Memory, ranks: list[Any] | None) -> list[str
         mib(found.graph_bytes),
         mib(most["pool_bytes"]),
         mib(found.peak_bytes),
+        mib(held(most)),
+        f"{found.peak_bytes / held(most):.3f}",
         mib(most["peak_reserved"]),
-        f"{found.peak_bytes / most['peak_reserved']:.3f}",
-        mib(most["peak_allocated"]),
     ]
+
+
+def held(rank: dict[str, Any]) -> float:
+    """Bytes that a rank held at most: allocated outside the pools of graphs, and these pools whole."""
+    return float(rank["peak_allocated"] + rank["pool_bytes"])
 
 
 def capture_row(setting: Setting, analysis: Analysis, plan: Plan, ranks: list[Any]) -> list[str] | None:
@@ -522,8 +527,8 @@ def header(argv: Sequence[str]) -> list[str]:
         f"`python benchmarks/memory.py {' '.join(argv)}`",
         "",
         f"bf16, {STEPS} steps of {MICROBATCHES} micro-batches, sizes in MiB. State holds static buffers and "
-        "workspaces. The predicted peak is of what the allocator reserves; ratio is predicted / reserved. Of several "
-        "ranks, the one that reserved most.",
+        "workspaces. The measured peak is what was allocated outside the graphs' pools, and these pools; reserved is "
+        "what the allocator kept besides. Of several ranks, the one that held most.",
     ]
 
 

@@ -447,7 +447,7 @@ def test_the_template_is_one_file_and_in_the_package():
     assert link.is_symlink()
     assert link.resolve() == ROOT / "thdprof" / "analyze" / "report" / "report.ipynb"
     packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["thdprof"]
-    assert "analyze/report/report.ipynb" in packaged
+    assert {f"analyze/report/{name}" for name in ("report.ipynb", "page.css", "page.js")} <= set(packaged)
     template = json.loads(link.read_text())
     assert all(not cell.get("outputs") for cell in template["cells"])
 

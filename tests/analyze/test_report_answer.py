@@ -135,7 +135,7 @@ def test_facts_tell_times_worth_memory_and_capture(demo):
     assert list(told) == [
         "Times, modelled, of 32 layers of hidden size 4,096",
         "Worth over the run",
-        "Peak memory of the pipeline rank that needs most",
+        "Peak memory of the pipeline rank that needs most, in training",
         "Capture, once in a run",
     ]
     times, worth, memory, capture = told.values()
@@ -231,7 +231,7 @@ def test_many_graphs_are_counted_and_none_are_said_to_be_none(made, tmp_path):
     predictions = many.plan.predictions.model_copy(update={"fallback_rate": rates})
     most = replace(many, plan=many.plan.model_copy(update={"predictions": predictions}))
     assert findings.answer(most).verdict == (
-        "The plan's 4 graphs hold 75.0% of micro-batches; 75.0% of steps have an eager micro-batch."
+        "The plan's 4 graphs hold 75.0% of micro-batches; 75.0% of steps have an eager one."
     )
     few = report_of(
         write_rows(tmp_path / "r.jsonl", [[3, 5], [8]] * 40), seq_length=8, loader="single", graph_memory_bytes=1

@@ -269,6 +269,9 @@ def test_the_slider_by_pointer(browser, page, made):
     browser.drag((start, top + height / 2), (left + width * 0.8, top + height / 2))
     index = int(browser.value("document.getElementById('cap').value"))
     assert index + 1 > 200
+    browser.value("document.getElementById('figure-drift').scrollIntoView()")
+    top = browser.value("document.querySelector('.panel').getBoundingClientRect().top")
+    assert 0 <= top < 5  # the slider stays in view beside the figures that it moves
     check_cap(browser.value(STATE), open_report(made / "plan.yaml"), index + 1)
     assert "eager time" not in browser.value("document.body.textContent")
 

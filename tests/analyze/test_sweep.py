@@ -48,20 +48,19 @@ TEXT = """\
   assumed --pipeline-parallel-size 1 (not given)
 
                                                                                   steps with an
-row  seq-length  micro-batch-size  micro-batches  steps  P50  P99  max  caps  eager micro-batch  step time  \
-graph memory  cannot be
-  1           8                 1              8      4    2    4    4    64               0.0%      0.244       0.0 GiB
-  2           8                 2              4      4    5    6    6    64               0.0%      0.244       0.0 GiB
-  3           8                 3              -      -    -    -    -     -                  -          -             -  \
+row  seq-length  micro-batch-size  micro-batches  steps  P50  P99  max  caps  eager micro-batch  cannot be
+  1           8                 1              8      4    2    4    4    64               0.0%
+  2           8                 2              4      4    5    6    6    64               0.0%
+  3           8                 3              -      -    -    -    -     -                  -  \
 --global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
-  4          16                 1              8      4    3    5    5    64               0.0%      0.244       0.0 GiB
-  5          16                 2              4      4    5    7    7    64               0.0%      0.244       0.0 GiB
-  6          16                 3              -      -    -    -    -     -                  -          -             -  \
+  4          16                 1              8      4    3    5    5    64               0.0%
+  5          16                 2              4      4    5    7    7    64               0.0%
+  6          16                 3              -      -    -    -    -     -                  -  \
 --global-batch-size 2: not a multiple of --micro-batch-size 3 x --data-parallel-size 1 = 3; use 3
 
-P50, P99, max: documents of a micro-batch; step time: eager = 1; graph memory: of a pipeline rank
-warning: times are of 24 layers, hidden 1024, 2048 tokens, bf16 TransformerBlock on NVIDIA H200, \
-Transformer Engine 2.20 (cuDNN 9.19), not of your model: measure your own and give --cost-table
+P50, P99, max: documents of a micro-batch
+No times and no ranking by speed: the model is not known: --megatron-args with the launch script, or --model with its \
+config.json, gives times.
 """
 COMMON = ("--loader", "single", "--tail-policy", "append_dummy_seq", "--global-batch-size", 2)
 
@@ -93,7 +92,7 @@ def test_json(thdprof, packs):
     done = thdprof("sweep", packs, *COMMON, "micro-batch-size=2,3", "seq-length=8", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads(done.stdout)
-    assert set(found) == {"schema", "dataset", "swept", "combinations"}
+    assert set(found) == {"schema", "dataset", "swept", "ranked_by", "combinations"}
     assert found["schema"] == "thdprof.sweep/1"
     assert found["dataset"]["documents"] == 16
     assert found["swept"] == ["micro_batch_size", "seq_length"]
@@ -104,6 +103,10 @@ def test_json(thdprof, packs):
     assert works["training"]["micro_batch_size"] == 2
     assert works["predictions"]["fallback_rate"].keys() == {"microbatch", "rank_step", "step"}
     assert [b["max_seqs"] for b in works["graphs"]["buckets"]] == [64]
+    assert works["times"]["origin"] == "none"
+    unknown = ("rank", "tokens_per_second", "tokens_per_second_per_gpu", "verdict", "worth", "memory")
+    assert [name for row in (works, fails) for name in unknown if row[name] is not None] == []
+    assert found["ranked_by"] is None
     assert fails["settings"] == {"micro_batch_size": 3, "seq_length": 8}
     assert fails["problem"].startswith("--global-batch-size 2: not a multiple")
     assert fails["predictions"] is None
@@ -170,6 +173,7 @@ def test_every_row_is_the_analysis_of_its_settings(tmp_path, rng, name):
             problem = None
             assert c.plan == make_plan(alone)
             assert (c.assumptions, c.warnings) == (alone.assumptions, alone.warnings)
+            assert (c.times, c.verdict, c.worth, c.memory) == (alone.times, alone.verdict, alone.worth, alone.memory)
             works += 1
         assert (c.problem, c.plan is None) == (problem, problem is not None)
     assert works >= len(wanted) / 2

@@ -249,3 +249,20 @@ def test_worth_is_tokens_hours_and_money():
     assert worth.gpu_hours == pytest.approx((0.5 * hours, 0.5 * hours))
     assert worth.gpu_hours_saved == pytest.approx((0.5 * hours, 1.5 * hours))
     assert worth.saved == pytest.approx((hours, 3 * hours))
+
+
+def test_dropless_experts_stay_with_the_host_between_graphs():
+    experts = {"num_experts": 64, "moe_router_topk": 8, "moe_ffn_hidden_size": 512}
+    padded = analyze_dataset(LENGTHS, model=replace(QWEN, **experts, moe_expert_capacity_factor=1.0), gpu="h100")
+    dropless = analyze_dataset(LENGTHS, model=replace(QWEN, **experts), gpu="h100")
+    assert (padded.settings.experts, dropless.settings.experts) == ("padded", "dropless")
+    assert dropless.times.decoder_replay_ms > 1.5 * padded.times.decoder_replay_ms
+    assert dropless.times.relative_step_time[0] > padded.times.relative_step_time[0]
+    assert dropless.times.step_ms[0] < dropless.times.step_ms[1]
+
+
+def test_a_run_that_does_not_fit_its_gpu_is_warned_of():
+    fits = analyze_dataset(LENGTHS, model=QWEN, gpu="h100")
+    assert not any("GiB, and an" in warning for warning in fits.warnings)
+    huge = analyze_dataset(LENGTHS, model=replace(LLAMA, num_layers=80), gpu="h100")
+    assert any("and an H100 SXM has 79" in warning for warning in huge.warnings)

@@ -24,10 +24,11 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.answer import Run, times_of, verdict_of
 from thdprof.analyze.times.capture import predict_capture
+from thdprof.analyze.times.gpus import find_gpu
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.of_run import UNKNOWN_MODEL, gpu_of, modelled_times, why_not
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
-from thdprof.analyze.times.worth import worth_of
+from thdprof.analyze.times.worth import document_tokens, worth_of
 from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
 
@@ -282,6 +283,13 @@ def analyze_read(
         if costs.origin == "none"
         else times_of(run, costs, basis=f"{costs.name} on {costs.hardware}")
     )
+    tokens = document_tokens(
+        table,
+        settings,
+        kind=replayed.kind,
+        row_tokens=dataset.num_tokens() / max(1, dataset.num_rows()),
+        packing_efficiency=schedule.packing_efficiency,
+    )
     other_sizes = _other_sizes(table, settings)
     notes = (*([gpu_note] if gpu_note else []), *dataset.notes, *schedule.notes, *on_the_order(settings, table))
     by_size = Profile.by_cp_size(table, settings.context_parallel_size) if table.groups is not None else {}
@@ -307,7 +315,7 @@ def analyze_read(
         gpu=gpu,
         times=times,
         verdict=verdict_of(times, modelled),
-        worth=worth_of(times, settings, model, table, price=gpu_hour_price),
+        worth=worth_of(times, settings, model, table, price=gpu_hour_price, tokens=tokens),
         memory=predicted_memory,
         capture=predict_capture(num_buckets=len(recommendation.buckets), slots=in_flight, costs=costs),
         packing_efficiency=schedule.packing_efficiency,
@@ -317,9 +325,21 @@ def analyze_read(
             *replayed.notes,
             *notes,
             *schedule.warnings,
+            *_on_memory(predicted_memory, gpu),
             *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limited=limited),
         ),
     )
+
+
+def _on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
+    """A warning where the predicted peak is more than the GPU has."""
+    if memory is None or gpu is None or memory.peak_bytes <= find_gpu(gpu).memory_gib * 2**30:
+        return []
+    known = find_gpu(gpu)
+    return [
+        f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and an {known.label} has {known.memory_gib}: the "
+        "parallelism or recompute that is known of it does not fit"
+    ]
 
 
 def _longest_possible(table: MicrobatchTable, settings: TrainingSettings, graph_tokens: int) -> dict[int, int]:

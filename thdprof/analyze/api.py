@@ -12,12 +12,13 @@ from thdprof.analyze.analysis import Analysis, analyze_read
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
-from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits
+from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, price_of
 from thdprof.analyze.settings.model.files import read_model
 from thdprof.analyze.settings.model.resolve import experts_of
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset
+from thdprof.analyze.times.gpus import check_gpu
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
 from thdprof.training import Attention, Model, TrainingOptions, check_model
@@ -34,6 +35,7 @@ def analyze_dataset(
     offload: Choice | None = None,
     model: Model | str | Path | None = None,
     gpu: str | None = None,
+    gpu_hour_price: float | None = None,
     **settings: Unpack[TrainingOptions],
 ) -> Analysis:
     """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
@@ -52,6 +54,7 @@ def analyze_dataset(
         offload: activations that are moved to the host, which frees memory for graphs; None: all stay on the device.
         model: the model that the run trains, or a file that describes it (`read_model`); None: not known.
         gpu: name of the GPU that times are of, such as "h100"; None: this machine's, else an H100.
+        gpu_hour_price: price of a GPU-hour, in any currency, so that hours saved are money too; None: not given.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
     Raises:
@@ -60,6 +63,8 @@ def analyze_dataset(
         UsageError: the settings, limits, model or lengths contradict each other or cannot be trained with.
     """
     limits = Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes)
+    check_gpu(gpu, measured=cost_table is not None)
+    price = None if gpu_hour_price is None else price_of(gpu_hour_price)
     measured = None if cost_table is None else load_costs(Path(cost_table))
     source = str(model) if isinstance(model, str | os.PathLike) else None
     known = read_model(model) if isinstance(model, str | os.PathLike) else model
@@ -79,6 +84,7 @@ def analyze_dataset(
         model=known,
         model_source=source,
         gpu=gpu,
+        gpu_hour_price=price,
     )
 
 
@@ -94,6 +100,7 @@ def profile_dataset(
     offload: Choice | None = None,
     model: Model | str | Path | None = None,
     gpu: str | None = None,
+    gpu_hour_price: float | None = None,
     **settings: Unpack[TrainingOptions],
 ) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
@@ -114,6 +121,7 @@ def profile_dataset(
         offload: as for `analyze_dataset`.
         model: as for `analyze_dataset`.
         gpu: as for `analyze_dataset`.
+        gpu_hour_price: as for `analyze_dataset`.
         settings: as for `analyze_dataset`.
 
     Raises:
@@ -131,6 +139,7 @@ def profile_dataset(
         offload=offload,
         model=model,
         gpu=gpu,
+        gpu_hour_price=gpu_hour_price,
         **settings,
     )
     return make_profile(analysis, part=part)

@@ -76,7 +76,7 @@ def caveats(
         )
     if costs.origin == "none":
         return [*sentences, *_on_the_search(table, recommendation)]
-    if settings.experts == "dropless":
+    if settings.experts == "dropless" and not costs.modelled:
         sentences.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
     unlimited = recommendation.unlimited_relative_step_time
     # Without limits too, graphs that save too little are left out.

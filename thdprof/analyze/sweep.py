@@ -18,6 +18,9 @@ from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.settings.sweep_axes import Axis
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
+from thdprof.analyze.times.gpus import check_gpu
+from thdprof.analyze.times.ranking import Ranking, Rate, rank
+from thdprof.analyze.times.results import Memory, Times, Verdict, Worth
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import Plan
@@ -47,6 +50,16 @@ class Combination:
     """Settings that the user did not give, with the values that were assumed."""
     warnings: tuple[str, ...] = ()
     """Sentences that the user should know before trusting the plan's numbers."""
+    times: Times | None = None
+    """Times under the plan, and where they come from; None where the analysis failed."""
+    verdict: Verdict | None = None
+    """Whether graphs pay; None where the analysis failed."""
+    worth: Worth | None = None
+    """What the plan is worth over the run; None without times."""
+    rate: Rate | None = None
+    """Tokens per second under the plan; None without times."""
+    memory: Memory | None = None
+    """Predicted peak memory; None where the model or its memory is not known."""
 
     @property
     def file_name(self) -> str:
@@ -72,6 +85,10 @@ class Sweep:
     def any_works(self) -> bool:
         """Whether any combination has a plan."""
         return any(c.plan is not None for c in self.combinations)
+
+    def ranking(self) -> Ranking:
+        """The order of the combinations by tokens per second."""
+        return rank([c.rate for c in self.combinations], [c.plan is not None for c in self.combinations])
 
 
 def combinations_of(axes: Sequence[Axis]) -> list[Combination]:
@@ -108,7 +125,9 @@ def sweep(
     requests: list[Request | UsageError] = []
     for values in value_sets:
         try:
-            requests.append(request_of(values))
+            asked = request_of(values)
+            check_gpu(asked.gpu, measured=asked.cost_table is not None)
+            requests.append(asked)
         except UsageError as error:
             requests.append(error)
     first = next((r for r in requests if isinstance(r, Request)), None)
@@ -189,6 +208,7 @@ def _analysed(
             model=request.model,
             model_source=request.model_source,
             gpu=request.gpu,
+            gpu_hour_price=request.gpu_hour_price,
             progress=progress,
             memo=memo,
         )
@@ -201,6 +221,11 @@ def _analysed(
         problem=None,
         assumptions=result.assumptions,
         warnings=result.warnings,
+        times=result.times,
+        verdict=result.verdict,
+        worth=result.worth,
+        rate=Rate.of(result.worth, result.times, step_ms=result.recommendation.step_ms),
+        memory=result.memory,
     )
 
 

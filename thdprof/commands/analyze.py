@@ -69,6 +69,7 @@ def analyze(
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
+    from thdprof.analyze.times.gpus import check_gpu
     from thdprof.files import check_not_inputs
 
     to_stdout = output is not None and str(output) == "-"
@@ -76,6 +77,7 @@ def analyze(
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = choice_of(offload, share)
     request = read_request(datasets or [], given, settings=settings, megatron_args=megatron_args)
+    check_gpu(request.gpu, measured=request.cost_table is not None)
     _check_captures(request, impl, choice)
     for note in request.notes:
         streams.say(note)
@@ -93,6 +95,7 @@ def analyze(
             model=request.model,
             model_source=request.model_source,
             gpu=request.gpu,
+            gpu_hour_price=request.gpu_hour_price,
             progress=progress,
         )
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))

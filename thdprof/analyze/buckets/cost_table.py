@@ -19,6 +19,8 @@ from thdprof.training.stamp import Stamp
 SCHEMA: Literal["thdprof.costs/1"] = "thdprof.costs/1"
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+_HOST_BOUND = 1.1
+"""Eager time beside a replay's from which on the host is the bound."""
 HostEnd = Literal["low", "high"]
 """An end of the range of hosts: the quickest, or the slowest."""
 HOSTS: tuple[HostEnd, HostEnd] = ("low", "high")
@@ -48,6 +50,9 @@ class ReplayPoint(_Part):
     """Longest document that the graph was captured for, in tokens; null where the time does not depend on it."""
     ms: Milliseconds
     """Time of the forward and the backward pass together, in milliseconds."""
+    range_ms: tuple[Milliseconds, Milliseconds] | None = None
+    """The lowest and the highest time that is expected, where parts of the layers run eagerly between graphs and their
+    time was modelled; null for all other graphs."""
 
 
 class MeasuredModel(_Part):
@@ -123,11 +128,17 @@ class CostTable(_Part):
         return "measured" if self.calibrated else "modelled" if self.modelled else "none"
 
     def at_host(self, end: HostEnd) -> CostTable:
-        """The same table at one end of the range of hosts: each eager point takes that end of its `range_ms`."""
-        place = 0 if end == "low" else 1
+        """The same table at one end of the range of hosts: each point takes that end of its `range_ms`."""
+        place = HOSTS.index(end)
         eager = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[place]}) for p in self.eager]
+        replay = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[place]}) for p in self.replay]
         outside = self.outside_ms if self.outside_range_ms is None else self.outside_range_ms[place]
-        return self.model_copy(update={"eager": eager, "outside_ms": outside})
+        return self.model_copy(update={"eager": eager, "replay": replay, "outside_ms": outside})
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether eager micro-batches wait for the host, so that longer attention costs them nothing."""
+        return min(p.ms for p in self.eager) > _HOST_BOUND * min(p.ms for p in self.replay)
 
     @property
     def least_gain(self) -> float:

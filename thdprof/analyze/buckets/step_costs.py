@@ -3,8 +3,9 @@
 A step costs the slowest rank's sum over its micro-batches, times 1 + (pp - 1) / num_microbatches for a pipeline, and
 one step of the optimizer. A micro-batch costs the replay of the smallest bucket that fits it, or its eager time; what
 lies outside of the decoder; and what attention takes longer or shorter because the sum of its squared document lengths
-is not that of the cost table. Under dynamic context parallelism a step costs the sum over its rounds of the slowest
-group's sum, a bucket fits micro-batches of its size alone, and a group's ranks share the work of attention equally.
+is not that of the cost table, unless it runs eagerly and waits for the host all the same. Under dynamic context
+parallelism a step costs the sum over its rounds of the slowest group's sum, a bucket fits micro-batches of its size
+alone, and a group's ranks share the work of attention equally.
 """
 
 from __future__ import annotations
@@ -115,19 +116,39 @@ class StepCosts:
     def step_ms(self, choices: Sequence[Sequence[Bucket]], stride: int = 1) -> NDArray[np.float64]:
         """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, shape [choices]."""
         weights = self._weights(choices)
+        if self._squared_ms is None or not self._costs.host_bound:
+            return self._mean_step_ms(weights, self._squared_ms, stride)
+        falls_back = weights[len(self.class_counts) :] > 0
+        times = np.empty(len(choices))
+        for pattern in np.unique(falls_back, axis=1).T:  # what the host launches hides longer attention
+            here = (falls_back == pattern[:, None]).all(axis=0)
+            squared = np.where(pattern[self._class], 0.0, self._squared_ms)
+            times[here] = self._mean_step_ms(weights[:, here], squared, stride)
+        return times
+
+    def _mean_step_ms(
+        self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None, stride: int
+    ) -> NDArray[np.float64]:
+        """Mean step time of choices with these `weights`, shape [choices].
+
+        Args:
+            weights: as `_weights` gives them, shape [2 * classes, choices].
+            squared: milliseconds that each micro-batch takes beyond its class's, shape [micro-batches]; None: 0.
+            stride: every so-many-th step is looked at.
+        """
         table = self._table
         if table.groups is not None:
-            return self._step_ms_by_round(weights, table.groups, stride)
+            return self._step_ms_by_round(weights, table.groups, squared, stride)
         if table.data_parallel_size == 1 and table.uniform:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
-            totals: NDArray[np.float64] = self._total_ms(weights) * (factor / table.num_steps)
+            totals: NDArray[np.float64] = self._total_ms(weights, squared) * (factor / table.num_steps)
             return totals + self._optimizer_ms
-        sums = np.zeros(len(choices))
+        sums = np.zeros(weights.shape[1])
         at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
         steps = np.arange(0, table.num_steps, stride)
         ms_of_rows = self._ms_of_rows(weights)
-        extra = None if self._squared_ms is None else table.per_rank_step(self._squared_ms, np.add)
+        extra = None if squared is None else table.per_rank_step(squared, np.add)
         for first in range(0, len(steps), at_once):
             part = steps[first : first + at_once]
             more = None if extra is None else extra[part].astype(np.float64, copy=False)
@@ -142,11 +163,11 @@ class StepCosts:
 
     def total_ms(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
         """Sum of the times of all micro-batches under each choice, without waits, in milliseconds, shape [choices]."""
-        return self._total_ms(self._weights(choices))
+        return self._total_ms(self._weights(choices), self._squared_ms)
 
-    def _total_ms(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _total_ms(self, weights: NDArray[np.float64], squared: NDArray[np.float64] | None) -> NDArray[np.float64]:
         totals = np.asarray((self._counts(self._class, 1, self._table.n_seqs) @ weights)[0])
-        return totals if self._squared_ms is None else totals + self._squared_ms.sum()
+        return totals if squared is None else totals + squared.sum()
 
     @property
     def _optimizer_ms(self) -> float:
@@ -156,7 +177,7 @@ class StepCosts:
     def _squared_ms(self) -> NDArray[np.float64] | None:
         """Milliseconds by which each micro-batch's attention differs from the cost table's, shape [micro-batches].
 
-        None where times do not depend on it. They are equal under all choices of buckets.
+        None where times do not depend on it.
         """
         table = self._table
         if table.squared is None:
@@ -165,7 +186,9 @@ class StepCosts:
             return self._costs.squared_ms(table.squared)
         return self._costs.squared_ms(table.squared * (self._run_cp_size / table.groups.cp_size))
 
-    def _step_ms_by_round(self, weights: NDArray[np.float64], groups: RankGroups, stride: int) -> NDArray[np.float64]:
+    def _step_ms_by_round(
+        self, weights: NDArray[np.float64], groups: RankGroups, squared: NDArray[np.float64] | None, stride: int
+    ) -> NDArray[np.float64]:
         """Mean step time where all ranks wait for the slowest group at the end of every round."""
         order = np.lexsort((groups.first_rank, groups.round))
         order = order[groups.step[order] % stride == 0]
@@ -179,8 +202,8 @@ class StepCosts:
         for first in range(0, len(sums), at_once):
             part = weights[:, first : first + at_once]
             ms = part[:classes][class_of] + part[classes:][class_of] * eager
-            if self._squared_ms is not None:
-                ms += self._squared_ms[order][:, None]
+            if squared is not None:
+                ms += squared[order][:, None]
             by_lane = np.add.reduceat(ms, lanes, axis=0)
             sums[first : first + at_once] = np.maximum.reduceat(by_lane, rounds, axis=0).sum(axis=0)
         return sums / -(-self._table.num_steps // stride) + self._optimizer_ms

@@ -1,8 +1,8 @@
-"""Shows a sweep on a terminal, with one row for each combination, and as JSON, schema `thdprof.sweep/1`."""
+"""Shows a sweep on a terminal, a row for each combination and the quickest first, and as JSON: `thdprof.sweep/1`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,14 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.report.words import percent
+from thdprof.analyze.report.words import memory_size, percent, ratio, spanned
 from thdprof.analyze.sweep import Combination, Sweep
+from thdprof.analyze.times.ranking import Ranking, Rate
 from thdprof.files import json_text
 from thdprof.plan import BucketPart, Plan
 
 SCHEMA = "thdprof.sweep/1"
 _STEPS = "steps with an\neager micro-batch"
-_FIGURES = ("micro-batches", "steps", "P50", "P99", "max", "caps", _STEPS, "step time", "graph memory")
+_COUNTS = ("micro-batches", "steps", "P50", "P99", "max", "caps", _STEPS)
+_COSTS, _PEAK, _GRAPHS = "run costs", "peak memory", "graph memory"
 
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
@@ -27,44 +29,125 @@ def print_sweep(sweep: Sweep, console: Console) -> None:
 
 
 def _parts(sweep: Sweep) -> Iterator[str | Table | Text]:
-    data = sweep.dataset
+    data, ranking = sweep.dataset, sweep.ranking()
+    rows = [sweep.combinations[place] for place in ranking.order]
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
     yield Text(f"{source} ({data.format}): {data.rows:,} rows, {data.documents:,} documents, {data.tokens:,} tokens")
-    assumed = [[f"{a.flag} {a.value} ({a.why})" for a in c.assumptions] for c in sweep.combinations]
-    for text, rows in _by_row(sweep, assumed):
-        yield Text(f"  assumed {text}{rows}", style="dim")
+    for text, where in _by_row(rows, [[f"{a.flag} {a.value} ({a.why})" for a in c.assumptions] for c in rows]):
+        yield Text(f"  assumed {text}{where}", style="dim")
     yield ""
-    yield _table(sweep)
+    yield _table(sweep.names, rows, ranking)
     yield ""
-    yield "P50, P99, max: documents of a micro-batch; step time: eager = 1; graph memory: of a pipeline rank"
-    for text, rows in _by_row(sweep, [list(c.warnings) for c in sweep.combinations]):
-        yield Text(f"warning: {text}{rows}", style="yellow")
+    yield "; ".join(_legend(rows, ranking))
+    for line in _ranked(ranking):
+        yield Text(line, style="bold")
+    untimed = [[c.verdict.reason] if c.verdict is not None and c.rate is None else [] for c in rows]
+    for text, where in _by_row(rows, untimed):
+        yield Text(f"No times and no ranking by speed: {text}{where}.", style="bold")
+    for text, where in _by_row(rows, [list(c.warnings) for c in rows]):
+        yield Text(f"warning: {text}{where}", style="yellow")
 
 
-def _by_row(sweep: Sweep, texts: list[list[str]]) -> Iterator[tuple[str, str]]:
+def _by_row(rows: Sequence[Combination], texts: Sequence[list[str]]) -> Iterator[tuple[str, str]]:
     """Each text of `texts` (a list for each row) once, with its rows, or with none where all analysed rows have it."""
-    all_rows = [n for n, c in enumerate(sweep.combinations, start=1) if c.plan is not None]
-    rows: dict[str, list[int]] = {}
+    all_rows = [n for n, c in enumerate(rows, start=1) if c.plan is not None]
+    found: dict[str, list[int]] = {}
     for number, of_row in enumerate(texts, start=1):
         for text in of_row:
-            rows.setdefault(text, []).append(number)
-    for text, numbers in rows.items():
+            found.setdefault(text, []).append(number)
+    for text, numbers in found.items():
         yield text, "" if numbers == all_rows else f" [row {', '.join(map(str, numbers))}]"
 
 
-def _table(sweep: Sweep) -> Table:
+def _table(names: Sequence[str], rows: Sequence[Combination], ranking: Ranking) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("row", justify="right")
-    for name in (*(n.replace("_", "-") for n in sweep.names), *_FIGURES):
+    columns = _columns(rows, ranking)
+    for name in ("row", *(n.replace("_", "-") for n in names), *_COUNTS, *columns):
         table.add_column(name, justify="right")
-    problems = any(c.problem is not None for c in sweep.combinations)
+    problems = any(c.problem is not None for c in rows)
     if problems:
         table.add_column("cannot be")
-    for number, c in enumerate(sweep.combinations, start=1):
+    for number, c in enumerate(rows, start=1):
         values = [_shown(v) for v in c.values.values()]
-        figures = ["-"] * len(_FIGURES) if c.plan is None else plan_cells(c.plan)
-        table.add_row(str(number), *values, *figures, *([Text(c.problem or "")] if problems else []))
+        counts = ["-"] * len(_COUNTS) if c.plan is None else plan_cells(c.plan)
+        cells = [cell(c) or "-" for cell in columns.values()]
+        table.add_row(str(number), *values, *counts, *cells, *([Text(c.problem or "")] if problems else []))
     return table
+
+
+def _columns(rows: Sequence[Combination], ranking: Ranking) -> dict[str, Callable[[Combination], str | None]]:
+    """The columns beside the counts, by their titles: none on time where no row has times of the user's own model."""
+    columns: dict[str, Callable[[Combination], str | None]] = {}
+    if ranking.measure is not None:
+        columns["step time"] = _step_time
+        columns["tokens/s"] = lambda c: _tokens_per_second(c.rate)
+    if ranking.measure == "tokens_per_second_per_gpu":
+        columns["GPUs"] = lambda c: None if c.rate is None else f"{c.rate.gpus:,}"
+        columns["tokens/s a GPU"] = lambda c: None if c.rate is None else _tokens_per_second(c.rate.per_gpu())
+    if any(c.worth is not None and c.worth.gpu_hour_price is not None for c in rows):
+        columns[_COSTS] = _run_costs
+        columns["saved"] = lambda c: None if c.worth is None or c.worth.saved is None else spanned(c.worth.saved)
+    if ranking.measure is not None:
+        columns["verdict"] = lambda c: None if c.verdict is None else c.verdict.ruling
+    if any(c.memory is not None for c in rows):
+        columns[_PEAK] = lambda c: None if c.memory is None else memory_size(c.memory.peak_bytes / 2**30)
+    elif ranking.measure is not None:
+        columns[_GRAPHS] = _graph_memory
+    return columns
+
+
+def _tokens_per_second(rate: Rate | None) -> str | None:
+    return None if rate is None else spanned((rate.low, rate.high))
+
+
+def _step_time(c: Combination) -> str | None:
+    return None if c.times is None or c.times.relative_step_time is None else ratio(c.times.relative_step_time)
+
+
+def _run_costs(c: Combination) -> str | None:
+    if c.worth is None or c.worth.gpu_hour_price is None:
+        return None
+    low, high = c.worth.gpu_hours
+    return spanned((low * c.worth.gpu_hour_price, high * c.worth.gpu_hour_price))
+
+
+def _graph_memory(c: Combination) -> str | None:
+    size = None if c.plan is None or c.rate is None else c.plan.predictions.graph_memory_bytes
+    return None if size is None else memory_size(size / 2**30)
+
+
+def _legend(rows: Sequence[Combination], ranking: Ranking) -> Iterator[str]:
+    """The meaning of the columns' titles."""
+    columns = _columns(rows, ranking)
+    yield "P50, P99, max: documents of a micro-batch"
+    if ranking.measure is not None:
+        gpus = {c.rate.gpus for c in rows if c.rate is not None}
+        over = f"all {max(gpus):,} GPUs" if gpus != {1} else "1 GPU"
+        yield "step time: eager = 1"
+        yield f"tokens/s: of documents, over {over if len(gpus) == 1 else 'all GPUs of the run'}"
+    if _COSTS in columns:
+        yield f"{_COSTS}, saved: of the steps analysed"
+    if _PEAK in columns or _GRAPHS in columns:
+        yield f"{_PEAK if _PEAK in columns else _GRAPHS}: of a pipeline rank"
+
+
+def _ranked(ranking: Ranking) -> Iterator[str]:
+    """What the rows are ranked by, and whether another row is first at an end of the range; nothing without times."""
+    if ranking.measure is None:
+        return
+    by = (
+        "tokens/s"
+        if ranking.measure == "tokens_per_second"
+        else "tokens/s a GPU, since the rows have different numbers of GPUs"
+    )
+    line = f"Ranked by {by}"
+    ends = {"slowest": ranking.first_on_slow_host, "quickest": ranking.first_on_quick_host}
+    others = [
+        f"on the {host} host row {ranking.order.index(first) + 1} would be first"
+        for host, first in ends.items()
+        if first is not None and first != ranking.order[0]
+    ]
+    yield "; ".join([line + (", on a host in the middle of the range" if others else ""), *others]) + "."
 
 
 def _shown(value: Any) -> str:
@@ -72,17 +155,14 @@ def _shown(value: Any) -> str:
 
 
 def plan_cells(plan: Plan) -> list[str]:
-    """The cells of one combination's plan in the table of a sweep, in the order of `_FIGURES`."""
-    part, predicted = plan.microbatches, plan.predictions
-    memory = predicted.graph_memory_bytes
+    """The cells of one combination's plan in the table of a sweep, in the order of `_COUNTS`."""
+    part = plan.microbatches
     return [
         f"{part.count:,}",
         f"{part.steps:,}",
         *(f"{n:,}" for n in (part.n_seqs.p50, part.n_seqs.p99, part.n_seqs.max)),
         _caps(plan),
-        percent(predicted.fallback_rate.step),
-        f"{predicted.relative_step_time:.3f}",
-        "-" if memory is None else f"{memory / 2**30:.1f} GiB",
+        percent(plan.predictions.fallback_rate.step),
     ]
 
 
@@ -106,25 +186,39 @@ def _cap(plan: Plan, bucket: BucketPart) -> str:
 
 
 def to_dict(sweep: Sweep) -> dict[str, Any]:
-    """The JSON object as a dict."""
+    """The JSON object as a dict: combinations in the order of their values, each with its rank."""
+    ranking = sweep.ranking()
     return {
         "schema": SCHEMA,
         "dataset": {**asdict(sweep.dataset), "uris": list(sweep.dataset.uris)},
         "swept": list(sweep.names),
-        "combinations": [_combination(c) for c in sweep.combinations],
+        "ranked_by": ranking.measure,
+        "combinations": [_combination(c, place) for c, place in zip(sweep.combinations, ranking.ranks, strict=True)],
     }
 
 
-def _combination(c: Combination) -> dict[str, Any]:
+def _combination(c: Combination, place: int | None) -> dict[str, Any]:
     parts = ("training", "microbatches", "graphs", "predictions", "costs")
     plan = {} if c.plan is None else c.plan.model_dump(mode="json", by_alias=True)
     return {
         "settings": c.values,
         "problem": c.problem,
+        "rank": place,
+        "tokens_per_second": None if c.rate is None else _rate(c.rate),
+        "tokens_per_second_per_gpu": None if c.rate is None else _rate(c.rate.per_gpu()),
+        "verdict": None if c.verdict is None else c.verdict.ruling,
+        "verdict_reason": None if c.verdict is None else c.verdict.reason,
+        "times": None if c.times is None else asdict(c.times),
+        "worth": None if c.worth is None else asdict(c.worth),
+        "memory": None if c.memory is None else asdict(c.memory),
         **{name: plan.get(name) for name in parts},
         "assumptions": [asdict(a) for a in c.assumptions],
         "warnings": list(c.warnings),
     }
+
+
+def _rate(rate: Rate) -> dict[str, float]:
+    return {"low": rate.low, "middle": rate.middle, "high": rate.high}
 
 
 def to_json(sweep: Sweep) -> str:

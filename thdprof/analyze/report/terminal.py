@@ -222,10 +222,10 @@ def times_lines(analysis: Analysis) -> list[str]:
         line = (
             f"{spanned(worth.tokens_per_second, 'tokens/s')} on {counted(worth.gpus, 'GPU')} "
             f"({spanned(worth.eager_tokens_per_second)} eagerly); over {counted(worth.steps, 'step')} "
-            f"{spanned(worth.gpu_hours_saved, 'GPU-hours')} saved"
+            f"{spanned(worth.gpu_hours, 'GPU-hours')}, {spanned(worth.gpu_hours_saved, 'GPU-hours')} saved"
         )
         if worth.saved is not None:
-            line += f", worth {spanned(worth.saved)}"
+            line += f", worth {spanned(worth.saved)} at {worth.gpu_hour_price:g} each"
         lines.append(line)
     return lines
 

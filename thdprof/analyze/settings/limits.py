@@ -52,6 +52,11 @@ class AnalysisOptions:
         Setting(help="GPU that times are of, such as h100.", panel="Model", assumed="this machine's, else h100"),
     ] = None
     """Name of the GPU that times are of."""
+    gpu_hour_price: Annotated[
+        float | None,
+        Setting(help="Price of a GPU-hour, in any currency: hours saved as money.", panel="Model", assumed="none"),
+    ] = None
+    """Price of a GPU-hour, in the user's currency."""
     cost_table: Annotated[
         Path | None,
         Setting(
@@ -150,6 +155,17 @@ def share_of(option: str, value: Any) -> float:
     if not 0 <= share <= 1:
         raise UsageError(f"{option} {text}: must be a share such as 0.005 or 0.5%")
     return share
+
+
+def price_of(value: Any) -> float:
+    """A price of a GPU-hour: a finite number of at least 0.
+
+    Raises:
+        UsageError: naming the option and the value that is no price.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UsageError(f"{analysis_options()['gpu_hour_price'].shown(value)}: must be a number of at least 0")
+    return float(value)
 
 
 def counts_of(option: str, text: str) -> list[int]:

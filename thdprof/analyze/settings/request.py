@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from thdprof.analyze.settings.limits import Limits, analysis_options, read_limits, whole_number
+from thdprof.analyze.settings.limits import Limits, analysis_options, price_of, read_limits, whole_number
 from thdprof.analyze.settings.model.files import model_file, read_model_file
 from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.model.resolve import experts_of, read_settings, resolve_model
@@ -39,6 +39,8 @@ class Request:
     """The file of --model that was read; None without one."""
     gpu: str | None
     """Name of the GPU that times are of; None: not given."""
+    gpu_hour_price: float | None
+    """Price of a GPU-hour, in the user's currency; None: not given."""
     notes: list[str]
 
 
@@ -109,6 +111,7 @@ def read_request(
         model_source=resolved.source,
         model_file=None if path is None else model_file(path),
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
+        gpu_hour_price=price_of(command["gpu_hour_price"]) if "gpu_hour_price" in command else None,
         notes=[*notes, *resolved.notes],
     )
 

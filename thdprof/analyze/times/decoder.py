@@ -28,6 +28,10 @@ class DecoderTime:
     """Launches that the host makes one by one."""
     light_launches: float
     """Launches that come in a row out of one call, which cost the host less."""
+    expert_launches: float
+    """Those of `launches` that layers' expert parts make, which dropless experts keep out of graphs."""
+    expert_light_launches: float
+    """Those of `light_launches` that these parts make."""
     ms_by_kind: dict[str, float]
     """Time on the GPU by kind of kernel, in milliseconds."""
 
@@ -71,6 +75,7 @@ class Decoder:
         work = Work(tokens=max(1, tokens // cp_size), squared=squared, max_seqs=max_seqs, cp_size=cp_size)
         made = {kind: self._layer(kind, work) for kind in set(self._layers)}
         us, launches, light = 0.0, 0.0, 0.0
+        expert, expert_light = self._of_experts(work)
         by_kind: Counter[str] = Counter()
         for index, kind in enumerate(self._layers):
             for kernels in self._kernels(made[kind], index):
@@ -78,7 +83,14 @@ class Decoder:
                 launches += kernels.launches
                 light += kernels.light_launches
                 by_kind[kernels.kind] += kernels.us / 1000  # type: ignore[assignment]
-        return DecoderTime(gpu_ms=us / 1000, launches=launches, light_launches=light, ms_by_kind=dict(by_kind))
+        return DecoderTime(
+            gpu_ms=us / 1000,
+            launches=launches,
+            light_launches=light,
+            expert_launches=expert,
+            expert_light_launches=expert_light,
+            ms_by_kind=dict(by_kind),
+        )
 
     def _layer(self, kind: Kind, work: Work) -> Layer:
         """The kernels of a layer that holds what its `kind` says."""
@@ -92,6 +104,16 @@ class Decoder:
         if "moe" in kind:
             layer.add(self._makes.expert_layer(work))
         return layer
+
+    def _of_experts(self, work: Work) -> tuple[float, float]:
+        """Launches of all layers' expert parts, heavy and light ones."""
+        heavy, light = 0.0, 0.0
+        for index, kind in enumerate(self._layers):
+            if "moe" in kind:
+                kernels = self._kernels(self._makes.expert_layer(work), index)
+                heavy += sum(one.launches for one in kernels)
+                light += sum(one.light_launches for one in kernels)
+        return heavy, light
 
     def _kernels(self, layer: Layer, index: int) -> Sequence[Kernels]:
         """All kernels of a layer, those that are computed again included."""

@@ -1,7 +1,7 @@
 """Times of single GPU kernels: matrix products, kernels bound by memory, attention.
 
 Constants are microseconds and rates on an H200 with torch 2.11, cuDNN 9.19 and Transformer Engine 2.20, fitted on half
-of the rows of benchmarks/results/modelled-times.md. Other GPUs are scaled by their rates.
+of the rows of benchmarks/results/decoder-times.md. Other GPUs are scaled by their rates.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Device:
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
-        self._compute = _BASE.bf16_tflops / gpu.bf16_tflops
+        self._slower = 1 / gpu.other_kernels
 
     def product(
         self, m: int, n: int, k: int, *, fp8: bool = False, accumulates: bool = False, kind: str = "products"
@@ -80,12 +80,12 @@ class Device:
     def memory_us(self, megabytes: float, tbps: float) -> float:
         """Microseconds of moving `megabytes` at `tbps` TB/s on an H200; what fits the cache takes no memory."""
         beyond = megabytes / (megabytes + self.gpu.cache_mib * 4.0)
-        slower = (1 - beyond) * self._compute + beyond * _BASE.memory_tbps / self.gpu.memory_tbps
+        slower = (1 - beyond) * self._slower + beyond * _BASE.memory_tbps / self.gpu.memory_tbps
         return megabytes / tbps * slower
 
     def scaled(self, us: float) -> float:
         """`us` of arithmetic on an H200, on this GPU."""
-        return us * self._compute
+        return us * self._slower
 
     def tiny(self, count: float, us: float = 1.3, *, kind: str = "elementwise", light: bool = True) -> Kernels:
         """`count` kernels that do next to nothing."""

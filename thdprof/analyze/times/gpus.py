@@ -1,6 +1,6 @@
 """The rates of GPUs on which times are modelled.
 
-Sustained rates of the H200 were measured (benchmarks/results/modelled-times.md). Those of other GPUs are scaled from
+Sustained rates of the H200 were measured (benchmarks/results/decoder-times.md). Those of other GPUs are scaled from
 the vendors' data sheets; the H100's, which has the H200's processor and slower memory, were compared with measured
 decoders.
 """
@@ -24,6 +24,8 @@ class Gpu:
     """Rate of large bf16 matrix products, in TFLOP/s."""
     fp8_tflops: float | None
     """Rate of large FP8 matrix products, in TFLOP/s; None where the GPU has none."""
+    other_kernels: float = 1.0
+    """Rate of kernels that are bound neither by matrix products nor by memory, beside the H200's."""
     memory_tbps: float
     """Rate at which kernels read and write memory beyond the cache, in TB/s, by the data sheet."""
     cache_mib: int
@@ -90,6 +92,7 @@ _GPUS = (
         label="A100 SXM 80 GB",
         bf16_tflops=250,
         fp8_tflops=None,
+        other_kernels=0.6,
         memory_tbps=2.04,
         cache_mib=40,
         multiprocessors=108,
@@ -101,6 +104,7 @@ _GPUS = (
         label="B200",
         bf16_tflops=1600,
         fp8_tflops=3000,
+        other_kernels=1.3,
         memory_tbps=7.7,
         cache_mib=126,
         multiprocessors=148,
@@ -112,6 +116,7 @@ _GPUS = (
         label="GB200",
         bf16_tflops=1750,
         fp8_tflops=3300,
+        other_kernels=1.35,
         memory_tbps=7.7,
         cache_mib=126,
         multiprocessors=152,
@@ -123,6 +128,7 @@ _GPUS = (
         label="B300",
         bf16_tflops=1600,
         fp8_tflops=3000,
+        other_kernels=1.3,
         memory_tbps=7.7,
         cache_mib=126,
         multiprocessors=148,
@@ -145,3 +151,17 @@ def find_gpu(name: str) -> Gpu:
     if not found:
         raise UsageError(f"--gpu {name}: choose one of {', '.join(GPUS)}, or measure on yours with thdprof calibrate")
     return found[-1]
+
+
+def check_gpu(name: str | None, *, measured: bool) -> None:
+    """Refuse a name of `--gpu` that no times can be modelled for, before any work.
+
+    Args:
+        name: the name; None: not given.
+        measured: whether times come from a cost table; the name is only compared with the GPU of the table then.
+
+    Raises:
+        UsageError: no such GPU is known.
+    """
+    if name is not None and not measured:
+        find_gpu(name)

@@ -42,6 +42,15 @@ class HostRate:
         launches = time.launches + _LIGHT * time.light_launches
         return launches * self.low_us / 1000, launches * self.high_us / 1000
 
+    def partly_replayed_ms(self, time: DecoderTime) -> tuple[float, float, float]:
+        """Time of a micro-batch whose experts run eagerly between graphs: lowest, middle and highest, in milliseconds.
+
+        The host launches the experts' kernels alone.
+        """
+        launches = time.expert_launches + _LIGHT * time.expert_light_launches
+        low, high = launches * self.low_us / 1000, launches * self.high_us / 1000
+        return max(time.gpu_ms, low), _larger(time.gpu_ms, math.sqrt(low * high)), _larger(time.gpu_ms * _GAPS, high)
+
     def eager_ms(self, time: DecoderTime) -> tuple[float, float]:
         """Eager time of a micro-batch, in milliseconds: the larger of GPU time and launches, as a range."""
         low, high = self.launch_ms(time)

@@ -281,7 +281,7 @@ class LayerModel:
         received = routed * (share if share > 1 else 1)
         layer = Layer()
         router = 90 + 0.5e-3 * tokens * experts
-        layer.forward.append(Kernels(kind="experts", us=router * 0.7 + 20 * GAP_US, launches=22))
+        layer.forward.append(Kernels(kind="experts", us=router * 1.2 + 20 * GAP_US, launches=22))
         layer.backward.append(Kernels(kind="experts", us=router * 0.6 + 14 * GAP_US, launches=16))
         layer.forward.append(device.moves(4 * routed * model.hidden_size * 2e-6, 5.0, kind="experts", launches=8))
         permuted = device.scaled(8.1e-6 * routed * model.hidden_size)
@@ -326,7 +326,7 @@ _CONVOLUTION_FORWARD = 2.45e-6
 _CONVOLUTION_BACKWARD = 7.9e-6
 _LATENT_LAUNCHES = 16
 """Launches that splitting and joining the latent parts costs the host as much as, though they launch little."""
-_AT_ONCE = 0.74
+_AT_ONCE = 0.88
 """Time of products on several streams at once, beside that of one after the other."""
 _ACCUMULATE_TBPS = 2.4
 _QUANTIZE_EXPERT_US = 6.0

@@ -1,8 +1,9 @@
 """Predicts the peak memory of a run: state, graphs, and eager micro-batches in flight beside them.
 
-The prediction is of what torch's allocator reserves (`torch.cuda.max_memory_reserved`), which decides whether a run
-runs out of memory: the pools of graphs are reserved whole. Not in it are the CUDA context and NCCL's buffers, about
-1 GiB of a GPU together, and what the allocator loses to fragments.
+The prediction is of what must be held at once: what is allocated outside the pools of graphs, and those pools, which
+are reserved whole. Beyond it torch's allocator keeps blocks for reuse, which `torch.cuda.max_memory_reserved` counts;
+it gives them back before a run runs out of memory. Not in it are the CUDA context and NCCL's buffers, about 1 GiB of a
+GPU together.
 
 A run reaches its peak in one of two moments: in the worst step of the schedule, with eager micro-batches beside all
 slots; or at the last capture of the first step, when one warm-up pass runs beside the graphs that are there and the

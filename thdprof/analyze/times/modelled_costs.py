@@ -12,6 +12,7 @@ from thdprof.analyze.times.host import HostRate
 from thdprof.analyze.times.memory import slot_bytes
 from thdprof.analyze.times.outside import LAUNCHES, optimizer_ms, outside_ms
 from thdprof.analyze.times.parameters import stage_parameters, stages
+from thdprof.analyze.times.results import Range
 from thdprof.training import Model, TrainingSettings
 
 _STEPS = (32, 64, 128, 256, 512)
@@ -78,7 +79,7 @@ class ModelledTimes:
             attention="Transformer Engine's fused attention",
             n_tokens=self.shapes.tokens,
             eager=[self._eager_point(n) for n in self._documents()],
-            replay=[ReplayPoint(max_seqs=n, ms=self.at(n).replay_ms) for n in self._caps()],
+            replay=[self._replay_point(n) for n in self._caps()],
             max_seqs_steps=_STEPS,
             ms_per_squared_token=per_unit,
             squared_tokens=self.shapes.squared,
@@ -96,6 +97,23 @@ class ModelledTimes:
     def _caps(self) -> list[int]:
         top = max(1024, rounded_documents(self.shapes.most))
         return sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})
+
+    def _replay_point(self, max_seqs: int) -> ReplayPoint:
+        time = self.at(max_seqs)
+        if not self._experts_run_eagerly(time):
+            return ReplayPoint(max_seqs=max_seqs, ms=time.replay_ms)
+        low, middle, high = self.host.partly_replayed_ms(time)
+        return ReplayPoint(max_seqs=max_seqs, ms=middle, range_ms=(low, high))
+
+    def replay_range(self, time: DecoderTime) -> Range | None:
+        """The range of a replay between whose graphs experts run eagerly; None where layers are captured whole."""
+        if not self._experts_run_eagerly(time):
+            return None
+        low, _, high = self.host.partly_replayed_ms(time)
+        return low, high
+
+    def _experts_run_eagerly(self, time: DecoderTime) -> bool:
+        return self.settings.experts == "dropless" and time.expert_launches > 0
 
     def _eager_point(self, documents: int) -> EagerPoint:
         time = self.at(documents)

@@ -53,7 +53,7 @@ class Worth:
     steps: int
     """Optimizer steps of the run, as analysed."""
     tokens_per_second: Range
-    """Tokens that the run trains on per second under the plan, over all GPUs."""
+    """Tokens of documents, without padding, that the run trains on per second under the plan, over all GPUs."""
     eager_tokens_per_second: Range
     """The same with all micro-batches run eagerly."""
     gpu_hours: Range
@@ -68,14 +68,14 @@ class Worth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Peak memory of the pipeline rank that needs most, in bytes: what torch's allocator reserves, pools of graphs
-    included (`torch.cuda.max_memory_reserved`). The parts are those at the moment of the peak."""
+    """Peak memory of the pipeline rank that needs most, in bytes: what is allocated outside the pools of graphs,
+    and these pools. The parts are those at the moment of the peak."""
 
     moment: Literal["training", "capture"]
     """When the peak is: in the worst step of the schedule, or at the last capture, before the optimizer's first step
     has made its moments."""
     peak_bytes: int
-    """Most memory that the run reserves at once: the sum of the parts below."""
+    """Most memory that the run holds at once: the sum of the parts below."""
     state_bytes: int
     """Weights, gradients and the optimizer's state."""
     graph_bytes: int

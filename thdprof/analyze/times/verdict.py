@@ -23,7 +23,8 @@ def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
     assert times.decoder_replay_ms is not None
     time = modelled.at(modelled.shapes.typical)
     replay, eager = times.decoder_replay_ms, modelled.host.eager_ms(time)
-    ruling = rule(replay / eager[1], replay / modelled.host.middle_ms(time), replay / eager[0])
+    low, high = modelled.replay_range(time) or (replay, replay)
+    ruling = rule(high / eager[1], replay / modelled.host.middle_ms(time), low / eager[0])
     layers = modelled.decoder.num_layers
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
     gpu = f"{_digits(time.gpu_ms / layers)} ms"

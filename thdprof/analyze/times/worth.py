@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.results import Range, Times, Worth
-from thdprof.training import Model, TrainingSettings
+from thdprof.training import STEP_PACKERS, Kind, Model, TrainingSettings
 
 
 def num_gpus(settings: TrainingSettings, model: Model | None) -> int:
@@ -14,8 +14,51 @@ def num_gpus(settings: TrainingSettings, model: Model | None) -> int:
     return sizes[0] * sizes[1] * sizes[2] * tensor
 
 
+def document_tokens(
+    table: MicrobatchTable,
+    settings: TrainingSettings,
+    *,
+    kind: Kind,
+    row_tokens: float,
+    packing_efficiency: float | None,
+) -> float:
+    """Tokens of documents that the run trains on: those of its micro-batches without the padding of rows.
+
+    Padding takes time and trains nothing, so that settings which pad more must not count as quicker. Where rows are
+    padded, the documents' tokens are those of the mean row.
+
+    Args:
+        table: the run's micro-batches.
+        settings: the run.
+        kind: what the dataset holds.
+        row_tokens: tokens of the mean row of the dataset, for rows that were packed before.
+        packing_efficiency: share of the packed rows' tokens that hold documents; None where thdprof did not pack.
+    """
+    total = float(table.n_tokens.sum())
+    tail = settings.tail_policy != "none"
+    if packing_efficiency is not None and settings.packer in STEP_PACKERS:
+        return total * packing_efficiency if tail else total
+    padded = {
+        "streams": False,
+        "bridge": True,
+        "trl": settings.pad_seq_to_mult > 1,
+        "packs": tail,
+        "documents": tail or settings.packer.startswith("first_fit"),
+    }[kind]
+    if not padded:
+        return total
+    in_row = row_tokens if packing_efficiency is None else packing_efficiency * settings.seq_length
+    return min(total, in_row * settings.global_batch_size * table.num_steps)
+
+
 def worth_of(
-    times: Times, settings: TrainingSettings, model: Model | None, table: MicrobatchTable, *, price: float | None
+    times: Times,
+    settings: TrainingSettings,
+    model: Model | None,
+    table: MicrobatchTable,
+    *,
+    price: float | None,
+    tokens: float | None = None,
 ) -> Worth | None:
     """What the plan is worth; None without times.
 
@@ -25,11 +68,12 @@ def worth_of(
         model: the model, for its tensor-parallel size.
         table: the run's micro-batches.
         price: price of a GPU-hour; None: not given.
+        tokens: tokens that the run trains on; None: all those of its micro-batches.
     """
     if times.step_ms is None or times.eager_step_ms is None:
         return None
     gpus, steps = num_gpus(settings, model), table.num_steps
-    tokens = float(table.n_tokens.sum()) / steps
+    in_step = (float(table.n_tokens.sum()) if tokens is None else tokens) / steps
     hours = gpus * steps / 3.6e6
     saved = (
         (times.eager_step_ms[0] - times.step_ms[0]) * hours,
@@ -38,8 +82,8 @@ def worth_of(
     return Worth(
         gpus=gpus,
         steps=steps,
-        tokens_per_second=_rates(tokens, times.step_ms),
-        eager_tokens_per_second=_rates(tokens, times.eager_step_ms),
+        tokens_per_second=_rates(in_step, times.step_ms),
+        eager_tokens_per_second=_rates(in_step, times.eager_step_ms),
         gpu_hours=(times.step_ms[0] * hours, times.step_ms[1] * hours),
         gpu_hours_saved=(min(saved), max(saved)),
         gpu_hour_price=price,

@@ -104,7 +104,7 @@ def joint(finding: findings.Joint) -> Drawing:
         panel.axes(x_label="documents of a micro-batch", write_y=whole, whole_y=True)
         for row, column in np.argwhere(finding.counts > 0).tolist():
             count = int(finding.counts[row, column])
-            shade = 0.2 + 0.8 * (np.log(count) / np.log(most) if most > 1 else 1)
+            shade = 0.3 + 0.7 * (np.log(count) / np.log(most) if most > 1 else 1)
             x0, x1, y0, y1 = x(xs[column]), x(xs[column + 1]), y(ys[row]), y(ys[row + 1])
             tip = (
                 f"{_numbers(xs, column)} documents, the longest {_numbers(ys, row)} tokens: "

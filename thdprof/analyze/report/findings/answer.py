@@ -127,7 +127,7 @@ def _verdict(report: Report) -> str:
             return f"{name} hold every micro-batch{own}."
         return (
             f"{name} hold {percent(1 - rate.microbatch)} of micro-batches{own}; {percent(rate.step)} of steps have an "
-            "eager micro-batch."
+            "eager one."
         )
     ruling = None if predicted is None else predicted.verdict.ruling
     takes = "takes" if graphs.buckets else "would take"
