@@ -264,8 +264,8 @@ class PredictionsPart(_Part):
     verdict: Literal["graphs pay", "graphs do not pay", "measure first"] | None = None
     """Whether graphs pay; null without times of the model."""
     graph_memory_bytes: int | None
-    """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
-    table has no memory."""
+    """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part, for the model of the
+    cost table; null where that table has no memory."""
     offload_host_bytes: int | None = None
     """Pinned host memory for the slots of that pipeline rank; null without graphs.offload. Chunk graphs pin as much
     again for each eager micro-batch in flight."""
@@ -279,7 +279,8 @@ class PredictionsPart(_Part):
 
 
 class CostsPart(_Part):
-    """The measurements that the predicted times are made from."""
+    """The cost table that the buckets were chosen by. Predicted times come from it where it was calibrated or modelled;
+    otherwise it is of another model, and only ranks the choices."""
 
     name: str
     """The cost table's name."""
@@ -288,11 +289,11 @@ class CostsPart(_Part):
     modelled: bool = False
     """Whether the costs were modelled from the user's own model and GPU."""
     hardware: str
-    """Name of the GPU that the costs were measured on."""
+    """Name of the GPU that the costs are of."""
     attention: str
-    """Name of the attention backend that was measured."""
+    """Name of the attention backend that the costs are of."""
     n_tokens: Count
-    """Tokens of each measured micro-batch."""
+    """Tokens of each micro-batch that the costs are of."""
     stamp: Stamp | None = None
     """Versions, GPU and processor that the costs were measured on; null where the table does not say."""
 

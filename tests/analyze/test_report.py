@@ -36,6 +36,7 @@ from thdprof.errors import DataError
 from thdprof.files import json_text
 from thdprof.offload.plan import Choice
 from thdprof.plan import load_plan
+from thdprof.training import Model
 
 IDS = ["shapes", "joint", "caps", "choice", "steps", "drift", "parts", "memory", "observed"]
 
@@ -490,7 +491,7 @@ def test_a_profile_of_something_else(thdprof, made, tmp_path):
     for settings, text in (
         ({"data_parallel_size": 4}, "data_parallel_size is 4, but 8 in "),
         ({"train_samples": 640}, "of another length or blend of the run than "),
-        ({"attention": "torch"}, "times are of 16 layers"),
+        ({"attention": "torch"}, "costs are of 16 layers"),
     ):
         analysis = analyze_dataset(made / "demo" / "bridge", **{**SETTINGS, **settings})
         make_profile(analysis).save(other, force=True)
@@ -549,6 +550,14 @@ def test_the_command_names_the_plan_own_costs(made, tmp_path, attention):
     assert "--cost-table" not in command
     own = plan.model_copy(update={"costs": plan.costs.model_copy(update={"name": "mine"})})
     assert " --cost-table FILE " in profile_command(own, tmp_path / "p.parquet")
+
+
+def test_the_command_names_a_modelled_plans_model_and_gpu(made, tmp_path):
+    model = Model(num_layers=4, hidden_size=512, num_attention_heads=8)
+    plan = make_plan(analyze_dataset(made / "demo" / "bridge", **SETTINGS, model=model, gpu="h200"))
+    command = profile_command(plan, tmp_path / "p.parquet")
+    assert " --model FILE --gpu h200 " in command
+    assert "--cost-table" not in command
 
 
 def test_outputs_that_are_inputs_or_directories(thdprof, made, tmp_path):

@@ -84,7 +84,7 @@ class Analysis:
     cp_sizes: tuple[CpSize, ...]
     """The context-parallel sizes under dynamic context parallelism, ascending; else empty."""
     costs: CostTable
-    """The cost table that the step times come from."""
+    """The cost table that the buckets were chosen by; times come from it where it is of the user's own model."""
     slots: list[list[int]]
     """Micro-batches in flight for every pipeline rank and model chunk."""
     recommendation: Recommendation
@@ -154,8 +154,9 @@ def analyze(
         locations: files, globs, directories or Megatron prefixes of the dataset.
         given: training settings by name (`thdprof.training.TrainingOptions`); None counts as not given.
         format: name of the dataset's format, or "auto".
-        cost_table: measured costs; None takes the built-in ones of `attention`.
-        attention: attention backend whose built-in costs are taken.
+        cost_table: measured costs; None: costs are modelled where the model is known, else the built-in ones of
+            `attention` rank the choices.
+        attention: attention backend of the model.
         limits: limits that the recommendation must keep to; None: the default limits.
         offload: activations that are moved to the host; graphs can use the memory that the move frees.
         model: the model that the run trains; None: not known.
@@ -203,8 +204,8 @@ def analyze_read(
 ) -> Analysis:
     """Replay the schedule of a dataset that was read, and recommend buckets.
 
-    The arguments are those of `analyze`, but for `dataset`, `measured` (the cost table; None: the built-in one) and
-    `memo`, which keeps intermediate results for the next analysis of this dataset.
+    The arguments are those of `analyze`, but for `dataset`, `measured` (the cost table; None: as without `cost_table`)
+    and `memo`, which keeps intermediate results for the next analysis of this dataset.
 
     Raises:
         DataError: the dataset has contents that training would refuse.

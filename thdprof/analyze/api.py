@@ -45,14 +45,15 @@ def analyze_dataset(
             documents in tokens: a list or array of whole numbers for documents that are not packed yet, shape
             [documents]; a list of such lists or arrays for packed rows.
         format: name of the format of the files, or "auto".
-        cost_table: a file of measured costs; None: the built-in ones of `attention`.
-        attention: attention backend whose built-in costs are taken.
+        cost_table: a file of measured costs; None: costs are modelled where `model` is given. Without either there are
+            no times, and built-in costs of another model rank the choices.
+        attention: attention backend of the model; times of Transformer Engine's are modelled.
         buckets: most shapes to capture, for each context-parallel size.
         max_fallback_rate: largest share of steps with an eager micro-batch; None: no limit.
         graph_memory_bytes: most graph memory of a pipeline rank, in bytes; None: no limit.
         offload: activations that are moved to the host, which frees memory for graphs; None: all stay on the device.
         model: the model that the run trains, or a file that describes it (`read_model`); None: not known.
-        gpu: name of the GPU that times are of, such as "h100"; None: not given.
+        gpu: name of the GPU that times are of, such as "h100"; None: this machine's, else an H100.
         gpu_hour_price: price of a GPU-hour, in any currency, so that hours saved are money too; None: not given.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 

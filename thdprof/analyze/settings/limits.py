@@ -47,9 +47,10 @@ class AnalysisOptions:
         ),
     ] = None
     """The model: a Hugging Face config.json or the directory that holds it, or a recipe as YAML."""
-    gpu: Annotated[str | None, Setting(help="GPU that times are of, such as h100.", panel="Model", assumed="none")] = (
-        None
-    )
+    gpu: Annotated[
+        str | None,
+        Setting(help="GPU that times are of, such as h100.", panel="Model", assumed="this machine's, else h100"),
+    ] = None
     """Name of the GPU that times are of."""
     gpu_hour_price: Annotated[
         float | None,
@@ -58,13 +59,18 @@ class AnalysisOptions:
     """Price of a GPU-hour, in the user's currency."""
     cost_table: Annotated[
         Path | None,
-        Setting(help="Measured costs: a file of calibrate.", panel="Costs and limits", assumed="built-in costs"),
+        Setting(
+            help="Measured costs: a file of calibrate.",
+            panel="Costs and limits",
+            assumed="modelled, if the model is known",
+        ),
     ] = None
     """A file of measured costs."""
     attention: Annotated[
-        Attention, Setting(help="Attention backend of the built-in costs.", panel="Costs and limits")
+        Attention,
+        Setting(help="Attention backend; times of transformer_engine's are modelled.", panel="Costs and limits"),
     ] = "transformer_engine"
-    """Attention backend whose built-in costs are taken."""
+    """Attention backend: times of Transformer Engine's are modelled; built-in costs of either rank choices."""
     max_fallback_rate: Annotated[
         float | None,
         Setting(
