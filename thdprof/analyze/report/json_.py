@@ -15,7 +15,7 @@ SCHEMA = "thdprof.analysis/1"
 
 
 def _candidate(candidate: Candidate, *, timed: bool) -> dict[str, Any]:
-    """One cap; without `timed` its times are of another model, and null."""
+    """One cap; its times are null unless `timed`, because they are of another model then."""
     return {
         "max_seqs": candidate.max_seqs,
         "coverage": candidate.coverage,
@@ -78,7 +78,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
             "relative_step_time": chosen.relative_step_time if timed else None,
             "step_ms": chosen.step_ms if timed else None,
             "eager_step_ms": chosen.eager_step_ms if timed else None,
-            "graph_memory_bytes": chosen.graph_memory_bytes,
+            "graph_memory_bytes": chosen.graph_memory_bytes if timed else None,
             "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap, timed=timed),
         },
         **({} if offload is None else {"offload": asdict(offload)}),
