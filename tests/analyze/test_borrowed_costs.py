@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.report.contents import profile_command
 from thdprof.analyze.report.json_ import to_dict
-from thdprof.analyze.report.terminal import verdict_sentence
+from thdprof.analyze.report.terminal import sentence, verdict_sentence
+from thdprof.analyze.times.gpus import GPUS
 from thdprof.errors import UsageError
 from thdprof.training import Model
 
@@ -92,3 +94,19 @@ def test_modelled_times_name_the_hosts_of_their_range(monkeypatch):
     monkeypatch.setattr("thdprof.analyze.times.of_run.local_gpu", lambda: None)
     basis = analyze_dataset(LENGTHS, model=MODEL, gpu="h200").times.basis
     assert basis.endswith(" on H200, launched by server processors of 2021 to 2025")
+
+
+def test_graphs_that_do_not_pay_in_another_model_are_not_said_to_break_limits(table):
+    path = table(False)
+    path.write_text(path.read_text().replace("ms: 50", "ms: 10"))
+    slow = analyze_dataset(LENGTHS, cost_table=path)
+    assert sentence(slow) == (
+        "No graphs were chosen: in 40 layers of somebody, which is not your model, none would pay."
+    )
+    assert sentence(analyze_dataset(LENGTHS, graph_memory_bytes=1)) == "Capture no graphs: none keep to the limits."
+
+
+@pytest.mark.parametrize("gpu", sorted(GPUS))
+def test_a_plan_of_modelled_times_is_analysed_again_with_its_model_and_gpu(gpu):
+    plan = make_plan(analyze_dataset([[30, 40]] * 8, loader="single", seq_length=128, model=MODEL, gpu=gpu))
+    assert f"--model FILE --gpu {gpu} --profile" in profile_command(plan, Path("plan.profile.parquet"))
