@@ -131,7 +131,7 @@ def test_the_plan_says_what_is_moved_and_what_that_does(data, analysis, tmp_path
     }
     assert plan.predictions.offload_host_bytes == found.host_bytes
     assert plan.predictions.offload_freed_bytes == found.device_bytes_freed
-    assert plan.predictions.graph_memory_bytes is None  # what would be left is of the built-in table's model
+    assert plan.predictions.graph_memory_bytes == found.graph_memory_bytes
     without = make_plan(analysis, impl="chunk")
     assert without.graphs.offload is None
     assert without.predictions.offload_host_bytes is None
@@ -181,7 +181,7 @@ def test_the_plan_holds_the_offloading_that_its_analysis_counted_on(data, tmp_pa
     plan = make_plan(found)
     assert len(plan.graphs.buckets) == 3
     assert plan.graphs.offload.modules == ["all"]
-    assert found.offload.graph_memory_bytes <= limit
+    assert plan.predictions.graph_memory_bytes == found.offload.graph_memory_bytes <= limit
     assert plan.predictions.offload_freed_bytes == found.offload.device_bytes_freed
     without = make_plan(analyze_dataset(tmp_path / "demo" / "bridge", graph_memory_bytes=limit))
     assert without.graphs.buckets == []

@@ -174,6 +174,7 @@ def test_every_row_is_the_analysis_of_its_settings(tmp_path, rng, name):
             assert c.plan == make_plan(alone)
             assert (c.assumptions, c.warnings) == (alone.assumptions, alone.warnings)
             assert (c.times, c.verdict, c.worth, c.memory) == (alone.times, alone.verdict, alone.worth, alone.memory)
+            assert c.unranked == alone.times.basis
             works += 1
         assert (c.problem, c.plan is None) == (problem, problem is not None)
     assert works >= len(wanted) / 2

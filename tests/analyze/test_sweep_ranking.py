@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from rich.console import Console
 from support.sample_files import cost_table, write_lines
 
 from thdprof.analyze import analyze_dataset
+from thdprof.analyze.report.sweep import print_sweep
+from thdprof.analyze.settings.request import read_request
+from thdprof.analyze.settings.sweep_axes import read_axes
+from thdprof.analyze.sweep import sweep
 from thdprof.analyze.times.ranking import Rate, rank
 from thdprof.training import Model
 
@@ -144,6 +151,47 @@ def test_a_measured_table_ranks_without_a_model(thdprof, packs, tmp_path):
     assert "0.800" in shown
     assert "graph memory" in shown
     assert "peak memory" not in shown
+
+
+def test_a_measured_table_ranks_no_micro_batches_of_other_sizes(thdprof, packs, tmp_path):
+    """Its milliseconds are of 8 tokens: 16 take longer, and how much longer it does not say."""
+    (tmp_path / "costs.yaml").write_text(cost_table("[{max_seqs: 8, ms: 8.0}]"))
+    options = ("--cost-table", tmp_path / "costs.yaml", "--loader", "single", "--tail-policy", "append_dummy_seq")
+    told, shown = swept(thdprof, packs, *options, "seq-length=16,8", "--gpu-hour-price", 2)
+    large, small = told["combinations"]
+    assert (large["rank"], large["tokens_per_second"], large["worth"]) == (None, None, None)
+    assert (small["rank"], small["unranked"]) == (1, None)
+    assert [row[1] for row in rows_of(shown, 2)] == ["8", "16"]
+    said = "the cost table has the times of 8 tokens on a rank, and micro-batches have 16: "
+    assert large["unranked"].startswith(said)
+    assert f"\nNo ranking by speed: {said}" in shown
+
+
+@pytest.mark.parametrize(
+    "axis", ["tensor-model-parallel-size=1,2", "pipeline-parallel-size=1,2", "fp8-recipe=none,mxfp8"]
+)
+def test_a_measured_table_ranks_no_other_models_or_stages(thdprof, packs, settings, tmp_path, axis):
+    (tmp_path / "costs.yaml").write_text(cost_table("[{max_seqs: 8, ms: 8.0}]"))
+    options = ("--settings", settings, "--cost-table", tmp_path / "costs.yaml", "--global-batch-size", 4)
+    told, shown = swept(thdprof, packs, *options, "--seq-length", 8, "--gpu-hour-price", 2, axis)
+    assert (told["ranked_by"], [row["rank"] for row in told["combinations"]]) == (None, [None, None])
+    name = axis.split("=")[0]
+    assert f"No ranking by speed: a cost table has the times of one model on one rank, and {name} varies" in shown
+    assert "tokens/s" not in shown
+    assert "run costs" not in shown
+    one, _ = swept(thdprof, packs, *options, "--seq-length", 8, axis.split(",")[0])
+    assert [row["rank"] for row in one["combinations"]] == [1]
+
+
+def test_a_row_that_is_first_at_an_end_of_the_range_is_named(packs):
+    axes = read_axes(["seq-length=8,16"], {})
+    made = sweep(axes, lambda values: read_request([str(packs)], values, settings=None, megatron_args=None))
+    rates = (rate(1, 5, 9), rate(3, 4, 6))
+    rows = tuple(replace(c, rate=r, unranked=None) for c, r in zip(made.combinations, rates, strict=True))
+    out = io.StringIO()
+    print_sweep(replace(made, combinations=rows), Console(file=out, width=1000))
+    line = "Ranked by tokens/s, on a host in the middle of the range; on the slowest host row 2 would be first.\n"
+    assert line in out.getvalue()
 
 
 def test_a_price_adds_what_the_run_costs_and_saves(thdprof, packs, settings):

@@ -24,6 +24,10 @@ _PADDING_REMEDY_BY_PACKER = {
 """The way to do so under dynamic context parallelism, by the packer."""
 
 
+_OTHER_TOKENS = 0.05
+"""Share by which a table's micro-batches may have other tokens than the run's before a warning."""
+
+
 def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
     if table.exact or table.groups is not None:
@@ -71,6 +75,12 @@ def caveats(
         sentences.append(
             "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
             "documents, whatever its tokens and its context-parallel size"
+        )
+    n_tokens = int(table.n_tokens.max()) // (1 if table.groups is not None else settings.context_parallel_size)
+    if costs.calibrated and table.groups is None and abs(n_tokens / costs.n_tokens - 1) > _OTHER_TOKENS:
+        sentences.append(
+            f"times were measured with micro-batches of {costs.n_tokens:,} tokens on a rank, and these have "
+            f"{n_tokens:,}: calibrate with the run's own, or times are of another run"
         )
     if costs.modelled:
         how_near = (

@@ -35,7 +35,6 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
     if offload is not None:
         check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
     one_cap, timed = chosen.one_cap, analysis.times.origin != "none"
-    graph_memory = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
     plan = Plan.model_validate(
         {
             "schema": "thdprof.plan/1",
@@ -84,7 +83,9 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
                 "eager_step_ms": chosen.eager_step_ms if timed else None,
                 "times": asdict(analysis.times),
                 "verdict": analysis.verdict.ruling,
-                "graph_memory_bytes": graph_memory if timed else None,
+                "graph_memory_bytes": (chosen.graph_memory_bytes if timed else None)
+                if offload is None
+                else offload.graph_memory_bytes,
                 "offload_host_bytes": None if offload is None else offload.host_bytes,
                 "offload_freed_bytes": None if offload is None else offload.device_bytes_freed,
                 "peak_memory_bytes": None if analysis.memory is None else analysis.memory.peak_bytes,

@@ -19,7 +19,7 @@ from thdprof.analyze.settings.sweep_axes import Axis
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.gpus import check_gpu
-from thdprof.analyze.times.ranking import Ranking, Rate, rank
+from thdprof.analyze.times.ranking import Ranking, Rate, rank, why_unranked
 from thdprof.analyze.times.results import Memory, Times, Verdict, Worth
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
@@ -55,9 +55,11 @@ class Combination:
     verdict: Verdict | None = None
     """Whether graphs pay; None where the analysis failed."""
     worth: Worth | None = None
-    """What the plan is worth over the run; None without times."""
+    """What the plan is worth over the run; None where tokens per second are not known."""
     rate: Rate | None = None
-    """Tokens per second under the plan; None without times."""
+    """Tokens per second under the plan; None where they are not known."""
+    unranked: str | None = None
+    """Why they are not known; None where they are, or the analysis failed."""
     memory: Memory | None = None
     """Predicted peak memory; None where the model or its memory is not known."""
 
@@ -137,6 +139,7 @@ def sweep(
     costs = {path: load_costs(path) for path in sorted(paths)}
     progress("reading", 0.0, 0)
     dataset = read_dataset(first.locations, format=first.format)
+    varied = [axis.name for axis in axes if len(axis.values) > 1]
     memo, done = Memo(), dict[int, Combination]()
     for count, index in enumerate(analysis_order(axes)):
         request = requests[index]
@@ -148,7 +151,7 @@ def sweep(
         if isinstance(request, UsageError):
             done[index] = Combination(values=value_sets[index], plan=None, problem=str(request))
         else:
-            done[index] = _analysed(value_sets[index], request, dataset, costs, impl, memo, show)
+            done[index] = _analysed(value_sets[index], request, dataset, costs, impl, varied, memo, show)
     return Sweep(
         dataset=DatasetSummary.of(dataset),
         names=names,
@@ -195,6 +198,7 @@ def _analysed(
     dataset: Dataset,
     costs: Mapping[Path, CostTable],
     impl: Impl | None,
+    varied: Sequence[str],
     memo: Memo,
     progress: Progress,
 ) -> Combination:
@@ -215,6 +219,8 @@ def _analysed(
         plan = make_plan(result, impl=impl)
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))
+    unranked = why_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)
+    step_ms = result.recommendation.step_ms
     return Combination(
         values=values,
         plan=plan,
@@ -223,8 +229,9 @@ def _analysed(
         warnings=result.warnings,
         times=result.times,
         verdict=result.verdict,
-        worth=result.worth,
-        rate=Rate.of(result.worth, result.times, step_ms=result.recommendation.step_ms),
+        worth=None if unranked else result.worth,
+        rate=None if unranked else Rate.of(result.worth, result.times, step_ms=step_ms),
+        unranked=unranked,
         memory=result.memory,
     )
 

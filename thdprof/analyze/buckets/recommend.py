@@ -211,10 +211,12 @@ def recommend(
     curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
+    rounded = set(candidate_caps(profile, costs))  # between steps of the costs, the largest cap is as quick as any
     singles = [
         c
         for c in curve
-        if one_graph_fits
+        if c.max_seqs in rounded
+        and one_graph_fits
         and c.fallback_rate.step <= most_fallbacks
         and (c.relative_step_time <= least or limits.max_fallback_rate is not None)
     ]

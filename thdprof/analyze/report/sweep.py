@@ -41,9 +41,8 @@ def _parts(sweep: Sweep) -> Iterator[str | Table | Text]:
     yield "; ".join(_legend(rows, ranking))
     for line in _ranked(ranking):
         yield Text(line, style="bold")
-    untimed = [[c.verdict.reason] if c.verdict is not None and c.rate is None else [] for c in rows]
-    for text, where in _by_row(rows, untimed):
-        yield Text(f"No times and no ranking by speed: {text}{where}.", style="bold")
+    for text, where in _by_row(rows, [_unranked(c) for c in rows]):
+        yield Text(f"{text}{where}.", style="bold")
     for text, where in _by_row(rows, [list(c.warnings) for c in rows]):
         yield Text(f"warning: {text}{where}", style="yellow")
 
@@ -150,6 +149,14 @@ def _ranked(ranking: Ranking) -> Iterator[str]:
     yield "; ".join([line + (", on a host in the middle of the range" if others else ""), *others]) + "."
 
 
+def _unranked(c: Combination) -> list[str]:
+    """Why a row has no rank, as a sentence without its full stop; empty where it has one or cannot be."""
+    if c.unranked is None:
+        return []
+    timed = c.times is not None and c.times.origin != "none"
+    return [f"{'No ranking' if timed else 'No times and no ranking'} by speed: {c.unranked}"]
+
+
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -204,6 +211,7 @@ def _combination(c: Combination, place: int | None) -> dict[str, Any]:
         "settings": c.values,
         "problem": c.problem,
         "rank": place,
+        "unranked": c.unranked,
         "tokens_per_second": None if c.rate is None else _rate(c.rate),
         "tokens_per_second_per_gpu": None if c.rate is None else _rate(c.rate.per_gpu()),
         "verdict": None if c.verdict is None else c.verdict.ruling,

@@ -6,7 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.times.results import Times, Worth
+from thdprof.training import model_definitions
+
+_LIKE_TOKENS = 0.05
+"""Share by which micro-batches may have more or fewer tokens than those that a cost table was measured on."""
+_OF_A_STAGE = ("model", "pipeline_parallel_size", "virtual_pipeline_size", "context_parallel_size")
+"""Settings, beside those of the model, by which a rank's share of the layers and tokens changes."""
 
 Measure = Literal["tokens_per_second", "tokens_per_second_per_gpu"]
 """What plans are ranked by: the rate of the whole run, or that rate divided by the run's GPUs."""
@@ -43,6 +50,35 @@ class Rate:
     def per_gpu(self) -> Rate:
         """The rate of one of the GPUs."""
         return Rate(gpus=1, low=self.low / self.gpus, middle=self.middle / self.gpus, high=self.high / self.gpus)
+
+
+def why_unranked(times: Times, costs: CostTable, *, n_tokens: int, varied: Sequence[str]) -> str | None:
+    """Why a plan cannot be compared with others by its tokens per second; None where it can.
+
+    A measured table is of one model, one stage and one number of tokens: its milliseconds say nothing of others.
+
+    Args:
+        times: the plan's times.
+        costs: the cost table that they come from.
+        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+        varied: settings that differ between the plans, by name.
+    """
+    if times.origin == "none":
+        return times.basis
+    if times.origin == "modelled":
+        return None
+    other = [name.replace("_", "-") for name in varied if name in model_definitions() or name in _OF_A_STAGE]
+    if other:
+        return (
+            f"a cost table has the times of one model on one rank, and {' and '.join(other)} "
+            f"{'varies' if len(other) == 1 else 'vary'}: without --cost-table times are modelled"
+        )
+    if abs(n_tokens - costs.n_tokens) > _LIKE_TOKENS * costs.n_tokens:
+        return (
+            f"the cost table has the times of {costs.n_tokens:,} tokens on a rank, and micro-batches have "
+            f"{n_tokens:,}: measure a table of as many, or leave --cost-table out for modelled times"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
