@@ -264,16 +264,17 @@ class PredictionsPart(_Part):
     verdict: Literal["graphs pay", "graphs do not pay", "measure first"] | None = None
     """Whether graphs pay; null without times of the model."""
     graph_memory_bytes: int | None
-    """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part, for the model of the
-    cost table; null where that table has no memory."""
+    """Graph memory of the pipeline rank that needs most, after graphs.offload has freed its part; null where the cost
+    table has no memory, or is of another model."""
     offload_host_bytes: int | None = None
     """Pinned host memory for the slots of that pipeline rank; null without graphs.offload. Chunk graphs pin as much
     again for each eager micro-batch in flight."""
     offload_freed_bytes: int | None = None
     """Bytes by which graphs.offload shrinks that rank's graph memory; null without it."""
     peak_memory_bytes: int | None = None
-    """Most memory that torch's allocator reserves on the pipeline rank that needs most: weights, gradients, optimizer
-    state, graphs, and eager micro-batches beside them; null where the model is not known."""
+    """Most memory that the pipeline rank that needs most holds at once: weights, gradients, optimizer state, graphs,
+    and eager micro-batches beside them, without what torch's allocator keeps for reuse; null where the model, its
+    vocabulary or its micro-batches on each rank are not known."""
     capture_seconds: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
     """Lowest and highest time that capturing takes, in seconds; null without times of the model."""
 

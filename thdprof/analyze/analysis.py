@@ -24,9 +24,10 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.answer import Run, times_of, verdict_of
 from thdprof.analyze.times.capture import predict_capture
-from thdprof.analyze.times.gpus import find_gpu
+from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.memory import predict_memory
-from thdprof.analyze.times.of_run import UNKNOWN_MODEL, gpu_of, modelled_times, why_not
+from thdprof.analyze.times.modelled_costs import ModelledTimes
+from thdprof.analyze.times.of_run import FOREIGN_TABLE, gpu_of, modelled_times, why_not
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
 from thdprof.analyze.times.worth import document_tokens, worth_of
 from thdprof.plan import Percentiles
@@ -237,7 +238,6 @@ def analyze_read(
     )
     num_slots = most_slots(in_flight)
     limits = limits or Limits()
-    limited = limits.graph_memory_bytes is not None or limits.max_fallback_rate is not None
     if offload is not None and limits.graph_memory_bytes is not None:
         freed = freed_bytes(costs, offload, n_tokens=graph_tokens, num_slots=num_slots)
         limits = replace(limits, graph_memory_bytes=limits.graph_memory_bytes + freed)
@@ -279,9 +279,9 @@ def analyze_read(
         longest=max(longest_possible.values()),
     )
     times = (
-        Times(origin="none", basis=no_model or UNKNOWN_MODEL)
+        Times(origin="none", basis=no_model or FOREIGN_TABLE)
         if costs.origin == "none"
-        else times_of(run, costs, basis=f"{costs.name} on {costs.hardware}")
+        else times_of(run, costs, basis=f"{costs.name} on {costs.hardware}{_hosts(modelled)}")
     )
     tokens = document_tokens(
         table,
@@ -326,16 +326,30 @@ def analyze_read(
             *notes,
             *schedule.warnings,
             *_on_memory(predicted_memory, gpu),
-            *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limited=limited),
+            *caveats(
+                replayed.kind,
+                settings,
+                table,
+                costs,
+                other_sizes,
+                recommendation,
+                limits=limits,
+                compared=modelled is not None and modelled.gpu.compared,
+            ),
         ),
     )
 
 
+def _hosts(modelled: ModelledTimes | None) -> str:
+    """The hosts that the range of modelled times is of; nothing where times were measured."""
+    return "" if modelled is None else f", launched by {modelled.host.basis}"
+
+
 def _on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
     """A warning where the predicted peak is more than the GPU has."""
-    if memory is None or gpu is None or memory.peak_bytes <= find_gpu(gpu).memory_gib * 2**30:
+    known = None if gpu is None else known_gpu(gpu)
+    if memory is None or known is None or memory.peak_bytes <= known.memory_gib * 2**30:
         return []
-    known = find_gpu(gpu)
     return [
         f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and an {known.label} has {known.memory_gib}: the "
         "parallelism or recompute that is known of it does not fit"

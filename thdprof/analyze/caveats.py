@@ -5,6 +5,7 @@ from __future__ import annotations
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.settings.limits import Limits
 from thdprof.training import Kind, TrainingSettings
 from thdprof.words import percent
 
@@ -45,7 +46,8 @@ def caveats(
     other_sizes: int,
     recommendation: Recommendation,
     *,
-    limited: bool,
+    limits: Limits,
+    compared: bool,
 ) -> list[str]:
     """The conditions under which the figures hold, a sentence each.
 
@@ -56,7 +58,8 @@ def caveats(
         costs: the cost table that the step times come from.
         other_sizes: micro-batches that do not have the number of tokens that graphs are captured for.
         recommendation: the buckets that were chosen.
-        limited: whether the user limited graph memory or fallbacks.
+        limits: limits of the user.
+        compared: whether modelled times were compared with measured ones on this GPU.
     """
     sentences: list[str] = []
     if other_sizes:
@@ -68,7 +71,7 @@ def caveats(
             f"{'does' if other_sizes == 1 else 'do'} not have {count}, and a graph replays one count only: the figures "
             f"hold once all are padded to it; {remedy}"
         )
-    if table.groups is not None:
+    if table.groups is not None and costs.origin != "none":
         sentences.append(
             "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
             "documents, whatever its tokens and its context-parallel size"
@@ -80,15 +83,22 @@ def caveats(
             f"{n_tokens:,}: calibrate with the run's own, or times are of another run"
         )
     if costs.modelled:
-        sentences.append(
-            "times are modelled, not measured: replays of models like these lay within 15% of it; thdprof calibrate "
-            "measures yours"
+        how_near = (
+            "replays of the models that were measured lay within 15% of it"
+            if compared
+            else f"on {costs.hardware} none were compared with measured ones"
         )
+        sentences.append(f"times are modelled, not measured: {how_near}; thdprof calibrate measures yours")
     if costs.origin == "none":
+        if limits.graph_memory_bytes is not None and costs.slot_bytes is not None:
+            sentences.append(
+                f"--graph-memory-gib was held against graphs of {costs.name}, since those of your model are not known"
+            )
         return [*sentences, *_on_the_search(table, recommendation)]
     if settings.experts == "dropless" and not costs.modelled:
         sentences.append("times are of layers that are captured whole; with experts run eagerly a replay saves less")
     unlimited = recommendation.unlimited_relative_step_time
+    limited = limits.graph_memory_bytes is not None or limits.max_fallback_rate is not None
     # Without limits too, graphs that save too little are left out.
     limits_matter = bool(recommendation.buckets) or unlimited <= 1 - costs.least_gain
     if limited and limits_matter and recommendation.relative_step_time > unlimited + 1e-9:

@@ -13,7 +13,7 @@ from thdprof.analyze.buckets.cost_table import built_in_costs
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.profile.merge import same_settings
 from thdprof.analyze.profile.run_profile import RunProfile, load_profile
-from thdprof.analyze.times.gpus import GPUS
+from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.results import Range, Times
 from thdprof.compare.statistics import Comparison, compare, read_stats
 from thdprof.errors import DataError
@@ -196,10 +196,10 @@ def profile_command(plan: Plan, profile: Path) -> str:
 
 
 def _costs(plan: Plan) -> list[str]:
-    """The options of `analyze` that select the costs of `plan`."""
+    """The options of `analyze` that select the cost table of `plan`."""
     if plan.costs.modelled:
-        named = next((name for name, gpu in GPUS.items() if gpu.label == plan.costs.hardware), "NAME")
-        return ["--model", "FILE", "--gpu", named]
+        gpu = known_gpu(plan.costs.hardware)
+        return ["--model", "FILE", *(["--gpu", gpu.name] if gpu is not None else [])]
     for attention in get_args(Attention):
         built_in = built_in_costs(attention, plan.graph_tokens)
         if all(getattr(built_in, name) == getattr(plan.costs, name) for name in type(plan.costs).model_fields):

@@ -15,7 +15,7 @@ SCHEMA = "thdprof.analysis/1"
 
 
 def _candidate(candidate: Candidate, *, timed: bool) -> dict[str, Any]:
-    """One cap; without `timed` its times are of another model, and null."""
+    """One cap; its times are null unless `timed`, because they are of another model then."""
     return {
         "max_seqs": candidate.max_seqs,
         "coverage": candidate.coverage,

@@ -172,6 +172,8 @@ def sentence(analysis: Analysis) -> str:
     if not chosen.buckets:
         best = chosen.unlimited_relative_step_time
         if analysis.times.origin == "none":
+            if best > 1 - analysis.costs.least_gain:
+                return f"No graphs were chosen: in {analysis.costs.name}, which is not your model, none would pay."
             return "Capture no graphs: none keep to the limits."
         if best >= 1:
             return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."

@@ -146,11 +146,16 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UsageError: no such GPU is known.
     """
-    words = name.lower().replace("-", " ").split()
-    found = [gpu for gpu in _GPUS if gpu.name in words]
-    if not found:
+    gpu = known_gpu(name)
+    if gpu is None:
         raise UsageError(f"--gpu {name}: choose one of {', '.join(GPUS)}, or measure on yours with thdprof calibrate")
-    return found[-1]
+    return gpu
+
+
+def known_gpu(text: str) -> Gpu | None:
+    """The GPU whose name is a word of `text`; None where times are modelled for none of them."""
+    words = text.lower().replace("-", " ").split()
+    return next((gpu for gpu in _GPUS if gpu.name in words), None)
 
 
 def check_gpu(name: str | None, *, measured: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import math
@@ -71,21 +72,24 @@ STATED = HostRate(low_us=40.0, high_us=150.0, basis="server processors of 2021 t
 """The range of hosts on which eager Megatron training was measured, with a margin."""
 
 
+@functools.cache
 def measured_host() -> HostRate | None:
     """This machine's rate, if it has a GPU and torch; None where it cannot be measured.
 
-    The measurement runs in a process of its own, because analysis does not import torch.
+    The measurement runs in a process of its own, because analysis does not import torch. It runs once: all analyses of
+    a sweep have the same host.
     """
-    if not _has_gpu() or importlib.util.find_spec("torch") is None:
+    if not has_gpu() or importlib.util.find_spec("torch") is None:
         return None
     command = [sys.executable, "-m", "thdprof.runtime.host_rate"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
         us = float(json.loads(done.stdout)["launch_us"]) * _MEGATRON
-    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return None
     return HostRate(low_us=us / _SPREAD, high_us=us * _SPREAD, basis="this machine's processor, measured")
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
+    """Whether this process may use a GPU of this machine."""
     return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""

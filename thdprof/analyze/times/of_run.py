@@ -6,9 +6,10 @@ from pathlib import Path
 
 from thdprof.analyze.buckets.statistics import Profile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu
-from thdprof.analyze.times.host import STATED, measured_host
+from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
+from thdprof.analyze.times.host import STATED, HostRate, measured_host
 from thdprof.analyze.times.modelled_costs import ModelledTimes, Shapes
+from thdprof.errors import UsageError
 from thdprof.training import Attention, Model, TrainingSettings
 
 ASSUMED_GPU = "h100"
@@ -16,7 +17,12 @@ ASSUMED_GPU = "h100"
 UNKNOWN_MODEL = (
     "the model is not known: --megatron-args with the launch script, or --model with its config.json, gives times"
 )
-_DRIVER = Path("/proc/driver/nvidia/gpus")
+FOREIGN_TABLE = (
+    "the times of the cost table are of another model (calibrated: false): thdprof calibrate measures yours, and "
+    "without --cost-table times are modelled where the model is known"
+)
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver describes each GPU of this machine."""
 
 
 def why_not(model: Model | None, settings: TrainingSettings, attention: Attention) -> str | None:
@@ -48,16 +54,29 @@ def modelled_times(
         table: the micro-batches.
         profile: their histograms.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+
+    Raises:
+        UsageError: the model is trained in FP8, which the GPU has not.
     """
+    if model.fp8_recipe is not None and gpu.fp8_tflops is None:
+        raise UsageError(
+            f"--gpu {gpu.name}: an {gpu.label} has no FP8, and the model is trained with the FP8 recipe "
+            f"{model.fp8_recipe}; name the GPU of the run, or set fp8_recipe to none"
+        )
     shapes = Shapes(
         tokens=n_tokens,
         squared=0.0 if table.squared is None else float(table.squared.mean()),
         typical=profile.n_seqs.percentile(50.0),
         most=profile.n_seqs.percentile(100.0),
     )
+    return ModelledTimes(model, gpu, host_of(gpu), settings, shapes)
+
+
+def host_of(gpu: Gpu) -> HostRate:
+    """The host that launches on `gpu`: this machine's where it has such a GPU, else the stated range."""
     here = local_gpu()
-    host = measured_host() if here is not None and here.name == gpu.name else None
-    return ModelledTimes(model, gpu, host or STATED, settings, shapes)
+    measured = measured_host() if here is not None and here.name == gpu.name else None
+    return measured or STATED
 
 
 def gpu_of(name: str | None) -> tuple[Gpu, str | None]:
@@ -77,8 +96,7 @@ def gpu_of(name: str | None) -> tuple[Gpu, str | None]:
 def local_gpu() -> Gpu | None:
     """This machine's first GPU by its driver; None where there is none that times are modelled for."""
     try:
-        facts = next(iter(sorted(_DRIVER.glob("*/information")))).read_text()
+        facts = next(iter(sorted(DRIVER.glob("*/information")))).read_text()
     except (OSError, StopIteration):
         return None
-    words = set(facts.lower().replace("-", " ").split())
-    return next((gpu for name, gpu in GPUS.items() if name in words), None)
+    return known_gpu(facts)

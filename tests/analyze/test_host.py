@@ -1,0 +1,94 @@
+"""The host's rate: measured in a process of its own where there is a GPU, else a stated range."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from thdprof.analyze.times import host, of_run
+from thdprof.analyze.times.gpus import GPUS
+from thdprof.analyze.times.host import STATED, HostRate, measured_host
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with a GPU and torch, whose measurement is made by a function that is given."""
+    monkeypatch.setattr(host, "has_gpu", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    asked: list[list[str]] = []
+
+    def measures(how: Any) -> list[list[str]]:
+        def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+            assert options["timeout"] > 0
+            asked.append(command)
+            if isinstance(how, BaseException):
+                raise how
+            return subprocess.CompletedProcess(command, 0, stdout=how, stderr="")
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return asked
+
+    measured_host.cache_clear()
+    yield measures
+    measured_host.cache_clear()
+
+
+def test_a_host_is_measured_once_by_another_process_and_is_a_range_around_what_it_says(machine):
+    asked = machine(json.dumps({"launch_us": 20.0, "gpu": "NVIDIA H200"}))
+    found = measured_host()
+    assert found is not None
+    assert found.low_us < 20.0 * 3 < found.high_us  # a launch of Megatron's modules takes three of torch's own
+    assert measured_host() is found
+    assert asked == [[sys.executable, "-m", "thdprof.runtime.host_rate"]]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        subprocess.TimeoutExpired("python", 60),
+        subprocess.CalledProcessError(1, "python"),
+        OSError("no such file"),
+        "",
+        "torch warns\n",
+        "[20.0]",
+        '{"gpu": "NVIDIA H200"}',
+        '{"launch_us": null}',
+    ],
+)
+def test_a_host_that_cannot_be_measured_is_not_guessed(machine, how):
+    machine(how)
+    assert measured_host() is None
+
+
+def test_nothing_is_run_without_a_gpu_or_without_torch(machine, monkeypatch):
+    asked = machine(json.dumps({"launch_us": 20.0}))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert measured_host() is None
+    measured_host.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(host, "has_gpu", lambda: False)
+    assert measured_host() is None
+    assert asked == []
+
+
+@pytest.mark.parametrize(("here", "taken"), [("h100", "measured"), ("h200", "stated"), (None, "stated")])
+def test_a_measured_host_counts_for_the_gpu_of_this_machine_alone(monkeypatch, here, taken):
+    measured = HostRate(low_us=10.0, high_us=12.0, basis="this machine")
+    monkeypatch.setattr(of_run, "measured_host", lambda: measured)
+    monkeypatch.setattr(of_run, "local_gpu", lambda: None if here is None else GPUS[here])
+    assert of_run.host_of(GPUS["h100"]) is {"measured": measured, "stated": STATED}[taken]
+
+
+def test_the_driver_tells_the_gpu_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(of_run, "DRIVER", tmp_path)
+    assert of_run.local_gpu() is None
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA A100-SXM4-80GB\nIRQ: 1\n")
+    assert of_run.local_gpu() is GPUS["a100"]
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA L40S\n")
+    assert of_run.local_gpu() is None
