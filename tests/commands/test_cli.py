@@ -74,7 +74,7 @@ one cap                             replayed  eager micro-batch  step time, eage
 Graphs pay: a step takes 0.24 of its eager time (measured). By the measured times a step takes 12.3 ms, eagerly 50.5 ms.
   median micro-batch, one rank: decoder replayed 12.3 ms, eagerly 50.5 ms
   of my model on NVIDIA H200
-  2,602 tokens/s on 2 GPUs (634 eagerly); over 2 steps 0.0000424 GPU-hours saved
+  2,154 tokens/s on 2 GPUs (525 eagerly); over 2 steps 0.0000137 GPU-hours, 0.0000424 GPU-hours saved
 Capture graphs for 64 (100.0%) documents: no micro-batch seen falls back.
   - unseen data: with 95% confidence fewer than 0.53 of micro-batches will fall back; \
 the table is the whole run, so only a change of its data brings any
