@@ -71,7 +71,7 @@ def caveats(
             f"{'does' if other_sizes == 1 else 'do'} not have {count}, and a graph replays one count only: the figures "
             f"hold once all are padded to it; {remedy}"
         )
-    if table.groups is not None and costs.origin != "none":
+    if table.groups is not None:
         sentences.append(
             "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
             "documents, whatever its tokens and its context-parallel size"
