@@ -13,7 +13,7 @@ from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_c
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction, freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.recommend import Recommendation, longest_captured, recommend
 from thdprof.analyze.buckets.statistics import Profile
-from thdprof.analyze.caveats import caveats, on_the_order
+from thdprof.analyze.caveats import caveats, on_the_model, on_the_order
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
@@ -325,6 +325,7 @@ def analyze_read(
             *notes,
             *schedule.warnings,
             *_on_memory(predicted_memory, gpu),
+            *on_the_model(model, settings, times, gpu, graphs=bool(recommendation.buckets)),
             *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limited=limited),
         ),
     )

@@ -176,6 +176,11 @@ def sentence(analysis: Analysis) -> str:
         if best >= 1:
             return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
         if best > 1 - analysis.costs.least_gain:
+            if analysis.verdict.ruling == "measure first":
+                return (
+                    f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
+                    f"take {best:.3f} of the eager step time, no clear gain."
+                )
             return (
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
                 "the GPU is busy without them too."
