@@ -238,7 +238,8 @@ class TimesPart(_Part):
     outside_decoder_ms: float | None = None
     """Embedding, output layer and loss, and a micro-batch's share of the optimizer's step, in milliseconds."""
     relative_step_time: tuple[float, float] | None = None
-    """Mean step time divided by that of an eager step: the lowest and the highest value."""
+    """Mean step time divided by that of an eager step: the lowest and the highest value. Where the plan captures
+    nothing, it is of the one cap that would be quickest."""
     step_ms: tuple[float, float] | None = None
     """Mean step time under the plan, in milliseconds: on the quickest and on the slowest host."""
     eager_step_ms: tuple[float, float] | None = None
@@ -404,7 +405,7 @@ def _html(plan: Plan) -> str:
         ("steps with an eager micro-batch", f"{predictions.fallback_rate.step:.2%}"),
         ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in plan.graphs.slots))),
     ]
-    timed = predictions.relative_step_time is not None
+    timed = predictions.relative_step_time is not None and (plan.costs.calibrated or plan.costs.modelled)
     if timed:
         facts.append(("times are of", f"{plan.costs.name} on {plan.costs.hardware}"))
     if timed and predictions.graph_memory_bytes is not None:

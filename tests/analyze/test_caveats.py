@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from thdprof.analyze import Analysis, analyze_dataset
 from thdprof.analyze.report.json_ import to_dict
 from thdprof.analyze.report.terminal import print_report
+from thdprof.training import Model
 
 
 def lines_of(analysis: Analysis) -> list[str]:
@@ -81,3 +83,57 @@ def test_training_that_would_stop_is_warned_of_and_not_a_note(tmp_path):
     analysis = analyze_dataset(path, global_batch_size=6, **options)
     (refused,) = (text for text in analysis.warnings if "odd number of ranks" in text)
     assert refused not in analysis.notes
+
+
+SMALL = Model(num_layers=4, hidden_size=1024, num_attention_heads=16, add_bias_linear=False, vocab_size=32000)
+
+
+def warned(tmp_path, *, gpu="h100", seq_length=2048, model=SMALL, **settings) -> Analysis:
+    """The analysis of a few packs for a model."""
+    data = tmp_path / "packs.jsonl"
+    data.write_text("".join(f'{{"lengths": [{cut}, {seq_length - cut}]}}\n' for cut in (64, 100, 512, 900)))
+    return analyze_dataset(data, loader="single", seq_length=seq_length, gpu=gpu, model=model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"fp8_recipe": "tensorwise"}, "FP8 cannot be captured yet"),
+        ({"recompute_granularity": "full"}, "recomputed activations cannot be captured yet"),
+        (
+            {"fp8_recipe": "delayed", "recompute_granularity": "selective"},
+            "FP8 and recomputed activations cannot be captured yet",
+        ),
+        ({}, None),
+    ],
+)
+def test_graphs_that_install_would_refuse_are_warned_of(tmp_path, changes, named):
+    found = warned(tmp_path, model=replace(SMALL, **changes))
+    assert found.recommendation.buckets
+    said = [warning for warning in found.warnings if "install" in warning]
+    assert len(said) == (named is not None)
+    assert named is None or said[0].startswith(named)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "changes", "told"),
+    [
+        ("h100", {}, "replays of models like these lay within 15% of it"),
+        ("b200", {}, "of the B200 no measured times were compared"),
+        ("h200", {"fp8_recipe": "mxfp8"}, "of FP8 mxfp8 no measured times were compared"),
+        ("h200", {"tensor_model_parallel_size": 2}, "of communication between GPUs no measured times were compared"),
+    ],
+)
+def test_a_modelled_time_says_how_far_it_was_compared_with_measured_ones(tmp_path, gpu, changes, told):
+    found = warned(tmp_path, gpu=gpu, model=replace(SMALL, **changes))
+    assert [told in warning for warning in found.warnings if "modelled, not measured" in warning] == [True]
+
+
+def test_measure_first_without_graphs_does_not_say_that_the_gpu_is_busy_anyway(tmp_path):
+    large = replace(SMALL, hidden_size=4096, num_attention_heads=32)
+    lines = lines_of(warned(tmp_path, model=large))
+    found = warned(tmp_path, model=large)
+    assert found.verdict.ruling == "measure first"
+    assert not found.recommendation.buckets
+    assert any(line.startswith("Capture no graphs before you have measured: ") for line in lines)
+    assert not any("Do not use CUDA graphs" in line or "busy" in line for line in lines)

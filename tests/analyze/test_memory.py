@@ -165,6 +165,20 @@ def test_a_recomputed_pass_holds_one_layer_at_a_time():
     assert inputs + one <= pass_bytes([layer] * 20, 4096) < inputs + 1.5 * one
 
 
+def test_full_recompute_of_a_block_keeps_what_the_layers_behind_it_save():
+    settings = run_of()
+    shape = like(hidden_size=1024, num_attention_heads=16, num_layers=8, recompute_granularity="full")
+    sizes = [
+        slot_bytes(replace(shape, recompute_method="block", recompute_num_layers=layers), settings, 4096)
+        for layers in (8, 6, 2)
+    ]
+    assert sizes[0] == slot_bytes(shape, settings, 4096)
+    assert sizes[0] < sizes[1] < sizes[2] < slot_bytes(like(shape, recompute_granularity=None), settings, 4096)
+    piped = run_of(pipeline_parallel_size=4)
+    two_of_each = replace(shape, recompute_method="block", recompute_num_layers=2)
+    assert slot_bytes(two_of_each, piped, 4096) == slot_bytes(shape, piped, 4096)  # a stage has two layers
+
+
 # --- state ----------------------------------------------------------------------------------------------------------
 
 

@@ -182,7 +182,9 @@ def test_a_small_model_is_told_that_graphs_pay_and_a_large_one_that_they_do_not(
     large = analyze_dataset(LENGTHS, model=LLAMA, gpu="h100", global_batch_size=64, data_parallel_size=8)
     assert large.verdict.ruling == "graphs do not pay"
     assert large.recommendation.buckets == ()
-    assert large.times.relative_step_time == (1.0, 1.0)
+    low, high = large.times.relative_step_time
+    assert 0.9 < low < high < 1.01
+    assert large.worth.gpu_hours_saved == (0.0, 0.0)
     assert make_plan(large).predictions.verdict == "graphs do not pay"
 
 

@@ -13,7 +13,7 @@ from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_c
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction, freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.recommend import Recommendation, longest_captured, recommend
 from thdprof.analyze.buckets.statistics import Profile
-from thdprof.analyze.caveats import caveats, on_the_order
+from thdprof.analyze.caveats import caveats, on_the_model, on_the_order
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.pipeline_slots import slots
@@ -30,6 +30,7 @@ from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.of_run import FOREIGN_TABLE, gpu_of, modelled_times, why_not
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
 from thdprof.analyze.times.worth import document_tokens, worth_of
+from thdprof.dispatch import Bucket
 from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
 
@@ -270,10 +271,12 @@ def analyze_read(
         n_tokens=graph_tokens,
         freed_bytes=0 if prediction is None else prediction.device_bytes_freed,
     )
+    quickest = min(recommendation.candidates, key=lambda c: (c.relative_step_time, c.max_seqs)).max_seqs
     run = Run(
         table=table,
         settings=settings,
-        buckets=recommendation.buckets,
+        buckets=recommendation.buckets
+        or tuple(Bucket(quickest, longest, graph_tokens, size) for size, longest in longest_possible.items()),
         n_tokens=graph_tokens,
         typical=profile.n_seqs.percentile(50.0),
         longest=max(longest_possible.values()),
@@ -315,7 +318,14 @@ def analyze_read(
         gpu=gpu,
         times=times,
         verdict=verdict_of(times, modelled),
-        worth=worth_of(times, settings, model, table, price=gpu_hour_price, tokens=tokens),
+        worth=worth_of(
+            times if recommendation.buckets else replace(times, step_ms=times.eager_step_ms),
+            settings,
+            model,
+            table,
+            price=gpu_hour_price,
+            tokens=tokens,
+        ),
         memory=predicted_memory,
         capture=predict_capture(num_buckets=len(recommendation.buckets), slots=in_flight, costs=costs),
         packing_efficiency=schedule.packing_efficiency,
@@ -326,16 +336,8 @@ def analyze_read(
             *notes,
             *schedule.warnings,
             *_on_memory(predicted_memory, gpu),
-            *caveats(
-                replayed.kind,
-                settings,
-                table,
-                costs,
-                other_sizes,
-                recommendation,
-                limits=limits,
-                compared=modelled is not None and modelled.gpu.compared,
-            ),
+            *on_the_model(model, settings, times, gpu, graphs=bool(recommendation.buckets)),
+            *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limits=limits),
         ),
     )
 

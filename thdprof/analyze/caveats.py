@@ -6,7 +6,9 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
-from thdprof.training import Kind, TrainingSettings
+from thdprof.analyze.times.gpus import Gpu, find_gpu
+from thdprof.analyze.times.results import Times
+from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent
 
 _PADDING_REMEDY: dict[Kind, str] = {
@@ -47,7 +49,6 @@ def caveats(
     recommendation: Recommendation,
     *,
     limits: Limits,
-    compared: bool,
 ) -> list[str]:
     """The conditions under which the figures hold, a sentence each.
 
@@ -59,7 +60,6 @@ def caveats(
         other_sizes: micro-batches that do not have the number of tokens that graphs are captured for.
         recommendation: the buckets that were chosen.
         limits: limits of the user.
-        compared: whether modelled times were compared with measured ones on this GPU.
     """
     sentences: list[str] = []
     if other_sizes:
@@ -82,13 +82,6 @@ def caveats(
             f"times were measured with micro-batches of {costs.n_tokens:,} tokens on a rank, and these have "
             f"{n_tokens:,}: calibrate with the run's own, or times are of another run"
         )
-    if costs.modelled:
-        how_near = (
-            "replays of the models that were measured lay within 15% of it"
-            if compared
-            else f"on {costs.hardware} none were compared with measured ones"
-        )
-        sentences.append(f"times are modelled, not measured: {how_near}; thdprof calibrate measures yours")
     if costs.origin == "none":
         if limits.graph_memory_bytes is not None and costs.slot_bytes is not None:
             sentences.append(
@@ -116,6 +109,49 @@ def caveats(
             f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}"
         )
     return [*sentences, *_on_the_search(table, recommendation)]
+
+
+def on_the_model(
+    model: Model | None, settings: TrainingSettings, times: Times, gpu: str | None, *, graphs: bool
+) -> list[str]:
+    """What modelled times rest on, and what of the model keeps `install` from capturing it, a sentence each.
+
+    Args:
+        model: the model; None: not known.
+        settings: the run's settings.
+        times: the times of the analysis.
+        gpu: the GPU that times are of, by its name for `--gpu`; None: no times are modelled.
+        graphs: whether the plan captures any.
+    """
+    sentences: list[str] = []
+    if model is None:
+        return sentences
+    if times.origin == "modelled" and gpu is not None:
+        sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
+    refused = [
+        words
+        for words, on in (("FP8", model.fp8_recipe), ("recomputed activations", model.recompute_granularity))
+        if on is not None
+    ]
+    if graphs and refused:
+        sentences.append(
+            f"{' and '.join(refused)} cannot be captured yet: thdprof.runtime.megatron's install refuses this model "
+            "before the first step"
+        )
+    return sentences
+
+
+def _compared(model: Model, settings: TrainingSettings, gpu: Gpu) -> str:
+    """How far modelled times of such a model were compared with measured ones."""
+    unlike = [] if gpu.compared else [f"the {gpu.label}"]
+    if model.fp8_recipe not in (None, "tensorwise"):
+        unlike.append(f"FP8 {model.fp8_recipe}")
+    ranks = model.tensor_model_parallel_size * model.expert_model_parallel_size * settings.context_parallel_size
+    if ranks > 1:
+        unlike.append("communication between GPUs")
+    if unlike:
+        return f"of {', '.join(unlike)} no measured times were compared; thdprof calibrate measures yours"
+    return "replays of the models that were measured lay within 15% of it; thdprof calibrate measures yours"
 
 
 def _on_the_search(table: MicrobatchTable, recommendation: Recommendation) -> list[str]:

@@ -178,6 +178,11 @@ def sentence(analysis: Analysis) -> str:
         if best >= 1:
             return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
         if best > 1 - analysis.costs.least_gain:
+            if analysis.verdict.ruling == "measure first":
+                return (
+                    f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
+                    f"take {best:.3f} of the eager step time, no clear gain."
+                )
             return (
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
                 "the GPU is busy without them too."
@@ -205,7 +210,8 @@ def verdict_sentence(analysis: Analysis) -> str:
         return f"No times and no verdict on speed: {verdict.reason}."
     low, high = times.relative_step_time
     span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
-    saved = f": a step takes {span} of its eager time ({times.origin})" if analysis.recommendation.buckets else ""
+    would = "takes" if analysis.recommendation.buckets else "would take"
+    saved = f": a step {would} {span} of its eager time ({times.origin})"
     return f"{verdict.ruling.capitalize()}{saved}. {verdict.reason[0].upper()}{verdict.reason[1:]}."
 
 
@@ -247,8 +253,9 @@ def reasons(analysis: Analysis) -> list[str]:
             sentences.append(f"no single cap saves {analysis.costs.least_gain:.0%} of the eager step time")
     elif len(chosen.buckets) > 1:
         time = f"{one.relative_step_time:.3f} of the eager step time, " if timed else ""
+        best = " is best" if timed else ""
         sentences.append(
-            f"with one cap only, {one.max_seqs} is best: {time}{percent(one.fallback_rate.step)} of steps with an "
+            f"with one cap only, {one.max_seqs}{best}: {time}{percent(one.fallback_rate.step)} of steps with an "
             "eager micro-batch"
         )
     if chosen.buckets and analysis.settings.experts == "dropless":

@@ -152,9 +152,14 @@ def find_gpu(name: str) -> Gpu:
     return gpu
 
 
+_OTHER_BOARDS = frozenset(("pcie", "nvl", "40gb"))
+
+
 def known_gpu(text: str) -> Gpu | None:
     """The GPU whose name is a word of `text`; None where times are modelled for none of them."""
     words = text.lower().replace("-", " ").split()
+    if _OTHER_BOARDS & {*words}:  # boards with fewer processors, less memory or lower power than their namesakes
+        return None
     return next((gpu for gpu in _GPUS if gpu.name in words), None)
 
 

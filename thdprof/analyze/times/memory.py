@@ -13,7 +13,7 @@ optimizer has not yet made its moments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -213,9 +213,14 @@ def eager_pass_bytes(model: Model, settings: TrainingSettings, chunk: Sequence[K
         chunk: the layers of the chunk.
         n_tokens: tokens of the micro-batch on one context-parallel rank.
     """
-    own = pass_bytes(_layers(model, chunk), n_tokens)
+    return _pass_bytes(model, settings, [chunk], n_tokens)
+
+
+def _pass_bytes(model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int) -> int:
+    """`eager_pass_bytes` of model chunks that run one after another."""
+    own = pass_bytes([layer for chunk in chunks for layer in _layers(model, chunk)], n_tokens)
     others = settings.context_parallel_size - 1
-    attending = sum("attention" in kind for kind in chunk)
+    attending = sum("attention" in kind for chunk in chunks for kind in chunk)
     keys = 2 * model.query_groups * model.head_dim / model.tensor_model_parallel_size
     return own + round(others * attending * keys * 2 * n_tokens)
 
@@ -228,7 +233,9 @@ def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int) -> int:
         settings: the run's settings.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
     """
-    return eager_pass_bytes(model, settings, layer_kinds(model), n_tokens) + _GRAPH_WORKSPACE
+    parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
+    chunks = [chunk for stage in parts for chunk in stage.chunks]
+    return _pass_bytes(model, settings, chunks, n_tokens) + _GRAPH_WORKSPACE
 
 
 def hidden_bytes(model: Model, n_tokens: int) -> int:
@@ -238,8 +245,13 @@ def hidden_bytes(model: Model, n_tokens: int) -> int:
 
 
 def _layers(model: Model, chunk: Sequence[Kind]) -> list[list[Saved]]:
+    """What each layer of a chunk saves. Full recompute by the method block takes the first layers of every chunk."""
     made = {kind: layer_tensors(model, kind) for kind in set(chunk)}
-    return [made[kind] for kind in chunk]
+    if model.recompute_granularity != "full" or model.recompute_method != "block":
+        return [made[kind] for kind in chunk]
+    first = len(chunk) if model.recompute_num_layers is None else model.recompute_num_layers
+    kept = {kind: layer_tensors(replace(model, recompute_granularity=None), kind) for kind in set(chunk)}
+    return [(made if number < first else kept)[kind] for number, kind in enumerate(chunk)]
 
 
 def _outside(model: Model, stage: Stage, vocab_size: int, n_tokens: int) -> int:

@@ -27,9 +27,10 @@ class Times:
     outside_decoder_ms: float | None = None
     """Embedding, output layer and loss of a micro-batch, and its share of the optimizer's step, in milliseconds."""
     relative_step_time: Range | None = None
-    """Mean step time under the plan, divided by the mean step time with all micro-batches run eagerly."""
+    """Mean step time under the plan, divided by the mean step time with all micro-batches run eagerly. Where the plan
+    captures nothing, it is of the one cap that would be quickest."""
     step_ms: Range | None = None
-    """Mean step time under the plan, in milliseconds."""
+    """Mean step time under the plan, or under that cap, in milliseconds."""
     eager_step_ms: Range | None = None
     """Mean step time with all micro-batches run eagerly, in milliseconds."""
 

@@ -29,6 +29,13 @@ def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
     gpu = f"{_digits(time.gpu_ms / layers)} ms"
     launching = f"{_digits(low)} to {_digits(high)} ms"
+    if modelled.replay_range(time) is not None:
+        left = modelled.host.partly_replayed_ms(time)[2] / layers
+        return Verdict(
+            ruling=ruling,
+            reason=f"launching a layer takes the host {launching}, computing it the GPU {gpu}; dropless experts stay "
+            f"with the host, so that a replayed layer takes up to {_digits(left)} ms",
+        )
     reason = {
         "graphs pay": f"launching a layer takes the host {launching}, computing it the GPU {gpu}",
         "graphs do not pay": f"computing a layer takes the GPU {gpu}, and launching it the host {launching}: eager "

@@ -199,7 +199,7 @@ def _peak(memory: Memory) -> Number:
     return Number(
         value=f"{memory.peak_bytes / 2**30:.1f} GiB",
         label=f"peak memory, pipeline rank {memory.pipeline_rank}",
-        note=f"{graphs / 2**30:.1f} GiB of it for graphs",
+        note=f"{graphs / 2**30:.1f} GiB of it for graphs" if memory.graph_bytes else "no graphs are captured",
     )
 
 
