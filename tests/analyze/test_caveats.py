@@ -118,7 +118,7 @@ def test_graphs_that_install_would_refuse_are_warned_of(tmp_path, changes, named
 @pytest.mark.parametrize(
     ("gpu", "changes", "told"),
     [
-        ("h100", {}, "replays of models like these lay within 15% of it"),
+        ("h100", {}, "replays of the models that were measured lay within 15% of it"),
         ("b200", {}, "of the B200 no measured times were compared"),
         ("h200", {"fp8_recipe": "mxfp8"}, "of FP8 mxfp8 no measured times were compared"),
         ("h200", {"tensor_model_parallel_size": 2}, "of communication between GPUs no measured times were compared"),

@@ -42,7 +42,7 @@ def test_a_host_is_measured_once_by_another_process_and_is_a_range_around_what_i
     asked = machine(json.dumps({"launch_us": 20.0, "gpu": "NVIDIA H200"}))
     found = measured_host()
     assert found is not None
-    assert found.low_us < 20.0 * 3 < found.high_us  # a launch of Megatron's modules takes three of torch's own
+    assert found.low_us < 20.0 * 5 < found.high_us  # a launch of Megatron's modules takes about five of torch's own
     assert measured_host() is found
     assert asked == [[sys.executable, "-m", "thdprof.runtime.host_rate"]]
 

@@ -248,12 +248,15 @@ def test_graphs_that_save_next_to_nothing_are_not_recommended(replay_ms, chosen)
 def test_the_report_says_why_there_are_no_graphs(best, told):
     chosen = SimpleNamespace(buckets=(), unlimited_relative_step_time=best)
     times, costs = SimpleNamespace(origin="measured"), make_costs()
-    assert told in sentence(SimpleNamespace(recommendation=chosen, times=times, costs=costs))
+    verdict = SimpleNamespace(ruling="graphs do not pay")
+    analysis = SimpleNamespace(recommendation=chosen, times=times, costs=costs, verdict=verdict)
+    assert told in sentence(analysis)
 
 
 def test_without_times_no_time_is_a_reason_for_no_graphs():
     chosen = SimpleNamespace(buckets=(), unlimited_relative_step_time=0.5)
-    told = sentence(SimpleNamespace(recommendation=chosen, times=SimpleNamespace(origin="none")))
+    times = SimpleNamespace(origin="none")
+    told = sentence(SimpleNamespace(recommendation=chosen, times=times, costs=make_costs()))
     assert told == "Capture no graphs: none keep to the limits."
 
 
