@@ -13,7 +13,8 @@ PACKAGE = ROOT / "thdprof"
 
 
 def entries(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != "__pycache__")
+    """The rooms of a folder; `py.typed` is a mark on the door."""
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("__pycache__", "py.typed"))
 
 
 def test_folders_are_small_enough_to_be_read():

@@ -84,6 +84,37 @@ def packed_seq_params(
     return params
 
 
+_kept: tuple[torch.Tensor, NDArray[np.int32], NDArray[np.int32] | None] | None = None
+"""The boundaries that `keep_on_host` was given last; the tensor is held, so that no other can take its memory."""
+
+
+def keep_on_host(
+    cu_seqlens: torch.Tensor, host: NDArray[np.int32], host_padded: NDArray[np.int32] | None = None
+) -> None:
+    """Remember the host's boundaries of the micro-batch that is about to run, whose PackedSeqParams others will make.
+
+    Args:
+        cu_seqlens: the boundaries on the device, int32, of which `cu_seqlens_q` will be a view that begins alike.
+        host: the same values on the host, int32, shape [documents + 1].
+        host_padded: positions in memory at which documents begin, if they are padded.
+    """
+    global _kept
+    _kept = cu_seqlens, host, host_padded
+
+
+def _host_of(params: PackedSeqParams) -> tuple[Any, Any]:
+    """The host's boundaries and padded boundaries of `params`; None each where only the device has them."""
+    ours = getattr(params, _HOST, None)
+    if ours is not None:
+        return ours  # type: ignore[no-any-return]
+    if _kept is not None:
+        device, host, host_padded = _kept
+        given = params.cu_seqlens_q
+        if given.data_ptr() == device.data_ptr() and given.numel() == len(host):
+            return host, host_padded
+    return None, None
+
+
 def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_idx: bool = False) -> PackedSequence:
     """The PackedSequence that `params` describes; nothing is read from the GPU.
 
@@ -115,7 +146,7 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_id
         )
     if tail != "none" and params.cu_seqlens_q_padded is not None and params.pad_between_seqs is False:
         raise ValueError(f"pad_between_seqs is False, but the tail policy {tail} adds padding: set it to True")
-    host, host_padded = getattr(params, _HOST, (None, None))
+    host, host_padded = _host_of(params)
     idx = _seq_idx(params, host if host_padded is None else host_padded) if with_seq_idx else None
     return PackedSequence(
         cu_seqlens=params.cu_seqlens_q.reshape(-1),
