@@ -197,6 +197,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
 def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `lives`: all at once."""
     megatron_lm.write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
+    megatron_lm.write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
     chosen = [life for life in LIVES if not args.rows or args.rows in life.name]
 
     def live(numbered: tuple[int, Life]) -> list[str]:

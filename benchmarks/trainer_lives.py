@@ -36,13 +36,17 @@ class _Runs:
     def __init__(self, script: Path, data: Path, folder: Path, number: int, more: str = "") -> None:
         self.script, self.folder, self._port = script, folder, 29800 + 10 * number
         self.flags = shlex.split(f"{SMALL} {COMMON} --attention-dropout 0.1 --hidden-dropout 0.1 {more}")
-        if "--train-iters" not in self.flags:
+        if "--train-iters" not in self.flags and "--train-samples" not in self.flags:
             self.flags += ["--train-iters", str(STEPS)]
         self.flags += ["--log-interval", "1"]
         self.flags += [] if "--eval-interval" in self.flags else ["--eval-interval", "1000", "--eval-iters", "1"]
         data_flags = ["--data-path", str(data)]
         self.plan = plan_of([*_without_ramp(self.flags), *data_flags], folder, "plan", caps=(0.6, 0.93))
-        self.flags += [] if "--train-data-path" in self.flags else data_flags
+        if "--train-data-path" in self.flags:
+            at = self.flags.index("--split")
+            del self.flags[at : at + 2]
+        else:
+            self.flags += data_flags
 
     def __call__(self, name: str, *more: str, planned: bool = True, replay: bool = True) -> Ran:
         self._port += 1
@@ -103,7 +107,7 @@ def _resumed(*flags: str) -> Callable[[Path, Path, Path, int], str]:
 
 def _replayed_and_off(*flags: str, names: Sequence[str] = ("lm loss", "grad-norm")) -> Callable[..., str]:
     def life(script: Path, data: Path, folder: Path, number: int) -> str:
-        more = " ".join(flags).replace("DATA", str(data))
+        more = " ".join(flags).replace("DATA", str(data)).replace("SMALL", str(data.with_name("small")))
         runs = _Runs(script, data, folder, number, more)
         on, off = runs("on"), runs("off", replay=False)
         ours = {
@@ -192,15 +196,15 @@ LIVES = (
         name="several evaluation sets",
         what="losses of two validation sets equal --replay off",
         run=_replayed_and_off(
-            "--eval-interval 5 --eval-iters 3 3 --multiple-validation-sets "
-            "--train-data-path DATA --valid-data-path DATA DATA --test-data-path DATA",
+            "--eval-interval 10 --eval-iters 1 --multiple-validation-sets --full-validation "
+            "--train-data-path DATA --valid-data-path SMALL SMALL --test-data-path SMALL",
             names=("*",),
         ),
     ),
     Life(
         name="batch size ramp-up",
         what="losses of a run whose step grows from 2 to 8 micro-batches equal --replay off",
-        run=_replayed_and_off("--rampup-batch-size 2 2 40 --train-samples 200 --train-iters 0"),
+        run=_replayed_and_off("--rampup-batch-size 2 2 40 --train-samples 200"),
     ),
     Life(
         name="rerun machine, reporting",
