@@ -26,7 +26,7 @@ from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.host_known import host_of, known, plain
 from thdprof.runtime.megatron.trainers.tensor_parallel_peers import RowBoundaries, decoded, encoded
 
-WAITS = ("item", "nonzero", "tolist", "__bool__", "__int__", "cpu", "numpy")
+WAITS = ("repeat_interleave", "item", "nonzero", "tolist", "__bool__", "__int__", "cpu", "numpy")
 
 
 class OnGpu(torch.Tensor):
