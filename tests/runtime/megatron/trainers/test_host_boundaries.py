@@ -34,7 +34,7 @@ class OnGpu(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in WAITS and isinstance(args[0], OnGpu):
+        if getattr(func, "__name__", "") in WAITS and any(isinstance(arg, OnGpu) for arg in args):
             raise AssertionError(f"{func.__name__} waits for the GPU")
         return super().__torch_function__(func, types, args, kwargs or {})
 
