@@ -80,8 +80,20 @@ def packed_seq_params(
         cp_group=None if local_cp_size is None else context_group(local_cp_size),
         pad_between_seqs=pad_between_seqs,
     )
-    setattr(params, _HOST, (packed.host, None if memory is None else memory.host))
+    assert packed.host is not None
+    attach_host(params, packed.host, None if memory is None else memory.host)
     return params
+
+
+def attach_host(params: PackedSeqParams, host: NDArray[np.int32], host_padded: NDArray[np.int32] | None = None) -> None:
+    """Note on `params` the values of its boundaries on the host, so that nothing is read from the GPU.
+
+    Args:
+        params: metadata of one micro-batch.
+        host: the values of `cu_seqlens_q`, int32, shape [documents + 1].
+        host_padded: the values of `cu_seqlens_q_padded`, if there is one.
+    """
+    setattr(params, _HOST, (host, host_padded))
 
 
 _kept: tuple[torch.Tensor, NDArray[np.int32], NDArray[np.int32] | None] | None = None
