@@ -1,6 +1,6 @@
 """Megatron-Bridge's own `pretrain` by a plan, beside the same without thdprof: step times, losses, gradient norms.
 
-    python benchmarks/bridge.py  --output benchmarks/results/bridge.md
+    python benchmarks/bridge.py --out benchmarks/results/bridge.md
     python benchmarks/bridge.py --tiny --deterministic          # 4 layers, 512 tokens: every bit must be equal
 
 A GPT of random weights in the shape of Qwen3-0.6B trains on one GPU on rows that Bridge's own writer packed, through
@@ -114,7 +114,7 @@ def write_plan(data: Path, plan: Path, *, shape: Shape, steps: int) -> str:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"{shlex.join(command)}:\n{run.stdout}\n{run.stderr}")
-    return shlex.join(command[1:])
+    return shlex.join(["python", *command[1:]]).replace(f"{data.parent}/", "")
 
 
 # --- one variant: Bridge's own recipe and loop ----------------------------------------------------------------------
@@ -296,9 +296,9 @@ def report(ran: list[Ran], *, shape: Shape, arguments: argparse.Namespace, analy
         f"{datetime.date.today()}, one {gpu}, Python {sys.version.split()[0]}, {versions}.",
         f"Command: `{shlex.join(['python', 'benchmarks/bridge.py', *sys.argv[1:]])}`",
         "",
-        f"{shape.layers} layers, hidden {shape.hidden}, {shape.tokens} tokens a micro-batch, {MICROBATCHES} micro-batches "
-        f"a step, bf16, {'deterministic kernels, ' if arguments.deterministic else ''}random weights; the plan is from "
-        f"`thdprof analyze` ({analyzed.split(' --output ')[0].split()[-1].split('/')[-1]}).",
+        f"{shape.layers} layers, hidden {shape.hidden}, {shape.tokens} tokens a micro-batch, {MICROBATCHES} "
+        f"micro-batches a step, bf16, {'deterministic kernels, ' if arguments.deterministic else ''}random weights. "
+        f"The plan: `{analyzed}`",
         "",
         "| Variant | Steps | Median ms a step | Fastest | First step | Last loss |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -352,7 +352,9 @@ def main() -> int:
         return 0
     shape = TINY if arguments.tiny else Shape()
     flags = ["--steps", str(arguments.steps)]
-    flags += [f"--{name}" for name in ("tiny", "deterministic", "no-evaluation") if vars(arguments)[name.replace("-", "_")]]
+    flags += [
+        f"--{name}" for name in ("tiny", "deterministic", "no-evaluation") if vars(arguments)[name.replace("-", "_")]
+    ]
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         print(f"stood in for: {', '.join(stand_in()) or 'nothing'}", flush=True)
