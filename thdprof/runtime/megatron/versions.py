@@ -141,6 +141,20 @@ RELIED_ON = (
         why="graphs are installed after the one, closed after the next, and counted in the others' lines and writers",
     ),
     Reliance(
+        package="megatron-core",
+        name="get_batch_on_this_tp_rank: its arguments, broadcasts and keys; flatten_batch_for_packed_sequences; "
+        "RerunDataIterator.__next__; PackedSeqParams.__post_init__",
+        checked=MEGATRON,
+        why="in Megatron-LM's scripts they move boundaries to the GPU and read them back for every micro-batch",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="RerunStateMachine: validate_result, _restore_state, state, initial_result, saved_results, "
+        "error_injector.should_inject_errors",
+        checked=MEGATRON,
+        why="its checks of every micro-batch's loss each wait for the GPU; they are made together, in their order",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,

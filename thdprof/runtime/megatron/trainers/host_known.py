@@ -17,7 +17,7 @@ class HostKnown(torch.Tensor):
     plain: torch.Tensor
     """The same tensor without what the host knows."""
     _on_host: torch.Tensor
-    _version_known: int
+    _changes: int | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,13 +65,13 @@ def known(tensor: torch.Tensor, on_host: torch.Tensor) -> HostKnown:
         on_host: the same values on the host, same shape; nobody may change them from now on.
     """
     result = tensor.as_subclass(HostKnown)
-    result.plain, result._on_host, result._version_known = tensor, on_host, tensor._version
+    result.plain, result._on_host, result._changes = tensor, on_host, _changes_of(tensor)
     return result
 
 
 def host_of(tensor: Any) -> torch.Tensor | None:
     """The values of `tensor` on the host; None if they are not known there, or `tensor` was changed in place."""
-    if isinstance(tensor, HostKnown) and tensor.plain._version == tensor._version_known:
+    if isinstance(tensor, HostKnown) and _changes_of(tensor.plain) == tensor._changes:
         return tensor._on_host
     return None
 
@@ -79,3 +79,8 @@ def host_of(tensor: Any) -> torch.Tensor | None:
 def plain(value: Any) -> Any:
     """`value` without what the host knows of it; anything but such a tensor as it is."""
     return value.plain if isinstance(value, HostKnown) else value
+
+
+def _changes_of(tensor: torch.Tensor) -> int | None:
+    """How often `tensor` was changed in place; None of one made in inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
