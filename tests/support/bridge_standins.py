@@ -8,10 +8,12 @@ nothing. What training does use is never stood in for.
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -71,3 +73,10 @@ def _installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ImportError:
         return False
+
+
+if __name__ == "__main__":  # python tests/support/bridge_standins.py SCRIPT.py ARGUMENTS OF THE SCRIPT
+    stand_in()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
 from support import bridge_referee  # noqa: F401 - leads to Bridge's files; skips without megatron-bridge
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
@@ -50,7 +51,7 @@ def imported(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
 
 
 def configuration(**changes: Any) -> SimpleNamespace:
-    """A ConfigContainer as far as a plan is concerned: one GPU, packed rows of 16 tokens; `model_x=1` sets `model.x`."""
+    """A ConfigContainer as far as a plan is concerned: one GPU, rows of 16 tokens; `model_x=1` sets `model.x`."""
     config = SimpleNamespace(
         model=SimpleNamespace(
             seq_length=16,

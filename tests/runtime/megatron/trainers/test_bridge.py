@@ -35,6 +35,9 @@ class FakeInstallation:
     def close(self) -> None:
         self.seen.append("closed")
 
+    def recapture(self) -> None:
+        self.seen.append("recaptured")
+
 
 class FakeObserver:
     """Stands for the observer: says when it was asked."""
@@ -77,7 +80,7 @@ def run(monkeypatch):
     from megatron.bridge.training.callbacks import CallbackContext, CallbackManager
 
     seen: list[str] = []
-    of_run = SimpleNamespace(seen=seen, lines=[], said=[], refuses=None, config=configuration())
+    of_run = SimpleNamespace(seen=seen, lines=[], said=[], refuses=None, breaks=None, config=configuration())
     modules = {
         "training.gpt_step": {"get_batch_from_iterator": lambda iterator: next(iterator)},
         "training.pretrain": {"destroy_global_state": lambda: seen.append("Bridge's state destroyed")},
@@ -93,6 +96,8 @@ def run(monkeypatch):
         setattr(of_run, child, module)
 
     def install(model, plan, config, *, replay):
+        if of_run.breaks is not None:
+            raise of_run.breaks
         if of_run.refuses is not None:
             raise SettingsError(f"thdprof cannot install graphs:\n- {of_run.refuses}")
         seen.append(f"installed {plan.graphs.impl} replay={replay}")
@@ -213,6 +218,25 @@ def test_what_bridge_alone_forbids_is_refused_and_leaves_nothing_installed(run, 
     run.fire("on_train_end")
 
 
+def test_what_breaks_because_of_a_refused_setting_is_told_as_the_refusal(run, plan):
+    run.breaks = AssertionError("data parallel group is not initialized")
+    with pytest.raises(AssertionError):
+        run.start(ThdprofCallback(plan))
+    run.config = configuration(dist_use_decentralized_pg=True)
+    with pytest.raises(SettingsError, match=r"dist\.use_decentralized_pg is True"):
+        run.start(ThdprofCallback(plan))
+
+
+def test_random_states_that_a_rerun_restores_drop_the_graphs(run, plan, monkeypatch):
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    monkeypatch.setattr(RerunStateMachine, "_restore_state", lambda machine: run.seen.append("restored"))
+    run.start(ThdprofCallback(plan))
+    RerunStateMachine()._restore_state()
+    assert run.seen[-2:] == ["restored", "recaptured"]
+    run.fire("on_train_end")
+
+
 def test_a_difference_that_only_the_prediction_feels_is_said(run, plan, monkeypatch):
     found = [Misfit(setting="seed", planned=1, run=2, changes="prediction")]
     monkeypatch.setattr(bridge_settings, "misfits", lambda plan, settings, data_paths: found)
@@ -228,6 +252,7 @@ def test_a_difference_that_only_the_prediction_feels_is_said(run, plan, monkeypa
     [
         ({"dist_use_megatron_fsdp": True}, "dist.use_megatron_fsdp is True"),
         ({"dist_use_torch_fsdp2": True}, "dist.use_torch_fsdp2 is True"),
+        ({"dist_use_decentralized_pg": True}, "dist.use_decentralized_pg is True"),
         ({"dist_eval_context_parallel_size": 2}, "dist.eval_context_parallel_size is 2"),
         ({"tensor_inspect": SimpleNamespace(enabled=True)}, "tensor_inspect.enabled is True"),
         ({"optimizer_optimizer_cuda_graph": True}, "optimizer.optimizer_cuda_graph is True"),

@@ -93,7 +93,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         with ExitStack() as around:
             constant_length = bridge_settings.pads_to_constant(context.state.cfg)
             around.enter_context(host_boundaries_of_bridge(gpt_step, constant_length=constant_length))
-            around.enter_context(checked_once_a_step())
+            around.enter_context(checked_once_a_step(on_restore=self._recapture))
             around.enter_context(replaced(train_utils, "print_rank_last", with_counters))
             around.enter_context(replaced(pretrain, "destroy_global_state", destroy_after_graphs))
             self._around = around.pop_all()
@@ -128,10 +128,19 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             installation = install(context.model, self._plan, get_model_config(context.model[0]), replay=self._replay)
         except SettingsError as error:
             raise bridge_refusals.joined(lines, error) from None
+        except Exception as error:
+            if lines:  # settings that are in the way may well be the cause
+                raise bridge_refusals.joined(lines, None) from error
+            raise
         if lines:
             installation.close()
             raise bridge_refusals.joined(lines, None)
         return installation
+
+    def _recapture(self) -> None:
+        """Drop all graphs: they would go on with the random states that they were captured with."""
+        if self._installation is not None:
+            self._installation.recapture()
 
     def _end(self, *, together: bool = False) -> None:
         """Tell what was observed, free the graphs and give Bridge's functions back; a second call does nothing.

@@ -48,6 +48,11 @@ def _always(config: Any, plan: Plan) -> Iterator[str]:
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(config.dist, name, False):
             yield f"dist.{name} is True: parameters move in memory; set it to False, for DistributedDataParallel"
+    if getattr(config.dist, "use_decentralized_pg", False):
+        yield (
+            "dist.use_decentralized_pg is True: thdprof asks megatron-core's parallel_state for the groups; set it to "
+            "False"
+        )
     own_size = getattr(config.model, "context_parallel_size", 1)
     if getattr(config.dist, "eval_context_parallel_size", None) not in (None, own_size):
         yield (
