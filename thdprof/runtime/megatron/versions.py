@@ -175,6 +175,25 @@ RELIED_ON = (
 )
 
 
+BRIDGE = SpecifierSet(">=0.6.2,<0.7")
+RELIED_ON_IN_BRIDGE = (
+    Reliance(
+        package="megatron-bridge",
+        name="training.gpt_step.get_batch_from_iterator, called by get_batch by that name",
+        checked=BRIDGE,
+        why="the boundaries that a micro-batch has on the host are forgotten there",
+    ),
+    Reliance(
+        package="megatron-bridge",
+        name="training.pretrain.destroy_global_state, called there first when a run ends by an exception; "
+        "training.utils.train_utils.print_rank_last",
+        checked=BRIDGE,
+        why="graphs are freed before the process groups, and counted in the log line",
+    ),
+)
+"""As RELIED_ON, of a package that only its own trainer needs."""
+
+
 class VersionError(RuntimeError):
     """A package is missing, or is of a version on which thdprof was not checked."""
 
@@ -190,17 +209,19 @@ def installed(packages: Sequence[str]) -> dict[str, str | None]:
     return versions
 
 
-def complaints(versions: Mapping[str, str | None]) -> list[str]:
+def complaints(versions: Mapping[str, str | None], relied_on: Sequence[Reliance] = RELIED_ON) -> list[str]:
     """One line for every package that is missing or unchecked; a local build of a release counts as the release.
 
     Args:
         versions: version by package; None where it is not installed.
+        relied_on: the names that are relied on.
     """
     lines = []
     for package, version in versions.items():
-        relied = [r for r in RELIED_ON if r.package == package]
+        relied = [r for r in relied_on if r.package == package]
         if version is None:
-            lines.append(f"{package} is not installed: pip install 'thdprof[megatron,te]'")
+            wanted = "megatron-bridge" if package == "megatron-bridge" else "'thdprof[megatron,te]'"
+            lines.append(f"{package} is not installed: pip install {wanted}")
         elif bad := [r for r in relied if Version(version).base_version not in r.checked]:
             lines.append(
                 f"{package} {version}: thdprof takes {bad[0].checked}, and relies on {bad[0].name} ({bad[0].why})"
@@ -217,8 +238,24 @@ def check(find: Callable[[Sequence[str]], Mapping[str, str | None]] = installed)
     Raises:
         VersionError: names each such package; `THDPROF_UNTESTED_VERSIONS=allow` accepts those that are installed.
     """
-    versions = find(sorted({r.package for r in RELIED_ON}))
+    _check(find, RELIED_ON)
+
+
+def check_bridge(find: Callable[[Sequence[str]], Mapping[str, str | None]] = installed) -> None:
+    """Refuse a Megatron-Bridge on which thdprof was not checked.
+
+    Args:
+        find: returns the version of each package, or None.
+
+    Raises:
+        VersionError: as `check` does.
+    """
+    _check(find, RELIED_ON_IN_BRIDGE)
+
+
+def _check(find: Callable[[Sequence[str]], Mapping[str, str | None]], relied_on: Sequence[Reliance]) -> None:
+    versions = find(sorted({r.package for r in relied_on}))
     missing = [p for p, version in versions.items() if version is None]
-    lines = complaints(versions)
+    lines = complaints(versions, relied_on)
     if lines and (missing or os.environ.get(OVERRIDE) != "allow"):
         raise VersionError("; ".join(lines) + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same"))
