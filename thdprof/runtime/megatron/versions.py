@@ -134,6 +134,13 @@ RELIED_ON = (
         why="its own offloading is led by managers of slots and of eager micro-batches in place of the process's one",
     ),
     Reliance(
+        package="megatron-core",
+        name="megatron.training.training: setup_model_and_optimizer, train, training_log, print_rank_last, "
+        "print_rank_0, get_tensorboard_writer, get_wandb_writer, get_args",
+        checked=MEGATRON,
+        why="graphs are installed after the one, closed after the next, and counted in the others' lines and writers",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import Observer
+from thdprof.runtime.megatron.trainers.plans import for_megatron
 from thdprof.runtime.megatron.trainers.replaced import replaced
 from thdprof.runtime.megatron.trainers.result_checks import checked_once_a_step
 
@@ -20,18 +21,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_ITERATION = 3
+"""Position of the step's number among the arguments of `training_log`."""
+
 
 @contextmanager
 def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> Iterator[None]:
     """Inside the block, every `megatron.training.pretrain` trains by `plan`.
 
-    Enter it before the training script is imported. Graphs are installed when model, optimizer and checkpoint
-    are ready, and closed when the loop ends, by whatever way.
+    Enter it before the training script is imported, because scripts import Megatron's functions by name. Graphs are
+    installed when model, optimizer and checkpoint are ready, and closed when the loop ends, in whatever way.
 
     Args:
         plan: the plan to follow.
         replay: False: pad as the plan says but run eagerly.
-        stats: file to append the run's counters to.
+        stats: file to append the run's counters to; None for none.
 
     Raises:
         VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
@@ -39,54 +43,96 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     versions.check()
     from megatron.training import training
 
-    loop = _Loop(plan, replay=replay, stats=stats, training=training)
+    loop = _Loop(for_megatron(plan), replay=replay, stats=stats, training=training)
     with ExitStack() as stack:
+        stack.callback(loop.end)  # for runs that install and never train, as with --skip-train
         stack.enter_context(host_boundaries())
         stack.enter_context(checked_once_a_step())
-        for name, wrapped in loop.replacements().items():
-            stack.enter_context(replaced(training, name, wrapped))
+        for name, function in loop.replacements().items():
+            stack.enter_context(replaced(training, name, function))
         yield
 
 
 class _Loop:
-    """The functions of the training loop that a plan changes."""
+    """The functions of Megatron's training loop around which a plan is followed."""
 
     def __init__(self, plan: Plan, *, replay: bool, stats: Path | None, training: Any) -> None:
         self._plan, self._replay, self._stats, self._training = plan, replay, stats, training
         self._installation: Installation | None = None
         self._observer: Observer | None = None
-        self._own = {name: getattr(training, name) for name in ("setup_model_and_optimizer", "train", "training_log")}
+        self._own_setup = training.setup_model_and_optimizer
+        self._own_train, self._own_log = training.train, training.training_log
 
     def replacements(self) -> dict[str, Callable[..., Any]]:
-        """The functions to put in the place of those of the same names."""
+        """Our functions by the names of Megatron's that they stand for."""
         return {"setup_model_and_optimizer": self._setup, "train": self._train, "training_log": self._log}
 
     def _setup(self, *args: Any, **kwargs: Any) -> Any:
+        """Install the plan's graphs on the model, which has loaded its checkpoint."""
         from megatron.core.utils import get_model_config
 
-        model, optimizer, scheduler = self._own["setup_model_and_optimizer"](*args, **kwargs)
-        self._installation = install(model, self._plan, get_model_config(model[0]), replay=self._replay)
-        self._observer = Observer(self._installation, self._plan, stats=self._stats, say=self._training.print_rank_0)
+        self.end()  # a run that was restarted in this process
+        model, optimizer, scheduler = self._own_setup(*args, **kwargs)
+        installation = install(model, self._plan, get_model_config(model[0]), replay=self._replay)
+        self._installation = installation
+        self._observer = Observer(installation, self._plan, stats=self._stats, say=self._training.print_rank_0)
         return model, optimizer, scheduler
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
-        together = False
+        """Train; then tell what was observed, and free the graphs before process groups go."""
         try:
-            result = self._own["train"](*args, **kwargs)
-            together = True
-            return result
-        except SystemExit:
-            together = True  # Megatron's exits are agreed on by all ranks
+            result = self._own_train(*args, **kwargs)
+        except SystemExit:  # by --exit-interval, a signal or a time limit, on which all ranks agree
+            self.end(together=True)
             raise
-        finally:
-            self._end(together=together)
+        except BaseException:
+            with suppress(Exception):  # the GPU may be gone; the run's own error is the one to show
+                self.end()
+            raise
+        self.end(together=True)
+        return result
 
     def _log(self, *args: Any, **kwargs: Any) -> Any:
-        return self._own["training_log"](*args, **kwargs)
+        """Log a step, with the counters in Megatron's own line and writers."""
+        observer = self._observer
+        if observer is None:
+            return self._own_log(*args, **kwargs)
+        own_print = self._training.print_rank_last
+        iteration = kwargs["iteration"] if "iteration" in kwargs else args[_ITERATION]
 
-    def _end(self, *, together: bool) -> None:
-        if self._observer is not None:
-            self._observer.finish(together=together)
-        if self._installation is not None:
-            self._installation.close()
+        def with_counters(message: str) -> None:
+            is_line = message.lstrip().startswith("[") and " iteration " in message
+            own_print(message + observer.log_text() if is_line else message)
+
+        with replaced(self._training, "print_rank_last", with_counters):
+            told = self._own_log(*args, **kwargs)
+        self._write(observer, iteration)
+        observer.after_step(iteration)
+        return told
+
+    def _write(self, observer: Observer, iteration: int) -> None:
+        """Write the counters where Megatron's TensorBoard and W&B writers are, as often as they write."""
+        training = self._training
+        writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
+        if writer is None or iteration % training.get_args().tensorboard_log_interval:
+            return
+        scalars = observer.scalars()
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, iteration)
+        if wandb:
+            wandb.log(scalars, iteration)
+
+    def end(self, *, together: bool = False) -> None:
+        """Tell what was observed and free the graphs; the second call does nothing.
+
+        Args:
+            together: whether all ranks end here.
+        """
+        installation, observer = self._installation, self._observer
         self._installation = self._observer = None
+        if installation is None:
+            return
+        with ExitStack() as stack:
+            stack.callback(installation.close)
+            if observer is not None:
+                observer.finish(together=together)

@@ -1,0 +1,220 @@
+"""Runs of Megatron-LM's own training scripts, unchanged, with and without a plan; what they logged."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXACT = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "TRITON_CACHE_AUTOTUNING": "1",
+}
+"""Environment in which two runs of the same work give the same bits."""
+QWEN3_06B = (
+    "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention "
+    "--num-query-groups 8 --kv-channels 128 --qk-layernorm --seq-length 4096 --max-position-embeddings 4096"
+)
+SMALL = (
+    "--num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024"
+)
+COMMON = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 8 --lr 1e-4 --min-lr 1e-5 "
+    "--lr-decay-style constant --bf16 --transformer-impl transformer_engine --no-gradient-accumulation-fusion "
+    "--te-rng-tracker --tokenizer-type NullTokenizer --vocab-size 32000 --split 90,5,5 --num-workers 2 "
+    "--dataloader-inter-document-masking --no-create-attention-mask-in-dataloader"
+)
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+_STEP = re.compile(r"iteration +(\d+)/ *\d+ \|.*elapsed time per iteration \(ms\): ([\d.]+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What one run of a script did."""
+
+    code: int
+    """Exit code; 124 where it had to be ended."""
+    log: str
+    """Everything that it printed."""
+    seconds: float
+    """Wall-clock seconds of the whole process."""
+    scalars: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    """What Megatron wrote to TensorBoard: values by step, by name."""
+
+    def step_ms(self, *, after: int) -> float | None:
+        """Mean milliseconds of a step, over the log lines of steps beyond `after`; None without such lines."""
+        found = [(int(step), float(ms)) for step, ms in _STEP.findall(self.log)]
+        kept = [ms for step, ms in found if step > after]
+        return sum(kept) / len(kept) if kept else None
+
+    @property
+    def error(self) -> str:
+        """The last line of its log that names an error."""
+        lines = [line.strip() for line in self.log.splitlines() if re.search(r"Error\b|Error:|assert", line)]
+        return lines[-1][:200] if lines else ""
+
+
+def script_run(
+    script: Path,
+    flags: Sequence[str],
+    *,
+    plan: Path | None = None,
+    replay: bool = True,
+    stats: Path | None = None,
+    gpus: int = 1,
+    port: int = 29501,
+    tensorboard: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    limit: float = 300,
+    log: Path | None = None,
+) -> Ran:
+    """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one."""
+    command = [sys.executable, "-W", "ignore"]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if gpus > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(port)]
+        alone = {}
+    if plan is not None:
+        command += ["-m", "thdprof.run", "--plan", str(plan), "--replay", "on" if replay else "off"]
+        command += ["--stats", str(stats)] if stats is not None else []
+    command += [str(script), *flags]
+    command += ["--tensorboard-dir", str(tensorboard), "--tensorboard-log-interval", "1"] if tensorboard else []
+    began = time.perf_counter()
+    printed, code = run(
+        command,
+        {**environment_here(), **alone, **(environment or {}), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        limit=limit,
+    )
+    if log is not None:
+        log.write_text(f"{shlex.join(command)}\nexit code {code}\n{printed}")
+    return Ran(
+        code=code,
+        log=printed,
+        seconds=time.perf_counter() - began,
+        scalars=scalars_of(tensorboard) if tensorboard else {},
+    )
+
+
+def environment_here() -> dict[str, str]:
+    """This process's environment, in which this tree's thdprof is found first."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def run(command: Sequence[str], environment: Mapping[str, str], *, limit: float) -> tuple[str, int]:
+    """Output and exit code of a command that may take `limit` seconds."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(environment)
+    )
+    try:
+        printed, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            printed, _ = process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed, _ = process.communicate()
+        return printed, 124
+    return printed, process.returncode
+
+
+def scalars_of(directory: Path) -> dict[str, dict[int, float]]:
+    """Everything in the TensorBoard files of a folder: float32 values by step, by name."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    if not directory.is_dir():
+        return {}
+    events = EventAccumulator(str(directory), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        name: {event.step: event.value for event in events.Scalars(name)} for name in events.Tags().get("scalars", [])
+    }
+
+
+def different_steps(one: Ran, other: Ran, name: str, *, first: int = 1) -> tuple[int, int]:
+    """Number of steps from `first` on in which `name` differs between two runs, or is in one alone; number of steps."""
+    ours, theirs = one.scalars.get(name, {}), other.scalars.get(name, {})
+    steps = sorted(step for step in {*ours, *theirs} if step >= first)
+    return sum(1 for step in steps if ours.get(step) != theirs.get(step)), len(steps)
+
+
+def write_documents(prefix: Path, *, tokens: int, mean: float, multiple: int = 1, seed: int = 1) -> None:
+    """A Megatron dataset of documents with exponential lengths, each a multiple of `multiple`.
+
+    Args:
+        prefix: path without .bin and .idx.
+        tokens: least number of tokens in all.
+        mean: mean tokens of a document.
+        multiple: context parallelism wants twice its size.
+        seed: of lengths and tokens.
+    """
+    import numpy as np
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    written = 0
+    while written < tokens:
+        length = max(multiple, int(random.exponential(mean)) // multiple * multiple)
+        builder.add_item(torch.from_numpy(random.integers(1, 31_000, length).astype(np.int64)))
+        builder.end_document()
+        written += length
+    builder.finalize(f"{prefix}.idx")
+
+
+def plan_of(flags: Sequence[str], directory: Path, name: str, *, gpus: int = 1, caps: Sequence[float] = ()) -> Path:
+    """The plan that `thdprof analyze --megatron-args` writes for a script with these flags.
+
+    Args:
+        flags: the script's arguments.
+        directory: folder to write to.
+        name: stem of the files.
+        gpus: number of ranks.
+        caps: replace its buckets by one at each of these shares of micro-batches, so that the rest runs eagerly.
+    """
+    script, plan, table = (directory / f"{name}{end}" for end in (".sh", ".yaml", ".parquet"))
+    script.write_text(f"torchrun --nproc-per-node {gpus} pretrain_gpt.py {shlex.join(flags)}\n")
+    command = [sys.executable, "-m", "thdprof", "analyze", "--megatron-args", str(script), "--impl", "chunk"]
+    command += ["--microbatches", str(table), "-o", str(plan), "--force"]
+    printed, code = run(command, environment_here(), limit=200)
+    if code:
+        raise RuntimeError(f"{shlex.join(command)}: exit code {code}\n{printed}")
+    if caps:
+        with_caps(plan, table, caps)
+    return plan
+
+
+def with_caps(plan: Path, table: Path, shares: Sequence[float]) -> None:
+    """Give a plan one bucket at each of these shares of the micro-batches of `table`."""
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    from thdprof.plan import BucketPart, load_plan
+
+    loaded = load_plan(plan)
+    n_seqs = pq.read_table(table, columns=["n_seqs"])["n_seqs"].to_numpy()
+    caps = sorted({int(cap) for cap in np.quantile(n_seqs, shares, method="inverted_cdf")})
+    longest, buckets, below = loaded.training.seq_length * loaded.training.micro_batch_size, [], 0
+    for cap in caps:
+        held = int((n_seqs <= cap).sum())
+        buckets.append(BucketPart(max_seqs=cap, max_seqlen=longest, share=(held - below) / len(n_seqs)))
+        below = held
+    rates = loaded.predictions.fallback_rate.model_copy(update={"microbatch": 1 - below / len(n_seqs)})
+    loaded.model_copy(
+        update={
+            "graphs": loaded.graphs.model_copy(update={"buckets": buckets}),
+            "predictions": loaded.predictions.model_copy(update={"fallback_rate": rates}),
+        }
+    ).save(plan, force=True)

@@ -1,0 +1,290 @@
+"""Megatron-LM's own scripts, unchanged, by a plan: their speed, their numbers bit for bit, and whole lives.
+
+    python benchmarks/trainer.py speed --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-speed.md
+    python benchmarks/trainer.py exact --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-exact.md
+    python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-lives.md
+
+speed   the shape of Qwen3-0.6B on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
+        the plan with --replay off; then where the time of a step by the plan goes
+exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off, with deterministic
+        kernels: steps in which loss or gradient norm differ
+lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import megatron_lm
+from megatron_lm import COMMON, EXACT, NO_DROPOUT, QWEN3_06B, ROOT, SMALL, Ran, different_steps, plan_of, script_run
+from trainer_lives import LIVES, Life
+from trainer_parts import parts_of_a_step
+
+STOCK = ("local", "transformer_engine", "full_iteration")
+STEPS, WARM = 40, 10
+EXACT_STEPS = 100
+CAPS = (0.6, 0.93)
+"""Shares of micro-batches at which rows of `exact` have their buckets; the rest runs eagerly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of `exact`."""
+
+    name: str
+    gpus: int = 1
+    flags: str = ""
+    """Megatron's arguments beside those of all rows."""
+    dropout: bool = False
+    multiple: int = 1
+    """Documents have a multiple of so many tokens: under context parallelism twice its size."""
+
+
+_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2"
+)
+ROWS = (
+    Row(name="one GPU"),
+    Row(name="one GPU, dropout", dropout=True),
+    Row(name="one GPU, experts padded to capacity", flags=_EXPERTS),
+    Row(name="TP 2, sequence parallel", gpus=2, flags="--tensor-model-parallel-size 2 --sequence-parallel"),
+    Row(
+        name="TP 2, sequence parallel, dropout",
+        gpus=2,
+        flags="--tensor-model-parallel-size 2 --sequence-parallel",
+        dropout=True,
+    ),
+    Row(name="PP 2", gpus=2, flags="--pipeline-model-parallel-size 2"),
+    Row(name="PP 2, dropout", gpus=2, flags="--pipeline-model-parallel-size 2", dropout=True),
+    Row(name="CP 2", gpus=2, flags="--context-parallel-size 2", multiple=4),
+    Row(name="EP 2", gpus=2, flags=f"--expert-model-parallel-size 2 {_EXPERTS}"),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+)
+
+
+def exact_row(row: Row, port: int, script: Path, directory: Path) -> list[str]:
+    """One line of the table of `exact`."""
+    folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
+    folder.mkdir()
+    data = directory / f"data-{row.multiple}" / "documents"
+    flags = shlex.split(f"{SMALL} {COMMON} {row.flags}")
+    flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if row.dropout else NO_DROPOUT)
+    flags += ["--data-path", str(data), "--train-iters", str(EXACT_STEPS), "--log-interval", "10"]
+    flags += ["--eval-interval", "50", "--eval-iters", "2"]
+    plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS)
+    ran = {}
+    for number, name in enumerate(("on", "off")):
+        ran[name] = script_run(
+            script,
+            flags,
+            plan=plan,
+            replay=name == "on",
+            stats=folder / f"{name}.jsonl",
+            gpus=row.gpus,
+            port=port + number,
+            tensorboard=folder / name,
+            environment=EXACT,
+            limit=400,
+            log=folder / f"{name}.log",
+        )
+    compared, verdict = megatron_lm.run(
+        [sys.executable, "-m", "thdprof", "compare", str(plan), str(folder / "on.jsonl")],
+        megatron_lm.environment_here(),
+        limit=60,
+    )
+    (folder / "compare.txt").write_text(compared)
+    return [row.name, *exact_cells(ran["on"], ran["off"]), "as predicted" if verdict == 0 else f"exit code {verdict}"]
+
+
+def exact_cells(on: Ran, off: Ran) -> list[str]:
+    """Exit codes, differing steps, and milliseconds of a step."""
+    cells = [f"{on.code}, {off.code}"]
+    for name in ("lm loss", "grad-norm", "lm loss validation"):
+        differ, steps = different_steps(on, off, name)
+        cells.append(f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}")
+    replayed = max(on.scalars.get("thdprof/replayed", {0: 0}).values())
+    eager = sum(max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/"))
+    cells.append(f"{replayed:.0f}, {eager:.0f}")
+    for one in (on, off):
+        ms = one.step_ms(after=WARM)
+        cells.append(f"{ms:.1f}" if ms else "-")
+    return cells
+
+
+def exact(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `exact`: all rows at once, since nothing but their numbers counts."""
+    rows = [row for row in ROWS if row.gpus in args.gpus and (not args.rows or args.rows in row.name)]
+    for multiple in {row.multiple for row in rows}:
+        megatron_lm.write_documents(
+            directory / f"data-{multiple}" / "documents", tokens=2_000_000, mean=90, multiple=multiple
+        )
+    script = args.megatron_lm / "pretrain_gpt.py"
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [pool.submit(exact_row, row, 29600 + 10 * i, script, directory) for i, row in enumerate(rows)]
+        lines = [job.result() for job in jobs]
+    head = ["row", "exit codes (on, off)", "losses differ", "gradient norms differ", "validation losses differ"]
+    head += ["replayed, eager micro-batches", "ms a step, on", "ms a step, off", "thdprof compare"]
+    note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
+    return [note, "", *table([head, *lines])]
+
+
+def speed(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `speed`."""
+    script = args.megatron_lm / "pretrain_gpt.py"
+    run_thdprof(["demo", str(directory / "demo")])
+    flags = shlex.split(f"{QWEN3_06B} {COMMON} {NO_DROPOUT} --eval-interval 20 --eval-iters 2 --log-interval 5")
+    flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
+    plan = plan_of(flags, directory, "plan")
+    runs: list[tuple[str, Ran]] = []
+    for name in args.variants:
+        stats = directory / f"{name}.jsonl"
+        by_plan = name in ("plan", "padded")
+        more = ["--cuda-graph-impl", name] if name in STOCK else []
+        ran = script_run(
+            script,
+            [*flags, *more],
+            plan=plan if by_plan else None,
+            replay=name == "plan",
+            stats=stats if by_plan else None,
+            tensorboard=directory / f"tensorboard-{name}",
+            log=directory / f"{name}.log",
+        )
+        print(name, ran.code, ran.step_ms(after=WARM), ran.error, flush=True)
+        runs.append((name, ran))
+    eager_ms = next((ran.step_ms(after=WARM) for name, ran in runs if name == "eager"), None)
+    head = ["run", "exit code", f"ms a step (steps {WARM + 1} to {args.steps})", "of eager", "validation loss", "", ""]
+    lines = [head]
+    names = {"eager": "eager (unchanged)", "plan": "by the plan", "padded": "by the plan, --replay off"}
+    for name, ran in runs:
+        ms = ran.step_ms(after=WARM) if ran.code == 0 else None
+        validation = list(ran.scalars.get("lm loss validation", {}).values())
+        counters = {
+            k: max(v.values()) for k, v in ran.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager"))
+        }
+        lines.append(
+            [
+                names.get(name, f"--cuda-graph-impl {name}"),
+                str(ran.code),
+                f"{ms:.1f}" if ms else "-",
+                f"{ms / eager_ms:.3f} ({eager_ms / ms:.2f}x)" if ms and eager_ms else "-",
+                f"{validation[-1]:.4f}" if validation and ran.code == 0 else "-",
+                ran.error if ran.code else "",
+                ", ".join(f"{k.removeprefix('thdprof/')}: {v:.0f}" for k, v in counters.items()),
+            ]
+        )
+    told = [f"Caps: {', '.join(str(b) for b in caps_of(plan))}.", "", *table(lines)]
+    if args.parts:
+        told += ["", "## Where a step by the plan goes", ""]
+        told += table(parts_of_a_step(script, flags, plan, directory))
+    return told
+
+
+def lives(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `lives`: all at once."""
+    megatron_lm.write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
+    megatron_lm.write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
+    chosen = [life for life in LIVES if not args.rows or args.rows in life.name]
+
+    def live(numbered: tuple[int, Life]) -> list[str]:
+        number, life = numbered
+        folder = directory / f"life-{number}"
+        folder.mkdir()
+        try:
+            held = life.run(args.megatron_lm / "pretrain_gpt.py", directory / "data" / "documents", folder, number)
+        except Exception as error:
+            held = f"FAILED: {type(error).__name__}: {error}"
+        return [life.name, life.what, held]
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        lines = list(pool.map(live, enumerate(chosen)))
+    return table([["life", "what must hold", "seen"], *lines])
+
+
+def caps_of(plan: Path) -> list[int]:
+    """Documents of each bucket of a plan."""
+    from thdprof.plan import load_plan
+
+    return [bucket.max_seqs for bucket in load_plan(plan).graphs.buckets]
+
+
+def run_thdprof(command: Sequence[str]) -> None:
+    """Run a command of thdprof; its output is not kept."""
+    subprocess.run([sys.executable, "-m", "thdprof", *command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def table(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells as a Markdown table, with the first line as its head."""
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    rows = [f"| {' | '.join(line)} |" for line in cells]
+    return [rows[0], f"|{'---|' * len(cells[0])}", *rows[1:]]
+
+
+def heading(mode: str) -> list[str]:
+    """Hardware, versions, date and command."""
+    import torch
+
+    from thdprof.runtime.megatron.stamp import stamp_here
+
+    here = stamp_here()
+    return [
+        f"# Megatron-LM's pretrain_gpt.py, unchanged, by a plan: {mode}",
+        "",
+        f"{torch.cuda.device_count()} x {here['gpu']}, {here['processor']}; torch {here['torch']}, Transformer Engine "
+        f"{here['transformer_engine']}, cuDNN {here['cudnn']}, megatron-core {here['megatron_core']}; "
+        f"{datetime.datetime.now(tz=datetime.UTC).date()}",
+        "",
+        f"`python benchmarks/trainer.py {shlex.join(sys.argv[1:])}`",
+        "",
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["speed", "exact", "lives"])
+    parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
+    parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
+    parser.add_argument("--gpus", default="1", help="exact: rows of so many GPUs: 1,2 [1]")
+    parser.add_argument("--rows", default="", help="exact, lives: only rows with this text in their name")
+    parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"speed: steps of each run [{STEPS}]")
+    parser.add_argument("--variants", default="eager,local,transformer_engine,full_iteration,padded,plan")
+    parser.add_argument("--parts", action="store_true", help="speed: also profile where a step goes")
+    parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
+    args = parser.parse_args()
+    args.megatron_lm = args.megatron_lm.resolve()
+    args.gpus = [int(n) for n in args.gpus.split(",")]
+    args.variants = args.variants.split(",")
+    return args
+
+
+def main() -> int:
+    """Run one mode and write its table."""
+    args = arguments()
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = args.keep.resolve() if args.keep else Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        told = {"speed": speed, "exact": exact, "lives": lives}[args.mode](args, directory)
+        text = "\n".join([*heading(args.mode), *told]) + "\n"
+        args.out.write_text(text)
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

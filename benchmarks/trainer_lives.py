@@ -1,0 +1,244 @@
+"""Lives of a run beyond its steps: interrupted, resumed, evaluated, ramped up, rerun, ended by a signal or by NaN."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_lm import COMMON, EXACT, SMALL, Ran, different_steps, environment_here, plan_of, script_run
+
+STEPS, HALF = 30, 15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One line of the table."""
+
+    name: str
+    what: str
+    """What must hold."""
+    run: Callable[[Path, Path, Path, int], str]
+    """Takes the script, the data's prefix, an empty folder and a number of its own; returns what was seen, which begins
+    with `held` or `FAILED`."""
+
+
+class _Runs:
+    """Runs of one life: the same script, data and plan."""
+
+    def __init__(self, script: Path, data: Path, folder: Path, number: int, more: str = "") -> None:
+        self.script, self.folder, self._port = script, folder, 29800 + 10 * number
+        self.flags = shlex.split(f"{SMALL} {COMMON} --attention-dropout 0.1 --hidden-dropout 0.1 {more}")
+        if "--train-iters" not in self.flags and "--train-samples" not in self.flags:
+            self.flags += ["--train-iters", str(STEPS)]
+        self.flags += ["--log-interval", "1"]
+        self.flags += [] if "--eval-interval" in self.flags else ["--eval-interval", "1000", "--eval-iters", "1"]
+        data_flags = ["--data-path", str(data)]
+        self.plan = plan_of([*_without_ramp(self.flags), *data_flags], folder, "plan", caps=(0.6, 0.93))
+        if "--train-data-path" in self.flags:
+            at = self.flags.index("--split")
+            del self.flags[at : at + 2]
+        else:
+            self.flags += data_flags
+
+    def __call__(self, name: str, *more: str, planned: bool = True, replay: bool = True) -> Ran:
+        self._port += 1
+        return script_run(
+            self.script,
+            [*self.flags, *more],
+            plan=self.plan if planned else None,
+            replay=replay,
+            stats=self.folder / f"{name}.jsonl" if planned else None,
+            port=self._port,
+            tensorboard=self.folder / f"tensorboard-{name}",
+            environment=EXACT,
+            log=self.folder / f"{name}.log",
+        )
+
+
+def _without_ramp(flags: Sequence[str]) -> list[str]:
+    """The flags without those that a plan of a run of one batch size does not know."""
+    kept, skip = [], 0
+    for flag in flags:
+        if flag == "--rampup-batch-size":
+            skip = 4
+        elif flag in ("--train-data-path", "--valid-data-path", "--test-data-path"):
+            skip = 99
+        elif flag.startswith("--"):
+            skip = 0
+        if not skip:
+            kept.append(flag)
+        skip = max(0, skip - 1)
+    return kept
+
+
+def _same(one: Ran, other: Ran, *, first: int = 1, names: Sequence[str] = ("lm loss", "grad-norm")) -> str:
+    told, held = [], True
+    for name in names:
+        differ, steps = different_steps(one, other, name, first=first)
+        told.append(f"{name}: {differ} of {steps} steps differ")
+        held = held and steps > 0 and not differ
+    codes = f"exit codes {one.code} and {other.code}"
+    held = held and one.code == other.code == 0
+    errors = one.error or other.error
+    return f"{'held' if held else 'FAILED'}: {'; '.join(told)}; {codes}{'' if held else f'; {errors}'}"
+
+
+def _resumed(*flags: str) -> Callable[[Path, Path, Path, int], str]:
+    def life(script: Path, data: Path, folder: Path, number: int) -> str:
+        runs = _Runs(script, data, folder, number, " ".join(flags))
+        whole = runs("whole")
+        kept = str(folder / "checkpoints")
+        first = runs("first", "--save", kept, "--save-interval", "1000", "--exit-interval", str(HALF))
+        second = runs("second", "--load", kept)
+        written = (folder / "first.jsonl").exists()
+        told = _same(whole, second, first=HALF + 1)
+        return f"{told}; first part ended with {first.code}, statistics {'written' if written else 'MISSING'}"
+
+    return life
+
+
+def _replayed_and_off(*flags: str, names: Sequence[str] = ("lm loss", "grad-norm")) -> Callable[..., str]:
+    def life(script: Path, data: Path, folder: Path, number: int) -> str:
+        more = " ".join(flags).replace("DATA", str(data)).replace("SMALL", str(data.with_name("small")))
+        runs = _Runs(script, data, folder, number, more)
+        on, off = runs("on"), runs("off", replay=False)
+        ours = {
+            k: max(v.values()) for k, v in on.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager"))
+        }
+        counts = ", ".join(f"{k.removeprefix('thdprof/')} {v:.0f}" for k, v in ours.items())
+        seen = names if names[0] != "*" else [n for n in off.scalars if n.startswith("lm loss") and "vs" not in n]
+        return f"{_same(on, off, names=seen)}; {counts}"
+
+    return life
+
+
+def _as_unchanged(*flags: str, words: Sequence[str]) -> Callable[..., str]:
+    """The same exit code and the same of these words in the log as the unchanged script."""
+
+    def life(script: Path, data: Path, folder: Path, number: int) -> str:
+        runs = _Runs(script, data, folder, number, " ".join(flags).replace("FOLDER", str(folder)))
+        ours, theirs = runs("plan"), runs("unchanged", planned=False)
+        found = [{w: len(re.findall(w, ran.log)) > 0 for w in words} for ran in (ours, theirs)]
+        held = ours.code == theirs.code and found[0] == found[1]
+        said = ", ".join(w for w in words if found[0][w]) or "none"
+        last = max(ours.scalars.get("lm loss", {0: 0})), max(theirs.scalars.get("lm loss", {0: 0}))
+        return (
+            f"{'held' if held else 'FAILED'}: exit codes {ours.code} and {theirs.code}, last logged steps {last[0]} "
+            f"and {last[1]}; said: {said}{'' if held else f' (unchanged: {found[1]}); {ours.error}'}"
+        )
+
+    return life
+
+
+def _ended_by_signal(script: Path, data: Path, folder: Path, number: int) -> str:
+    kept, stats = folder / "checkpoints", folder / "stats.jsonl"
+    more = f"--exit-signal-handler --save {kept} --save-interval 100000 --train-iters 4000"
+    runs = _Runs(script, data, folder, number, more)
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", "thdprof.run", "--plan", str(runs.plan), "--stats", str(stats)]
+        + [str(script), *runs.flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={
+            **environment_here(),
+            **alone,
+            **EXACT,
+            "MASTER_PORT": str(29800 + 10 * number),
+        },
+    )
+    timer = threading.Timer(200, process.kill)
+    timer.start()
+    lines, sent = [], 0.0
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if not sent and re.search(r"iteration +10/", line):
+            process.send_signal(signal.SIGTERM)
+            sent = time.perf_counter()
+    code = process.wait()
+    timer.cancel()
+    (folder / "log").write_text("".join(lines))
+    saved, written = any(kept.glob("iter_*")), stats.exists()
+    held = sent and saved and written and any("receiving SIGTERM" in line for line in lines)
+    return (
+        f"{'held' if held else 'FAILED'}: exit code {code}, {time.perf_counter() - sent:.1f} s after the signal; "
+        f"checkpoint {'saved' if saved else 'MISSING'}, statistics {'written' if written else 'MISSING'}"
+    )
+
+
+LIVES = (
+    Life(
+        name="resumed",
+        what="a run that ended at step 15 by --exit-interval and was resumed equals one that was not, bit for bit",
+        run=_resumed("--ckpt-format torch_dist"),
+    ),
+    Life(
+        name="resumed, saved asynchronously",
+        what="the same with --async-save",
+        run=_resumed("--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker"),
+    ),
+    Life(
+        name="evaluation",
+        what="training and validation losses with evaluation every 5 steps equal --replay off",
+        run=_replayed_and_off("--eval-interval 5 --eval-iters 3", names=("lm loss", "grad-norm", "lm loss validation")),
+    ),
+    Life(
+        name="several evaluation sets",
+        what="losses of two validation sets equal --replay off",
+        run=_replayed_and_off(
+            "--eval-interval 10 --eval-iters 1 --multiple-validation-sets --full-validation "
+            "--train-data-path DATA --valid-data-path SMALL SMALL --test-data-path SMALL",
+            names=("*",),
+        ),
+    ),
+    Life(
+        name="batch size ramp-up",
+        what="losses of a run whose step grows from 2 to 8 micro-batches equal --replay off",
+        run=_replayed_and_off("--rampup-batch-size 2 2 40 --train-samples 200"),
+    ),
+    Life(
+        name="rerun machine, reporting",
+        what="losses with every step run twice (--rerun-mode report_stats) equal --replay off",
+        run=_replayed_and_off("--rerun-mode report_stats"),
+    ),
+    Life(
+        name="rerun machine, transient error",
+        what="an injected transient error is found and told as by the unchanged script",
+        run=_as_unchanged(
+            "--error-injection-rate 40 --error-injection-type transient_error --save FOLDER/kept --save-interval 1000",
+            words=("Injecting", "Unexpected result", "Need to rerun", "Possible transient error", "reproducible"),
+        ),
+    ),
+    Life(
+        name="NaN",
+        what="a learning rate that makes the loss NaN ends the run as it ends the unchanged script",
+        run=_as_unchanged(
+            "--lr 1e30 --min-lr 1e29 --clip-grad 0 --save FOLDER/kept --save-interval 1000",
+            words=("Unexpected result", "NaN", "Need to rerun", "reproducible", "exiting program"),
+        ),
+    ),
+    Life(
+        name="timers, straggler, norms",
+        what="losses with all of Megatron's timers and the straggler detector equal --replay off",
+        run=_replayed_and_off(
+            "--timing-log-level 2 --log-timers-to-tensorboard --log-straggler --log-params-norm --log-throughput "
+            "--log-num-zeros-in-grad --log-memory-to-tensorboard --manual-gc --manual-gc-interval 5",
+            names=("lm loss", "grad-norm", "params-norm", "num-zeros"),
+        ),
+    ),
+    Life(
+        name="SIGTERM",
+        what="--exit-signal-handler saves a checkpoint, statistics are written, the process ends by itself",
+        run=_ended_by_signal,
+    ),
+)

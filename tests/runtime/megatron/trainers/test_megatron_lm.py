@@ -1,0 +1,173 @@
+"""Megatron-LM's training loop by a plan: what is called when, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+pytest.importorskip("megatron.training.training")
+
+from megatron.training import training
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.plan import Plan
+from thdprof.runtime.megatron.trainers import megatron_lm
+
+
+@pytest.fixture
+def megatron_plan(tmp_path) -> Plan:
+    (tmp_path / "packs.jsonl").write_text('{"lengths": [4, 12]}\n' * 8)
+    return make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16), impl="chunk")
+
+
+class FakeInstallation:
+    """Stands for what `install` returns."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+
+class FakeObserver:
+    """Stands for the observer: says when it was asked."""
+
+    def __init__(self, installation, plan, *, stats, say) -> None:
+        self.seen, self.stats = installation.seen, stats
+
+    def log_text(self) -> str:
+        return " thdprof replayed: 8 |"
+
+    def scalars(self) -> dict[str, float]:
+        return {"thdprof/replayed": 8.0}
+
+    def after_step(self, iteration: int) -> None:
+        self.seen.append(f"after step {iteration}")
+
+    def finish(self, *, together: bool) -> None:
+        self.seen.append(f"finished together={together}")
+
+
+class Writer:
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written.append((name, value, step))
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.written += [(name, value, step) for name, value in scalars.items()]
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """The functions of megatron.training.training as fakes; what happens is appended to `seen`."""
+    seen: list[str] = []
+    fakes = types.SimpleNamespace(seen=seen, lines=[], tensorboard=Writer(), wandb=Writer(), steps=2, ends_with=None)
+
+    def setup(*args, **kwargs):
+        seen.append("model is ready")
+        model = types.SimpleNamespace(config=types.SimpleNamespace())
+        return [model], "optimizer", "scheduler"
+
+    def log(loss_dict, total, rate, iteration, *rest, **kwargs):
+        training.print_rank_last(f" [2026-01-01 00:00:00] iteration {iteration:8d}/ 2 | lm loss: 1.0 |")
+        training.print_rank_last("another line")
+        return "report memory"
+
+    def train(*args, **kwargs):
+        for step in range(1, fakes.steps + 1):
+            assert training.training_log({}, {}, 1e-4, step) == "report memory"
+        if fakes.ends_with is not None:
+            raise fakes.ends_with
+        return fakes.steps, 0
+
+    def install(model, plan, config, *, replay):
+        seen.append(f"installed {plan.graphs.impl} replay={replay}")
+        return FakeInstallation(seen)
+
+    for name, value in {
+        "setup_model_and_optimizer": setup,
+        "train": train,
+        "training_log": log,
+        "print_rank_last": fakes.lines.append,
+        "get_tensorboard_writer": lambda: fakes.tensorboard,
+        "get_wandb_writer": lambda: fakes.wandb,
+        "get_args": lambda: types.SimpleNamespace(tensorboard_log_interval=2),
+    }.items():
+        monkeypatch.setattr(training, name, value)
+    monkeypatch.setattr(megatron_lm, "install", install)
+    monkeypatch.setattr(megatron_lm, "Observer", FakeObserver)
+    monkeypatch.setattr(megatron_lm.versions, "check", lambda: None)
+    return fakes
+
+
+def run(plan: Plan, **options) -> None:
+    """What `pretrain` does, as far as a plan is concerned."""
+    with megatron_lm.following(plan, **options):
+        training.setup_model_and_optimizer("type")
+        training.train("forward step")
+
+
+def test_graphs_are_installed_when_the_model_is_ready_and_closed_after_the_loop(loop, megatron_plan):
+    own = training.train
+    run(megatron_plan)
+    assert loop.seen == [
+        "model is ready",
+        "installed chunk replay=True",
+        "after step 1",
+        "after step 2",
+        "finished together=True",
+        "closed",
+    ]
+    assert training.train is own
+
+
+def test_a_plan_of_whole_modules_captures_chunks(loop, megatron_plan):
+    of_modules = megatron_plan.model_copy(update={"graphs": megatron_plan.graphs.model_copy(update={"impl": "module"})})
+    run(of_modules, replay=False)
+    assert "installed chunk replay=False" in loop.seen
+
+
+def test_megatrons_own_line_ends_in_the_counters_and_other_lines_do_not(loop, megatron_plan):
+    run(megatron_plan)
+    assert loop.lines[0].endswith("| lm loss: 1.0 | thdprof replayed: 8 |")
+    assert loop.lines[1] == "another line"
+
+
+def test_counters_are_written_as_often_as_megatron_writes(loop, megatron_plan):
+    run(megatron_plan)
+    assert loop.tensorboard.written == [("thdprof/replayed", 8.0, 2)]
+    assert loop.wandb.written == [("thdprof/replayed", 8.0, 2)]
+
+
+def test_an_agreed_exit_keeps_its_code_and_counts_all_ranks(loop, megatron_plan):
+    loop.ends_with = SystemExit(7)
+    with pytest.raises(SystemExit) as ended:
+        run(megatron_plan)
+    assert ended.value.code == 7
+    assert loop.seen[-2:] == ["finished together=True", "closed"]
+
+
+def test_an_error_of_one_rank_sends_nothing_to_others_and_stays_the_error(loop, megatron_plan):
+    loop.ends_with = RuntimeError("found NaN")
+    with pytest.raises(RuntimeError, match="found NaN"):
+        run(megatron_plan)
+    assert loop.seen[-2:] == ["finished together=False", "closed"]
+
+
+def test_a_run_that_never_trains_still_closes(loop, megatron_plan):
+    with megatron_lm.following(megatron_plan):
+        training.setup_model_and_optimizer("type")
+    assert loop.seen[-1] == "closed"
+
+
+def test_a_restart_in_the_process_closes_what_was_before(loop, megatron_plan):
+    with megatron_lm.following(megatron_plan):
+        training.setup_model_and_optimizer("type")
+        training.setup_model_and_optimizer("type")
+        training.train("forward step")
+    assert loop.seen.count("closed") == 2
+    assert loop.seen.index("closed") < len(loop.seen) - 1 - loop.seen[::-1].index("installed chunk replay=True")
