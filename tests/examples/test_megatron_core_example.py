@@ -11,9 +11,9 @@ from support.paths import ROOT
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
-from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.sources.demo import write_demo
-from thdprof.errors import UsageError
+from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
+from thdprof.analyze.sources.demo import write_demo  # noqa: E402
+from thdprof.errors import UsageError  # noqa: E402
 
 EXAMPLE = "examples/train_megatron_core.py"
 example = load_script(EXAMPLE, "tested_train_megatron_core")

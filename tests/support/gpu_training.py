@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.paths import ROOT
-
-from thdprof.plan import Plan, load_plan
+from thdprof.plan import OffloadPart, Plan, load_plan
 
 LIMIT_S = 300
 """Seconds after which a run is ended."""
@@ -129,6 +128,14 @@ def train(
         freed_bytes=memory["offload_freed_bytes"],
         peak_bytes=memory["peak_bytes"],
     )
+
+
+def core_offload_options(asked: OffloadPart) -> list[str]:
+    """Megatron's own arguments for what a plan keeps on the host; they count elements in bf16, and the plan bytes."""
+    options = ["--fine-grained-activation-offloading", "--offload-modules", *asked.modules]
+    options += ["--activation-offload-fraction", str(asked.fraction)]
+    options += ["--min-offloaded-tensor-size", str(asked.min_bytes // 2)]
+    return [*options, *(["--delay-offload-until-cuda-graph"] if asked.delayed_commit else [])]
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ pytest.importorskip("megatron.training")
 from support import gpu_training  # noqa: E402
 from support.gpu_plans import Plans  # noqa: E402
 
-from thdprof.plan import load_plan  # noqa: E402
+from thdprof.plan import OffloadPart, load_plan  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.megatron.refusals.facts import Facts  # noqa: E402
 
@@ -73,6 +73,24 @@ def test_what_the_gpu_tests_train_is_not_refused(plans, config_of, model, impl):
     else:
         with pytest.raises(settings.SettingsError, match=refused[model, impl]):
             settings.check(config, load_plan(plan), facts, gpu_training.environment())
+
+
+@pytest.mark.parametrize(
+    ("model", "modules", "delayed"),
+    [("dense", ["qkv_linear", "core_attn", "attn_proj"], False), ("dropless", ["expert_fc1", "moe_act"], True)],
+)
+def test_megatrons_own_offloading_is_asked_for_as_the_plan_says(plans, config_of, monkeypatch, model, modules, delayed):
+    from megatron.training import arguments
+
+    monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
+    monkeypatch.setattr(arguments, "is_te_min_version", lambda *_: True, raising=False)
+    offload = {"modules": modules, "fraction": 0.5, "delayed_commit": delayed}
+    captured = ["attn", "moe_router"] if model == "dropless" else []
+    plan = plans(2, impl="transformer_engine", modules=captured, offload=offload)
+    config, _ = config_of(
+        plan, model, impl="transformer_engine", more=gpu_training.core_offload_options(OffloadPart(**offload))
+    )
+    settings.check(config, load_plan(plan), Facts(num_chunks=1), gpu_training.environment())
 
 
 def test_training_reads_what_the_plan_was_made_of(plans, config_of, monkeypatch):
