@@ -124,7 +124,11 @@ SETTINGS = (
     Setting(name="Qwen3-0.6B, 2048 tokens", model=QWEN, tokens=2048),
     Setting(name="8 layers of Llama 3 8B", model=LLAMA),
     Setting(name="4 layers, 64 experts", model=EXPERTS),
-    Setting(name="Qwen3-0.6B, full recompute, eager", model=like(QWEN, recompute_granularity="full"), buckets="eager"),
+    Setting(
+        name="Qwen3-0.6B, full recompute, eager",
+        model=like(QWEN, recompute_granularity="full", recompute_num_layers=1),
+        buckets="eager",
+    ),
     Setting(name="Qwen3-0.6B, FP8 current scaling, eager", model=like(QWEN, fp8_recipe="tensorwise"), buckets="eager"),
     Setting(name="Qwen3-0.6B, PP 2", model=QWEN, pp=2),
     Setting(name="Qwen3-0.6B, PP 2, covered", model=QWEN, pp=2, buckets="covered"),
