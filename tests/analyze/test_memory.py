@@ -464,7 +464,7 @@ UNLIKE = {"pp2-ep2-moe", "pp2-vpp2-dp2"}
 
 
 def model_of(row) -> Model:
-    """The model that a row of benchmarks/megatron.py trained, by examples/pretrain_packed_gpt.py."""
+    """The model that a row of benchmarks/results trained."""
     hidden = row.get("hidden", 1024)
     fields = {
         "num_layers": row["layers"],
