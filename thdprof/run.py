@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import runpy
 import shlex
 import sys
@@ -31,6 +32,15 @@ MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "weights": None,
 }
 """Settings of a run of Megatron-LM whose arguments do not give them."""
+
+
+_OTHER_DATA: Mapping[str, str] = {
+    "--sft": "conversations become micro-batches while training, and the plan has not counted them",
+    "--mock-data": "made-up documents are trained on, and the plan has not counted them",
+    "--data-args-path": "the file that names the data is not read, so that it is not compared",
+    "--per-split-data-args-path": "the file that names the data is not read, so that it is not compared",
+}
+"""Arguments that give a run other data than a plan of a dataset has counted, or data that is not known."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,7 +157,7 @@ def _checked(options: argparse.Namespace) -> Plan:
         )
     if differing and os.environ.get("RANK", "0") == "0":
         lines = "\n".join(f"- {line}" for line in differing)
-        print(f"thdprof.run: warning: {options.plan} counts another run than this one:\n{lines}", file=sys.stderr)
+        print(f"thdprof.run: warning: {options.plan} may not count this run:\n{lines}", file=sys.stderr)
     return plan
 
 
@@ -173,7 +183,7 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     try:
         said = parse_megatron_args(shlex.join(command), where="the command line", world_size=world_size)
     except UsageError as error:
-        raise UsageError(str(error).partition("; give ")[0]) from error  # what follows is for an analysis
+        raise UsageError(re.split("; (?:mend it or )?give ", str(error))[0]) from error  # the rest is for an analysis
     settings = {**MEGATRON_DEFAULTS, **said.settings}
     one_each = settings["micro_batch_size"] * settings.get("data_parallel_size", 1)
     settings.setdefault("global_batch_size", one_each)
@@ -184,6 +194,9 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
         changes: [misfit.told(MEGATRON_ARGUMENTS) for misfit in found if misfit.changes == changes]
         for changes in ("graphs", "prediction")
     }
+    flags = {word.partition("=")[0] for word in command[1:]}
+    if plan.dataset.format != "lengths":
+        told["prediction"] += [f"{flag}: {why}" for flag, why in _OTHER_DATA.items() if flag in flags]
     return [*told["graphs"], *refused], told["prediction"]
 
 

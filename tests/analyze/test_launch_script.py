@@ -5,14 +5,18 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import subprocess
 
+import numpy as np
 import pytest
 
+from thdprof.analyze.settings.batch_schedule import read_schedule
 from thdprof.analyze.settings.launch_script import parse_megatron_args
 from thdprof.analyze.settings.megatron_flags import FLAGS
 from thdprof.analyze.settings.shell import read_shell
+from thdprof.analyze.settings.training_command import training_command
 from thdprof.errors import UsageError
 from thdprof.training import definitions
 
@@ -134,7 +138,7 @@ def test_arrays_as_in_megatron_examples():
     assert found.data_paths == ["/data/my-gpt2_text_document"]
     assert found.weights is None
     assert found.notes == [
-        "run.sh, line 36: --rampup-batch-size: the batch size ramp is not followed; the final global batch size is used",
+        "run.sh, line 36: --rampup-batch-size: megatron-core 0.19 passes it over, and so does the prediction: every step has the global batch size; a ramp is given by --step-batch-size-schedule",
         "run.sh: --dataloader-inter-document-masking is not found: without it every sample is one document in training; add the flag",
     ]
     assert set(found.settings) <= set(definitions())
@@ -380,6 +384,86 @@ def test_only_defaults_of_the_values_that_count_are_noted():
     assert found.notes == ["run.sh: the script's own defaults are taken for A, LEN, MBS"]
     found = parse('CMD="pretrain_gpt.py --seq-length ${LEN:-64} --lr ${LR:-1}"\nWORLD_SIZE=${N:-2}\nbash -c "$CMD"\n')
     assert found.notes == ["run.sh: the script's own defaults are taken for LEN, N"]
+
+
+WITHOUT_US = """#!/bin/bash
+PLAN=plan.yaml
+ARGS=(--num-layers 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 32 --train-iters 40 --seed 5
+  --data-path data/documents --split 90,5,5 --dataloader-inter-document-masking)
+{launcher} pretrain_gpt.py "${{ARGS[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ours"),
+    [
+        ("torchrun --nproc-per-node 8", "-m thdprof.run --plan plan.yaml --stats s.jsonl"),
+        ("torchrun --nproc-per-node=8 --nnodes 1", "-m thdprof.run --plan=$PLAN --replay off --stats $STATS"),
+        ("torchrun --nproc_per_node 8", '-m thdprof.run --plan "$PLAN" --'),
+        ("WORLD_SIZE=8 python3 -W ignore", "-m thdprof.run --plan ${PLAN:-other.yaml}"),
+    ],
+)
+def test_the_very_command_line_of_a_run_by_a_plan_is_read_as_the_run_without_it(launcher, ours):
+    alone = WITHOUT_US.format(launcher=launcher)
+    by_plan = WITHOUT_US.format(launcher=f"{launcher} {ours}")
+    assert parse(by_plan) == parse(alone)
+    assert parse(by_plan).settings["seq_length"] == 64
+    assert parse(alone).notes in ([], ["run.sh: does not tell the number of ranks; give --data-parallel-size"])
+    assert training_command(by_plan, where="run.sh") == training_command(alone, where="run.sh")
+    assert training_command(by_plan, where="run.sh").program == "pretrain_gpt.py"
+
+
+def test_a_growing_batch_is_counted_with_its_largest_size():
+    text = "pretrain_gpt.py --seq-length 8 --micro-batch-size 2 --train-samples 400 --step-batch-size-schedule "
+    found = parse("WORLD_SIZE=2\n" + text + "'0:4 800:8 2K:16 1M:64'")
+    assert found.settings.items() >= {"global_batch_size": 16, "train_samples": 400}.items()
+    assert found.notes == [
+        "run.sh, line 2: --step-batch-size-schedule: the batch grows (4 from sample 0, 8 from sample 100, 16 from sample 250, "
+        "64 from sample 125,000); micro-batches and their shares are those of the run, steps are counted and timed with 16 rows"
+    ]
+    in_steps = parse("WORLD_SIZE=2\n" + text.replace("--train-samples 400", "--train-iters 30") + "0:4,800:8")
+    assert in_steps.settings.items() >= {"global_batch_size": 8, "train_samples": 25 * 4 + 5 * 8}.items()
+    assert "train_iters" not in in_steps.settings
+    assert "train with --train-samples 140" in in_steps.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("8:4", "the first stage must begin at 0"),
+        ("0:4 16:8 17:16", "two stages begin at the same sample"),
+        ("0:4 x:8", "X: not a number"),
+        ("0:4 16", "16: must be THRESHOLD:BATCH_SIZE"),
+        ("0:0", "a batch size must be at least 1"),
+        ("0:4 800:6", "6 is not a multiple of --micro-batch-size x data-parallel size = 4"),
+        ("0:4 --global-batch-size 8", "Megatron takes no --global-batch-size beside it"),
+    ],
+)
+def test_schedules_that_megatron_refuses(schedule, message):
+    quoted = f"'{schedule}'" if "--" not in schedule else schedule
+    text = f"WORLD_SIZE=2\npretrain_gpt.py --seq-length 8 --micro-batch-size 2 --step-batch-size-schedule {quoted}"
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parse(text)
+
+
+@pytest.mark.referee
+def test_schedules_are_followed_as_megatron_core_does(rng):
+    calculators = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    compared = 0
+    for _ in range(30):
+        sizes = rng.integers(1, 5, 3) * 4
+        tokens = [0, *np.cumsum(rng.integers(8, 2000, 2)).tolist()]
+        text = " ".join(f"{at}:{size}" for at, size in zip(tokens, sizes, strict=True))
+        ours = read_schedule(text, seq_length=8)
+        theirs = calculators.StepBatchsizeNumMicroBatchesCalculator(2, 2, False, 0, text, 8)
+        consumed = 0
+        for step in range(1, 120):
+            theirs.update(consumed, consistency_check=True)
+            assert ours.batch_size(consumed) == theirs.get_current_global_batch_size()
+            consumed += theirs.get_current_global_batch_size()
+            assert ours.samples_of(step) == consumed
+            compared += 1
+    assert compared > 1000
 
 
 def test_the_interleaved_group_size_counts_with_interleaving_only():

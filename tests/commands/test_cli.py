@@ -612,6 +612,16 @@ def test_whole_layers_of_dropless_experts_are_refused(thdprof, packs, tmp_path):
     assert "; use --impl transformer_engine" in done.stderr
 
 
+def test_a_launch_script_asks_for_graphs_of_megatrons_chunks(thdprof, packs, tmp_path):
+    """A plan for a torch module would be refused by thdprof.run."""
+    script = tmp_path / "run.sh"
+    script.write_text("WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 --micro-batch-size 1\n")
+    for options, impl in (((), "chunk"), (("--impl", "module"), "module")):
+        done = analyze(thdprof, packs, "--megatron-args", script, *options, "-o", tmp_path / "plan.yaml", "--force")
+        assert done.returncode == 0, done.stderr
+        assert load_plan(tmp_path / "plan.yaml").graphs.impl == impl
+
+
 def test_a_launch_script_tells_of_dropless_experts(thdprof, packs, tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("WORLD_SIZE=1\npretrain_gpt.py --num-experts 8 --moe-router-topk 2\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from support.paths import ROOT
 from support.plans import plan_of_shares
 
-from thdprof.run import main
+from thdprof.run import MEGATRON_DEFAULTS, main
 
 SCRIPT = """
 import json, sys
@@ -116,12 +117,32 @@ def test_what_only_changes_the_prediction_is_a_warning(plan, script, capsys):
     assert main(["--plan", str(plan), str(script), *other]) == 0
     assert ran(script) is not None
     assert capsys.readouterr().err == (
-        f"thdprof.run: warning: {plan} counts another run than this one:\n"
+        f"thdprof.run: warning: {plan} may not count this run:\n"
         "- --seed: the plan was made for 1234, the run has 7: the rows are read in another order, so that shares and "
         "times are only about right\n"
         "- --data-path: the plan was made for data/text_document.idx, the run has data/other_document: micro-batches "
         "hold other rows, so that shares and times may differ\n"
     )
+
+
+def test_data_that_the_plan_has_not_counted_is_a_warning(plan, script, capsys):
+    assert main(["--plan", str(plan), str(script), *FITTING, "--sft"]) == 0
+    assert "- --sft: conversations become micro-batches while training" in capsys.readouterr().err
+
+
+@pytest.mark.referee
+def test_the_defaults_are_those_of_megatrons_parser(monkeypatch):
+    """What the script's arguments leave out is compared as Megatron would fill it in."""
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    monkeypatch.delitem(sys.modules, "megatron.training")
+    arguments = pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    read = parser.parse_args([])
+    assert MEGATRON_DEFAULTS["seed"] == read.seed
+    assert MEGATRON_DEFAULTS["context_parallel_size"] == read.context_parallel_size
+    assert MEGATRON_DEFAULTS["pipeline_parallel_size"] == read.pipeline_model_parallel_size
+    assert MEGATRON_DEFAULTS["data_sharding"] == read.data_sharding
+    assert (read.num_experts, read.num_virtual_stages_per_pipeline_rank, read.dataloader_type) == (None, None, None)
 
 
 @pytest.mark.parametrize(("variables", "said"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "3"}, False)])

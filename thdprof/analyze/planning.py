@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from thdprof.plan import Impl, Plan
 
 
-def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
+def make_plan(analysis: Analysis, *, impl: Impl | None = None, usual: Impl = "module") -> Plan:
     """The plan of an analysis, for graphs of the kind `impl`; without buckets, the plan's impl is "none".
 
     Args:
         analysis: the analysis; the plan moves the activations to the host that the analysis counted as moved.
-        impl: the kind of graphs that training captures; None: graphs of a torch module, or with dropless experts the
-            kind that captures the layers' other parts.
+        impl: the kind of graphs that training captures; None: the `usual` one, or with dropless experts the kind that
+            captures the layers' other parts.
+        usual: graphs of a torch module, or of model chunks where the run is known to be Megatron's.
 
     Raises:
         UsageError: `impl` cannot capture any part of a model with dropless experts, or does not move the activations
@@ -29,7 +30,7 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None) -> Plan:
     """
     from thdprof.plan import Plan
 
-    resolved_impl, modules = captured(analysis.settings.experts, impl)
+    resolved_impl, modules = captured(analysis.settings.experts, impl, usual=usual)
     check_settings(asdict(analysis.settings), resolved_impl)
     chosen, settings, costs, offload = analysis.recommendation, analysis.settings, analysis.costs, analysis.offload
     if offload is not None:

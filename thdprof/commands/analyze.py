@@ -111,7 +111,7 @@ def analyze(
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
-    plan = make_plan(analysis, impl=impl)
+    plan = make_plan(analysis, impl=impl, usual=request.usual_impl)
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:
@@ -165,7 +165,7 @@ def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | N
     from thdprof.megatron_limits import check_settings
 
     experts = request.given.get("experts", "none")
-    captures, _ = captured(experts, impl)
+    captures, _ = captured(experts, impl, usual=request.usual_impl)
     check_settings({**request.given, "packer": None}, captures)  # only some formats are packed; make_plan looks again
     if choice is not None:
         check_choice(choice, impl=captures, experts=experts)

@@ -40,7 +40,7 @@ GraphsToCapture = Annotated[
         "--impl",
         help="What the plan captures: a torch module, or Megatron's chunks or layers.",
         rich_help_panel="What to capture",
-        show_default="module; transformer_engine with dropless experts",
+        show_default="module; with --megatron-args chunk; transformer_engine with dropless experts",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.", rich_help_panel="Output")]

@@ -11,18 +11,19 @@ if TYPE_CHECKING:
     from thdprof.plan import Impl, Module
 
 
-def captured(experts: Experts, impl: Impl | None) -> tuple[Impl, list[Module]]:
+def captured(experts: Experts, impl: Impl | None, *, usual: Impl = "module") -> tuple[Impl, list[Module]]:
     """The `graphs.impl` and `graphs.modules` of a plan.
 
     Args:
         experts: the model's experts.
         impl: the kind of graphs that was asked for; None: none was.
+        usual: the kind where none was asked for, and the model has no dropless experts.
 
     Raises:
         UsageError: `impl` captures whole layers, which dropless experts do not allow.
     """
     if experts != "dropless":
-        return impl or "module", []
+        return impl or usual, []
     kind = impl or "transformer_engine"
     modules: list[Module] = [*UP_TO_ROUTER] if kind == "transformer_engine" else []
     check_captured(experts, kind, modules)

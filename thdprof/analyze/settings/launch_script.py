@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from thdprof.analyze.settings.batch_schedule import read_schedule, refused_sizes, told
 from thdprof.analyze.settings.megatron_flags import (
+    BATCH_SCHEDULE,
     CHUNKS_PER_RANK,
     COUNTED_AS_LAYERS,
     DATA_PATH,
@@ -82,6 +84,7 @@ def parse_megatron_args(
     _read_experts(flags, settings)
     _read_interleaving(flags, settings)
     _read_data_parallel(flags, script.variables, settings, world_size)
+    _read_batch_schedule(flags, settings)
     paths, weights = _read_blend(flags, settings)
     model = read_model_flags(flags)
     if flags.defaults_of:
@@ -172,6 +175,45 @@ def _read_data_parallel(
             f"context {context} parallel sizes = {replica}; give {option}"
         )
     settings[name] = world // replica
+
+
+def _read_batch_schedule(flags: ScriptFlags, settings: dict[str, Any]) -> None:
+    """Add the largest batch size of a schedule, and the samples of the run; a note says how steps are counted."""
+    name = "global_batch_size"
+    found = flags.one(BATCH_SCHEDULE, name)
+    if found is None:
+        return
+    where = f"{flags.where}, line {found.line}: {BATCH_SCHEDULE} {found.values[0].text}"
+    given = {**settings, **flags.from_caller}
+    if name in settings:
+        raise UsageError(f"{where}: Megatron takes no --global-batch-size beside it; leave one out")
+    if "seq_length" not in given:
+        raise UsageError(f"{where}: its thresholds are tokens, which needs --seq-length; give --global-batch-size")
+    try:
+        schedule = read_schedule(found.values[0].text, seq_length=given["seq_length"])
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}; mend it or give --global-batch-size") from error
+    at_once = given.get("micro_batch_size", 1) * given.get("data_parallel_size", 1)
+    if refused := refused_sizes(schedule, at_once):
+        raise UsageError(
+            f"{where}: {refused[0]} is not a multiple of --micro-batch-size x data-parallel size = {at_once}; give "
+            "--global-batch-size"
+        )
+    samples, sized = given.get("train_samples"), ""
+    if samples is None and given.get("train_iters") is not None:
+        samples = schedule.samples_of(given["train_iters"])
+        if "train_iters" in settings:  # steps of one size would consume other samples
+            del settings["train_iters"]
+            settings["train_samples"] = samples
+            sized = (
+                f"; with --train-iters Megatron builds a dataset of {given['train_iters'] * at_once} samples only: "
+                f"train with --train-samples {samples}"
+            )
+    settings[name] = schedule.largest(samples)
+    flags.notes.append(
+        f"{flags.where}, line {found.line}: {BATCH_SCHEDULE}: the batch grows ({told(schedule)}); micro-batches and "
+        f"their shares are those of the run, steps are counted and timed with {settings[name]} rows{sized}"
+    )
 
 
 def _world_size(flags: ScriptFlags, variables: Mapping[str, Value]) -> int | None:

@@ -39,6 +39,7 @@ DATA_PATHS = (DATA_PATH, TRAIN_DATA_PATH)
 DOCUMENT_MASKING = "--dataloader-inter-document-masking"
 """Without this flag Megatron-LM trains on each sample as one document."""
 CONVERSATIONS = "--sft"
+BATCH_SCHEDULE = "--step-batch-size-schedule"
 LOADER, NO_DATA_SHARDING, SPLIT = "--dataloader-type", "--no-data-sharding", "--split"
 EXPERTS, PADDED_EXPERTS = "--num-experts", "--moe-pad-expert-input-to-capacity"
 TENSOR_PARALLEL_SIZE = "--tensor-model-parallel-size"
@@ -82,8 +83,10 @@ _FLAGS = (
     Flag(
         name="--rampup-batch-size",
         value="text",
-        not_followed="the batch size ramp is not followed; the final global batch size is used",
+        not_followed="megatron-core 0.19 passes it over, and so does the prediction: every step has the global batch "
+        "size; a ramp is given by --step-batch-size-schedule",
     ),
+    Flag(name=BATCH_SCHEDULE, value="text"),
     Flag(name="--data-args-path", value="text", not_followed=_FILE_NOT_READ),
     Flag(name="--per-split-data-args-path", value="text", not_followed=_FILE_NOT_READ),
     Flag(

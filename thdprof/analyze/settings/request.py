@@ -13,7 +13,7 @@ from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.model.resolve import experts_of, read_settings, resolve_model
 from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.errors import DataError, UsageError
-from thdprof.training import Attention, Model, definitions, model_definitions
+from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions
 from thdprof.training.model_fields import read_field
 
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
@@ -42,6 +42,8 @@ class Request:
     gpu_hour_price: float | None
     """Price of a GPU-hour, in the user's currency; None: not given."""
     notes: list[str]
+    usual_impl: GraphKind
+    """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
 
 
 def read_request(
@@ -113,6 +115,7 @@ def read_request(
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=price_of(command["gpu_hour_price"]) if "gpu_hour_price" in command else None,
         notes=[*notes, *resolved.notes],
+        usual_impl="module" if megatron_args is None else "chunk",
     )
 
 

@@ -16,7 +16,8 @@ UNNEEDED = re.compile(
     r"--(.*(data-path|data-args-path|data-cache|checkpoint|tensorboard|wandb|one-logger|vocab-file|merge-file).*|"
     r"tokenizer-(?!type).*|save|load|save-.*|load-.*|ckpt-.*|async-save|split|mock-data|log-.*|logging-.*|exit-.*|"
     r"eval-.*|profile|profile-.*|num-workers|dataloader-type|data-parallel-random-init|distributed-timeout-minutes|"
-    r"train-iters|train-samples|lr-.*|rampup-batch-size|global-batch-size|timing-log-.*|no-load-.*|no-save-.*|"
+    r"train-iters|train-samples|lr-.*|rampup-batch-size|step-batch-size-schedule|global-batch-size|"
+    r"timing-log-.*|no-load-.*|no-save-.*|"
     r"finetune|non-persistent-.*|record-memory-history|memory-snapshot-path|inprocess-.*|fim-.*|skip-train)"
 )
 """Flags on which the time of a step does not depend: of data, checkpoints, logs and the length of a run."""
