@@ -1,14 +1,13 @@
 """Peak memory and capture time of Megatron training, predicted beside measured, as Markdown.
 
-    python benchmarks/memory.py --gpus 1 --out benchmarks/results/memory-1.md
-    python benchmarks/memory.py --gpus 2 --out benchmarks/results/memory-2.md
+    python benchmarks/memory.py --megatron-lm ~/Megatron-LM --gpus 1 --out benchmarks/results/memory-1.md
+    python benchmarks/memory.py --megatron-lm ~/Megatron-LM --gpus 2 --out benchmarks/results/memory-2.md
     python benchmarks/memory.py --predict
 
-Each setting trains a few steps of 8 micro-batches in a process of its own: megatron-core's GPTModel on Transformer
-Engine, DistributedDataParallel, optimizer and schedule, through `thdprof.runtime.megatron.install`, on real packed
-documents. Where the plan has one bucket, about a tenth of the micro-batches do not fit it and run eagerly beside the
-slots; `covered` settings have a second bucket that holds all; `eager` settings capture nothing. `--predict` prints the
-predictions alone, without a GPU.
+Each setting trains a few steps of 8 micro-batches in a process of its own: Megatron-LM's pretrain_gpt.py, unchanged, by
+a plan as `thdprof.run` follows it, on packed documents. Where the plan has one bucket, about a tenth of the
+micro-batches do not fit it and run eagerly beside the slots; `covered` settings have a second bucket that holds all;
+`eager` settings capture nothing. `--predict` prints the predictions alone, without a GPU.
 
 Before anything is measured a few eager micro-batches run, so that libraries are loaded and kernels tuned; the allocator
 is emptied after them. Measured are, on every rank: what the allocator reserved and allocated at most; the pools of the
@@ -21,25 +20,21 @@ import argparse
 import contextlib
 import datetime
 import gc
-import importlib.util
-import itertools
 import json
-import os
 import platform
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+from megatron_lm import environment_here, write_documents
 
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
@@ -56,7 +51,9 @@ STEPS = 6
 PERCENTILE = 90
 """Percentile of documents that the one bucket of a plan holds."""
 WARM_UP = 3
-"""Eager micro-batches before anything is measured; the last is timed."""
+"""Rounds of a step's micro-batches, eagerly, before anything is measured; the last is timed."""
+MEAN_DOCUMENT = 95
+"""Mean tokens of a document."""
 
 QWEN = Model(
     num_layers=28,
@@ -127,7 +124,11 @@ SETTINGS = (
     Setting(name="Qwen3-0.6B, 2048 tokens", model=QWEN, tokens=2048),
     Setting(name="8 layers of Llama 3 8B", model=LLAMA),
     Setting(name="4 layers, 64 experts", model=EXPERTS),
-    Setting(name="Qwen3-0.6B, full recompute, eager", model=like(QWEN, recompute_granularity="full"), buckets="eager"),
+    Setting(
+        name="Qwen3-0.6B, full recompute, eager",
+        model=like(QWEN, recompute_granularity="full", recompute_num_layers=1),
+        buckets="eager",
+    ),
     Setting(name="Qwen3-0.6B, FP8 current scaling, eager", model=like(QWEN, fp8_recipe="tensorwise"), buckets="eager"),
     Setting(name="Qwen3-0.6B, PP 2", model=QWEN, pp=2),
     Setting(name="Qwen3-0.6B, PP 2, covered", model=QWEN, pp=2, buckets="covered"),
@@ -136,17 +137,6 @@ SETTINGS = (
 
 
 # --- plan and prediction --------------------------------------------------------------------------------------------
-
-
-def neighbour() -> ModuleType:
-    """benchmarks/megatron.py, whose own name is that of the package."""
-    spec = importlib.util.spec_from_file_location("megatron_benchmark", HERE / "megatron.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def analysis_of(setting: Setting, prefix: Path) -> Analysis:
@@ -201,179 +191,128 @@ def prediction_of(setting: Setting, analysis: Analysis, plan: Plan) -> Memory:
 # --- training, in a process of its own ------------------------------------------------------------------------------
 
 
-def config_of(setting: Setting) -> Any:
-    """Megatron's TransformerConfig of the setting's model, with the fused kernels that pretraining takes."""
-    import torch
-    from megatron.core.transformer import TransformerConfig
-
+def flags_of(setting: Setting, prefix: Path) -> list[str]:
+    """Megatron-LM's arguments of a setting, trained on the documents at `prefix`."""
     model = setting.model
-    more: dict[str, Any] = {}
+    words: list[Any] = ["--num-layers", model.num_layers, "--hidden-size", model.hidden_size]
+    words += ["--ffn-hidden-size", model.ffn_size, "--num-attention-heads", model.num_attention_heads]
+    words += ["--group-query-attention", "--num-query-groups", model.query_groups, "--kv-channels", model.head_dim]
+    words += ["--normalization", model.normalization, "--position-embedding-type", "rope", "--disable-bias-linear"]
+    words += ["--attention-dropout", 0, "--hidden-dropout", 0, "--no-gradient-accumulation-fusion", "--bf16"]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", (model.vocab_size or 0) - 1]  # it adds one
+    switches = {
+        "--swiglu": model.gated_linear_unit,
+        "--qk-layernorm": model.qk_layernorm,
+        "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
+        "--moe-grouped-gemm": model.num_experts,
+        "--moe-pad-expert-input-to-capacity": model.num_experts,
+    }
+    words += [switch for switch, on in switches.items() if on]
     if model.num_experts:
-        more |= {
-            "num_moe_experts": model.num_experts,
-            "moe_router_topk": model.moe_router_topk,
-            "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
-            "moe_token_dispatcher_type": "alltoall",
-            "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
-            "moe_pad_expert_input_to_capacity": True,
-            "moe_grouped_gemm": True,
-            "expert_tensor_parallel_size": 1,
-            "moe_router_load_balancing_type": "none",
-        }
+        words += ["--num-experts", model.num_experts, "--moe-router-topk", model.moe_router_topk]
+        words += ["--moe-ffn-hidden-size", model.moe_ffn_hidden_size, "--moe-token-dispatcher-type", "alltoall"]
+        words += ["--moe-expert-capacity-factor", model.moe_expert_capacity_factor]
+        words += ["--expert-tensor-parallel-size", 1, "--moe-router-load-balancing-type", "none"]
     if model.recompute_granularity == "full":
-        more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
     if model.fp8_recipe:
-        more |= {"fp8": "hybrid", "fp8_recipe": model.fp8_recipe}
-    return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.query_groups,
-        kv_channels=model.head_dim,
-        gated_linear_unit=model.gated_linear_unit,
-        activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=True,
-        normalization=model.normalization,
-        qk_layernorm=model.qk_layernorm,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        pipeline_model_parallel_size=setting.pp,
-        virtual_pipeline_model_parallel_size=setting.vpp,
-        apply_rope_fusion=True,
-        deallocate_pipeline_outputs=setting.pp > 1,
-        overlap_p2p_comm=setting.vpp is not None,
-        batch_p2p_comm=setting.vpp is None,
-        **more,
-    )
+        words += ["--fp8-format", "hybrid", "--fp8-recipe", model.fp8_recipe]
+    words += ["--pipeline-model-parallel-size", setting.pp]
+    words += ["--num-virtual-stages-per-pipeline-rank", setting.vpp] if setting.vpp else []
+    words += ["--seq-length", setting.tokens, "--max-position-embeddings", setting.tokens, "--micro-batch-size", 1]
+    words += ["--global-batch-size", MICROBATCHES, "--train-iters", STEPS, "--eval-iters", 0, "--eval-interval", 1000]
+    words += ["--lr", 1e-4, "--min-lr", 1e-4, "--lr-decay-style", "constant", "--te-rng-tracker", "--log-interval", 1]
+    words += ["--data-path", prefix, "--num-workers", 2, "--dataloader-inter-document-masking"]
+    return [*map(str, words), "--no-create-attention-mask-in-dataloader"]
 
 
-def model_builder(setting: Setting) -> Callable[..., Any]:
-    """What makes one chunk of the setting's model, in the place of the example's own."""
+def train(plan_path: Path, log: Path, script: Path, arguments: Sequence[str]) -> None:
+    """Run `script` by the plan on this rank's GPU; rank 0 writes what was measured on all ranks to `log`."""
+    import runpy
 
-    def build(_args: Any, config: Any, _sizes: Any, seq_length: int, **stage: Any) -> Any:
-        from megatron.core.models.gpt import GPTModel
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.training import training
 
-        spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        return GPTModel(
-            config=config,
-            transformer_layer_spec=spec,
-            vocab_size=setting.model.vocab_size,
-            max_sequence_length=seq_length,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=not setting.model.untie_embeddings_and_output_weights,
-            **stage,
-        )
+    from thdprof.plan import load_plan
+    from thdprof.runtime.megatron.trainers.megatron_lm import following
 
-    return build
+    own_train = training.train
 
+    def measured(
+        forward_step: Any, model: Any, optimizer: Any, scheduler: Any, batches: Any, *more: Any, **named: Any
+    ) -> Any:
+        import torch
 
-def train(setting: Setting, plan_path: Path, log: Path) -> None:
-    """Train the setting on this rank's GPU; rank 0 writes what was measured on all ranks to `log`."""
-    import torch
-
-    example = neighbour().import_example("pretrain_packed_gpt")
-    example.build_model = model_builder(setting)
-    args = example.arguments(["--plan", str(plan_path), "--steps", str(STEPS), "--num-workers", "0"])
-    plan = example.plan_of(args)
-    sizes = example.Sizes(world=setting.pp, tp=1, pp=setting.pp, vpp=setting.vpp, cp=1, dp=1, ep=1)
-    args.pp, args.vpp = setting.pp, setting.vpp
-    example.prepare(sizes)
-    example.start(args, sizes)
-    try:
-        example.seed(args)
-        measured = measure(example, setting, args, plan, sizes)
-        ranks: list[Any] = [None] * setting.pp
-        torch.distributed.all_gather_object(ranks, measured)
-        if torch.distributed.get_rank() == 0:
-            log.write_text(json.dumps(ranks))
-    finally:
-        example.stop()
-
-
-def measure(example: Any, setting: Setting, args: Any, plan: Plan, sizes: Any) -> dict[str, Any]:
-    """What one rank measured."""
-    import torch
-
-    config = config_of(setting)
-    chunks = example.build_chunks(args, config, sizes, setting.tokens)
-    optimizer = example.build_optimizer(args, config, chunks)
-    with example.shared_directory() as cache, contextlib.ExitStack() as stack:
-        rows = example.load_rows(plan, cache)
-        batches = list(itertools.islice(example.micro_batches(plan, rows, 0), STEPS * MICROBATCHES))
-        forward_step = example.make_forward_step(partial(example.thdprof_metadata, cp=1), 1)
-        eager_ms = warm_up(setting, chunks, forward_step, batches)
-        state_without_moments = torch.cuda.memory_allocated()
-        captures = timed_captures(stack)
-        installation = None
-        if plan.captured:
-            from thdprof.runtime.megatron import install
-
-            installation = stack.enter_context(install(chunks, plan, config))
-        readers = [iter(batches) for _ in chunks]
-        result, _ = example.optimize(
-            args,
-            chunks,
-            optimizer,
-            readers,
-            forward_step,
-            [MICROBATCHES] * STEPS,
-            setting.tokens,
-            installation,
-        )
-        for chunk in chunks:
+        with contextlib.ExitStack() as stack:
+            found: dict[str, Any] = {"eager_ms": warm_up(model, forward_step, batches)}
+            found["state_without_moments"] = torch.cuda.memory_allocated()
+            found["capture_ms"] = timed_captures(stack)
+            told = own_train(forward_step, model, optimizer, scheduler, batches, *more, **named)
+        for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         gc.collect()
         torch.cuda.synchronize()
-        pools = pool_allocated()
-        return {
-            "peak_reserved": torch.cuda.max_memory_reserved(),
-            "peak_allocated": torch.cuda.max_memory_allocated(),
-            "pool_bytes": installation.pool_bytes() if installation is not None else 0,
-            "state": torch.cuda.memory_allocated() - pools,
-            "state_without_moments": state_without_moments,
-            "moments": moments_of(optimizer),
-            "eager_ms": eager_ms,
-            "capture_ms": captures,
-            "step_ms": result.step_ms,
-            "gpu": torch.cuda.get_device_name(),
-        }
+        ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(ranks, {**found, **held_here(optimizer)})
+        if torch.distributed.get_rank() == 0:
+            log.write_text(json.dumps(ranks))
+        return told
+
+    training.train = measured  # before `following`, which takes it for Megatron's own
+    sys.argv, sys.path[0] = [str(script), *arguments], str(script.parent)
+    with following(load_plan(plan_path)):
+        runpy.run_path(str(script), run_name="__main__")
 
 
-def warm_up(setting: Setting, chunks: Sequence[Any], forward_step: Any, batches: Sequence[Any]) -> float:
-    """Run a few eager micro-batches; milliseconds of the last. Empties the allocator and its statistics."""
+def held_here(optimizer: Any) -> dict[str, Any]:
+    """What this rank's allocator held at most, and what is left of it after the last step."""
+    import torch
+
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]
+    return {
+        "peak_reserved": torch.cuda.max_memory_reserved(),
+        "peak_allocated": torch.cuda.max_memory_allocated(),
+        "pool_bytes": sum(segment["total_size"] for segment in segments),
+        "state": torch.cuda.memory_allocated() - sum(segment["allocated_size"] for segment in segments),
+        "moments": moments_of(optimizer),
+        "gpu": torch.cuda.get_device_name(),
+    }
+
+
+def warm_up(chunks: Sequence[Any], forward_step: Any, batches: Any) -> float:
+    """Run the micro-batches of the first step a few times, eagerly; milliseconds of one in the last round.
+
+    The allocator is emptied then, and its statistics begin anew. The first step gets the same micro-batches.
+    """
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.training import get_args
 
-    count = MICROBATCHES if setting.pp > 1 else 1
+    args = get_args()
+    iterators = batches if isinstance(batches, list) else [batches]
     ms = 0.0
+    for chunk in chunks:
+        chunk.eval()  # which thdprof runs eagerly
     for _ in range(WARM_UP):
         torch.cuda.synchronize()
         began = time.perf_counter()
-        readers = [iter(batches) for _ in chunks]
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=readers if len(readers) > 1 else readers[0],
+            data_iterator=batches,
             model=list(chunks),
-            num_microbatches=count,
-            seq_length=setting.tokens,
-            micro_batch_size=1,
+            num_microbatches=MICROBATCHES,
+            seq_length=args.seq_length,
+            micro_batch_size=args.micro_batch_size,
             forward_only=False,
         )
         torch.cuda.synchronize()
         # a pipeline of n stages is busy for as long as n - 1 micro-batches more
-        ms = (time.perf_counter() - began) * 1000 / (count + setting.pp - 1)
+        ms = (time.perf_counter() - began) * 1000 / (MICROBATCHES + args.pipeline_model_parallel_size - 1)
+        for iterator in iterators:
+            if iterator is not None:
+                iterator.rewind()
     for chunk in chunks:
+        chunk.train()
         chunk.zero_grad_buffer()
     gc.collect()
     torch.cuda.empty_cache()
@@ -405,14 +344,6 @@ def timed_captures(stack: contextlib.ExitStack) -> list[float]:
     return found
 
 
-def pool_allocated() -> int:
-    """Bytes that are allocated in pools of graphs."""
-    import torch
-
-    segments = torch.cuda.memory_snapshot()
-    return sum(s["allocated_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
-
-
 def moments_of(optimizer: Any) -> int:
     """Bytes of the optimizer's moments."""
     import torch
@@ -426,19 +357,28 @@ def moments_of(optimizer: Any) -> int:
 # --- driver ---------------------------------------------------------------------------------------------------------
 
 
-def run_setting(setting: Setting, plan_path: Path, directory: Path, timeout: float) -> tuple[list[Any] | None, str]:
+def run_setting(
+    setting: Setting, plan_path: Path, prefix: Path, script: Path, timeout: float
+) -> tuple[list[Any] | None, str]:
     """What every rank measured, or None; and the last lines of the processes' output."""
-    log = directory / "measured.json"
+    log = plan_path.with_name("measured.json")
     log.unlink(missing_ok=True)
-    launcher = [sys.executable]
+    launcher = [sys.executable, "-W", "ignore"]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29591"}
     if setting.pp > 1:
-        port = str(random.randrange(20_000, 30_000))
+        port, alone = str(random.randrange(20_000, 30_000)), {}
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(setting.pp), "--master-port", port]
-    command = [*launcher, str(HERE / "memory.py"), "--work", setting.name, str(plan_path), str(log)]
+    command = [*launcher, str(HERE / "memory.py"), "--work", str(plan_path), str(log), str(script)]
+    command += flags_of(setting, prefix)
     began = time.monotonic()
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout, errors="replace", env=os.environ
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            errors="replace",
+            env={**environment_here(), **alone, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         )
         output = done.stdout + done.stderr
     except subprocess.TimeoutExpired as error:
@@ -545,22 +485,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure the settings; 1 where one failed."""
     given = sys.argv[1:] if argv is None else list(argv)
     if given[:1] == ["--work"]:
-        train(next(s for s in SETTINGS if s.name == given[1]), Path(given[2]), Path(given[3]))
+        train(Path(given[1]), Path(given[2]), Path(given[3]), given[4:])
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=1, choices=(1, 2), help="settings that take as many [1]")
+    parser.add_argument("--megatron-lm", type=Path, help="folder with pretrain_gpt.py; needed without --predict")
     parser.add_argument("--predict", action="store_true", help="predict all settings, train nothing")
     parser.add_argument("--only", default="", help="settings whose name holds this [all]")
     parser.add_argument("--timeout", type=float, default=90, help="seconds of one setting [90]")
     parser.add_argument("--out", type=Path, help="Markdown to write [standard output alone]")
     args = parser.parse_args(given)
+    if not args.predict and args.megatron_lm is None:
+        parser.error("--megatron-lm is needed to train; --predict trains nothing")
     chosen = [s for s in SETTINGS if args.only in s.name and (args.predict or s.pp == args.gpus)]
     memory, captures, failures, raw = [], [], [], []
     gpu = "no GPU"
     with tempfile.TemporaryDirectory(prefix="thdprof-") as name:
         directory = Path(name)
         prefix = directory / "documents"
-        neighbour().write_documents(prefix, int((STEPS * MICROBATCHES + 2) * 4096 * 1.1))
+        write_documents(prefix, tokens=int((STEPS * MICROBATCHES + 2) * 4096 * 1.1), mean=MEAN_DOCUMENT)
         for setting in chosen:
             analysis = analysis_of(setting, prefix)
             plan = plan_of(setting, analysis)
@@ -569,7 +512,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.predict:
                 path = directory / "plan.yaml"
                 plan.save(path, force=True)
-                ranks, output = run_setting(setting, path, directory, args.timeout)
+                script = args.megatron_lm.resolve() / "pretrain_gpt.py"
+                ranks, output = run_setting(setting, path, prefix, script, args.timeout)
                 raw.append({"setting": setting.name, "predicted": asdict(found), "measured": ranks})
                 if ranks is None:
                     failures += ["", f"{setting.name} failed; its last lines:", "", "```", output, "```"]

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import pretrain_packed_gpt as example
+from support.own_loop import VOCABULARY, config_of, process_groups, wrapped
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
 from thdprof.runtime.megatron import install, packed_seq_params
 from thdprof.runtime.padding import document_of_tokens, pad_cu_seqlens
 
-TOKENS, CAP, VOCABULARY = 512, 8, 256
+TOKENS, CAP = 512, 8
 ALIGNED = [0, 128, 384, TOKENS]
 """Documents that begin where the chunks of Mamba's scan do, which are 128 tokens long."""
 RAGGED = [0, 100, 301, TOKENS]
@@ -39,19 +39,30 @@ def small_plan(directory: Path, impl: str) -> Plan:
 @contextmanager
 def hybrid(impl: str) -> Iterator[tuple[Any, Any]]:
     """A small hybrid model, and its installation."""
-    with tempfile.TemporaryDirectory() as name:
-        plan = small_plan(Path(name), impl)
-        options = ["--plan", "none", "--model", "hybrid", "--hybrid-pattern", "M-*-", "--layers", "4"]
-        args = example.arguments([*options, "--hidden", "256", "--heads", "4"])
-        sizes = example.Sizes(world=1, tp=1, pp=1, vpp=None, cp=1, dp=1, ep=1)
-        example.prepare(sizes)
-        example.start(args, sizes)
-        example.seed(args)
-        config = example.build_config(args, sizes, impl)
-        chunks = example.build_chunks(args, config, sizes, TOKENS)
-        with install(chunks, plan, config) as installation:
-            yield chunks[0], installation
-        example.stop()
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    with tempfile.TemporaryDirectory() as name, process_groups():
+        config = config_of(
+            num_layers=4,
+            is_hybrid_model=True,
+            mamba_num_groups=8,
+            mamba_head_dim=64,
+            mamba_state_dim=128,
+            cuda_graph_impl="none" if impl == "chunk" else impl,
+        )
+        model = HybridModel(
+            config=config,
+            hybrid_stack_spec=hybrid_stack_spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=TOKENS,
+            hybrid_layer_pattern="M-*-",
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+        )
+        chunk = wrapped(model, config)
+        with install(chunk, small_plan(Path(name), impl), config) as installation:
+            yield chunk, installation
 
 
 def logits(model: Any, tokens: torch.Tensor, params: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support.gpu_training import train
+from support.gpu_training import assert_as_predicted, assert_same_training, train
 from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
@@ -21,26 +21,31 @@ pytestmark = [
 DETERMINISTIC = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1"}
 """Without atomic additions, and without tuning, which may choose other kernels in another process."""
 
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 
+
+@pytest.fixture(scope="module")
+def eager_runs(plans, tmp_path_factory):
+    """Eager runs without and with dropout, by Megatron's arguments for it."""
+    return {
+        more: train(
+            plans(1), tmp_path_factory.mktemp("eager") / "run.jsonl", "mamba", *more, replay=False, **DETERMINISTIC
+        )
+        for more in ((), DROPOUT)
+    }
+
+
+@pytest.mark.xdist_group("mamba")
 @pytest.mark.parametrize(
     ("impl", "more"),
-    [("chunk", ("--dropout", "0.1")), ("transformer_engine", ()), ("local", ())],
+    [("chunk", DROPOUT), ("transformer_engine", ()), ("local", ())],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_run_equals_its_eager_twin(plans, tmp_path, monkeypatch, impl, more):
-    for name, value in DETERMINISTIC.items():
-        monkeypatch.setenv(name, value)
-    common = ("--model", "hybrid", "--hybrid-pattern", "M-*-", "--layers", "4", *more)
-    eager = train(plans[1], tmp_path / "eager.jsonl", "--padded-eager", *common)
-    ours = train(plans[1], tmp_path / "ours.jsonl", "--impl", impl, *common)
-    assert ours["captures"] > 0
-    assert ours["fallbacks"] == ours["predicted"]
-    assert sum(ours["fallbacks"]) > 0
-    assert sum(ours["replays"].values()) > 20
-    assert len(ours["losses"]) == 12
-    print(ours["losses"], eager["losses"], ours["grad_norms"], eager["grad_norms"], sep="\n")
-    assert ours["losses"] == eager["losses"]
-    assert ours["grad_norms"] == eager["grad_norms"]
+def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, impl, more):
+    plan = plans(1, impl=impl)
+    ours = train(plan, tmp_path / "ours.jsonl", "mamba", *more, **DETERMINISTIC)
+    assert_as_predicted(plan, ours)
+    assert_same_training(ours, eager_runs[more])
 
 
 @pytest.mark.parametrize(

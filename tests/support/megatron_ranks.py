@@ -10,12 +10,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextmanager
-def ranks(world: int, rank: int, *, hybrid: bool = True):
+def ranks(world: int, rank: int, *, context: int = 2, hybrid: bool = True):
     """megatron-core's groups as rank `rank` of `world` has them, without other processes."""
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(
-            context_parallel_size=2, hybrid_context_parallel=hybrid, create_gloo_process_groups=False
+            context_parallel_size=context, hybrid_context_parallel=hybrid, create_gloo_process_groups=False
         )
         yield
     finally:

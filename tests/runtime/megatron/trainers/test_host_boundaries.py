@@ -26,7 +26,7 @@ from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.host_known import host_of, known, plain
 from thdprof.runtime.megatron.trainers.tensor_parallel_peers import RowBoundaries, decoded, encoded
 
-WAITS = ("item", "nonzero", "tolist", "__bool__", "__int__", "cpu", "numpy")
+WAITS = ("repeat_interleave", "item", "nonzero", "tolist", "__bool__", "__int__", "cpu", "numpy")
 
 
 class OnGpu(torch.Tensor):
@@ -34,7 +34,7 @@ class OnGpu(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in WAITS and isinstance(args[0], OnGpu):
+        if getattr(func, "__name__", "") in WAITS and any(isinstance(arg, OnGpu) for arg in args):
             raise AssertionError(f"{func.__name__} waits for the GPU")
         return super().__torch_function__(func, types, args, kwargs or {})
 

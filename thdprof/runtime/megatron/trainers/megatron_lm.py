@@ -12,6 +12,7 @@ from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import Observer
+from thdprof.runtime.megatron.trainers.own_capture import left_to_the_plan
 from thdprof.runtime.megatron.trainers.plans import for_megatron
 from thdprof.runtime.megatron.trainers.replaced import replaced
 from thdprof.runtime.megatron.trainers.result_checks import checked_once_a_step
@@ -81,7 +82,8 @@ class _Loop:
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         """Train; then tell what was observed, and free the graphs before process groups go."""
         try:
-            result = self._own_train(*args, **kwargs)
+            with left_to_the_plan(self._training.get_args()):
+                result = self._own_train(*args, **kwargs)
         except SystemExit:  # by --exit-interval, a signal or a time limit, on which all ranks agree
             self.end(together=True)
             raise

@@ -1,0 +1,60 @@
+"""Plans of short micro-batches of the demo's data, some of which fit no bucket."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.sources.demo import write_demo
+from thdprof.plan import Plan
+
+TOKENS, STEPS = 512, 12
+CAPS = {1: [3], 2: [1, 3]}
+"""Most documents of each bucket, by number of buckets."""
+
+
+class Plans:
+    """Plans of one dataset, as files."""
+
+    def __init__(self, directory: Path) -> None:
+        """Write the dataset to `directory`, and analyse it."""
+        self._directory, self._numbers = directory, itertools.count()
+        write_demo(directory)
+        self.analysis = analyze_dataset(
+            directory / "megatron" / "documents", seq_length=TOKENS, global_batch_size=4, train_iters=STEPS, buckets=1
+        )
+
+    def __call__(
+        self,
+        buckets: int,
+        *,
+        impl: str = "chunk",
+        modules: Sequence[str] = (),
+        offload: dict[str, Any] | None = None,
+    ) -> Path:
+        """The file of a plan with this many buckets.
+
+        Args:
+            buckets: number of buckets, a key of CAPS.
+            impl: what is captured.
+            modules: parts of layers that are captured; none: all of them.
+            offload: fields of the plan's graphs.offload.
+        """
+        n_seqs, caps = self.analysis.microbatches.n_seqs, CAPS[buckets]
+        shares = [float(((n_seqs > low) & (n_seqs <= cap)).mean()) for low, cap in zip([0, *caps], caps, strict=False)]
+        values = make_plan(self.analysis, impl="chunk").model_dump(mode="json", by_alias=True)
+        values["graphs"] |= {
+            "impl": impl,
+            "modules": list(modules),
+            "offload": offload,
+            "buckets": [
+                {"max_seqs": cap, "max_seqlen": TOKENS, "share": share} for cap, share in zip(caps, shares, strict=True)
+            ],
+        }
+        values["predictions"]["fallback_rate"]["microbatch"] = float((n_seqs > caps[-1]).mean())
+        path = self._directory / f"plan{next(self._numbers)}.yaml"
+        Plan.model_validate(values).save(path)
+        return path
