@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -27,6 +28,7 @@ from pydantic import BaseModel, ConfigDict
 from support.command import run_in_process
 from support.paths import ROOT
 
+from thdprof import run
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.dispatch import FallbackReason
 from thdprof.megatron_limits import LIMITS
@@ -293,15 +295,31 @@ def check_command(line: str) -> None:
             extras = re.findall(r"\w+", what.removeprefix("."))
             declared = (ROOT / "pyproject.toml").read_text()
             assert all(re.search(rf"^{extra} = \[", declared, re.M) for extra in extras), extras
+        case ["torchrun", "--nproc-per-node", count, "-m", "thdprof.run", *rest]:
+            assert int(count) >= 1
+            check_run_by_a_plan(rest)
         case ["torchrun", "--nproc-per-node", count, path, *rest]:
             assert int(count) >= 1
             script(path).arguments(rest)
-        case ["python", "examples/pretrain_dynamic_cp.py" as path, "lengths", _, _]:
-            assert callable(script(path).write_lengths)
         case ["python", path, *rest]:
             script(path).arguments(rest)
         case _:
             pytest.fail(f"nobody knows how to check: {line}")
+
+
+def check_run_by_a_plan(words: list[str]) -> None:
+    """`thdprof.run` has the options in front of a script of Megatron-LM's, and Megatron has those behind it."""
+    given = run.parser().parse_args(words)
+    assert given.script.name in ("pretrain_gpt.py", "pretrain_hybrid.py"), given.script
+    unknown = megatron_parser().parse_known_args([word for word in given.arguments if word != "..."])[1]
+    assert not unknown
+
+
+@functools.cache
+def megatron_parser() -> argparse.ArgumentParser:
+    """Megatron-LM's own parser, which takes seconds to make."""
+    arguments = pytest.importorskip("megatron.training.arguments")
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def test_there_are_commands_to_parse():
@@ -321,7 +339,10 @@ def test_commands_that_are_not_run_have_options_that_exist(page, line):
         "thdprof no-such-command",
         "make no-such-target",
         "pip install .[nosuch]",
-        "torchrun --nproc-per-node 1 examples/pretrain_packed_gpt.py --plan p.yaml --no-such-option",
+        "torchrun --nproc-per-node 1 examples/train_megatron_core.py --plan p.yaml --no-such-option",
+        "torchrun --nproc-per-node 1 -m thdprof.run --no-such-option pretrain_gpt.py",
+        "torchrun --nproc-per-node 1 -m thdprof.run --plan p.yaml pretrain_gpt.py ... --no-such-option",
+        "torchrun --nproc-per-node 1 -m thdprof.run --plan p.yaml no_such_script.py ...",
         "rm everything",
     ],
 )
@@ -331,7 +352,7 @@ def test_commands_with_wrong_options_are_found(line, capsys):
 
 
 def test_argparse_is_what_scripts_use():
-    assert isinstance(script("examples/pretrain_packed_gpt.py").arguments(["--plan", "p.yaml"]), argparse.Namespace)
+    assert isinstance(script("examples/train_megatron_core.py").arguments(["--plan", "p.yaml"]), argparse.Namespace)
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
