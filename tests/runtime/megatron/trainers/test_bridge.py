@@ -167,6 +167,15 @@ def test_counters_stand_in_the_log_line_and_in_every_writer_as_often_as_bridge_w
         assert getattr(run.state, name).written == [("thdprof/replayed", 8.0, 2), ("thdprof/replayed", 8.0, 4)]
 
 
+def test_a_run_that_writes_no_metrics_gets_none_of_ours(run, plan):
+    run.config = configuration(logger_skip_train_metrics_log=True)
+    run.start(ThdprofCallback(plan))
+    run.steps(2)
+    run.fire("on_train_end")
+    assert run.state.tensorboard_logger.written == []
+    assert "after step 2" in run.seen
+
+
 @pytest.mark.parametrize(("error", "together"), [(SystemExit(0), True), (RuntimeError("NCCL"), False)])
 def test_graphs_are_freed_before_bridge_destroys_its_state_however_a_run_ends(run, plan, error, together):
     own = run.pretrain.destroy_global_state

@@ -104,7 +104,8 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             return
         state = context.state
         iteration = state.train_state.step + 1  # Bridge counts the step later
-        if iteration % state.cfg.logger.tensorboard_log_interval == 0:
+        logger_config = state.cfg.logger
+        if not logger_config.skip_train_metrics_log and iteration % logger_config.tensorboard_log_interval == 0:
             _write(state, self._observer.scalars(), iteration)
         self._observer.after_step(iteration)
 
