@@ -16,11 +16,11 @@ from support.paths import ROOT
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("modelopt", "transformers", "nvidia_resiliency_ext")),
-        reason="needs Megatron-Bridge with its dependencies",
-    ),
 ]
+trains = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("modelopt", "transformers", "nvidia_resiliency_ext")),
+    reason="needs Megatron-Bridge with its dependencies",
+)
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -34,6 +34,7 @@ def run(*command: str, cwd: Path) -> str:
     return done.stdout
 
 
+@trains
 def test_losses_and_gradient_norms_equal_those_of_padded_eager_bit_for_bit(tmp_path):
     benchmark = str(ROOT / "benchmarks" / "bridge.py")
     variants = "replayed,padded eager"
@@ -42,6 +43,7 @@ def test_losses_and_gradient_norms_equal_those_of_padded_eager_bit_for_bit(tmp_p
     assert '"replays"' in told
 
 
+@trains
 def test_the_example_trains_and_counts(tmp_path):
     run("-m", "thdprof", "demo", "demo", cwd=tmp_path)
     settings = "--seq-length 2048 --global-batch-size 8 --train-iters 8 --pad-to-max-length -o plan.yaml"
@@ -53,3 +55,28 @@ def test_the_example_trains_and_counts(tmp_path):
     assert " thdprof replayed: " in told
     (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert sum(replayed["count"] for replayed in json.loads(line)["replays"]) == 64
+
+
+@pytest.mark.parametrize(("multiple", "constant"), [(1, False), (4, False), (1, True), (4, True)])
+def test_a_micro_batch_comes_to_its_decision_without_a_wait(tmp_path, monkeypatch, multiple, constant):
+    from support import bridge_referee, bridge_training
+
+    from thdprof.runtime.megatron.decoder.packed_seq_params import read
+    from thdprof.runtime.megatron.trainers.bridge_batches import host_boundaries_of_bridge
+
+    gpt_step = bridge_training.gpt_step(monkeypatch)
+    path = bridge_referee.write_packed_parquet(tmp_path / "rows.parquet", bridge_training.ROWS)
+    collated = bridge_training.collate(path, multiple=multiple, constant=constant)
+    pinned = {k: v.pin_memory() if isinstance(v, torch.Tensor) else v for k, v in collated.items()}
+    batches = list(bridge_training.micro_batches(pinned, len(bridge_training.ROWS)))
+    torch.cuda.synchronize()
+    with host_boundaries_of_bridge(gpt_step, constant_length=constant):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            params = list(bridge_training.packed_seq_params(gpt_step, batches))
+            packed = [read(one, cp_size=1, tail="none") for one in params]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for one, given in zip(packed, params, strict=True):
+        assert given.cu_seqlens_q.is_cuda
+        assert one.host.tolist() == given.cu_seqlens_q.tolist()

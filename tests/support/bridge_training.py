@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from support import bridge_referee  # noqa: F401 - leads to Bridge's files; skips without megatron-bridge
+from support import bridge_referee
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -30,14 +32,26 @@ _ONLY_NAMED = {
 """Modules that gpt_step imports and that get_batch never uses, each with the names that are imported from it."""
 
 
+ROWS = [[4, 8, 12], [20, 28], [8, 4, 4, 4, 4, 8, 8], [44], [12, 12, 4, 16], [48]]
+"""Documents of packed rows, in tokens as training sees them; some rows are shorter than the pack."""
+PACK_TOKENS = 48
+_ONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+ONE_RANK = SimpleNamespace(pp=_ONE, cp=_ONE)
+"""Process groups of one rank, as far as get_batch looks at them."""
+
+
 def gpt_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Bridge's own megatron.bridge.training.gpt_step, for its way from a batch to PackedSeqParams."""
+    """Bridge's own megatron.bridge.training.gpt_step, for its way from a batch to PackedSeqParams on one rank."""
     for name, names in _ONLY_NAMED.items():
         module = ModuleType(name)
         module.__path__ = []
         vars(module).update(dict.fromkeys(names, object))
         monkeypatch.setitem(sys.modules, name, module)
-    return imported(monkeypatch, "megatron.bridge.training.gpt_step")
+    step = imported(monkeypatch, "megatron.bridge.training.gpt_step")
+    for name in ("is_pp_first_stage", "is_pp_last_stage"):
+        monkeypatch.setattr(step, name, lambda group: True)
+    monkeypatch.setattr(step, "get_batch_on_this_cp_rank", lambda batch, **_: batch)
+    return step
 
 
 def imported(monkeypatch: pytest.MonkeyPatch, name: str) -> ModuleType:
@@ -80,7 +94,7 @@ def configuration(**changes: Any) -> SimpleNamespace:
         dist=SimpleNamespace(use_megatron_fsdp=False, use_torch_fsdp2=False, eval_context_parallel_size=None),
         optimizer=SimpleNamespace(optimizer_cuda_graph=False),
         rng=SimpleNamespace(te_rng_tracker=True),
-        logger=SimpleNamespace(tensorboard_log_interval=2),
+        logger=SimpleNamespace(tensorboard_log_interval=2, skip_train_metrics_log=False),
         peft=None,
         inprocess_restart=None,
         tensor_inspect=None,
@@ -100,3 +114,33 @@ def micro_batches(collated: dict[str, Any], count: int) -> Iterator[dict[str, An
     from megatron.bridge.data.batch_utils import split_batch_into_microbatches
 
     yield from split_batch_into_microbatches(collated, count)
+
+
+def collate(path: Path, *, multiple: int, constant: bool) -> dict[str, Any]:
+    """What a `batch` loader collates of the file's rows, by Bridge's own dataset."""
+    metadata = path.with_suffix(".jsonl")
+    longest = max(map(max, ROWS))
+    most = max(map(len, ROWS))
+    entry = {"dataset_max_seqlen": longest, "max_samples_per_bin": most, "min_packed_seqlen": min(map(sum, ROWS))}
+    metadata.write_text(json.dumps([entry]))
+    dataset = bridge_referee.parquet.GPTSFTPackedParquetDataset(
+        str(path),
+        bridge_referee.TOKENIZER,
+        pad_seq_to_mult=multiple,
+        max_seq_length=PACK_TOKENS,
+        pad_to_max_length=True,
+        pad_cu_seqlens=constant,
+        pack_metadata_file_path=str(metadata),
+        prompt_template="{input} {output}",
+        label_key="output",
+        truncation_field="input",
+    )
+    return dataset.collate_fn([dataset[index] for index in range(len(dataset))])
+
+
+def packed_seq_params(gpt_step: ModuleType, batches: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """PackedSeqParams of each micro-batch, by Bridge's own functions."""
+    config = configuration()
+    for batch in batches:
+        *_, metadata = gpt_step.get_batch(iter([batch]), config, pg_collection=ONE_RANK)
+        yield gpt_step.get_packed_seq_params(metadata)

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from support import bridge_training
+from support import bridge_referee, bridge_training
 from support.bridge_training import configuration
 
 from thdprof.analyze import analyze_dataset, make_plan
@@ -22,8 +22,10 @@ EVENTS = {"on_train_start", "on_train_step_end", "on_train_end"}
 
 @pytest.fixture
 def plan(tmp_path) -> Plan:
-    (tmp_path / "packs.jsonl").write_text('{"lengths": [4, 12]}\n' * 8)
-    return make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16), impl="chunk")
+    """The plan for the run of `configuration()`."""
+    rows = bridge_referee.write_packed_parquet(tmp_path / "rows.parquet", [[4, 12], [8, 8]] * 4)
+    run = {"loader": "batch", "seq_length": 16, "global_batch_size": 2, "train_samples": 8, "pad_to_max_length": True}
+    return make_plan(analyze_dataset(rows, **run), impl="chunk")
 
 
 class FakeInstallation:
@@ -165,6 +167,15 @@ def test_counters_stand_in_the_log_line_and_in_every_writer_as_often_as_bridge_w
         assert getattr(run.state, name).written == [("thdprof/replayed", 8.0, 2), ("thdprof/replayed", 8.0, 4)]
 
 
+def test_a_run_that_writes_no_metrics_gets_none_of_ours(run, plan):
+    run.config = configuration(logger_skip_train_metrics_log=True)
+    run.start(ThdprofCallback(plan))
+    run.steps(2)
+    run.fire("on_train_end")
+    assert run.state.tensorboard_logger.written == []
+    assert "after step 2" in run.seen
+
+
 @pytest.mark.parametrize(("error", "together"), [(SystemExit(0), True), (RuntimeError("NCCL"), False)])
 def test_graphs_are_freed_before_bridge_destroys_its_state_however_a_run_ends(run, plan, error, together):
     own = run.pretrain.destroy_global_state
@@ -193,16 +204,16 @@ def test_bridge_gets_its_functions_back(run, plan):
 def test_every_reason_against_a_run_is_told_at_once(run, plan, monkeypatch):
     run.config = configuration(inprocess_restart=SimpleNamespace(enabled=True), rng_te_rng_tracker=False)
     run.refuses = "cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"
-    found = [Misfit(setting="seq_length", planned=16, run=32, changes="graphs")]
+    found = [Misfit(setting="seq_length", planned=16, run=32, changes="graphs", why="other shapes")]
     monkeypatch.setattr(bridge_settings, "misfits", lambda plan, settings, data_paths: found)
     with pytest.raises(SettingsError) as told:
         run.start(ThdprofCallback(plan))
     lines = str(told.value).splitlines()
-    assert lines[0] == "thdprof cannot follow the plan in this run of Megatron-Bridge:"
+    assert lines[0].startswith("thdprof cannot follow the plan in this run of Megatron-Bridge (")
     assert [line.split(" is ")[0].split(":")[0] for line in lines[1:]] == [
         "- inprocess_restart.enabled",
         "- rng.te_rng_tracker",
-        "- seq_length",
+        "- dataset.seq_length (offline_packing_specs.packed_sequence_size)",
         "- cuda_graph_impl",
     ]
     assert run.seen == []
@@ -237,13 +248,22 @@ def test_random_states_that_a_rerun_restores_drop_the_graphs(run, plan, monkeypa
     run.fire("on_train_end")
 
 
+def test_the_plan_and_the_configuration_are_compared(run, plan):
+    assert bridge_settings.misfits_of(configuration(), plan) == []
+    run.config = configuration(model_context_parallel_size=2, dataset_seed=1)
+    with pytest.raises(SettingsError, match=r"model\.context_parallel_size: the plan was made for 1, the run has 2"):
+        run.start(ThdprofCallback(plan))
+    (line,) = run.said
+    assert line.startswith("WARNING: thdprof: dataset.seed (random_seed): the plan was made for 1234, the run has 1")
+
+
 def test_a_difference_that_only_the_prediction_feels_is_said(run, plan, monkeypatch):
-    found = [Misfit(setting="seed", planned=1, run=2, changes="prediction")]
+    found = [Misfit(setting="seed", planned=1, run=2, changes="prediction", why="another order")]
     monkeypatch.setattr(bridge_settings, "misfits", lambda plan, settings, data_paths: found)
     run.start(ThdprofCallback(plan))
     run.fire("on_train_end")
     assert run.said == [
-        "thdprof: seed: the plan was made for 1, the run has 2: the run will not be as the plan predicts"
+        "WARNING: thdprof: dataset.seed (random_seed): the plan was made for 1, the run has 2: another order"
     ]
 
 
@@ -279,6 +299,7 @@ def test_settings_have_the_names_of_analyze():
 
     settings = bridge_settings.settings_of(configuration())
     assert set(settings) <= set(TrainingOptions.__annotations__)
+    assert set(settings) <= set(bridge_settings.FIELDS)
     assert settings["train_samples"] == 8
     assert settings["loader"] == "batch"
     assert bridge_settings.data_paths_of(configuration()) == ["rows.parquet"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 from support import bridge_referee, bridge_training
+from support.bridge_training import PACK_TOKENS, ROWS, collate, packed_seq_params
 
 from thdprof.analyze.schedule.build import build_schedule
 from thdprof.analyze.sources import read_dataset
@@ -16,51 +14,13 @@ from thdprof.runtime.megatron.decoder.packed_seq_params import read
 from thdprof.runtime.megatron.trainers.bridge_batches import host_boundaries_of_bridge, num_filled
 from thdprof.training import TrainingSettings
 
-PACK_TOKENS = 48
-ROWS = [[4, 8, 12], [20, 28], [8, 4, 4, 4, 4, 8, 8], [44], [12, 12, 4, 16], [48]]
-NO_GROUP = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-
 
 @pytest.fixture
 def gpt_step(monkeypatch):
     """Bridge's own module, on a machine where copies to the GPU stay on the host."""
     module = bridge_training.gpt_step(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor.clone())
-    for name in ("is_pp_first_stage", "is_pp_last_stage"):
-        monkeypatch.setattr(module, name, lambda group: True)
-    monkeypatch.setattr(module, "get_batch_on_this_cp_rank", lambda batch, **_: batch)
     return module
-
-
-def collate(path, *, multiple: int, constant: bool, rows: slice = slice(None)) -> dict:
-    """What a `batch` loader collates of the file's rows, by Bridge's own dataset."""
-    metadata = path.with_suffix(".jsonl")
-    longest = max(map(max, ROWS))
-    most = max(map(len, ROWS))
-    entry = {"dataset_max_seqlen": longest, "max_samples_per_bin": most, "min_packed_seqlen": min(map(sum, ROWS))}
-    metadata.write_text(json.dumps([entry]))
-    dataset = bridge_referee.parquet.GPTSFTPackedParquetDataset(
-        str(path),
-        bridge_referee.TOKENIZER,
-        pad_seq_to_mult=multiple,
-        max_seq_length=PACK_TOKENS,
-        pad_to_max_length=True,
-        pad_cu_seqlens=constant,
-        pack_metadata_file_path=str(metadata),
-        prompt_template="{input} {output}",
-        label_key="output",
-        truncation_field="input",
-    )
-    return dataset.collate_fn([dataset[index] for index in range(len(dataset))[rows]])
-
-
-def packed_seq_params(gpt_step, batches):
-    """PackedSeqParams of each micro-batch, by Bridge's own functions."""
-    config = bridge_training.configuration()
-    groups = SimpleNamespace(pp=NO_GROUP, cp=NO_GROUP)
-    for batch in batches:
-        *_, metadata = gpt_step.get_batch(iter([batch]), config, pg_collection=groups)
-        yield gpt_step.get_packed_seq_params(metadata)
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
@@ -141,7 +101,7 @@ def test_a_batch_without_packed_rows_goes_through_as_it_is(gpt_step):
     batch = {name: torch.zeros(1, 16) for name in ("tokens", "labels", "loss_mask", "position_ids")}
     with host_boundaries_of_bridge(gpt_step):
         *_, metadata = gpt_step.get_batch(
-            iter([batch]), bridge_training.configuration(), pg_collection=SimpleNamespace(pp=NO_GROUP, cp=NO_GROUP)
+            iter([batch]), bridge_training.configuration(), pg_collection=bridge_training.ONE_RANK
         )
     assert metadata is None
 

@@ -104,7 +104,8 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             return
         state = context.state
         iteration = state.train_state.step + 1  # Bridge counts the step later
-        if iteration % state.cfg.logger.tensorboard_log_interval == 0:
+        logger_config = state.cfg.logger
+        if not logger_config.skip_train_metrics_log and iteration % logger_config.tensorboard_log_interval == 0:
             _write(state, self._observer.scalars(), iteration)
         self._observer.after_step(iteration)
 
@@ -120,10 +121,10 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         config = context.state.cfg
         lines = bridge_refusals.refusals(config, self._plan, replay=self._replay)
         found = bridge_settings.misfits_of(config, self._plan)
-        lines += [f"{misfit}: analyse for this run" for misfit in found if misfit.changes == "graphs"]
-        for misfit in found:
-            if misfit.changes != "graphs":
-                _say(f"thdprof: {misfit}: the run will not be as the plan predicts")
+        told = [(misfit.changes, misfit.told(bridge_settings.FIELDS)) for misfit in found]
+        lines += [f"{line}; analyse for this run" for changes, line in told if changes == "graphs"]
+        for line in (line for changes, line in told if changes == "prediction"):
+            _say(f"WARNING: thdprof: {line}")
         try:
             installation = install(context.model, self._plan, get_model_config(context.model[0]), replay=self._replay)
         except SettingsError as error:

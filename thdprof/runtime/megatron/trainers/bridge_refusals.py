@@ -29,7 +29,9 @@ def joined(lines: Sequence[str], error: SettingsError | None) -> SettingsError:
         lines: the reasons that `refusals` found.
         error: what `install` raised; None if it raised nothing.
     """
-    heading = "thdprof cannot follow the plan in this run of Megatron-Bridge:"
+    heading = (
+        "thdprof cannot follow the plan in this run of Megatron-Bridge (a name without a dot is a field of model):"
+    )
     own = [] if error is None else [line for line in str(error).splitlines() if line.startswith("- ")]
     if error is not None and not own:
         own = [f"- {error}"]

@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from thdprof.compare.fit import Misfit, misfits
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
+
+
+FIELDS: Mapping[str, str] = {
+    "seq_length": "dataset.seq_length (offline_packing_specs.packed_sequence_size)",
+    "micro_batch_size": "train.micro_batch_size",
+    "global_batch_size": "train.global_batch_size",
+    "data_parallel_size": "data-parallel size (ranks / tensor, pipeline and context parallel sizes)",
+    "context_parallel_size": "model.context_parallel_size",
+    "pipeline_parallel_size": "model.pipeline_model_parallel_size",
+    "virtual_pipeline_size": "model.virtual_pipeline_model_parallel_size",
+    "loader": "dataset.dataloader_type",
+    "data_sharding": "dataset.data_sharding",
+    "drop_last": "dataset.drop_last",
+    "seed": "dataset.seed (random_seed)",
+    "split": "dataset.split",
+    "train_samples": "samples of the run (train.train_iters x train.global_batch_size)",
+    "max_num_samples": "dataset.max_train_samples",
+    "pad_to_max_length": "dataset.dataset_kwargs['pad_to_max_length']",
+    "pad_seq_to_mult": "dataset.offline_packing_specs.pad_seq_to_mult",
+    "dataset": "dataset.offline_packing_specs.packed_train_data_path (blend)",
+}
+"""What Bridge's configuration calls the settings of a run."""
 
 
 def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
