@@ -5,8 +5,12 @@ Cases of one model share their eager run: `pytest -m gpu -n 4 --dist loadgroup` 
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from support.gpu_training import assert_as_predicted, assert_same_training, train
+from support.gpu_training import LIMIT_S, assert_as_predicted, assert_same_training, environment, train
+from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -54,3 +58,24 @@ def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, model, buckets
     ours = train(plan, tmp_path / "ours.jsonl", model)
     assert_as_predicted(plan, ours)
     assert_same_training(ours, eager_runs(model, buckets))
+
+
+def example(plan, directory, replay):
+    """What a loop of one's own prints: a line a step."""
+    command = [sys.executable, "-W", "ignore", ROOT / "examples" / "train_megatron_core.py", "--plan", plan]
+    command += ["--replay", replay, "--stats", directory / f"{replay}.jsonl", "--layers", 2, "--hidden", 256]
+    done = subprocess.run(
+        [*map(str, command), "--heads", "4"], capture_output=True, text=True, env=environment(), timeout=LIMIT_S
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+
+
+def test_a_loop_of_ones_own_equals_its_eager_twin_and_its_plan(plans, tmp_path, thdprof):
+    plan = plans(1)
+    ours, eager = (example(plan, tmp_path, replay) for replay in ("on", "off"))
+    assert len(ours) == 12
+    assert ours == eager
+    assert len({line.partition(":")[2] for line in ours}) > 1
+    compared = thdprof("compare", plan, tmp_path / "on.jsonl")
+    assert compared.returncode == 0, compared.stdout + compared.stderr
