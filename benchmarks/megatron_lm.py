@@ -207,9 +207,11 @@ def with_caps(plan: Path, table: Path, shares: Sequence[float]) -> None:
     n_seqs = pq.read_table(table, columns=["n_seqs"])["n_seqs"].to_numpy()
     caps = sorted({int(cap) for cap in np.quantile(n_seqs, shares, method="inverted_cdf")})
     longest, buckets, below = loaded.training.seq_length * loaded.training.micro_batch_size, [], 0
+    cp_size = loaded.training.context_parallel_size
     for cap in caps:
         held = int((n_seqs <= cap).sum())
-        buckets.append(BucketPart(max_seqs=cap, max_seqlen=longest, share=(held - below) / len(n_seqs)))
+        share = (held - below) / len(n_seqs)
+        buckets.append(BucketPart(max_seqs=cap, max_seqlen=longest, cp_size=cp_size, share=share))
         below = held
     rates = loaded.predictions.fallback_rate.model_copy(update={"microbatch": 1 - below / len(n_seqs)})
     loaded.model_copy(

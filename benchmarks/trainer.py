@@ -29,6 +29,26 @@ from megatron_lm import COMMON, EXACT, NO_DROPOUT, QWEN3_06B, ROOT, SMALL, Ran, 
 from trainer_lives import LIVES, Life
 from trainer_parts import parts_of_a_step
 
+INSTALL_ALONE = """import runpy, sys
+sys.path[:0] = [{folder!r}]
+from megatron.core.utils import get_model_config
+from megatron.training import training
+from thdprof.plan import load_plan
+from thdprof.runtime.megatron import install
+own_setup, own_train, kept = training.setup_model_and_optimizer, training.train, []
+def setup(*args, **kwargs):
+    model, optimizer, scheduler = own_setup(*args, **kwargs)
+    kept.append(install(model, load_plan({plan!r}), get_model_config(model[0])))
+    return model, optimizer, scheduler
+def train(*args, **kwargs):
+    told = own_train(*args, **kwargs)
+    kept[0].close()
+    return told
+training.setup_model_and_optimizer, training.train = setup, train
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+"""`install` in the same script by a launcher, without what thdprof.run changes besides: what was there before it."""
 STOCK = ("local", "transformer_engine", "full_iteration")
 STEPS, WARM = 40, 10
 EXACT_STEPS = 100
@@ -118,8 +138,9 @@ def exact_cells(on: Ran, off: Ran) -> list[str]:
         differ, steps = different_steps(on, off, name)
         cells.append(f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}")
     replayed = max(on.scalars.get("thdprof/replayed", {0: 0}).values())
-    eager = sum(max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/"))
-    cells.append(f"{replayed:.0f}, {eager:.0f}")
+    eager = {k: max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/")}
+    evaluated = eager.pop("thdprof/eager/not_training", 0)
+    cells.append(f"{replayed:.0f}, {sum(eager.values()):.0f}, {evaluated:.0f}")
     for one in (on, off):
         ms = one.step_ms(after=WARM)
         cells.append(f"{ms:.1f}" if ms else "-")
@@ -138,7 +159,7 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
         jobs = [pool.submit(exact_row, row, 29600 + 10 * i, script, directory) for i, row in enumerate(rows)]
         lines = [job.result() for job in jobs]
     head = ["row", "exit codes (on, off)", "losses differ", "gradient norms differ", "validation losses differ"]
-    head += ["replayed, eager micro-batches", "ms a step, on", "ms a step, off", "thdprof compare"]
+    head += ["micro-batches replayed, eager, evaluated", "ms a step, on", "ms a step, off", "thdprof compare"]
     note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
     return [note, "", *table([head, *lines])]
 
@@ -155,8 +176,11 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
         stats = directory / f"{name}.jsonl"
         by_plan = name in ("plan", "padded")
         more = ["--cuda-graph-impl", name] if name in STOCK else []
+        if name == "install":
+            launcher = directory / "install_alone.py"
+            launcher.write_text(INSTALL_ALONE.format(folder=str(script.parent), plan=str(plan), script=str(script)))
         ran = script_run(
-            script,
+            launcher if name == "install" else script,
             [*flags, *more],
             plan=plan if by_plan else None,
             replay=name == "plan",
@@ -169,7 +193,12 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     eager_ms = next((ran.step_ms(after=WARM) for name, ran in runs if name == "eager"), None)
     head = ["run", "exit code", f"ms a step (steps {WARM + 1} to {args.steps})", "of eager", "validation loss", "", ""]
     lines = [head]
-    names = {"eager": "eager (unchanged)", "plan": "by the plan", "padded": "by the plan, --replay off"}
+    names = {
+        "eager": "eager (unchanged)",
+        "plan": "by the plan (thdprof.run)",
+        "padded": "by the plan, --replay off",
+        "install": "`install` alone, boundaries and losses read back from the GPU",
+    }
     for name, ran in runs:
         ms = ran.step_ms(after=WARM) if ran.code == 0 else None
         validation = list(ran.scalars.get("lm loss validation", {}).values())
@@ -263,7 +292,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default="", help="exact, lives: only rows with this text in their name")
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"speed: steps of each run [{STEPS}]")
-    parser.add_argument("--variants", default="eager,local,transformer_engine,full_iteration,padded,plan")
+    parser.add_argument("--variants", default="eager,local,transformer_engine,full_iteration,padded,install,plan")
     parser.add_argument("--parts", action="store_true", help="speed: also profile where a step goes")
     parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
     args = parser.parse_args()

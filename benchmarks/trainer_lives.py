@@ -185,7 +185,7 @@ LIVES = (
     Life(
         name="resumed, saved asynchronously",
         what="the same with --async-save",
-        run=_resumed("--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker"),
+        run=_resumed("--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
     ),
     Life(
         name="evaluation",
@@ -197,7 +197,7 @@ LIVES = (
         what="losses of two validation sets equal --replay off",
         run=_replayed_and_off(
             "--eval-interval 10 --eval-iters 1 --multiple-validation-sets --full-validation "
-            "--train-data-path DATA --valid-data-path SMALL SMALL --test-data-path SMALL",
+            "--train-data-path DATA --valid-data-path SMALL SMALL",
             names=("*",),
         ),
     ),
@@ -205,11 +205,6 @@ LIVES = (
         name="batch size ramp-up",
         what="losses of a run whose step grows from 2 to 8 micro-batches equal --replay off",
         run=_replayed_and_off("--rampup-batch-size 2 2 40 --train-samples 200"),
-    ),
-    Life(
-        name="rerun machine, reporting",
-        what="losses with every step run twice (--rerun-mode report_stats) equal --replay off",
-        run=_replayed_and_off("--rerun-mode report_stats"),
     ),
     Life(
         name="rerun machine, transient error",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_lm import script_run
 
-PROFILED, FIRST = 2, 12
+PROFILED, FIRST = 3, 12
 """Steps that are profiled, and the first of them."""
 _BACKWARD = {
     "EmbeddingBackward": "embedding",
@@ -45,7 +45,8 @@ def profile(script: str, result: str) -> None:
     import runpy
 
     import torch
-    from megatron.training import training
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.training import arguments, training
     from torch.profiler import ProfilerActivity, record_function
 
     own_step, count, profiler = (
@@ -86,60 +87,90 @@ def profile(script: str, result: str) -> None:
         if count[0] == FIRST + PROFILED - 1:
             torch.cuda.synchronize()
             profiler.stop()
-            Path(result).write_text(json.dumps(summary(profiler)))
+            profiler.export_chrome_trace(f"{result}.trace")
+            Path(result).write_text(json.dumps(summary(json.loads(Path(f"{result}.trace").read_text()))))
         return told
 
+    named(RerunDataIterator, "__next__", "data")
+    named(arguments, "core_transformer_config_from_args", "configuration of each micro-batch")
+    for name in ("consume_seqlen_stats_in_iteration", "num_floating_point_operations", "training_log"):
+        named(training, name, name)
     training.setup_model_and_optimizer, training.train_step = setup, step
     sys.argv[0] = script
     runpy.run_path(script, run_name="__main__")
 
 
-def summary(profiler: Any) -> dict[str, Any]:
-    """Milliseconds of GPU work by part, of one step: each kernel counts for the part whose host call launched it."""
-    from torch.autograd import DeviceType
+def summary(trace: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of GPU work by part, of one step, and the longest waits of the GPU with what the host did then.
 
-    spent: dict[str, float] = defaultdict(float)
-    launches: dict[str, int] = defaultdict(int)
-    on_gpu, starts, ends = [], [], []
-    for event in profiler.events():
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(("part:", "ProfilerStep")):
-            on_gpu.append((event.time_range.start, event.time_range.end))
-        if event.device_type != DeviceType.CPU:
+    Args:
+        trace: torch's profile as a Chrome trace. Each kernel counts for the part whose host call launched it.
+    """
+    launched: dict[int, tuple[int, float]] = {}
+    ranges: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
+    work = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") != "X":
             continue
-        if event.name == "part:other":
-            starts.append(event.time_range.start)
-            ends.append(event.time_range.end)
-        if event.kernels:
-            part = part_of(event)
-            spent[part] += sum(kernel.duration for kernel in event.kernels) / 1000
-            launches[part] += len(event.kernels)
-    # kernels inside graphs belong to no host call: the graphs are the decoder's
-    spent["decoder (graphs)"] += sum(end - start for start, end in on_gpu) / 1000 - sum(spent.values())
-    busy, until = 0.0, 0.0
-    for start, end in sorted(on_gpu):
+        category, start, name = event.get("cat"), event["ts"], event["name"]
+        if category in ("cuda_runtime", "cuda_driver"):
+            launched[event["args"]["correlation"]] = (event["tid"], start)
+        elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
+            work.append((start, start + event["dur"], event["args"]["correlation"]))
+        elif category == "user_annotation" or name.startswith("autograd::engine::evaluate_function"):
+            ranges[event["tid"]].append((start, start + event["dur"], name))
+    spent: dict[str, float] = defaultdict(float)
+    launches: dict[str, set[int]] = defaultdict(set)
+    for start, end, correlation in work:
+        part = part_at(ranges, *launched[correlation]) if correlation in launched else "other"
+        spent[part] += (end - start) / 1000 / PROFILED
+        launches[part].add(correlation)
+    steps = sorted(r for of_thread in ranges.values() for r in of_thread if r[2] == "part:other")
+    thread = next(tid for tid, of_thread in ranges.items() if steps[0] in of_thread)
+    busy, until, gaps = 0.0, min(steps[0][0], min(work)[0]), []
+    began = until
+    for start, end, correlation in sorted(work):
+        if start > until:
+            gaps.append((start - until, until, start, part_at(ranges, *launched.get(correlation, (thread, start)))))
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
-    whole = max([end for _, end in on_gpu] + ends) - min(starts)
-    parts = sorted(((name, ms / PROFILED) for name, ms in spent.items()), key=lambda pair: -pair[1])
     return {
-        "parts": parts,
-        "launches": {name: n // PROFILED for name, n in launches.items()},
-        "step_ms": whole / 1000 / PROFILED,
+        "parts": sorted(spent.items(), key=lambda pair: -pair[1]),
+        "launches": {name: len(found) // PROFILED for name, found in launches.items()},
+        "step_ms": (until - began) / 1000 / PROFILED,
         "busy_ms": busy / 1000 / PROFILED,
+        "gaps": [
+            {
+                "ms": ms / 1000,
+                "at_ms": (start - began) / 1000,
+                "before": before,
+                "host": host_in(ranges[thread], start, end),
+            }
+            for ms, start, end, before in sorted(gaps, reverse=True)[:25]
+        ],
     }
 
 
-def part_of(event: Any) -> str:
-    """The part of a step that a host event belongs to, by the ranges and backward functions around it."""
-    while event is not None:
-        if event.name.startswith("part:"):
-            return str(event.name.removeprefix("part:"))
-        if "cudaGraphLaunch" in event.name:
-            return "decoder"
-        if event.name.startswith("autograd::engine::evaluate_function"):
-            for word, name in _BACKWARD.items():
-                if word in event.name:
-                    return f"{name}, backward"
-            return "decoder and other, backward"
-        event = event.cpu_parent
+def host_in(of_thread: Sequence[tuple[float, float, str]], start: float, end: float) -> str:
+    """The innermost range in the middle of a wait, and all that began inside it."""
+    middle = (start + end) / 2
+    around = [r for r in of_thread if r[0] <= middle <= r[1]]
+    inner = min(around, key=lambda r: r[1] - r[0])[2] if around else "outside a step"
+    began = Counter(r[2] for r in of_thread if start <= r[0] <= end)
+    return f"{inner}; began {dict(began.most_common(6))}"
+
+
+def part_at(ranges: dict[int, list[tuple[float, float, str]]], thread: int, at: float) -> str:
+    """The part of a step to which a launch belongs, by the innermost range of its thread."""
+    around = [r for r in ranges[thread] if r[0] <= at <= r[1]]
+    if not around:
+        return "other"
+    for _, _, name in sorted(around, key=lambda r: r[1] - r[0]):
+        if name.startswith("part:"):
+            return name.removeprefix("part:")
+        for word, part in _BACKWARD.items():
+            if word in name:
+                return f"{part}, backward"
+        if "Replay" in name:
+            return "decoder, backward"
     return "other"

@@ -3,17 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from thdprof.errors import DataError, ThdprofError, UsageError
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
 
 _USAGE = "torchrun ... -m thdprof.run --plan PLAN [--replay on|off] [--stats FILE] SCRIPT.py ARGUMENTS OF THE SCRIPT"
+_WITH_VALUE = ("--plan", "--replay", "--stats")
+
+MEGATRON_DEFAULTS: Mapping[str, Any] = {
+    "context_parallel_size": 1,
+    "data_sharding": True,
+    "experts": "none",
+    "micro_batch_size": 1,
+    "pipeline_parallel_size": 1,
+    "seed": 1234,
+    "split": "969,30,1",
+    "virtual_pipeline_size": None,
+    "weights": None,
+}
+"""Settings of a run of Megatron-LM whose arguments do not give them."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of thdprof: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; usage: {_USAGE}")
 
 
 def parser() -> argparse.ArgumentParser:
     """The options in front of the script; everything behind its name is the script's own."""
-    of_run = argparse.ArgumentParser(
+    of_run = _Parser(
         prog="thdprof.run",
         usage=_USAGE,
         description="Train by a plan with any script that calls megatron.training.pretrain, such as Megatron-LM's "
@@ -34,17 +63,157 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script by the plan; returns the exit code."""
-    from thdprof.plan import load_plan
-    from thdprof.runtime.megatron.trainers.megatron_lm import following
+    """Run the script by the plan; returns the exit code. Errors of the script itself pass through."""
+    try:
+        options = _options(sys.argv[1:] if argv is None else argv)
+        plan = _checked(options)
+    except DataError as error:  # of files, which each node has its own of
+        return _fail(error, said="LOCAL_RANK")
+    except ThdprofError as error:  # of arguments, which all ranks have alike
+        return _fail(error, said="RANK")
+    return _train(options, plan)
 
-    options = parser().parse_args(argv)
+
+def _options(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of the run.
+
+    Raises:
+        UsageError: an option is not known, lacks its value, or stands behind the script, or there is no script.
+    """
+    script = _script_at(argv)
+    own = [word for word in argv[:script] if word != "--"]
+    if not {"-h", "--help"} & {*own}:
+        if script == len(argv):
+            raise UsageError(f"no training script: name it behind the options of thdprof.run; usage: {_USAGE}")
+        names = {word.partition("=")[0] for word in own}
+        behind = {word.partition("=")[0] for word in argv[script + 1 :]}
+        if "--plan" not in names and "--plan" in behind:
+            raise UsageError(
+                f"--plan stands behind {argv[script]}, so that it is the script's own: put it in front; usage: {_USAGE}"
+            )
+    options = parser().parse_args([*own, *(argv[script : script + 1])])
+    options.arguments = list(argv[script + 1 :])
+    return options
+
+
+def _script_at(argv: Sequence[str]) -> int:
+    """The place of the script: of the first word that is no option of thdprof.run and no value of one.
+
+    Raises:
+        UsageError: an option in front of it is not known.
+    """
+    at = 0
+    while at < len(argv):
+        name, equals, _ = argv[at].partition("=")
+        if name in _WITH_VALUE:
+            at += 1 if equals else 2
+        elif name == "--":
+            return at + 1
+        elif name in ("-h", "--help"):
+            at += 1
+        elif name.startswith("-"):
+            raise UsageError(
+                f"{name}: not an option of thdprof.run; the script's own arguments stand behind its name; "
+                f"usage: {_USAGE}"
+            )
+        else:
+            return at
+    return len(argv)
+
+
+def _checked(options: argparse.Namespace) -> Plan:
+    """The plan, after everything that can be known to be wrong before the script begins.
+
+    Raises:
+        DataError: the plan or the script cannot be read, or the statistics file not be written.
+        UsageError: the plan does not fit the run, or Megatron's own arguments ask for what graphs cannot serve.
+    """
+    from thdprof.plan import load_plan
+
+    script, stats = options.script, options.stats
+    if not script.is_file():
+        raise DataError(f"{script}: {'is no file' if script.exists() else 'no such script'}")
+    if stats is not None and stats.is_dir():
+        raise DataError(f"--stats {stats}: is a directory; name a file in it")
+    if stats is not None and not stats.absolute().parent.is_dir():
+        raise DataError(f"--stats {stats}: there is no directory {stats.parent}; make it, or name another file")
     plan = load_plan(options.plan)
+    refused, differing = compared(plan, [str(script), *options.arguments], replay=options.replay == "on")
+    if refused:
+        lines = "\n".join(f"- {line}" for line in refused)
+        raise UsageError(
+            f"{options.plan} does not fit this run:\n{lines}\nfor a plan that fits, write this command line into a "
+            "file and analyse it: thdprof analyze --megatron-args FILE -o PLAN"
+        )
+    if differing and os.environ.get("RANK", "0") == "0":
+        lines = "\n".join(f"- {line}" for line in differing)
+        print(f"thdprof.run: warning: {options.plan} counts another run than this one:\n{lines}", file=sys.stderr)
+    return plan
+
+
+def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tuple[list[str], list[str]]:
+    """What keeps a run of the command from beginning by the plan, and what only makes its prediction untrue.
+
+    Args:
+        plan: the plan.
+        command: the script and its arguments.
+        replay: whether graphs are to be replayed.
+
+    Raises:
+        UsageError: an argument has an impossible value.
+    """
+    from thdprof.analyze.settings.launch_script import parse_megatron_args
+    from thdprof.compare.fit import MEGATRON_ARGUMENTS, misfits
+    from thdprof.megatron_limits.command_line import refused_arguments
+
+    if not any(_is_megatrons(word) for word in command[1:]):
+        return [], ["the command line has none of Megatron-LM's arguments, so that the plan is not compared with it"]
+    refused = refused_arguments(plan, command, replay=replay, environment=os.environ)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        said = parse_megatron_args(shlex.join(command), where="the command line", world_size=world_size)
+    except UsageError as error:
+        raise UsageError(str(error).partition("; give ")[0]) from error  # what follows is for an analysis
+    settings = {**MEGATRON_DEFAULTS, **said.settings}
+    one_each = settings["micro_batch_size"] * settings.get("data_parallel_size", 1)
+    settings.setdefault("global_batch_size", one_each)
+    if said.weights is not None:
+        settings["weights"] = said.weights
+    found = misfits(plan, settings, data_paths=said.data_paths or None)
+    told = {
+        changes: [misfit.told(MEGATRON_ARGUMENTS) for misfit in found if misfit.changes == changes]
+        for changes in ("graphs", "prediction")
+    }
+    return [*told["graphs"], *refused], told["prediction"]
+
+
+def _is_megatrons(word: str) -> bool:
+    from thdprof.analyze.settings.megatron_flags import FLAGS
+
+    flag = FLAGS.get(word.partition("=")[0])
+    return flag is not None and not flag.of_torchrun
+
+
+def _train(options: argparse.Namespace, plan: Plan) -> int:
+    from thdprof.runtime.megatron.refusals.settings import SettingsError
+    from thdprof.runtime.megatron.trainers.megatron_lm import following
+    from thdprof.runtime.megatron.versions import VersionError
+
     sys.argv = [str(options.script), *options.arguments]
     sys.path[0] = str(options.script.resolve().parent)
-    with following(plan, replay=options.replay == "on", stats=options.stats):
-        runpy.run_path(str(options.script), run_name="__main__")
+    try:
+        with following(plan, replay=options.replay == "on", stats=options.stats):
+            runpy.run_path(str(options.script), run_name="__main__")
+    except (SettingsError, VersionError) as error:  # of a model as it was built, which may differ between ranks
+        return _fail(error, said=None)
     return 0
+
+
+def _fail(error: Exception, *, said: str | None) -> int:
+    """Say the error, on one rank alone where the variable `said` numbers ranks; returns the exit code."""
+    if said is None or os.environ.get(said, "0") == "0":
+        print(f"thdprof.run: {error}", file=sys.stderr)
+    return getattr(error, "exit_code", 2)
 
 
 if __name__ == "__main__":

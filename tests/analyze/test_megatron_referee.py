@@ -153,7 +153,7 @@ def test_torch_randperm_is_reproduced():
 
 @pytest.mark.parametrize(("pipeline", "chunks"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (4, 3), (8, 2)])
 def test_slots_equal_megatron_cores_own_schedule(pipeline, chunks):
-    from thdprof.analyze.schedule.pipeline_slots import forward_chunks, slots
+    from thdprof.training.pipeline_slots import forward_chunks, slots
 
     compared = 0
     multiples = [(m, g) for g in (1, 2) for m in range(g, 6, g)] if chunks > 1 else []

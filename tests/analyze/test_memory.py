@@ -23,7 +23,6 @@ from thdprof.analyze.report.json_ import to_json
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence
 from thdprof.analyze.report.terminal import print_report
 from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
-from thdprof.analyze.schedule.pipeline_slots import passes, slots
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
 from thdprof.analyze.times.memory import predict_memory, slot_bytes
@@ -31,6 +30,7 @@ from thdprof.analyze.times.parameters import stage_parameters, stages, state_byt
 from thdprof.dispatch import Bucket
 from thdprof.plan import load_plan, parse_plan
 from thdprof.training import Model
+from thdprof.training.pipeline_slots import passes, slots
 
 MIB = 2**20
 DENSE = Model(

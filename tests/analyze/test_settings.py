@@ -6,10 +6,10 @@ import pytest
 
 from thdprof.analyze import analyze_dataset
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
-from thdprof.analyze.schedule.pipeline_slots import slots
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.errors import DataError, UsageError
+from thdprof.training.pipeline_slots import slots
 
 
 def resolve(kind=None, **given):

@@ -336,8 +336,9 @@ def test_tensorboard_scalars(analysis):
         ("thdprof/shape_fallback_rate/predicted", 7): 1 / 8,
         ("thdprof/replays/2_documents_8_tokens", 7): 5,
         ("thdprof/replays/3_documents_8_tokens", 7): 2,
-        ("thdprof/fallbacks/not_training", 7): 2,
-        ("thdprof/fallbacks/too_many_seqs", 7): 1,
+        ("thdprof/replayed", 7): 7,
+        ("thdprof/eager/not_training", 7): 2,
+        ("thdprof/eager/too_many_seqs", 7): 1,
         ("thdprof/replay_ms", 7): 1.5,
     }
 

@@ -16,7 +16,6 @@ from thdprof.analyze.buckets.statistics import Profile
 from thdprof.analyze.caveats import caveats, on_the_model, on_the_order
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.pipeline_slots import slots
 from thdprof.analyze.schedule.replay import DatasetSummary, replay
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.settings.resolve import Assumption
@@ -33,6 +32,7 @@ from thdprof.analyze.times.worth import document_tokens, worth_of
 from thdprof.dispatch import Bucket
 from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
+from thdprof.training.pipeline_slots import slots
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice

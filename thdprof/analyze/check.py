@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from thdprof.analyze.analysis import Progress
 from thdprof.analyze.buckets.statistics import Profile, fallback_rate
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.pipeline_slots import slots
 from thdprof.analyze.schedule.replay import DatasetSummary, replay
 from thdprof.analyze.sources import format_of, read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.dispatch import Decisions, FallbackReason, Level, Shapes, decide_all
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import FallbackRate, Percentiles, Plan
+from thdprof.training.pipeline_slots import slots
 
 _READ_SHARE = 0.15
 """Progress-bar estimate: reading ends at 15% of the total time."""

@@ -2,11 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import isclose
+from pathlib import Path
+from typing import Any, Literal
 
+from thdprof.errors import UsageError
 from thdprof.plan import Plan
+from thdprof.training import DYNAMIC_CP, Kind, definitions
+from thdprof.training.pipeline_slots import slots
+
+Changes = Literal["graphs", "prediction"]
+
+MEGATRON_ARGUMENTS: Mapping[str, str] = {
+    "seq_length": "--seq-length",
+    "micro_batch_size": "--micro-batch-size",
+    "global_batch_size": "--global-batch-size",
+    "data_parallel_size": "data-parallel size (ranks / tensor, pipeline and context parallel sizes)",
+    "context_parallel_size": "--context-parallel-size",
+    "pipeline_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_size": "model chunks of a pipeline rank (--num-virtual-stages-per-pipeline-rank)",
+    "microbatch_group_size": "--microbatch-group-size-per-virtual-pipeline-stage",
+    "loader": "--dataloader-type",
+    "experts": "experts (--num-experts, --moe-pad-expert-input-to-capacity)",
+    "data_sharding": "data sharding (--no-data-sharding)",
+    "seed": "--seed",
+    "split": "--split",
+    "train_samples": "samples of the run (--train-samples, or --train-iters x --global-batch-size)",
+    "weights": "weights of --data-path",
+    "max_seqlen_per_dp_cp_rank": "--max-seqlen-per-dp-cp-rank",
+    "dataset": "--data-path",
+}
+"""What Megatron-LM's command line calls the settings of a run."""
+
+_KINDS: Mapping[str, frozenset[Kind]] = {
+    "megatron": frozenset({"streams"}),
+    "bridge": frozenset({"bridge"}),
+    "bridge-npy": frozenset({"bridge"}),
+    "trl": frozenset({"trl"}),
+    "lengths": frozenset({"documents", "packs"}),
+}
+"""What a dataset can hold, by the name of its format."""
+
+_OTHER_SHAPE = "graphs were chosen for micro-batches of another shape, so that none would replay"
+_OTHER_RANKS = "slots and counts are those of other ranks, and install refuses the plan"
+_OTHER_PADDING = "micro-batches are padded in another way than graphs expect"
+_OTHER_ORDER = "the rows are read in another order, so that shares and times are only about right"
+_OTHER_ROWS = "micro-batches hold other rows, so that shares and times may differ"
+
+_CHANGES: Mapping[str, tuple[Changes, str]] = {
+    "seq_length": ("graphs", _OTHER_SHAPE),
+    "micro_batch_size": ("graphs", _OTHER_SHAPE),
+    "data_parallel_size": ("graphs", _OTHER_RANKS),
+    "context_parallel_size": ("graphs", _OTHER_RANKS),
+    "pipeline_parallel_size": ("graphs", _OTHER_RANKS),
+    "virtual_pipeline_size": ("graphs", _OTHER_RANKS),
+    "max_seqlen_per_dp_cp_rank": ("graphs", _OTHER_SHAPE),
+    "experts": ("graphs", "another part of each layer is captured"),
+    "tail_policy": ("graphs", _OTHER_PADDING),
+    "pad_to_max_length": ("graphs", _OTHER_PADDING),
+    "pad_seq_to_mult": ("prediction", "documents have other lengths, so that shares and times may differ"),
+    "global_batch_size": ("prediction", "a step holds other micro-batches, so that shares and times of steps differ"),
+    "loader": ("prediction", _OTHER_ORDER),
+    "data_sharding": ("prediction", _OTHER_ORDER),
+    "drop_last": ("prediction", _OTHER_ORDER),
+    "seed": ("prediction", _OTHER_ORDER),
+    "add_extra_token": ("prediction", _OTHER_ROWS),
+    "max_num_samples": ("prediction", _OTHER_ORDER),
+    "max_docs_per_pack": ("prediction", _OTHER_ROWS),
+}
+"""What each setting changes that is compared as it stands."""
+_ALWAYS_REFUSED = ("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
+"""Settings that `install` refuses even where the plan captures nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,19 +87,206 @@ class Misfit:
     """The plan's value."""
     run: Any
     """The run's value."""
-    changes: str
+    changes: Changes
     """What the difference makes untrue: `graphs` (the run must not begin) or `prediction` (it may)."""
+    why: str
+    """What the difference does, as a clause."""
 
     def __str__(self) -> str:
-        return f"{self.setting}: the plan was made for {self.planned}, the run has {self.run}"
+        return self.told({})
+
+    def told(self, arguments: Mapping[str, str]) -> str:
+        """The difference in one line.
+
+        Args:
+            arguments: what the run calls its settings, such as MEGATRON_ARGUMENTS; others keep their own names.
+        """
+        name = arguments.get(self.setting, self.setting)
+        return f"{name}: the plan was made for {_text(self.planned)}, the run has {_text(self.run)}: {self.why}"
 
 
 def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str] | None) -> list[Misfit]:
     """Every difference between the run that `plan` was made for and a run of these settings.
 
+    The data is not read: datasets are compared by their paths, and by their names where the paths differ, since a
+    plan may have been made on another machine.
+
     Args:
         plan: the plan that the run is to follow.
-        settings: the run's settings by their names in `TrainingOptions`; those that are not known are missing.
+        settings: the run's settings by their names in `TrainingOptions`; those that are not known are missing, and are
+            not compared.
         data_paths: the run's datasets; None where they are not known.
     """
-    return []
+    known = {name: settings[name] for name in settings if _matters(name, plan)}
+    found = [*_plain(plan, known), *_packing(plan, known), *_slots(plan, known), *_length(plan, known)]
+    found += [*_blend(plan, known), *_dataset(plan, data_paths)]
+    order = [*definitions(), "dataset"]
+    return sorted(found, key=lambda misfit: (misfit.changes, order.index(misfit.setting)))
+
+
+def _matters(name: str, plan: Plan) -> bool:
+    """Whether the setting has an effect on data of the plan's format."""
+    kinds = definitions()[name].setting.kinds
+    return kinds is None or plan.dataset.format not in _KINDS or bool(_KINDS[plan.dataset.format] & {*kinds})
+
+
+def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
+    """Settings that are compared as they stand, and the split."""
+    dynamic = plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
+    for name, (changes, why) in _CHANGES.items():
+        planned = getattr(plan.training, name)
+        if name not in settings or (dynamic and name == "seq_length"):  # then it is what all ranks hold together
+            continue
+        if name == "loader" and planned is None:
+            continue  # the plan drew an order, as its caveats say
+        run = settings[name]
+        if name == "virtual_pipeline_size":
+            planned, run = planned or 1, run or 1
+        if run != planned:
+            if not plan.captured and name not in _ALWAYS_REFUSED:
+                changes = "prediction"
+            yield Misfit(setting=name, planned=planned, run=run, changes=changes, why=why)
+    if "split" in settings and _shares(settings["split"]) != _shares(plan.training.split):
+        yield Misfit(
+            setting="split", planned=plan.training.split, run=settings["split"], changes="prediction", why=_OTHER_ROWS
+        )
+
+
+def _packing(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
+    """The packer. Only dynamic context parallelism makes micro-batches that the graphs of other plans cannot take."""
+    planned, run = plan.training.packer, settings.get("packer")
+    if run is None or run == planned:
+        return
+    other_graphs = (planned in DYNAMIC_CP) != (run in DYNAMIC_CP) and bool(plan.captured)
+    yield Misfit(
+        setting="packer",
+        planned=planned,
+        run=run,
+        changes="graphs" if other_graphs else "prediction",
+        why=_OTHER_SHAPE if other_graphs else _OTHER_ROWS,
+    )
+
+
+def _slots(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
+    """More micro-batches in flight than the plan has slots for: a larger step or larger groups on the same ranks."""
+    training = plan.training
+    names = ("micro_batch_size", "data_parallel_size", "pipeline_parallel_size")
+    if (
+        not plan.captured
+        or training.packer in DYNAMIC_CP
+        or any(settings.get(name, getattr(training, name)) != getattr(training, name) for name in names)
+    ):
+        return
+    batch = settings.get("global_batch_size", training.global_batch_size)
+    group = settings.get("microbatch_group_size", training.microbatch_group_size)
+    try:
+        needed = slots(
+            pipeline_size=training.pipeline_parallel_size,
+            num_chunks=training.virtual_pipeline_size or 1,
+            num_microbatches=max(1, batch // (training.micro_batch_size * training.data_parallel_size)),
+            group=group,
+        )
+    except UsageError:
+        return  # Megatron refuses it, with its own words
+    there = plan.graphs.slots
+    lacking = [
+        max(mine, default=0)
+        for mine, planned in zip(needed, there, strict=False)
+        if any(n > p for n, p in zip(mine, planned, strict=False))
+    ]
+    if lacking:
+        by_group = group != training.microbatch_group_size
+        name = "microbatch_group_size" if by_group else "global_batch_size"
+        yield Misfit(
+            setting=name,
+            planned=getattr(training, name),
+            run=group if by_group else batch,
+            changes="graphs",
+            why=f"a model chunk has up to {max(lacking)} micro-batches in flight, more than the plan has slots for",
+        )
+
+
+def _length(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
+    """The samples of the run, which decide how many epochs GPTDataset shuffles together."""
+    training = plan.training
+    batch = settings.get("global_batch_size", training.global_batch_size)
+    run = settings.get("train_samples")
+    if run is None and settings.get("train_iters") is not None:
+        run = settings["train_iters"] * batch
+    planned = training.train_samples
+    if run is None or run == planned:
+        return
+    counted = plan.microbatches.steps * training.global_batch_size
+    if planned is None and run == counted:
+        return
+    yield Misfit(
+        setting="train_samples",
+        planned=f"one epoch ({counted:,})" if planned is None else planned,
+        run=run,
+        changes="prediction",
+        why="shares are those of the plan's samples, and of the order in which it reads them",
+    )
+
+
+def _blend(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
+    if "weights" not in settings:
+        return
+    planned, run = plan.training.weights, settings["weights"]
+    if (planned is None) != (run is None) or not _alike(_normalized(planned or ()), _normalized(run or ())):
+        yield Misfit(setting="weights", planned=planned, run=run, changes="prediction", why=_OTHER_ROWS)
+
+
+def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
+    """Other datasets, by resolved paths or else by names; a plan of plain lengths names no dataset of a run."""
+    if data_paths is None or plan.dataset.format == "lengths":
+        return
+    planned, run = [_stem(uri) for uri in plan.dataset.uris], [_stem(path) for path in data_paths]
+    if [p.resolve() for p in planned] == [p.resolve() for p in run]:
+        return
+    if [p.name for p in planned] == [p.name for p in run]:
+        return
+    yield Misfit(
+        setting="dataset",
+        planned=_listed(plan.dataset.uris),
+        run=_listed(data_paths),
+        changes="prediction",
+        why=_OTHER_ROWS,
+    )
+
+
+def _stem(path: str) -> Path:
+    """The prefix of a Megatron dataset; other paths as they stand."""
+    found = Path(path.strip())
+    return found.with_suffix("") if found.suffix in (".idx", ".bin") else found
+
+
+def _listed(paths: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(paths[:most]) + more if paths else "none"
+
+
+def _shares(split: str) -> tuple[float, ...] | str:
+    """The shares of a split such as `90,5,5`, rounded so that other spellings of one split are equal."""
+    try:
+        weights = [float(part) for part in split.split(",")]
+    except ValueError:
+        return split
+    if not sum(weights) > 0:
+        return split
+    weights += [0.0] * (3 - len(weights))
+    return tuple(round(weight / sum(weights), 9) for weight in weights)
+
+
+def _normalized(weights: Sequence[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights] if total > 0 else list(weights)
+
+
+def _alike(first: Sequence[float], second: Sequence[float]) -> bool:
+    return len(first) == len(second) and all(isclose(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in value)
+    return "none" if value is None else str(value)

@@ -177,11 +177,18 @@ class Stats:
             finally:
                 writer.close()
             return
-        for tag, value in self._scalars():
-            target.add_scalar(f"thdprof/{tag}", value, step)
+        for tag, value in self.scalars().items():
+            target.add_scalar(tag, value, step)
+
+    def scalars(self) -> dict[str, float]:
+        """The counters so far by their names in TensorBoard and W&B, such as `thdprof/replayed`."""
+        return {f"thdprof/{name}": value for name, value in self._scalars()}
 
     def _scalars(self) -> Iterator[tuple[str, float]]:
         yield "microbatches", self.microbatches
+        yield "replayed", self.replays.total()
+        for reason, n in sorted(self.fallbacks.items()):
+            yield f"eager/{reason}", n
         yield "captures", self.captures
         if self.shape_fallback_rate is not None:
             yield "shape_fallback_rate/observed", self.shape_fallback_rate
@@ -190,8 +197,6 @@ class Stats:
         for bucket, n in sorted(self.replays.items()):
             context = f"_cp{bucket.cp_size}" if bucket.cp_size > 1 else ""
             yield f"replays/{bucket.max_seqs}_documents_{bucket.max_seqlen}_tokens{context}", n
-        for reason, n in sorted(self.fallbacks.items()):
-            yield f"fallbacks/{reason}", n
         for name, sampled in (("replay_ms", self.replay_ms), ("eager_ms", self.eager_ms)):
             if sampled:
                 yield name, fmean(sampled)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.pipeline_slots import passes
+from thdprof.training.pipeline_slots import passes
 
 _AT_ONCE = 1 << 14
 """Rows that are simulated at once: what is counted of them stays in the processor's cache."""

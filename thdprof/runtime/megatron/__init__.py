@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 try:
     import megatron.core  # noqa: F401
 except ModuleNotFoundError as error:  # pragma: no cover - tested in an environment without megatron-core
@@ -17,6 +19,9 @@ from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.versions import VersionError
 
+if TYPE_CHECKING:
+    from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback as ThdprofCallback
+
 __all__ = [
     "Installation",
     "Layout",
@@ -29,3 +34,12 @@ __all__ = [
     "misplaced",
     "packed_seq_params",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """ThdprofCallback, which alone needs Megatron-Bridge."""
+    if name != "ThdprofCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
+
+    return ThdprofCallback

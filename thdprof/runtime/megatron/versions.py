@@ -141,6 +141,20 @@ RELIED_ON = (
         why="graphs are installed after the one, closed after the next, and counted in the others' lines and writers",
     ),
     Reliance(
+        package="megatron-core",
+        name="get_batch_on_this_tp_rank: its arguments, broadcasts and keys; flatten_batch_for_packed_sequences; "
+        "RerunDataIterator.__next__; PackedSeqParams.__post_init__",
+        checked=MEGATRON,
+        why="in Megatron-LM's scripts they move boundaries to the GPU and read them back for every micro-batch",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="RerunStateMachine: validate_result, _restore_state, state, initial_result, saved_results, "
+        "error_injector.should_inject_errors",
+        checked=MEGATRON,
+        why="its checks of every micro-batch's loss each wait for the GPU; they are made together, in their order",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,
@@ -161,6 +175,25 @@ RELIED_ON = (
 )
 
 
+BRIDGE = SpecifierSet(">=0.6.2,<0.7")
+RELIED_ON_IN_BRIDGE = (
+    Reliance(
+        package="megatron-bridge",
+        name="training.gpt_step.get_batch_from_iterator, called by get_batch by that name",
+        checked=BRIDGE,
+        why="the boundaries that a micro-batch has on the host are forgotten there",
+    ),
+    Reliance(
+        package="megatron-bridge",
+        name="training.pretrain.destroy_global_state, called there first when a run ends by an exception; "
+        "training.utils.train_utils.print_rank_last",
+        checked=BRIDGE,
+        why="graphs are freed before the process groups, and counted in the log line",
+    ),
+)
+"""As RELIED_ON, of a package that only its own trainer needs."""
+
+
 class VersionError(RuntimeError):
     """A package is missing, or is of a version on which thdprof was not checked."""
 
@@ -176,17 +209,19 @@ def installed(packages: Sequence[str]) -> dict[str, str | None]:
     return versions
 
 
-def complaints(versions: Mapping[str, str | None]) -> list[str]:
+def complaints(versions: Mapping[str, str | None], relied_on: Sequence[Reliance] = RELIED_ON) -> list[str]:
     """One line for every package that is missing or unchecked; a local build of a release counts as the release.
 
     Args:
         versions: version by package; None where it is not installed.
+        relied_on: the names that are relied on.
     """
     lines = []
     for package, version in versions.items():
-        relied = [r for r in RELIED_ON if r.package == package]
+        relied = [r for r in relied_on if r.package == package]
         if version is None:
-            lines.append(f"{package} is not installed: pip install 'thdprof[megatron,te]'")
+            wanted = "megatron-bridge" if package == "megatron-bridge" else "'thdprof[megatron,te]'"
+            lines.append(f"{package} is not installed: pip install {wanted}")
         elif bad := [r for r in relied if Version(version).base_version not in r.checked]:
             lines.append(
                 f"{package} {version}: thdprof takes {bad[0].checked}, and relies on {bad[0].name} ({bad[0].why})"
@@ -203,8 +238,24 @@ def check(find: Callable[[Sequence[str]], Mapping[str, str | None]] = installed)
     Raises:
         VersionError: names each such package; `THDPROF_UNTESTED_VERSIONS=allow` accepts those that are installed.
     """
-    versions = find(sorted({r.package for r in RELIED_ON}))
+    _check(find, RELIED_ON)
+
+
+def check_bridge(find: Callable[[Sequence[str]], Mapping[str, str | None]] = installed) -> None:
+    """Refuse a Megatron-Bridge on which thdprof was not checked.
+
+    Args:
+        find: returns the version of each package, or None.
+
+    Raises:
+        VersionError: as `check` does.
+    """
+    _check(find, RELIED_ON_IN_BRIDGE)
+
+
+def _check(find: Callable[[Sequence[str]], Mapping[str, str | None]], relied_on: Sequence[Reliance]) -> None:
+    versions = find(sorted({r.package for r in relied_on}))
     missing = [p for p, version in versions.items() if version is None]
-    lines = complaints(versions)
+    lines = complaints(versions, relied_on)
     if lines and (missing or os.environ.get(OVERRIDE) != "allow"):
         raise VersionError("; ".join(lines) + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same"))

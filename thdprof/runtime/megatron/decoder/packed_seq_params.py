@@ -80,12 +80,26 @@ def packed_seq_params(
         cp_group=None if local_cp_size is None else context_group(local_cp_size),
         pad_between_seqs=pad_between_seqs,
     )
-    setattr(params, _HOST, (packed.host, None if memory is None else memory.host))
+    assert packed.host is not None
+    attach_host(params, packed.host, None if memory is None else memory.host)
     return params
 
 
-_kept: tuple[torch.Tensor, NDArray[np.int32], NDArray[np.int32] | None] | None = None
-"""The boundaries that `keep_on_host` was given last; the tensor is held, so that no other can take its memory."""
+def attach_host(params: PackedSeqParams, host: NDArray[np.int32], host_padded: NDArray[np.int32] | None = None) -> None:
+    """Note on `params` the values of its boundaries on the host, so that nothing is read from the GPU.
+
+    Args:
+        params: metadata of one micro-batch.
+        host: the values of `cu_seqlens_q`, int32, shape [documents + 1].
+        host_padded: the values of `cu_seqlens_q_padded`, if there is one.
+    """
+    setattr(params, _HOST, (host, host_padded))
+
+
+_kept: tuple[torch.Tensor, int, NDArray[np.int32], NDArray[np.int32] | None] | None = None
+"""The boundaries that `keep_on_host` was given last: the tensor, which is held, so that no other can take its memory;
+how often it had been changed in place; and the host's values.
+"""
 
 
 def keep_on_host(
@@ -99,7 +113,7 @@ def keep_on_host(
         host_padded: positions in memory at which documents begin, if they are padded.
     """
     global _kept
-    _kept = cu_seqlens, host, host_padded
+    _kept = cu_seqlens, cu_seqlens._version, host, host_padded
 
 
 def _host_of(params: PackedSeqParams) -> tuple[Any, Any]:
@@ -108,9 +122,12 @@ def _host_of(params: PackedSeqParams) -> tuple[Any, Any]:
     if ours is not None:
         return ours  # type: ignore[no-any-return]
     if _kept is not None:
-        device, host, host_padded = _kept
+        device, changes, host, host_padded = _kept
         given = params.cu_seqlens_q
-        if given.data_ptr() == device.data_ptr() and given.numel() == len(host):
+        same = given.data_ptr() == device.data_ptr() and given.is_contiguous() and given.dtype == device.dtype
+        complete = given.numel() == len(host) and (params.cu_seqlens_q_padded is None) == (host_padded is None)
+        if same and complete and device._version == changes:
+            attach_host(params, host, host_padded)  # a second pass over the micro-batch may come after the next one
             return host, host_padded
     return None, None
 

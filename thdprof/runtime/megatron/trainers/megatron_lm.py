@@ -48,7 +48,7 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     with ExitStack() as stack:
         stack.callback(loop.end)  # for runs that install and never train, as with --skip-train
         stack.enter_context(host_boundaries())
-        stack.enter_context(checked_once_a_step())
+        stack.enter_context(checked_once_a_step(on_restore=loop.recapture))
         for name, function in loop.replacements().items():
             stack.enter_context(replaced(training, name, function))
         yield
@@ -123,6 +123,11 @@ class _Loop:
             writer.add_scalar(name, value, iteration)
         if wandb:
             wandb.log(scalars, iteration)
+
+    def recapture(self) -> None:
+        """Drop all graphs: they would go on with the random states that they were captured with."""
+        if self._installation is not None:
+            self._installation.recapture()
 
     def end(self, *, together: bool = False) -> None:
         """Tell what was observed and free the graphs; the second call does nothing.

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from thdprof.compare.drift import DriftTest, bucket_name
+from thdprof.dispatch import BY_SHAPE, FallbackReason
+from thdprof.runtime.megatron.trainers.rank_totals import RankTotals, rank_and_size
+from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -26,31 +32,125 @@ class Observer:
             installation: what `install` returned.
             plan: the plan that the run follows.
             stats: the file that `finish` appends one line of counters to; None for none.
-            say: writes one line to the run's log; called on one rank alone.
+            say: writes one line to the run's log; called on rank 0 alone.
         """
         self._installation, self._plan, self._stats, self._say = installation, plan, stats, say
+        self._drift, self._totals = DriftTest(plan), RankTotals(plan)
+        self._logged = self._counts()
+        self._iteration: int | None = None
+        self._awaited: int | None = None
 
     def scalars(self) -> dict[str, float]:
-        """The counters so far by their names in TensorBoard and W&B, such as `thdprof/replayed`."""
-        return {}
+        """The counters so far by their names in TensorBoard and W&B, such as `thdprof/replayed`.
+
+        They are those of the rank that calls this: of its data-parallel rank's micro-batches, evaluation included.
+        """
+        return {
+            **self._installation.stats().scalars(),
+            "thdprof/pool_bytes": self._installation.pool_bytes(),
+            "thdprof/host_bytes": self._installation.host_bytes(),
+        }
 
     def log_text(self) -> str:
-        """The counters since the last call as a part of Megatron's log line, which separates its parts by ` |`."""
-        return ""
+        """The counters since the last call as a part of Megatron's log line, which separates its parts by ` |`.
+
+        For example ` thdprof replayed: 318 | thdprof eager too_many_seqs: 2 |`. Counters of this rank alone, as in
+        `scalars`; reasons that did not occur are left out.
+        """
+        now = self._counts()
+        since, self._logged = now - self._logged, now
+        eager = "".join(f" thdprof eager {reason}: {n} |" for reason, n in sorted(since.items()) if reason)
+        return f" thdprof replayed: {since['']} |{eager}"
 
     def after_step(self, iteration: int) -> None:
         """Compare the observed shares with the plan's after every COMPARED_EVERY steps, and say how they differ.
 
-        Call it on every rank: the ranks' counters are added up.
+        Call it on every rank: the ranks' counters are added up by one small all-reduce. Its sums are read one step
+        later, when they lie on the host, so that no rank waits for them. Rank 0 says them in one line, and in a second
+        line, a warning, that the data has moved on (`thdprof.compare.drift` tells when).
 
         Args:
             iteration: number of the step that ended, from 1.
         """
+        self._iteration = iteration
+        self._tell()
+        if iteration % COMPARED_EVERY == 0:
+            self._totals.begin(self._installation.stats())
+            self._awaited = iteration
 
     def finish(self, *, together: bool) -> None:
-        """Append the run's counters to the statistics file.
+        """Append the run's counters to the statistics file, as one line that `thdprof compare` reads.
 
         Args:
             together: whether all ranks end here, so that their counters can be added up; after an error on this rank
-                alone nothing is sent to others.
+                alone nothing is sent to others, and rank 0 writes its own counters.
         """
+        own = self._installation.stats()
+        rank, num_ranks = rank_and_size()
+        if together:
+            self._tell()
+            self._totals.begin(own, peak=self._installation.pool_bytes())
+            totals, pool_bytes = self._totals.end()
+        else:
+            totals, pool_bytes = own, self._installation.pool_bytes()
+        if self._stats is not None and rank == 0:
+            totals.append_jsonl(
+                self._stats,
+                iteration=self._iteration,
+                ranks=num_ranks,
+                all_ranks=together,
+                pool_bytes=pool_bytes,
+            )
+
+    def _tell(self) -> None:
+        """Say the comparison that waits to be said, if any."""
+        if self._awaited is None:
+            return
+        iteration, self._awaited = self._awaited, None
+        totals, _ = self._totals.end()
+        if rank_and_size()[0] != 0:
+            return
+        self._say(f"thdprof, step {iteration}: {compared(totals, self._plan)}")
+        if not self._plan.captured:
+            return
+        by_shape = totals.shape_fallbacks
+        undecided = totals.dispatched - by_shape - totals.replays.total()
+        moved = self._drift.moved(totals.replays, by_shape=by_shape, undecided=undecided)
+        if moved is not None:
+            self._say(
+                f"WARNING: thdprof, step {iteration}: the data is not what the plan was made from: {moved}; run "
+                "`thdprof check PLAN DATA` with the data that is trained on, and analyse it again for a plan that fits"
+            )
+
+    def _counts(self) -> Counter[str]:
+        """Micro-batches of this rank so far: replayed ones by the name "", eager ones by reason."""
+        stats = self._installation.stats()
+        return Counter({"": stats.replays.total(), **{str(reason): n for reason, n in stats.fallbacks.items()}})
+
+
+def compared(totals: Stats, plan: Plan) -> str:
+    """Observed shares beside the plan's, in one line.
+
+    Args:
+        totals: counters of all ranks, each micro-batch once.
+        plan: the plan that the run follows.
+    """
+    prediction, asked = Prediction.of(plan), totals.dispatched
+    evaluated = totals.fallbacks.get(FallbackReason.not_training, 0)
+    trained = f"{totals.microbatches - evaluated:,} micro-batches"
+    others = ", ".join(
+        f"{n:,} {reason}"
+        for reason, n in sorted(totals.fallbacks.items())
+        if n and reason not in BY_SHAPE and reason is not FallbackReason.not_training
+    )
+    if not plan.captured:
+        return f"{trained}, all eager, as the plan captures nothing"
+    if not asked:
+        return f"{trained}, none looked at by shape ({others or 'none ran'})"
+    shares = [f"eager by shape {totals.shape_fallbacks / asked:.2%} (plan {prediction.fallback_rate:.2%})"]
+    shares += [
+        f"{bucket_name(bucket)} {totals.replays.get(bucket, 0) / asked:.2%} (plan {share:.2%})"
+        for bucket, share in sorted(prediction.shares.items())
+    ]
+    text = f"{trained}; {', '.join(shares)}"
+    return f"{text}; eager for other reasons: {others}" if others else text

@@ -1,0 +1,225 @@
+"""`python -m thdprof.run`: a script keeps its own arguments; a plan that does not fit ends the run before it begins."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+from support.paths import ROOT
+from support.plans import plan_of_shares
+
+from thdprof.run import main
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import beside  # a module in the script's own folder
+from megatron.training import pretrain
+Path(__file__).with_name("ran").write_text(json.dumps(sys.argv))
+assert __name__ == "__main__"
+pretrain()
+"""
+FITTING = shlex.split(
+    "--num-layers 2 --seq-length 256 --micro-batch-size 1 --global-batch-size 8 --train-samples 8000 --data-path "
+    "data/text_document --dataloader-inter-document-masking --te-rng-tracker"
+)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    path = tmp_path / "plan.yaml"
+    plan_of_shares((0.75, 0.2), count=8000, steps=1000, train_samples=8000).save(path)
+    return path
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "scripts" / "pretrain_gpt.py"
+    path.parent.mkdir()
+    path.write_text(SCRIPT)
+    (path.parent / "beside.py").write_text("")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def followed(monkeypatch):
+    """What the runtime was asked for. Where Megatron's loop would be there is one that does nothing."""
+    pytest.importorskip("torch")
+    from thdprof.runtime.megatron.trainers import megatron_lm
+
+    asked = []
+
+    @contextmanager
+    def following(plan, **options):
+        asked.append(options)
+        yield
+
+    stub = type(sys)("megatron.training")
+    stub.pretrain = lambda: None
+    monkeypatch.setitem(sys.modules, "megatron.training", stub)
+    monkeypatch.setattr(megatron_lm, "following", following)
+    monkeypatch.setattr(sys, "argv", ["thdprof.run"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return asked
+
+
+def ran(script) -> list[str] | None:
+    """The arguments that the script saw; None if it did not run."""
+    path = script.with_name("ran")
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def test_the_script_runs_with_its_own_arguments(plan, script, followed, tmp_path, capsys):
+    stats = tmp_path / "stats.jsonl"
+    own = [*FITTING, "--title", "a $b 'c' d"]
+    assert main(["--plan", str(plan), "--replay=off", "--stats", str(stats), str(script), *own]) == 0
+    assert ran(script) == [str(script), *own]
+    assert followed == [{"replay": False, "stats": stats}]
+    assert capsys.readouterr().err == ""
+
+
+def test_options_behind_the_script_are_its_own(plan, script, followed):
+    own = [*FITTING, "--replay", "off", "--plan", "other.yaml", "-h"]
+    assert main(["--plan", str(plan), "--", str(script), *own]) == 0
+    assert ran(script) == [str(script), *own]
+    assert followed == [{"replay": True, "stats": None}]
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_all_reasons_at_once(plan, script, capsys):
+    wrong = [*FITTING, "--seq-length=128", "--micro-batch-size", "2", "--seed", "7"]
+    wrong += ["--fp8-format", "hybrid", "--recompute-activations"]
+    wrong.remove("--te-rng-tracker")
+    assert main(["--plan", str(plan), str(script), *wrong]) == 2
+    assert ran(script) is None
+    assert capsys.readouterr().err == (
+        f"thdprof.run: {plan} does not fit this run:\n"
+        "- --seq-length: the plan was made for 256, the run has 128: graphs were chosen for micro-batches of another "
+        "shape, so that none would replay\n"
+        "- --micro-batch-size: the plan was made for 1, the run has 2: graphs were chosen for micro-batches of another "
+        "shape, so that none would replay\n"
+        "- --fp8-format hybrid: scales are not kept across replays of packed graphs; leave it out\n"
+        "- --recompute-activations: graphs keep activations, and recomputing in them was not checked; leave it out\n"
+        "- --te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it\n"
+        "for a plan that fits, write this command line into a file and analyse it: "
+        "thdprof analyze --megatron-args FILE -o PLAN\n"
+    )
+
+
+def test_what_only_changes_the_prediction_is_a_warning(plan, script, capsys):
+    other = [*FITTING, "--seed", "7", "--data-path", "data/other_document"]
+    assert main(["--plan", str(plan), str(script), *other]) == 0
+    assert ran(script) is not None
+    assert capsys.readouterr().err == (
+        f"thdprof.run: warning: {plan} counts another run than this one:\n"
+        "- --seed: the plan was made for 1234, the run has 7: the rows are read in another order, so that shares and "
+        "times are only about right\n"
+        "- --data-path: the plan was made for data/text_document.idx, the run has data/other_document: micro-batches "
+        "hold other rows, so that shares and times may differ\n"
+    )
+
+
+@pytest.mark.parametrize(("variables", "said"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "3"}, False)])
+def test_one_rank_says_what_all_ranks_refuse(plan, script, monkeypatch, capsys, variables, said):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["--plan", str(plan), str(script), *FITTING, "--seq-length", "128"]) == 2
+    assert bool(capsys.readouterr().err) is said
+    assert main(["--plan", str(plan), str(script), *FITTING, "--seed", "7"]) == 0
+    assert bool(capsys.readouterr().err) is said
+
+
+def test_the_ranks_of_torchrun_tell_the_data_parallel_size(plan, script, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--plan", str(plan), str(script), *FITTING, "--tensor-model-parallel-size", "2"]) == 0
+    assert main(["--plan", str(plan), str(script), *FITTING]) == 2
+    assert (
+        "data-parallel size (ranks / tensor, pipeline and context parallel sizes): the plan was made for 1, the "
+        in (capsys.readouterr().err)
+    )
+    assert main(["--plan", str(plan), str(script), *FITTING, "--tensor-model-parallel-size", "4"]) == 2
+    assert capsys.readouterr().err == (
+        "thdprof.run: the command line: 2 ranks are not a multiple of tensor 4 x pipeline 1 x context 1 parallel sizes "
+        "= 4\n"
+    )
+
+
+def test_a_plan_that_only_counts_refuses_no_graph(script, tmp_path, capsys):
+    plan = plan_of_shares((), count=8000, steps=1000, train_samples=8000)
+    path = tmp_path / "none.yaml"
+    plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})}).save(path)
+    own = [word for word in FITTING if word != "--te-rng-tracker"]
+    assert main(["--plan", str(path), str(script), *own, "--fp8-format", "hybrid"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_without_boundaries_megatrons_own_scripts_have_nothing_to_replay(plan, script, capsys):
+    own = [word for word in FITTING if word != "--dataloader-inter-document-masking"]
+    assert main(["--plan", str(plan), str(script), *own]) == 2
+    assert "- --dataloader-inter-document-masking is missing: " in capsys.readouterr().err
+    packs_by_itself = script.rename(script.with_name("train.py"))
+    assert main(["--plan", str(plan), str(packs_by_itself), *own]) == 0
+
+
+def test_arguments_that_are_not_megatrons_are_not_compared(plan, script, capsys):
+    assert main(["--plan", str(plan), str(script), "--config", "run.yaml"]) == 0
+    assert "none of Megatron-LM's arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["--plan", "{plan}"], 2, "no training script: name it behind the options of thdprof.run"),
+        (["--plan"], 2, "no training script"),
+        ([], 2, "no training script"),
+        (["{script}", "--num-layers", "2"], 2, "the following arguments are required: --plan"),
+        (["{script}", "--plan", "{plan}"], 2, "--plan stands behind {script}, so that it is the script's own"),
+        (["--plan", "{plan}", "--seq-length", "4", "{script}"], 2, "--seq-length: not an option of thdprof.run"),
+        (["--plan", "{plan}", "--replay", "maybe", "{script}"], 2, "argument --replay: invalid choice: 'maybe'"),
+        (["--plan", "{plan}", "nothing.py"], 1, "nothing.py: no such script"),
+        (["--plan", "{plan}", "{folder}"], 1, "{folder}: is no file"),
+        (["--plan", "nothing.yaml", "{script}"], 1, "nothing.yaml: cannot be read: No such file or directory"),
+        (["--plan", "{script}", "{script}"], 1, "{script}: not YAML: line 5"),
+        (["--plan", "{plan}", "--stats", "no/where.jsonl", "{script}"], 1, "there is no directory no; make it"),
+        (["--plan", "{plan}", "--stats", "{folder}", "{script}"], 1, "--stats {folder}: is a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_an_exit_code(plan, script, tmp_path, capsys, argv, code, words):
+    names = {"plan": plan, "script": script, "folder": tmp_path}
+    assert main([word.format(**names) for word in argv]) == code
+    said = capsys.readouterr().err
+    assert words.format(**names) in said
+    assert said.startswith("thdprof.run: ")
+    assert said.count("\n") == 1
+    assert ran(script) is None
+
+
+def test_errors_of_the_script_are_its_own(plan, script):
+    script.write_text("raise KeyError('its own')")
+    with pytest.raises(KeyError, match="its own"):
+        main(["--plan", str(plan), str(script), *FITTING])
+    script.write_text("import sys; sys.exit(17)")
+    with pytest.raises(SystemExit) as ended:
+        main(["--plan", str(plan), str(script), *FITTING])
+    assert ended.value.code == 17
+
+
+def test_models_that_install_refuses_end_without_a_traceback(plan, script, capsys):
+    script.write_text(
+        "from thdprof.runtime.megatron.refusals.settings import SettingsError\n"
+        "raise SettingsError('thdprof cannot install graphs:\\n- a setting')"
+    )
+    assert main(["--plan", str(plan), str(script), *FITTING]) == 2
+    assert capsys.readouterr().err == "thdprof.run: thdprof cannot install graphs:\n- a setting\n"
+
+
+def test_help_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; from thdprof.run import main; main(['-h'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--stats" in done.stdout

@@ -1,0 +1,165 @@
+"""Has the data moved on? Simulated runs: quiet on the plan's own data, an alarm soon after the data moves."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import comb
+
+import numpy as np
+import pytest
+from support.plans import plan_of_shares
+
+from thdprof.compare.drift import FALSE_ALARMS_PER_RUN, DriftTest, Moved, tail
+
+SHARES = (0.6, 0.25, 0.1)
+"""Of three buckets; one in twenty micro-batches runs eagerly."""
+PER_LOOK = 800
+"""Micro-batches between two comparisons: 100 steps of 8."""
+
+
+def first_alarm(plan, kinds, *, per_look=PER_LOOK) -> tuple[int, Moved] | None:
+    """The number of the first comparison that gives an alarm, from 1, over micro-batches of these kinds, in order.
+
+    Kind 0 runs eagerly by shape, kind i replays the plan's i-th bucket.
+    """
+    buckets, test = sorted(plan.shares), DriftTest(plan)
+    for look, end in enumerate(range(per_look, len(kinds) + 1, per_look), start=1):
+        counts = np.bincount(kinds[:end], minlength=len(buckets) + 1).tolist()
+        moved = test.moved(dict(zip(buckets, counts[1:], strict=True)), by_shape=counts[0], undecided=0)
+        if moved is not None:
+            return look, moved
+    return None
+
+
+def planned_kinds(plan) -> np.ndarray:
+    """The kinds of the plan's own micro-batches, one bucket after the other."""
+    shares = [plan.predictions.fallback_rate.microbatch, *(plan.shares[b] for b in sorted(plan.shares))]
+    return np.repeat(np.arange(len(shares)), [round(s * plan.microbatches.count) for s in shares])
+
+
+def test_the_tail_is_that_of_fishers_exact_test():
+    compared = 0
+    for drawn in range(1, 7):
+        for others in range(1, 10):
+            for count in range(drawn + 1):
+                for marked in range(others + 1):
+                    everything, all_marked = drawn + others, count + marked
+                    exact = sum(
+                        Fraction(
+                            comb(all_marked, k) * comb(everything - all_marked, drawn - k), comb(everything, drawn)
+                        )
+                        for k in range(count, min(drawn, all_marked) + 1)
+                    )
+                    above = count * others > marked * drawn
+                    assert tail(count, drawn, marked, others) == pytest.approx(float(exact) if above else 1.0)
+                    compared += above
+    assert compared > 500
+
+
+@pytest.mark.parametrize("shares", [SHARES, (0.999,), (1.0,)])
+@pytest.mark.parametrize("how", ["the plan's run", "resumed in its middle", "another seed", "two epochs"])
+def test_runs_of_the_same_data_are_not_said_to_have_moved_on(rng, shares, how):
+    plan = plan_of_shares(shares, count=40 * PER_LOOK, steps=4000)
+    kinds, alarms = planned_kinds(plan), 0
+    for _ in range(25):
+        match how:
+            case "the plan's run":
+                run = rng.permutation(kinds)
+            case "resumed in its middle":
+                run = rng.permutation(kinds)[len(kinds) // 2 :]
+            case "another seed":  # other rows make other micro-batches of the same kinds
+                run = rng.choice(kinds, len(kinds))
+            case _:
+                run = np.concatenate([rng.permutation(kinds) for _ in range(2)])
+        alarms += first_alarm(plan, run) is not None
+    assert alarms == 0
+
+
+def test_so_many_comparisons_at_the_5_percent_level_would_have_cried_wolf(rng):
+    """The simulated runs are not quiet by themselves: it is the level of the test that makes them so."""
+    plan = plan_of_shares(SHARES, count=40 * PER_LOOK, steps=4000)
+    kinds = planned_kinds(plan)
+    loud = 0
+    for _ in range(25):
+        eager = np.cumsum(rng.permutation(kinds) == 0)[PER_LOOK - 1 :: PER_LOOK].tolist()
+        rates = [(n, (look + 1) * PER_LOOK) for look, n in enumerate(eager)]
+        loud += any(tail(n, of, round(0.05 * len(kinds)), len(kinds)) < 0.05 for n, of in rates)
+    assert loud > 0
+    assert FALSE_ALARMS_PER_RUN < 0.01
+
+
+@pytest.mark.parametrize(("before", "within"), [(0, 2), (10, 3), (100, 4)])
+def test_twice_as_many_fallbacks_are_told_within_400_steps(rng, before, within):
+    plan = plan_of_shares(SHARES, count=200 * PER_LOOK, steps=20_000)
+    for _ in range(10):
+        own = rng.permutation(planned_kinds(plan))[: before * PER_LOOK]
+        moved_on = rng.choice(4, 20 * PER_LOOK, p=[0.10, 0.57, 0.235, 0.095])
+        look, moved = first_alarm(plan, np.concatenate([own, moved_on]))
+        assert before < look <= before + within
+        assert moved.bucket is None
+        assert moved.observed_share > 1.5 * moved.predicted_share
+
+
+def test_a_small_change_is_told_when_there_is_enough_of_it(rng):
+    """The share of fallbacks rises by a fifth: too little for 100 steps, enough for some thousand."""
+    plan = plan_of_shares(SHARES, count=400 * PER_LOOK, steps=40_000)
+    own = rng.permutation(planned_kinds(plan))[: 50 * PER_LOOK]
+    moved_on = rng.choice(4, 100 * PER_LOOK, p=[0.06, 0.595, 0.245, 0.10])
+    look, moved = first_alarm(plan, np.concatenate([own, moved_on]))
+    assert 51 < look < 120
+    assert moved.microbatches > PER_LOOK
+
+
+def test_other_shares_of_buckets_are_told_too(rng):
+    plan = plan_of_shares(SHARES, count=40 * PER_LOOK, steps=4000)
+    _, moved = first_alarm(plan, rng.choice(4, PER_LOOK, p=[0.05, 0.3, 0.55, 0.1]))
+    assert moved.bucket in sorted(plan.shares)[:2]
+    assert "replayed " in str(moved)
+
+
+def test_the_words_of_an_alarm():
+    plan = plan_of_shares((0.75, 0.125), count=80_000, steps=10_000)
+    buckets = sorted(plan.shares)
+    moved = DriftTest(plan).moved({buckets[0]: 500, buckets[1]: 200}, by_shape=100, undecided=0)
+    assert str(moved) == (
+        "of the last 800 micro-batches 25.00% replayed 16 documents of 256 tokens, the plan says 12.50% "
+        "(by chance less than once in 10^12)"
+    )
+
+
+def test_shares_of_buckets_are_not_compared_while_other_reasons_hide_them():
+    """Without a free slot it is not known which bucket a micro-batch would have replayed."""
+    plan = plan_of_shares((0.75, 0.125), count=80_000, steps=10_000)
+    small, large = sorted(plan.shares)
+    assert DriftTest(plan).moved({small: 100, large: 100}, by_shape=100, undecided=500) is None
+    assert DriftTest(plan).moved({small: 100, large: 100}, by_shape=600, undecided=0).bucket is None
+
+
+def test_rows_in_the_files_order_alarm_only_past_what_the_whole_plan_holds():
+    """A file whose longest rows come first would be said to have moved on at once, although it is the plan's."""
+    plan = plan_of_shares(SHARES, count=8000, steps=1000, dataset_format="lengths", packer="next_fit")
+    sorted_rows = planned_kinds(plan)
+    assert first_alarm(plan, sorted_rows) is None
+    look, moved = first_alarm(plan, np.concatenate([[0] * 400, sorted_rows])[:8000])
+    assert (look, moved.chance) == (1, None)
+    assert str(moved) == (
+        "of the last 800 micro-batches 100.00% ran eagerly by shape, the plan says 5.00% (the whole plan has fewer)"
+    )
+    drawn = plan_of_shares(SHARES, count=8000, steps=1000, dataset_format="lengths", packer="next_fit", exact=False)
+    assert first_alarm(drawn, np.zeros(8000, dtype=int)) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "together"),
+    [
+        ({"dataset_format": "bridge", "loader": "batch", "global_batch_size": 16, "data_parallel_size": 2}, 8),
+        ({"dataset_format": "lengths", "loader": None, "packer": "dp_balanced", "data_parallel_size": 2}, 16),
+    ],
+)
+def test_micro_batches_that_are_made_together_count_as_one(rng, settings, together):
+    """All rows of a rank and step are collated to the same shape: 800 of them are but 100 observations."""
+    plan = plan_of_shares(SHARES, count=2000 * 16, steps=2000, **settings)
+    kinds = planned_kinds(plan)[::together]
+    for _ in range(25):
+        assert first_alarm(plan, np.repeat(rng.permutation(kinds), together)) is None
+    assert first_alarm(plan, np.repeat(rng.choice(4, 1000, p=[0.3, 0.4, 0.2, 0.1]), together)) is not None

@@ -1,0 +1,298 @@
+"""Megatron-Bridge by a plan: what its own CallbackManager fires, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from support import bridge_training
+from support.bridge_training import configuration
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.compare.fit import Misfit
+from thdprof.errors import DataError
+from thdprof.plan import Plan
+from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.trainers import bridge, bridge_refusals, bridge_settings
+from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
+
+EVENTS = {"on_train_start", "on_train_step_end", "on_train_end"}
+
+
+@pytest.fixture
+def plan(tmp_path) -> Plan:
+    (tmp_path / "packs.jsonl").write_text('{"lengths": [4, 12]}\n' * 8)
+    return make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16), impl="chunk")
+
+
+class FakeInstallation:
+    """Stands for what `install` returns."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+    def recapture(self) -> None:
+        self.seen.append("recaptured")
+
+
+class FakeObserver:
+    """Stands for the observer: says when it was asked."""
+
+    def __init__(self, installation, plan, *, stats, say) -> None:
+        self.seen = installation.seen
+
+    def log_text(self) -> str:
+        return " thdprof replayed: 8 |"
+
+    def scalars(self) -> dict[str, float]:
+        return {"thdprof/replayed": 8.0}
+
+    def after_step(self, iteration: int) -> None:
+        self.seen.append(f"after step {iteration}")
+
+    def finish(self, *, together: bool) -> None:
+        self.seen.append(f"finished together={together}")
+
+
+class Writer:
+    """Stands for any of Bridge's loggers."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.written.append((name, value, step))
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        self.written += [(name, value, step) for name, value in scalars.items()]
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.log(metrics, step)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Bridge's loop as far as callbacks see it: its own CallbackManager, with fakes for the rest."""
+    from megatron.bridge.training.callbacks import CallbackContext, CallbackManager
+
+    seen: list[str] = []
+    of_run = SimpleNamespace(seen=seen, lines=[], said=[], refuses=None, breaks=None, config=configuration())
+    modules = {
+        "training.gpt_step": {"get_batch_from_iterator": lambda iterator: next(iterator)},
+        "training.pretrain": {"destroy_global_state": lambda: seen.append("Bridge's state destroyed")},
+        "training.utils.train_utils": {"print_rank_last": of_run.lines.append},
+        "utils.common_utils": {"print_rank_0": of_run.said.append},
+    }
+    for name, content in modules.items():
+        module = ModuleType(f"megatron.bridge.{name}")
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        parent, _, child = module.__name__.rpartition(".")
+        monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
+        setattr(of_run, child, module)
+
+    def install(model, plan, config, *, replay):
+        if of_run.breaks is not None:
+            raise of_run.breaks
+        if of_run.refuses is not None:
+            raise SettingsError(f"thdprof cannot install graphs:\n- {of_run.refuses}")
+        seen.append(f"installed {plan.graphs.impl} replay={replay}")
+        return FakeInstallation(seen)
+
+    monkeypatch.setattr(bridge, "install", install)
+    monkeypatch.setattr(bridge, "Observer", FakeObserver)
+    monkeypatch.setattr(bridge.versions, "check", lambda: None)
+    monkeypatch.setattr(bridge.versions, "check_bridge", lambda: None)
+
+    def start(callback: ThdprofCallback) -> CallbackManager:
+        of_run.manager = CallbackManager()
+        of_run.manager.add(callback)
+        of_run.state = SimpleNamespace(
+            cfg=of_run.config,
+            train_state=SimpleNamespace(step=0),
+            **{name: Writer() for name in ("tensorboard_logger", "wandb_logger", "comet_logger")},
+            mlflow_logger=None,
+        )
+        of_run.fire("on_train_start")
+
+    def fire(event: str) -> None:
+        model = [SimpleNamespace(config=SimpleNamespace())]
+        of_run.manager.fire(event, CallbackContext(state=of_run.state, model=model))
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            of_run.fire("on_train_step_end")
+            of_run.state.train_state.step += 1
+            of_run.train_utils.print_rank_last(f" [2026-01-01] iteration {of_run.state.train_state.step:8d}/ 4 |")
+
+    of_run.start, of_run.fire, of_run.steps = start, fire, steps
+    return of_run
+
+
+def test_a_plan_is_followed_from_the_start_of_training_to_its_end(run, plan):
+    run.start(ThdprofCallback(plan))
+    run.steps(2)
+    run.fire("on_train_end")
+    assert run.seen == [
+        "installed chunk replay=True",
+        "after step 1",
+        "after step 2",
+        "finished together=True",
+        "closed",
+    ]
+
+
+def test_only_events_of_training_are_asked_for(run, plan):
+    # on_data_init_start would make Bridge refuse num_epochs; evaluation needs nothing
+    run.start(ThdprofCallback(plan))
+    assert {event for event in run.manager.events if run.manager.has_callbacks(event)} == EVENTS
+    run.fire("on_train_end")
+
+
+def test_counters_stand_in_the_log_line_and_in_every_writer_as_often_as_bridge_writes(run, plan):
+    run.start(ThdprofCallback(plan))
+    run.steps(4)
+    run.train_utils.print_rank_last("another line")
+    run.fire("on_train_end")
+    run.train_utils.print_rank_last(" [2026-01-01] iteration        5/ 4 |")
+    assert run.lines[0] == " [2026-01-01] iteration        1/ 4 | thdprof replayed: 8 |"
+    assert run.lines[-2:] == ["another line", " [2026-01-01] iteration        5/ 4 |"]
+    for name in ("tensorboard_logger", "wandb_logger", "comet_logger"):
+        assert getattr(run.state, name).written == [("thdprof/replayed", 8.0, 2), ("thdprof/replayed", 8.0, 4)]
+
+
+@pytest.mark.parametrize(("error", "together"), [(SystemExit(0), True), (RuntimeError("NCCL"), False)])
+def test_graphs_are_freed_before_bridge_destroys_its_state_however_a_run_ends(run, plan, error, together):
+    own = run.pretrain.destroy_global_state
+    run.start(ThdprofCallback(plan))
+    run.steps(1)
+    try:
+        raise error
+    except BaseException:
+        run.pretrain.destroy_global_state()  # as Bridge does before it aborts the process groups
+    assert run.seen[-3:] == [f"finished together={together}", "closed", "Bridge's state destroyed"]
+    assert run.pretrain.destroy_global_state is own
+
+
+def test_bridge_gets_its_functions_back(run, plan):
+    before = [(module, dict(vars(module))) for module in (run.gpt_step, run.pretrain, run.train_utils)]
+    callback = ThdprofCallback(plan)
+    run.start(callback)
+    assert any(vars(module) != content for module, content in before)
+    run.fire("on_train_end")
+    run.start(callback)  # a second run by the same callback
+    run.fire("on_train_end")
+    assert run.seen.count("closed") == 2
+    assert all(vars(module) == content for module, content in before)
+
+
+def test_every_reason_against_a_run_is_told_at_once(run, plan, monkeypatch):
+    run.config = configuration(inprocess_restart=SimpleNamespace(enabled=True), rng_te_rng_tracker=False)
+    run.refuses = "cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"
+    found = [Misfit(setting="seq_length", planned=16, run=32, changes="graphs")]
+    monkeypatch.setattr(bridge_settings, "misfits", lambda plan, settings, data_paths: found)
+    with pytest.raises(SettingsError) as told:
+        run.start(ThdprofCallback(plan))
+    lines = str(told.value).splitlines()
+    assert lines[0] == "thdprof cannot follow the plan in this run of Megatron-Bridge:"
+    assert [line.split(" is ")[0].split(":")[0] for line in lines[1:]] == [
+        "- inprocess_restart.enabled",
+        "- rng.te_rng_tracker",
+        "- seq_length",
+        "- cuda_graph_impl",
+    ]
+    assert run.seen == []
+
+
+def test_what_bridge_alone_forbids_is_refused_and_leaves_nothing_installed(run, plan):
+    run.config = configuration(peft=SimpleNamespace())
+    with pytest.raises(SettingsError, match=r"peft is SimpleNamespace: .*replay=False"):
+        run.start(ThdprofCallback(plan))
+    assert run.seen == ["installed chunk replay=True", "closed"]
+    run.start(ThdprofCallback(plan, replay=False))
+    assert run.seen[-1] == "installed chunk replay=False"
+    run.fire("on_train_end")
+
+
+def test_what_breaks_because_of_a_refused_setting_is_told_as_the_refusal(run, plan):
+    run.breaks = AssertionError("data parallel group is not initialized")
+    with pytest.raises(AssertionError):
+        run.start(ThdprofCallback(plan))
+    run.config = configuration(dist_use_decentralized_pg=True)
+    with pytest.raises(SettingsError, match=r"dist\.use_decentralized_pg is True"):
+        run.start(ThdprofCallback(plan))
+
+
+def test_random_states_that_a_rerun_restores_drop_the_graphs(run, plan, monkeypatch):
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    monkeypatch.setattr(RerunStateMachine, "_restore_state", lambda machine: run.seen.append("restored"))
+    run.start(ThdprofCallback(plan))
+    RerunStateMachine()._restore_state()
+    assert run.seen[-2:] == ["restored", "recaptured"]
+    run.fire("on_train_end")
+
+
+def test_a_difference_that_only_the_prediction_feels_is_said(run, plan, monkeypatch):
+    found = [Misfit(setting="seed", planned=1, run=2, changes="prediction")]
+    monkeypatch.setattr(bridge_settings, "misfits", lambda plan, settings, data_paths: found)
+    run.start(ThdprofCallback(plan))
+    run.fire("on_train_end")
+    assert run.said == [
+        "thdprof: seed: the plan was made for 1, the run has 2: the run will not be as the plan predicts"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"dist_use_megatron_fsdp": True}, "dist.use_megatron_fsdp is True"),
+        ({"dist_use_torch_fsdp2": True}, "dist.use_torch_fsdp2 is True"),
+        ({"dist_use_decentralized_pg": True}, "dist.use_decentralized_pg is True"),
+        ({"dist_eval_context_parallel_size": 2}, "dist.eval_context_parallel_size is 2"),
+        ({"tensor_inspect": SimpleNamespace(enabled=True)}, "tensor_inspect.enabled is True"),
+        ({"optimizer_optimizer_cuda_graph": True}, "optimizer.optimizer_cuda_graph is True"),
+        ({"model_moe_expert_rank_capacity_factor": 1.5}, "model.moe_expert_rank_capacity_factor is set"),
+    ],
+)
+def test_settings_of_bridge_are_refused_by_their_names(plan, changes, named):
+    assert bridge_refusals.refusals(configuration(), plan) == []
+    (line,) = bridge_refusals.refusals(configuration(**changes), plan)
+    assert line.startswith(named)
+    assert "set it to" in line
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_graphs_that_bridge_would_capture_itself_are_refused(plan, impl):
+    other = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
+    assert bridge_refusals.refusals(configuration(), other) == [
+        f"graphs.impl is {impl}, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk"
+    ]
+
+
+def test_settings_have_the_names_of_analyze():
+    from thdprof.training import TrainingOptions
+
+    settings = bridge_settings.settings_of(configuration())
+    assert set(settings) <= set(TrainingOptions.__annotations__)
+    assert settings["train_samples"] == 8
+    assert settings["loader"] == "batch"
+    assert bridge_settings.data_paths_of(configuration()) == ["rows.parquet"]
+    ramped = bridge_settings.settings_of(configuration(train_rampup_batch_size=[2, 2, 100]))
+    assert not {"global_batch_size", "train_samples"} & set(ramped)
+
+
+def test_a_file_that_is_no_plan_is_refused_before_anything_starts(tmp_path):
+    with pytest.raises(DataError):
+        ThdprofCallback(tmp_path / "no-plan.yaml")
+
+
+def test_the_callback_is_exported_without_a_need_for_bridge():
+    import thdprof.runtime.megatron as package
+
+    assert package.ThdprofCallback is ThdprofCallback
+    assert bridge_training.configuration().peft is None

@@ -1,0 +1,232 @@
+"""What a run says while it trains: scalars, the log line, the comparison every 100 steps, the line for compare."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.plans import plan_of_shares
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from thdprof.compare.statistics import compare, read_stats  # noqa: E402
+from thdprof.runtime import FallbackReason, Stats  # noqa: E402
+from thdprof.runtime.megatron.trainers.observer import COMPARED_EVERY, Observer  # noqa: E402
+from thdprof.runtime.stats import Prediction  # noqa: E402
+
+SHARES = (0.75, 0.2)
+PER_STEP = 8
+
+
+class Installed:
+    """What Observer asks of an Installation."""
+
+    def __init__(self, plan) -> None:
+        self.counters = Stats(prediction=Prediction.of(plan))
+
+    def stats(self) -> Stats:
+        return self.counters
+
+    def pool_bytes(self) -> int:
+        return 3 << 20
+
+    def host_bytes(self) -> int:
+        return 1 << 20
+
+    def count(self, replays=(), **fallbacks: int) -> None:
+        for bucket, n in replays:
+            self.counters.replays[bucket] += n
+        for reason, n in fallbacks.items():
+            self.counters.fallbacks[FallbackReason(reason)] += n
+            self.counters.fallback_sizes[FallbackReason(reason), 1] += n
+
+
+@pytest.fixture
+def plan():
+    return plan_of_shares(SHARES, count=8000, steps=1000)
+
+
+@pytest.fixture
+def installed(plan):
+    return Installed(plan)
+
+
+@pytest.fixture
+def lines():
+    return []
+
+
+@pytest.fixture
+def observer(plan, installed, lines, tmp_path):
+    return Observer(installed, plan, stats=tmp_path / "stats.jsonl", say=lines.append)
+
+
+def train(observer, installed, plan, rates, *, steps=range(1, 101)) -> None:
+    """Steps of PER_STEP micro-batches: shares of buckets as `rates`, the rest too many documents."""
+    small, large = sorted(plan.shares)
+    for number in steps:
+        n = number * PER_STEP  # counted up to here in the given shares
+        before = n - PER_STEP
+        of_small, of_large = (int(n * r) - int(before * r) for r in rates)
+        installed.count([(small, of_small), (large, of_large)], too_many_seqs=PER_STEP - of_small - of_large)
+        observer.after_step(number)
+
+
+def test_scalars_are_those_of_stats_and_the_memory(observer, installed, plan):
+    small, _ = sorted(plan.shares)
+    installed.count([(small, 90)], too_many_seqs=10, not_training=4)
+    installed.counters.captures = 2
+    assert observer.scalars() == {
+        "thdprof/microbatches": 104,
+        "thdprof/replayed": 90,
+        "thdprof/eager/not_training": 4,
+        "thdprof/eager/too_many_seqs": 10,
+        "thdprof/captures": 2,
+        "thdprof/shape_fallback_rate/observed": 0.1,
+        "thdprof/shape_fallback_rate/predicted": pytest.approx(0.05),
+        "thdprof/replays/8_documents_256_tokens": 90,
+        "thdprof/pool_bytes": 3 << 20,
+        "thdprof/host_bytes": 1 << 20,
+    }
+    own = {name: value for name, value in observer.scalars().items() if not name.endswith("_bytes")}
+    assert own == installed.counters.scalars()
+
+
+def test_the_log_line_says_what_was_counted_since_the_last_one(observer, installed, plan):
+    small, large = sorted(plan.shares)
+    assert observer.log_text() == " thdprof replayed: 0 |"
+    installed.count([(small, 300), (large, 18)], too_many_seqs=2)
+    assert observer.log_text() == " thdprof replayed: 318 | thdprof eager too_many_seqs: 2 |"
+    installed.count([(small, 5)], not_training=7)
+    assert observer.log_text() == " thdprof replayed: 5 | thdprof eager not_training: 7 |"
+    assert observer.log_text() == " thdprof replayed: 0 |"
+
+
+def test_every_100_steps_one_line_tells_observed_and_predicted_shares(observer, installed, plan, lines):
+    train(observer, installed, plan, SHARES, steps=range(1, COMPARED_EVERY + 1))
+    assert lines == []  # the sums are read one step later, so that nobody waits
+    train(observer, installed, plan, SHARES, steps=range(COMPARED_EVERY + 1, COMPARED_EVERY + 3))
+    assert lines == [
+        "thdprof, step 100: 800 micro-batches; eager by shape 5.00% (plan 5.00%), 8 documents of 256 tokens 75.00% "
+        "(plan 75.00%), 16 documents of 256 tokens 20.00% (plan 20.00%)"
+    ]
+
+
+def test_other_reasons_and_evaluation_are_told_apart(observer, installed, plan, lines):
+    small, _ = sorted(plan.shares)
+    installed.count([(small, 700)], too_many_seqs=50, no_free_slot=250, not_training=1000)
+    observer.after_step(100)
+    observer.after_step(101)
+    assert lines == [
+        "thdprof, step 100: 1,000 micro-batches; eager by shape 5.00% (plan 5.00%), 8 documents of 256 tokens 70.00% "
+        "(plan 75.00%), 16 documents of 256 tokens 0.00% (plan 20.00%); eager for other reasons: 250 no_free_slot"
+    ]
+
+
+def test_data_that_has_moved_on_is_told_with_numbers_and_what_to_do(observer, installed, plan, lines):
+    train(observer, installed, plan, SHARES, steps=range(1, 201))
+    assert not any("WARNING" in line for line in lines)
+    train(observer, installed, plan, (0.4, 0.2), steps=range(201, 302))
+    warnings = [line for line in lines if "WARNING" in line]
+    assert warnings == [
+        "WARNING: thdprof, step 300: the data is not what the plan was made from: of the last 800 micro-batches "
+        "40.00% ran eagerly by shape, the plan says 5.00% (by chance less than once in 10^12); run `thdprof check "
+        "PLAN DATA` with the data that is trained on, and analyse it again for a plan that fits"
+    ]
+
+
+def test_the_last_comparison_is_said_when_the_run_ends_with_it(observer, installed, plan, lines):
+    train(observer, installed, plan, SHARES)
+    observer.finish(together=True)
+    assert [line[:18] for line in lines] == ["thdprof, step 100:"]
+
+
+def test_a_plan_that_captures_nothing_has_nothing_to_compare(plan, lines, tmp_path):
+    nothing = plan.graphs.model_copy(update={"impl": "none", "buckets": []})
+    plan = plan.model_copy(update={"graphs": nothing})
+    installed = Installed(plan)
+    observer = Observer(installed, plan, stats=tmp_path / "stats.jsonl", say=lines.append)
+    installed.count(disabled_by_user=800)
+    observer.after_step(100)
+    observer.finish(together=True)
+    assert lines == ["thdprof, step 100: 800 micro-batches, all eager, as the plan captures nothing"]
+    assert compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=1.0).observed_fallback_rate == 1.0
+
+
+def test_without_cuda_no_shape_is_looked_at(observer, installed, lines):
+    installed.count(no_cuda=800)
+    observer.after_step(100)
+    observer.after_step(101)
+    assert lines == ["thdprof, step 100: 800 micro-batches, none looked at by shape (800 no_cuda)"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_statistics_file_is_what_compare_reads(observer, installed, plan, tmp_path, together):
+    train(observer, installed, plan, SHARES)
+    installed.counters.replay_ms.extend([1.0, 2.0])
+    installed.counters.captures = 2
+    observer.finish(together=together)
+    result = compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=0.001)
+    assert result.holds
+    assert (result.microbatches, result.replay_ms) == (800, 1.5)
+    (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
+    extra = {"iteration": 100, "ranks": 1, "all_ranks": together, "pool_bytes": 3 << 20, "captures": 2}
+    assert extra.items() <= json.loads(line).items()
+
+
+def test_nothing_is_written_without_a_file(plan, installed, lines, tmp_path):
+    Observer(installed, plan, stats=None, say=lines.append).finish(together=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def of_one_rank(rank: int, folder: str) -> None:
+    """One process of four, in runs where ranks that share a micro-batch have counted the same, and others others."""
+    from megatron.core import parallel_state
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=4)
+    for name, (sizes, cp_sizes) in RUNS.items():
+        parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+        dynamic = {"packer": "balanced_cp", "max_seqlen_per_dp_cp_rank": 256} if cp_sizes else {}
+        plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000, cp_sizes=cp_sizes or (), **dynamic)
+        small, large = sorted(plan.shares)
+        installed, lines = Installed(plan), []
+        group = parallel_state.get_data_parallel_rank()
+        installed.count([(small, 70 + 10 * group), (large, 20)], not_training=10 * (group + 1))
+        installed.count(too_many_seqs=10)
+        if cp_sizes:
+            installed.counters.fallback_sizes = Counter({(FallbackReason.too_many_seqs, 2): 10})
+        observer = Observer(installed, plan, stats=f"{folder}/{name}.jsonl", say=lines.append)
+        observer.after_step(100)
+        observer.after_step(101)
+        Path(f"{folder}/{name}.{rank}").write_text("\n".join(lines))
+        observer.finish(together=True)
+        parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+RUNS = {
+    "tp": ({"tensor_model_parallel_size": 2}, None),
+    "cp": ({"context_parallel_size": 2}, None),
+    "pp": ({"pipeline_model_parallel_size": 2}, None),
+    "dynamic": ({}, (1, 2)),
+}
+"""Sizes of the groups of four ranks, and context-parallel sizes of the plan's buckets where they differ."""
+
+
+def test_micro_batches_that_ranks_share_are_counted_once(tmp_path):
+    torch.multiprocessing.spawn(of_one_rank, (str(tmp_path),), nprocs=4)
+    for name in ("tp", "cp", "pp"):
+        (line,) = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines())
+        assert [r["count"] for r in line["replays"]] == [70 + 80, 20 + 20], name
+        assert line["fallbacks"] == {"not_training": 30, "too_many_seqs": 20}
+        assert (line["microbatches"], line["ranks"]) == (240, 4)
+        said = [(tmp_path / f"{name}.{rank}").read_text() for rank in range(4)]
+        assert said[0].startswith("thdprof, step 100: 210 micro-batches; eager by shape 9.52%")
+        assert not any(said[1:])
+    # the two ranks of a micro-batch of two have both counted it; all others have one of their own
+    (line,) = map(json.loads, (tmp_path / "dynamic.jsonl").read_text().splitlines())
+    assert [(r["cp_size"], r["count"]) for r in line["replays"]] == [(1, 70 + 80 + 90 + 100), (2, 4 * 20 // 2)]
+    assert line["fallbacks"] == {"too_many_seqs": 4 * 10 // 2}

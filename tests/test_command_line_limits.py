@@ -1,0 +1,134 @@
+"""What graphs cannot serve is refused by the script's arguments, as `install` would refuse it later."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+
+import pytest
+from support.plans import plan_of_shares
+
+from thdprof.megatron_limits import LIMITS
+from thdprof.megatron_limits.command_line import COUNTS, SWITCHES, TEXTS, refused_arguments
+
+PLAN = plan_of_shares((0.9,), count=800, steps=100)
+COMMAND = ["pretrain_gpt.py", "--dataloader-inter-document-masking", "--te-rng-tracker", "--num-layers", "2"]
+NOT_YET_TOLD = {"use_kitchen", "quant_recipe", "gtp_weight_remat_size"}
+"""Fields of the table that no argument, or none of an installation without Kitchen, turns on by itself."""
+
+
+def of_impl(impl: str, modules=()):
+    return PLAN.model_copy(update={"graphs": PLAN.graphs.model_copy(update={"impl": impl, "modules": list(modules)})})
+
+
+def refused(*more: str, plan=PLAN, command=COMMAND, replay=True, environment=()) -> list[str]:
+    return refused_arguments(plan, [*command, *more], replay=replay, environment=dict(environment))
+
+
+@pytest.fixture(scope="module")
+def megatron_parser():
+    argv, sys.argv = sys.argv, ["pytest"]
+    try:
+        arguments = pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
+    finally:
+        sys.argv = argv
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+
+
+def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
+    from megatron.core.transformer import TransformerConfig
+
+    known = {flag: action for action in megatron_parser._actions for flag in action.option_strings}
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    checked = 0
+    for table, takes in ((TEXTS, True), (COUNTS, True), (SWITCHES, False)):
+        for field, flag in table.items():
+            assert field in fields, field
+            assert (known[flag].nargs != 0) is takes, flag
+            checked += 1
+    assert checked >= 16
+    others = "--experimental-attention-variant --no-rope-fusion --position-embedding-type --cuda-graph-impl --sft"
+    others += " --enable-cuda-graph --external-cuda-graph --use-megatron-fsdp --use-torch-fsdp2 --te-rng-tracker"
+    others += " --dataloader-inter-document-masking --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor"
+    assert {*others.split()} <= {*known}
+
+
+def test_fields_that_must_be_off_are_told_by_an_argument():
+    told = {*TEXTS, *COUNTS, *SWITCHES, *NOT_YET_TOLD}
+    assert {limit.name for limit in LIMITS if limit.off is not None} <= told
+
+
+def test_a_run_that_graphs_serve_is_not_refused():
+    assert refused() == []
+    assert refused("--rampup-batch-size", "8", "8", "100", "--position-embedding-type", "rope") == []
+    assert refused("--cuda-graph-impl", "none", "--num-experts", "0", "--cpu-offloading-num-layers", "0") == []
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--fp8-format", "hybrid"], "--fp8-format hybrid: scales are not kept across replays of packed graphs; leave"),
+        (["--fp8-format=e4m3"], "--fp8-format e4m3: scales are not kept"),
+        (["--recompute-granularity", "full"], "--recompute-granularity full: graphs keep activations"),
+        (["--recompute-activations"], "--recompute-activations: graphs keep activations"),
+        (["--cpu-offloading-num-layers", "2"], "--cpu-offloading-num-layers 2: megatron-core refuses it with graphs"),
+        (["--tp-comm-overlap"], "--tp-comm-overlap: its buffers were not checked in a graph; leave it out"),
+        (["--qk-clip"], "--qk-clip: it keeps a maximum in Python; leave it out"),
+        (
+            ["--num-experts", "8"],
+            "--num-experts 8 without --moe-pad-expert-input-to-capacity: with dropless experts no",
+        ),
+        (
+            ["--cuda-graph-impl", "local"],
+            "Megatron's graphs are local: the plan's graphs.impl chunk needs 'none'; leave",
+        ),
+        (["--enable-cuda-graph"], "Megatron's graphs are local"),
+        (["--position-embedding-type", "rope", "--no-rope-fusion"], "--no-rope-fusion: without fusion RoPE reads"),
+        (["--position-embedding-type", "mrope"], "--position-embedding-type mrope: its table differs"),
+        (["--use-megatron-fsdp"], "--use-megatron-fsdp: it moves parameters"),
+    ],
+)
+def test_what_graphs_cannot_serve_is_refused_by_its_argument(more, line):
+    (found,) = refused(*more)
+    assert found.startswith(line)
+    assert refused(*more, plan=of_impl("none")) == []
+
+
+def test_everything_is_told_at_once():
+    assert len(refused("--qk-clip", "--fp8-format", "hybrid", "--use-torch-fsdp2", command=["pretrain_gpt.py"])) == 5
+
+
+def test_the_tracker_that_graphs_can_register():
+    bare = ["train.py", "--num-layers", "2"]
+    assert refused(command=bare) == [
+        "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
+    ]
+    layers = of_impl("transformer_engine")
+    assert refused("--cuda-graph-impl", "transformer_engine", plan=layers, command=bare) == []
+    (line,) = refused(plan=layers, command=bare)
+    assert line.startswith("--cuda-graph-impl is missing: the plan's graphs.impl transformer_engine needs")
+
+
+def test_dropless_experts_up_to_the_router_are_served():
+    plan = of_impl("transformer_engine", ("attn", "moe_router"))
+    assert refused("--cuda-graph-impl", "transformer_engine", "--num-experts", "8", plan=plan) == []
+
+
+def test_a_run_without_replays_is_only_padded():
+    layers = of_impl("transformer_engine")
+    assert refused(plan=layers, replay=False) == []
+    assert refused("--num-experts", "8", replay=False) == []
+    assert refused("--qk-clip", replay=False) != []  # as install refuses it, so that both runs are of one model
+
+
+def test_the_allocator_is_held_to_megatrons_own_demand():
+    segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    (line,) = refused(environment=segments)
+    assert "NCCL_GRAPH_REGISTER=0" in line
+    assert refused(environment={**segments, "NCCL_GRAPH_REGISTER": "0"}) == []
+
+
+def test_plans_for_plain_modules_are_not_for_megatron():
+    (line,) = refused(plan=of_impl("module"))
+    assert line.startswith("the plan's graphs.impl is module")

@@ -1,0 +1,186 @@
+"""What graphs cannot serve, by the arguments of Megatron-LM's scripts: what `install` refuses later, told at once.
+
+The rows of the table of limits are read by the arguments that set their fields. What `install` refuses besides the
+table, such as an RNG tracker that graphs cannot register, has its lines here, where an argument tells it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from thdprof.megatron_limits.limit import Run
+from thdprof.megatron_limits.table import limits_of
+from thdprof.training import DYNAMIC_CP, Experts
+
+if TYPE_CHECKING:
+    from thdprof.plan import Impl, Plan
+
+TEXTS: Mapping[str, str] = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "recompute_granularity": "--recompute-granularity",
+}
+COUNTS: Mapping[str, str] = {
+    "cpu_offloading": "--cpu-offloading-num-layers",
+    "mtp_num_layers": "--mtp-num-layers",
+    "num_moe_experts": "--num-experts",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+}
+SWITCHES: Mapping[str, str] = {
+    "recompute_granularity": "--recompute-activations",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
+    "delay_wgrad_compute": "--delay-wgrad-compute",
+    "moe_enable_routing_replay": "--moe-enable-routing-replay",
+    "moe_paged_stash": "--moe-paged-stash",
+    "qk_clip": "--qk-clip",
+    "log_max_attention_logit": "--log-max-attention-logit",
+    "tp_comm_overlap": "--tp-comm-overlap",
+    "multi_latent_attention": "--multi-latent-attention",
+}
+"""Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
+
+_READ_BY = ("pretrain_gpt.py", "pretrain_hybrid.py")
+"""Megatron-LM's own scripts, whose batches have boundaries with the next arguments alone; others may pack otherwise."""
+_PACKS = ("--dataloader-inter-document-masking", "--sft")
+"""Arguments with which Megatron-LM gives documents boundaries."""
+_GRAPH_IMPL = {"--enable-cuda-graph": "local", "--external-cuda-graph": "transformer_engine"}
+"""Deprecated switches that choose Megatron's own graphs."""
+_FSDP = ("--use-megatron-fsdp", "--use-torch-fsdp2")
+
+
+class Arguments:
+    """The arguments of a script: flags with their values, the last occurrence of each."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._values: dict[str, list[str]] = {}
+        flag = ""
+        for word in words:
+            if word.startswith("--"):
+                flag, _, value = word.partition("=")
+                self._values[flag] = [value] if value else []
+            elif flag:
+                self._values[flag].append(word)
+
+    def __contains__(self, flag: str) -> bool:
+        return flag in self._values
+
+    def value(self, flag: str) -> str | None:
+        """The first value of a flag; None without any."""
+        return next(iter(self._values.get(flag, [])), None)
+
+    def shown(self, flag: str) -> str:
+        """The flag and its values, as a message names them."""
+        return " ".join([flag, *self._values.get(flag, [])])
+
+
+def refused_arguments(
+    plan: Plan, command: Sequence[str], *, replay: bool = True, environment: Mapping[str, str]
+) -> list[str]:
+    """A line for every argument of a Megatron-LM script that graphs of the plan cannot serve, with what to change.
+
+    Args:
+        plan: the plan that the run is to follow.
+        command: the script and its arguments.
+        replay: False: micro-batches are padded for graphs of whole model chunks, and run eagerly.
+        environment: environment variables by name.
+    """
+    given, script = Arguments(command[1:]), PurePath(command[0]).name
+    if plan.graphs.impl == "none":
+        return list(_of_packing(given, script))
+    impl: Impl = plan.graphs.impl if replay else "chunk"
+    lines = [*_of_table(plan, given, impl, replay=replay), *_of_packing(given, script), *_of_attention(given)]
+    return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
+
+
+def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iterator[str]:
+    """The rows of the table of limits that the arguments meet."""
+    flags: dict[str, str] = {}
+    config = SimpleNamespace()
+    for field, flag in SWITCHES.items():
+        if flag in given:
+            flags[field] = flag
+            setattr(config, field, True)
+    for field, flag in TEXTS.items():
+        if given.value(flag) is not None:
+            flags[field] = flag
+            setattr(config, field, given.value(flag))
+    for field, flag in COUNTS.items():
+        value = given.value(flag) or ""
+        if value.isdigit() and int(value) > 0:
+            flags[field] = flag
+            setattr(config, field, int(value))
+    run = Run(
+        impl=impl,
+        modules=tuple(plan.graphs.modules) if replay else None,
+        pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", 1),
+        dynamic_cp=plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None,
+        packer=plan.training.packer,
+        experts=_experts(given),
+        config=config,
+    )
+    for limit in limits_of(run):
+        if limit.name in flags:
+            own = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
+            remedy = "leave it out" if own else limit.fields.remedy
+            yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
+        elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
+            yield (
+                f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity: {limit.reason}; analyse "
+                "with --experts dropless (graphs.impl transformer_engine), or add it with --moe-expert-capacity-factor"
+            )
+
+
+def _experts(given: Arguments) -> Experts:
+    if given.value("--num-experts") in (None, "0"):
+        return "none"
+    return "padded" if "--moe-pad-expert-input-to-capacity" in given else "dropless"
+
+
+def _of_packing(given: Arguments, script: str) -> Iterator[str]:
+    if script in _READ_BY and not any(flag in given for flag in _PACKS):
+        yield (
+            f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
+            "(or --sft)"
+        )
+
+
+def _of_attention(given: Arguments) -> Iterator[str]:
+    positions = given.value("--position-embedding-type")
+    latent = "--multi-latent-attention" in given
+    rotates = latent or positions in ("rope", "yarn") or "--use-rotary-position-embeddings" in given
+    if rotates and "--no-rope-fusion" in given:
+        yield "--no-rope-fusion: without fusion RoPE reads the boundaries on the host; leave it out"
+    if positions == "mrope":
+        yield "--position-embedding-type mrope: its table differs between micro-batches; use rope"
+    variant = given.value("--experimental-attention-variant")
+    if latent and variant is not None:
+        yield f"--experimental-attention-variant {variant}: it was not checked in a graph; leave it out"
+
+
+def _of_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
+    """Megatron's own switches for graphs, where they are for others than the plan's."""
+    chosen = next((kind for flag, kind in _GRAPH_IMPL.items() if flag in given), given.value("--cuda-graph-impl"))
+    wanted = "none" if impl == "chunk" else impl
+    if impl == "module":
+        yield "the plan's graphs.impl is module, which is for thdprof.runtime.graphed: analyse with --impl chunk"
+    elif (chosen or "none") != wanted:
+        shown = "--cuda-graph-impl is missing" if chosen is None else f"Megatron's graphs are {chosen}"
+        remedy = "leave --cuda-graph-impl out" if wanted == "none" else f"give --cuda-graph-impl {wanted}"
+        yield f"{shown}: the plan's graphs.impl {plan.graphs.impl} needs {wanted!r}; {remedy}"
+
+
+def _around(given: Arguments, impl: Impl, environment: Mapping[str, str]) -> Iterator[str]:
+    """The RNG tracker, the wrapper and the allocator."""
+    graphs = impl in ("local", "transformer_engine")  # with these Megatron turns the tracker on itself
+    if not graphs and "--te-rng-tracker" not in given:
+        yield "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
+    for flag in _FSDP:
+        if flag in given:
+            yield f"{flag}: it moves parameters, whose places graphs keep; leave it out"
+    allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
+    if "expandable_segments:True" in allocator and environment.get("NCCL_GRAPH_REGISTER") != "0":
+        yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"

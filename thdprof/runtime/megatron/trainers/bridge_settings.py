@@ -1,0 +1,83 @@
+"""The settings of a run of Megatron-Bridge by the names in `thdprof.training.TrainingOptions`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from thdprof.compare.fit import Misfit, misfits
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+
+def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
+    """Every difference between the run that `plan` was made for and the run of `config`.
+
+    Args:
+        config: Bridge's ConfigContainer after its validation, so that its data-parallel size is set.
+        plan: the plan that the run is to follow.
+    """
+    return misfits(plan, settings_of(config), data_paths=data_paths_of(config))
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """The run's settings; those that the configuration does not tell are missing.
+
+    Args:
+        config: Bridge's ConfigContainer after its validation.
+    """
+    model, train, dataset = config.model, config.train, config.dataset
+    settings: dict[str, Any] = {
+        "seq_length": model.seq_length,
+        "micro_batch_size": train.micro_batch_size,
+        "data_parallel_size": config.data_parallel_size,
+        "context_parallel_size": model.context_parallel_size,
+        "pipeline_parallel_size": model.pipeline_model_parallel_size,
+        "virtual_pipeline_size": model.virtual_pipeline_model_parallel_size,
+    }
+    if not getattr(train, "rampup_batch_size", None):
+        settings["global_batch_size"] = train.global_batch_size
+        if train.train_iters:
+            settings["train_samples"] = train.train_iters * train.global_batch_size
+    loader = getattr(dataset, "dataloader_type", None)
+    if loader in ("single", "cyclic", "batch"):
+        settings["loader"] = loader
+    if loader == "cyclic":
+        settings["data_sharding"] = dataset.data_sharding
+    if loader == "batch":
+        settings["drop_last"] = dataset.drop_last and getattr(train, "num_epochs", None) is None
+    for name in ("seed", "random_seed"):  # of packed rows and of a stream of documents
+        if hasattr(dataset, name):
+            settings["seed"] = getattr(dataset, name)
+            break
+    specs = _packing(config)
+    if specs is not None:
+        settings["seq_length"] = specs.packed_sequence_size
+        settings["max_num_samples"] = dataset.max_train_samples
+        settings["pad_to_max_length"] = bool((dataset.dataset_kwargs or {}).get("pad_to_max_length", False))
+        settings["pad_seq_to_mult"] = specs.pad_seq_to_mult or 1
+    elif getattr(dataset, "split", None):
+        settings["split"] = dataset.split
+    return settings
+
+
+def data_paths_of(config: Any) -> list[str] | None:
+    """Paths of the run's training data; None where Bridge finds or makes the files itself."""
+    specs = _packing(config)
+    if specs is not None:
+        packed = specs.packed_train_data_path
+        return None if packed is None else [str(packed)]
+    blend = getattr(config.dataset, "blend", None)
+    return None if not blend else [str(path) for path in blend[0]]
+
+
+def pads_to_constant(config: Any) -> bool:
+    """Whether collate_fn pads every micro-batch's boundaries to one length for the whole dataset."""
+    specs = _packing(config)
+    return specs is not None and bool(specs.pad_cu_seqlens)
+
+
+def _packing(config: Any) -> Any:
+    """Bridge's PackedSequenceSpecs; None where rows are not packed beforehand."""
+    dataset = config.dataset
+    return dataset.offline_packing_specs if getattr(dataset, "enable_offline_packing", False) else None
