@@ -38,7 +38,7 @@ def eager_runs(plans, tmp_path_factory):
     def run(model, buckets):
         if (model, buckets) not in found:
             record = tmp_path_factory.mktemp("eager") / "run.jsonl"
-            found[model, buckets] = train(plans(buckets), record, model, replay=False)
+            found[model, buckets] = train(plans(buckets, model=model), record, model, replay=False)
         return found[model, buckets]
 
     return run
@@ -53,8 +53,7 @@ def eager_runs(plans, tmp_path_factory):
     ],
 )
 def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, model, buckets, impl):
-    modules = ["attn", "moe_router"] if model == "dropless" else []
-    plan = plans(buckets, impl=impl, modules=modules)
+    plan = plans(buckets, model=model, impl=impl)
     ours = train(plan, tmp_path / "ours.jsonl", model)
     assert_as_predicted(plan, ours)
     assert_same_training(ours, eager_runs(model, buckets))
