@@ -5,8 +5,12 @@ Cases of one model share their eager run: `pytest -m gpu -n 4 --dist loadgroup` 
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from support.gpu_training import assert_as_predicted, assert_same_training, train
+from support.gpu_training import LIMIT_S, assert_as_predicted, assert_same_training, environment, train
+from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -34,7 +38,7 @@ def eager_runs(plans, tmp_path_factory):
     def run(model, buckets):
         if (model, buckets) not in found:
             record = tmp_path_factory.mktemp("eager") / "run.jsonl"
-            found[model, buckets] = train(plans(buckets), record, model, replay=False)
+            found[model, buckets] = train(plans(buckets, model=model), record, model, replay=False)
         return found[model, buckets]
 
     return run
@@ -49,8 +53,28 @@ def eager_runs(plans, tmp_path_factory):
     ],
 )
 def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, model, buckets, impl):
-    modules = ["attn", "moe_router"] if model == "dropless" else []
-    plan = plans(buckets, impl=impl, modules=modules)
+    plan = plans(buckets, model=model, impl=impl)
     ours = train(plan, tmp_path / "ours.jsonl", model)
     assert_as_predicted(plan, ours)
     assert_same_training(ours, eager_runs(model, buckets))
+
+
+def example(plan, directory, replay):
+    """What a loop of one's own prints: a line a step."""
+    command = [sys.executable, "-W", "ignore", ROOT / "examples" / "train_megatron_core.py", "--plan", plan]
+    command += ["--replay", replay, "--stats", directory / f"{replay}.jsonl", "--layers", 2, "--hidden", 256]
+    done = subprocess.run(
+        [*map(str, command), "--heads", "4"], capture_output=True, text=True, env=environment(), timeout=LIMIT_S
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return [line for line in done.stdout.splitlines() if line.startswith("step ")]
+
+
+def test_a_loop_of_ones_own_equals_its_eager_twin_and_its_plan(plans, tmp_path, thdprof):
+    plan = plans(1)
+    ours, eager = (example(plan, tmp_path, replay) for replay in ("on", "off"))
+    assert len(ours) == 12
+    assert ours == eager
+    assert len({line.partition(":")[2] for line in ours}) > 1
+    compared = thdprof("compare", plan, tmp_path / "on.jsonl")
+    assert compared.returncode == 0, compared.stdout + compared.stderr

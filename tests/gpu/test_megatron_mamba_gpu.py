@@ -29,7 +29,12 @@ def eager_runs(plans, tmp_path_factory):
     """Eager runs without and with dropout, by Megatron's arguments for it."""
     return {
         more: train(
-            plans(1), tmp_path_factory.mktemp("eager") / "run.jsonl", "mamba", *more, replay=False, **DETERMINISTIC
+            plans(1, model="mamba"),
+            tmp_path_factory.mktemp("eager") / "run.jsonl",
+            "mamba",
+            *more,
+            replay=False,
+            **DETERMINISTIC,
         )
         for more in ((), DROPOUT)
     }
@@ -42,7 +47,7 @@ def eager_runs(plans, tmp_path_factory):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, impl, more):
-    plan = plans(1, impl=impl)
+    plan = plans(1, model="mamba", impl=impl)
     ours = train(plan, tmp_path / "ours.jsonl", "mamba", *more, **DETERMINISTIC)
     assert_as_predicted(plan, ours)
     assert_same_training(ours, eager_runs[more])

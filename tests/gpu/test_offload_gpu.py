@@ -73,7 +73,7 @@ def run_of(plans, tmp_path_factory):
     found = {}
 
     def run(model, impl=None, offload=None, *options, **variables):
-        plan = plans(2, impl=impl or "chunk", modules=modules_of(model, impl), offload=offload)
+        plan = plans(2, model=model, impl=impl or "chunk", offload=offload)
         key = model, impl, str(offload), options
         if key not in found:
             record = tmp_path_factory.mktemp("runs") / "run.jsonl"
@@ -84,10 +84,6 @@ def run_of(plans, tmp_path_factory):
         return found[key]
 
     return run
-
-
-def modules_of(model, impl):
-    return ["attn", "moe_router"] if model == "dropless" and impl == "transformer_engine" else []
 
 
 def compared(run_of, impl, model, offload, *options, **variables):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ from thdprof.plan import Plan
 TOKENS, STEPS = 512, 12
 CAPS = {1: [3], 2: [1, 3]}
 """Most documents of each bucket, by number of buckets."""
+
+EXPERTS = {"moe": "padded", "dropless": "dropless"}
+"""The setting of a plan, by model."""
 
 
 class Plans:
@@ -31,16 +33,16 @@ class Plans:
         self,
         buckets: int,
         *,
+        model: str = "dense",
         impl: str = "chunk",
-        modules: Sequence[str] = (),
         offload: dict[str, Any] | None = None,
     ) -> Path:
         """The file of a plan with this many buckets.
 
         Args:
             buckets: number of buckets, a key of CAPS.
+            model: the model that is to be trained, by its name in `gpu_training.MODELS`.
             impl: what is captured.
-            modules: parts of layers that are captured; none: all of them.
             offload: fields of the plan's graphs.offload.
         """
         n_seqs, caps = self.analysis.microbatches.n_seqs, CAPS[buckets]
@@ -48,12 +50,13 @@ class Plans:
         values = make_plan(self.analysis, impl="chunk").model_dump(mode="json", by_alias=True)
         values["graphs"] |= {
             "impl": impl,
-            "modules": list(modules),
+            "modules": ["attn", "moe_router"] if (model, impl) == ("dropless", "transformer_engine") else [],
             "offload": offload,
             "buckets": [
                 {"max_seqs": cap, "max_seqlen": TOKENS, "share": share} for cap, share in zip(caps, shares, strict=True)
             ],
         }
+        values["training"]["experts"] = EXPERTS.get(model, "none")
         values["predictions"]["fallback_rate"]["microbatch"] = float((n_seqs > caps[-1]).mean())
         path = self._directory / f"plan{next(self._numbers)}.yaml"
         Plan.model_validate(values).save(path)

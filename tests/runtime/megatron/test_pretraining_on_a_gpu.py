@@ -15,6 +15,7 @@ pytest.importorskip("megatron.training")
 from support import gpu_training  # noqa: E402
 from support.gpu_plans import Plans  # noqa: E402
 
+from thdprof import run  # noqa: E402
 from thdprof.plan import OffloadPart, load_plan  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.megatron.refusals.facts import Facts  # noqa: E402
@@ -64,11 +65,12 @@ def config_of(parser, monkeypatch, tmp_path):
 @pytest.mark.parametrize("model", gpu_training.MODELS)
 def test_what_the_gpu_tests_train_is_not_refused(plans, config_of, model, impl):
     refused = {("dropless", "chunk"): "dropless", ("dropless", "local"): "dropless", ("mla", "local"): "multi_latent"}
-    modules = ["attn", "moe_router"] if (model, impl) == ("dropless", "transformer_engine") else []
-    plan = plans(2, impl="chunk" if impl == "none" else impl, modules=modules)
+    plan = plans(2, model=model, impl="chunk" if impl == "none" else impl)
     config, _ = config_of(plan, model, impl=impl)
     facts = Facts(num_chunks=1, replay=impl != "none")
     if (model, impl) not in refused:
+        words = gpu_training.arguments_of(load_plan(plan), model, impl=impl, cache=Path("indexes"))
+        assert run.compared(load_plan(plan), ["pretrain.py", *words], replay=impl != "none") == ([], [])
         settings.check(config, load_plan(plan), facts, gpu_training.environment())
     else:
         with pytest.raises(settings.SettingsError, match=refused[model, impl]):
@@ -85,11 +87,11 @@ def test_megatrons_own_offloading_is_asked_for_as_the_plan_says(plans, config_of
     monkeypatch.setenv("NVTE_CPU_OFFLOAD_V1", "1")
     monkeypatch.setattr(arguments, "is_te_min_version", lambda *_: True, raising=False)
     offload = {"modules": modules, "fraction": 0.5, "delayed_commit": delayed}
-    captured = ["attn", "moe_router"] if model == "dropless" else []
-    plan = plans(2, impl="transformer_engine", modules=captured, offload=offload)
-    config, _ = config_of(
-        plan, model, impl="transformer_engine", more=gpu_training.core_offload_options(OffloadPart(**offload))
-    )
+    plan = plans(2, model=model, impl="transformer_engine", offload=offload)
+    more = gpu_training.core_offload_options(OffloadPart(**offload))
+    config, _ = config_of(plan, model, impl="transformer_engine", more=more)
+    words = gpu_training.arguments_of(load_plan(plan), model, impl="transformer_engine", cache=Path("indexes"))
+    assert run.compared(load_plan(plan), ["pretrain.py", *words, *more]) == ([], [])
     settings.check(config, load_plan(plan), Facts(num_chunks=1), gpu_training.environment())
 
 
