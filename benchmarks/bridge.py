@@ -10,7 +10,11 @@ Bridge's own dataset, sampler and collate_fn; nothing is downloaded. Every varia
     replayed         the same line with callbacks=[ThdprofCallback(plan)]
     padded eager     with ThdprofCallback(plan, replay=False): what the replayed losses must equal
     resumed          replayed, ended in the middle by train.exit_interval with an asynchronous checkpoint, and resumed
-                     in a second process: what an uninterrupted replayed run must equal; only if --variants names it
+                     in a second process: what an uninterrupted replayed run must equal
+    stock SETTING    without thdprof, by Bridge's own model.cuda_graph_impl (local, transformer_engine or
+                     full_iteration), with boundaries padded to one length by pad_cu_seqlens, as it asks for
+
+The last two run only if --variants names them.
 
 Bridge imports packages for images that this training does not use; where they are missing, bridge_standins.py stands
 in for them.
@@ -43,6 +47,8 @@ VOCABULARY = 32_000
 MICROBATCHES = 8
 """Of a step."""
 VARIANTS = ("eager", "replayed", "padded eager")
+STOCK = "stock "
+"""In names of variants with Bridge's own graphs."""
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "nvidia-modelopt")
 WARM_UP = 5
 """First steps that are left out of the times: kernels are chosen and graphs are captured in them."""
@@ -92,6 +98,13 @@ def write_rows(path: Path, *, tokens: int, rows: int) -> None:
             }
         )
     write_packed_parquet(content, path)
+    starts = [np.array([*row["seq_start_id"], len(row["input_ids"])]) for row in content]
+    entry = {
+        "dataset_max_seqlen": max(int(np.diff(row).max()) - 1 for row in starts),
+        "max_samples_per_bin": max(len(row) - 1 for row in starts),
+        "min_packed_seqlen": min(int(row[-1]) - len(row) + 1 for row in starts),
+    }
+    path.with_name("metadata.jsonl").write_text(json.dumps([entry]), encoding="utf-8")
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -199,6 +212,15 @@ def recipe(
     )
 
 
+def with_own_graphs(configuration: Any, setting: str, metadata: Path) -> None:
+    """Let Bridge capture graphs itself, with what its checks ask for."""
+    configuration.model.cuda_graph_impl = setting
+    specs = configuration.dataset.offline_packing_specs
+    specs.pad_cu_seqlens, specs.packed_metadata_path = True, str(metadata)
+    configuration.rerun_state_machine.check_for_nan_in_loss = setting != "full_iteration"
+    configuration.ddp.check_for_nan_in_grad = setting != "full_iteration"
+
+
 def stand_in() -> list[str]:
     """Stand in for missing packages; returns their names."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -226,7 +248,7 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
             steps.append({"loss": float(loss), "grad_norm": float(context.grad_norm)})
 
     callbacks: list[Any] = [Recorder()]
-    if variant != "eager":
+    if variant != "eager" and not variant.startswith(STOCK):
         from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
 
         stats = work / f"stats {variant}.jsonl"
@@ -240,6 +262,8 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
         deterministic=arguments.deterministic,
         until=max(1, arguments.steps // 2) if resumes else None,
     )
+    if variant.startswith(STOCK):
+        with_own_graphs(configuration, variant.removeprefix(STOCK), work / "metadata.jsonl")
     try:
         pretrain(configuration, forward_step, callbacks=callbacks)
     finally:
@@ -262,6 +286,12 @@ class Ran:
     """The last line of its statistics file."""
     tail: str
     """Last lines of its output, where it failed."""
+
+    @property
+    def error(self) -> str:
+        """The error that ended it, as far as its last lines tell."""
+        errors = re.findall(r"^(?:\[rank0\]: )?(\w*(?:Error|Exception)\b.*)$", self.tail, re.MULTILINE)
+        return errors[-1].replace("|", "/")[:200] if errors else "see its output"
 
 
 def run_variant(variant: str, work: Path, argv: list[str], *, deterministic: bool) -> Ran:
@@ -328,7 +358,7 @@ def report(ran: list[Ran], *, shape: Shape, arguments: argparse.Namespace, analy
     for one in ran:
         timed = one.step_ms[WARM_UP:]
         if one.code or not timed:
-            lines.append(f"| {one.variant} | failed with exit code {one.code} | | | | |")
+            lines.append(f"| {one.variant} | exit code {one.code} after {len(one.steps)} steps: {one.error} | | | | |")
             continue
         lines.append(
             f"| {one.variant} | {len(one.step_ms)} | {statistics.median(timed):.1f} | {min(timed):.1f} | "
