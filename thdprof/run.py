@@ -173,7 +173,8 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
         UsageError: an argument has an impossible value.
     """
     from thdprof.analyze.settings.launch_script import parse_megatron_args
-    from thdprof.compare.fit import MEGATRON_ARGUMENTS, misfits
+    from thdprof.compare.changes import MEGATRON_ARGUMENTS
+    from thdprof.compare.fit import misfits
     from thdprof.megatron_limits.command_line import refused_arguments
 
     if not any(_is_megatrons(word) for word in command[1:]):
