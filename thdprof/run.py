@@ -216,7 +216,7 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
     sys.argv = [str(options.script), *options.arguments]
     sys.path[0] = str(options.script.resolve().parent)
     try:
-        with following(plan, replay=options.replay == "on", stats=options.stats):
+        with following(plan, replay=options.replay == "on", stats=options.stats and options.stats.absolute()):
             runpy.run_path(str(options.script), run_name="__main__")
     except (SettingsError, VersionError) as error:  # of a model as it was built, which may differ between ranks
         return _fail(error, said=None)
