@@ -9,6 +9,8 @@ Bridge's own dataset, sampler and collate_fn; nothing is downloaded. Every varia
     eager            pretrain(config, forward_step): Bridge alone
     replayed         the same line with callbacks=[ThdprofCallback(plan)]
     padded eager     with ThdprofCallback(plan, replay=False): what the replayed losses must equal
+    resumed          replayed, ended in the middle by train.exit_interval with an asynchronous checkpoint, and resumed
+                     in a second process: what an uninterrupted replayed run must equal; only if --variants names it
 
 Bridge imports packages for images that this training does not use; where they are missing, bridge_standins.py stands
 in for them.
@@ -120,8 +122,10 @@ def write_plan(data: Path, plan: Path, *, shape: Shape, steps: int) -> str:
 # --- one variant: Bridge's own recipe and loop ----------------------------------------------------------------------
 
 
-def recipe(work: Path, *, shape: Shape, steps: int, evaluate: bool, deterministic: bool) -> Any:
-    """The ConfigContainer that every variant trains by."""
+def recipe(
+    work: Path, *, shape: Shape, steps: int, evaluate: bool, deterministic: bool, until: int | None = None
+) -> Any:
+    """The ConfigContainer that every variant trains by; with `until` it saves there, and resumes what was saved."""
     import torch.nn.functional as F
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
@@ -157,7 +161,9 @@ def recipe(work: Path, *, shape: Shape, steps: int, evaluate: bool, deterministi
             cross_entropy_loss_fusion=not deterministic,
             use_te_rng_tracker=True,
         ),
-        train=config.TrainingConfig(train_iters=steps, global_batch_size=MICROBATCHES, micro_batch_size=1),
+        train=config.TrainingConfig(
+            train_iters=steps, global_batch_size=MICROBATCHES, micro_batch_size=1, exit_interval=until
+        ),
         validation=config.ValidationConfig(
             eval_interval=max(1, steps // 2) if evaluate else None, eval_iters=2 if evaluate else 0
         ),
@@ -181,7 +187,13 @@ def recipe(work: Path, *, shape: Shape, steps: int, evaluate: bool, deterministi
         tokenizer=config.TokenizerConfig(
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(work / "tokenizer")
         ),
-        checkpoint=config.CheckpointConfig(save=None, load=None),
+        checkpoint=config.CheckpointConfig(
+            save=str(work / "checkpoints") if until else None,
+            load=str(work / "checkpoints") if until else None,
+            save_interval=until,
+            async_save=until is not None,
+            ckpt_format="torch_dist",
+        ),
         rng=config.RNGConfig(seed=1234, te_rng_tracker=True),
         mixed_precision="bf16_mixed",
     )
@@ -202,7 +214,8 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    steps: list[dict[str, float]] = []
+    resumes, kept = variant == "resumed", work / f"steps {variant}.json"
+    steps: list[dict[str, float]] = json.loads(kept.read_text()) if resumes and kept.exists() else []
 
     class Recorder(Callback):
         """Keeps every step's loss and gradient norm, exactly."""
@@ -217,7 +230,7 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
         from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
 
         stats = work / f"stats {variant}.jsonl"
-        callbacks.append(ThdprofCallback(work / "plan.yaml", replay=variant == "replayed", stats=stats))
+        callbacks.append(ThdprofCallback(work / "plan.yaml", replay=variant != "padded eager", stats=stats))
     shape = TINY if arguments.tiny else Shape()
     configuration = recipe(
         work,
@@ -225,11 +238,12 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
         steps=arguments.steps,
         evaluate=not arguments.no_evaluation,
         deterministic=arguments.deterministic,
+        until=max(1, arguments.steps // 2) if resumes else None,
     )
     try:
         pretrain(configuration, forward_step, callbacks=callbacks)
     finally:
-        (work / f"steps {variant}.json").write_text(json.dumps(steps), encoding="utf-8")
+        kept.write_text(json.dumps(steps), encoding="utf-8")
 
 
 # --- all variants, and the report -----------------------------------------------------------------------------------
@@ -253,16 +267,21 @@ class Ran:
 def run_variant(variant: str, work: Path, argv: list[str], *, deterministic: bool) -> Ran:
     """One process for one variant; its output goes to a file."""
     environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "MASTER_ADDR": "127.0.0.1", "RANK": "0"}
-    environment |= {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": str(29600 + VARIANTS.index(variant))}
+    environment |= {"WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": str(29600 + len(variant))}
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     if deterministic:
         environment |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         environment["NCCL_ALGO"] = "Ring"
     log = work / f"log {variant}.txt"
+    command = [sys.executable, "-W", "ignore", __file__, "--variant", variant, "--work", str(work), *argv]
+    code = 0
     with log.open("w", encoding="utf-8") as out:
-        command = [sys.executable, "-W", "ignore", __file__, "--variant", variant, "--work", str(work), *argv]
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=work).returncode
+        for _ in range(2 if variant == "resumed" else 1):
+            code = (
+                code
+                or subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=work).returncode
+            )
     text = log.read_text(encoding="utf-8", errors="replace")
     steps_file, stats_file = work / f"steps {variant}.json", work / f"stats {variant}.jsonl"
     return Ran(
@@ -277,9 +296,9 @@ def run_variant(variant: str, work: Path, argv: list[str], *, deterministic: boo
 
 def differing(one: Ran, other: Ran) -> str:
     """How the losses and gradient norms of two variants differ, in words."""
-    pairs = list(zip(one.steps, other.steps, strict=False))
-    if not pairs:
-        return "nothing to compare"
+    if not one.steps or len(one.steps) != len(other.steps):
+        return f"{len(one.steps)} and {len(other.steps)} steps, which cannot be compared"
+    pairs = list(zip(one.steps, other.steps, strict=True))
     unequal = [step for step, (a, b) in enumerate(pairs, 1) if a != b]
     if not unequal:
         return f"equal bit for bit in all {len(pairs)} steps"
@@ -320,6 +339,8 @@ def report(ran: list[Ran], *, shape: Shape, arguments: argparse.Namespace, analy
     if {"replayed", "padded eager"} <= set(by_name):
         told = differing(by_name["replayed"], by_name["padded eager"])
         lines.append(f"Losses and gradient norms, replayed beside padded eager: {told}.")
+    if {"replayed", "resumed"} <= set(by_name):
+        lines.append(f"Resumed beside uninterrupted: {differing(by_name['resumed'], by_name['replayed'])}.")
     if {"eager", "padded eager"} <= set(by_name):
         lines.append(f"Padded eager beside eager: {differing(by_name['padded eager'], by_name['eager'])}.")
     lines += ["", *(f"Counters of {one.variant}: `{one.stats}`" for one in ran if one.stats)]
