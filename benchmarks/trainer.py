@@ -298,7 +298,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.megatron_lm = args.megatron_lm.resolve()
     args.gpus = [int(n) for n in args.gpus.split(",")]
-    args.variants = args.variants.split(",")
+    args.variants = [name for name in args.variants.split(",") if name]
     return args
 
 

@@ -40,13 +40,13 @@ class _Runs:
             self.flags += ["--train-iters", str(STEPS)]
         self.flags += ["--log-interval", "1"]
         self.flags += [] if "--eval-interval" in self.flags else ["--eval-interval", "1000", "--eval-iters", "1"]
+        if "--step-batch-size-schedule" in self.flags:
+            self.flags = _without(self.flags, "--global-batch-size")
         data_flags = ["--data-path", str(data)]
-        self.plan = plan_of([*_without_ramp(self.flags), *data_flags], folder, "plan", caps=(0.6, 0.93))
-        if "--train-data-path" in self.flags:
-            at = self.flags.index("--split")
-            del self.flags[at : at + 2]
-        else:
-            self.flags += data_flags
+        of_splits = ("--train-data-path", "--valid-data-path", "--test-data-path")
+        analysed = [*_without(self.flags, *of_splits), *data_flags]
+        self.plan = plan_of(analysed, folder, "plan", caps=(0.6, 0.93))
+        self.flags = _without(self.flags, "--split") if "--train-data-path" in self.flags else analysed
 
     def __call__(self, name: str, *more: str, planned: bool = True, replay: bool = True) -> Ran:
         self._port += 1
@@ -63,19 +63,14 @@ class _Runs:
         )
 
 
-def _without_ramp(flags: Sequence[str]) -> list[str]:
-    """The flags without those that a plan of a run of one batch size does not know."""
-    kept, skip = [], 0
+def _without(flags: Sequence[str], *names: str) -> list[str]:
+    """The flags without these and their values."""
+    kept, dropping = [], False
     for flag in flags:
-        if flag == "--rampup-batch-size":
-            skip = 4
-        elif flag in ("--train-data-path", "--valid-data-path", "--test-data-path"):
-            skip = 99
-        elif flag.startswith("--"):
-            skip = 0
-        if not skip:
+        if flag.startswith("--"):
+            dropping = flag in names
+        if not dropping:
             kept.append(flag)
-        skip = max(0, skip - 1)
     return kept
 
 
@@ -203,8 +198,8 @@ LIVES = (
     ),
     Life(
         name="batch size ramp-up",
-        what="losses of a run whose step grows from 2 to 8 micro-batches equal --replay off",
-        run=_replayed_and_off("--rampup-batch-size 2 2 40 --train-samples 200"),
+        what="losses of a run whose step grows from 2 to 4 and 8 micro-batches equal --replay off",
+        run=_replayed_and_off("--step-batch-size-schedule '0:2 20480:4 61440:8' --train-samples 200"),
     ),
     Life(
         name="rerun machine, transient error",

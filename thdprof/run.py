@@ -173,7 +173,8 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
         UsageError: an argument has an impossible value.
     """
     from thdprof.analyze.settings.launch_script import parse_megatron_args
-    from thdprof.compare.fit import MEGATRON_ARGUMENTS, misfits
+    from thdprof.compare.changes import MEGATRON_ARGUMENTS
+    from thdprof.compare.fit import misfits
     from thdprof.megatron_limits.command_line import refused_arguments
 
     if not any(_is_megatrons(word) for word in command[1:]):
@@ -215,7 +216,7 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
     sys.argv = [str(options.script), *options.arguments]
     sys.path[0] = str(options.script.resolve().parent)
     try:
-        with following(plan, replay=options.replay == "on", stats=options.stats):
+        with following(plan, replay=options.replay == "on", stats=options.stats and options.stats.absolute()):
             runpy.run_path(str(options.script), run_name="__main__")
     except (SettingsError, VersionError) as error:  # of a model as it was built, which may differ between ranks
         return _fail(error, said=None)

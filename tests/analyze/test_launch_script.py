@@ -413,6 +413,38 @@ def test_the_very_command_line_of_a_run_by_a_plan_is_read_as_the_run_without_it(
     assert training_command(by_plan, where="run.sh").program == "pretrain_gpt.py"
 
 
+@pytest.mark.referee
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--seq-length 64 --micro-batch-size 2 --global-batch-size 32 --train-iters 40 --seed 5 --split 90,5,5",
+        "--seq-length=64 --micro-batch-size=2 --train-samples=400 --dataloader-type=cyclic --no-data-sharding",
+        "--seq-length 64 --seq-length 128 --micro-batch-size 1 --data-path 0.3 a_document 0.7 b_document --sft",
+        "--context-parallel-size 2 --pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 "
+        "--tensor-model-parallel-size 2 --seq-length 64 --eval-interval 10 --eval-iters 2 --eval-global-batch-size 4",
+    ],
+)
+def test_readings_are_those_of_megatrons_own_parser(monkeypatch, flags):
+    monkeypatch.setattr("sys.argv", ["pytest"])
+    arguments = pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
+    theirs = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(flags.split())
+    ours = parse(f"torchrun --nproc-per-node 16 -m thdprof.run --plan p.yaml train.py {flags}")
+    same = ("seq_length", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "split")
+    same += ("context_parallel_size",)
+    for name in same:
+        assert ours.settings.get(name) == getattr(theirs, name) or name not in ours.settings, name
+        assert name in ours.settings or getattr(theirs, name) in (None, 1), name
+    assert ours.settings.get("seed", 1234) == theirs.seed
+    assert ours.settings["loader"] == (theirs.dataloader_type or "single")
+    assert ours.settings.get("data_sharding", True) == theirs.data_sharding
+    assert ours.settings.get("pipeline_parallel_size", 1) == theirs.pipeline_model_parallel_size
+    assert ours.settings.get("virtual_pipeline_size") == theirs.num_virtual_stages_per_pipeline_rank
+    replica = theirs.tensor_model_parallel_size * theirs.pipeline_model_parallel_size * theirs.context_parallel_size
+    assert ours.settings["data_parallel_size"] == 16 // replica
+    blend = [str(w) for pair in zip(ours.weights or [], ours.data_paths, strict=False) for w in pair]
+    assert blend == (theirs.data_path or [])
+
+
 def test_a_growing_batch_is_counted_with_its_largest_size():
     text = "pretrain_gpt.py --seq-length 8 --micro-batch-size 2 --train-samples 400 --step-batch-size-schedule "
     found = parse("WORLD_SIZE=2\n" + text + "'0:4 800:8 2K:16 1M:64'")

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from support.plans import plan_of_shares
 
-from thdprof.compare.fit import MEGATRON_ARGUMENTS, Misfit, misfits
+from thdprof.compare.changes import MEGATRON_ARGUMENTS
+from thdprof.compare.fit import Misfit, misfits
 from thdprof.training import definitions
 
 DATA = ["data/text_document"]
@@ -106,6 +107,7 @@ def test_spellings_of_one_split_are_equal():
     plan = plan_of(split="90,5,5")
     assert differing(plan, split="0.9, 0.05, 0.05") == []
     assert differing(plan, split="90,10") == [("split", "prediction")]
+    assert differing(plan_of(split="90,10"), split="90,10,0") == []
 
 
 def test_one_chunk_is_no_interleaving():

@@ -6,35 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from thdprof.compare.changes import ALWAYS_REFUSED, CHANGES, OTHER_ROWS, OTHER_SHAPE, Changes
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.training import DYNAMIC_CP, Kind, definitions
 from thdprof.training.pipeline_slots import slots
-
-Changes = Literal["graphs", "prediction"]
-
-MEGATRON_ARGUMENTS: Mapping[str, str] = {
-    "seq_length": "--seq-length",
-    "micro_batch_size": "--micro-batch-size",
-    "global_batch_size": "--global-batch-size",
-    "data_parallel_size": "data-parallel size (ranks / tensor, pipeline and context parallel sizes)",
-    "context_parallel_size": "--context-parallel-size",
-    "pipeline_parallel_size": "--pipeline-model-parallel-size",
-    "virtual_pipeline_size": "model chunks of a pipeline rank (--num-virtual-stages-per-pipeline-rank)",
-    "microbatch_group_size": "--microbatch-group-size-per-virtual-pipeline-stage",
-    "loader": "--dataloader-type",
-    "experts": "experts (--num-experts, --moe-pad-expert-input-to-capacity)",
-    "data_sharding": "data sharding (--no-data-sharding)",
-    "seed": "--seed",
-    "split": "--split",
-    "train_samples": "samples of the run (--train-samples, or --train-iters x --global-batch-size)",
-    "weights": "weights of --data-path",
-    "max_seqlen_per_dp_cp_rank": "--max-seqlen-per-dp-cp-rank",
-    "dataset": "--data-path",
-}
-"""What Megatron-LM's command line calls the settings of a run."""
 
 _KINDS: Mapping[str, frozenset[Kind]] = {
     "megatron": frozenset({"streams"}),
@@ -44,37 +22,6 @@ _KINDS: Mapping[str, frozenset[Kind]] = {
     "lengths": frozenset({"documents", "packs"}),
 }
 """What a dataset can hold, by the name of its format."""
-
-_OTHER_SHAPE = "graphs were chosen for micro-batches of another shape, so that none would replay"
-_OTHER_RANKS = "slots and counts are those of other ranks, and install refuses the plan"
-_OTHER_PADDING = "micro-batches are padded in another way than graphs expect"
-_OTHER_ORDER = "the rows are read in another order, so that shares and times are only about right"
-_OTHER_ROWS = "micro-batches hold other rows, so that shares and times may differ"
-
-_CHANGES: Mapping[str, tuple[Changes, str]] = {
-    "seq_length": ("graphs", _OTHER_SHAPE),
-    "micro_batch_size": ("graphs", _OTHER_SHAPE),
-    "data_parallel_size": ("graphs", _OTHER_RANKS),
-    "context_parallel_size": ("graphs", _OTHER_RANKS),
-    "pipeline_parallel_size": ("graphs", _OTHER_RANKS),
-    "virtual_pipeline_size": ("graphs", _OTHER_RANKS),
-    "max_seqlen_per_dp_cp_rank": ("graphs", _OTHER_SHAPE),
-    "experts": ("graphs", "another part of each layer is captured"),
-    "tail_policy": ("graphs", _OTHER_PADDING),
-    "pad_to_max_length": ("graphs", _OTHER_PADDING),
-    "pad_seq_to_mult": ("prediction", "documents have other lengths, so that shares and times may differ"),
-    "global_batch_size": ("prediction", "a step holds other micro-batches, so that shares and times of steps differ"),
-    "loader": ("prediction", _OTHER_ORDER),
-    "data_sharding": ("prediction", _OTHER_ORDER),
-    "drop_last": ("prediction", _OTHER_ORDER),
-    "seed": ("prediction", _OTHER_ORDER),
-    "add_extra_token": ("prediction", _OTHER_ROWS),
-    "max_num_samples": ("prediction", _OTHER_ORDER),
-    "max_docs_per_pack": ("prediction", _OTHER_ROWS),
-}
-"""What each setting changes that is compared as it stands."""
-_ALWAYS_REFUSED = ("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")
-"""Settings that `install` refuses even where the plan captures nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +80,7 @@ def _matters(name: str, plan: Plan) -> bool:
 def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     """Settings that are compared as they stand, and the split."""
     dynamic = plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
-    for name, (changes, why) in _CHANGES.items():
+    for name, (changes, why) in CHANGES.items():
         planned = getattr(plan.training, name)
         if name not in settings or (dynamic and name == "seq_length"):  # then it is what all ranks hold together
             continue
@@ -143,12 +90,12 @@ def _plain(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         if name == "virtual_pipeline_size":
             planned, run = planned or 1, run or 1
         if run != planned:
-            if not plan.captured and name not in _ALWAYS_REFUSED:
+            if not plan.captured and name not in ALWAYS_REFUSED:
                 changes = "prediction"
             yield Misfit(setting=name, planned=planned, run=run, changes=changes, why=why)
     if "split" in settings and _shares(settings["split"]) != _shares(plan.training.split):
         yield Misfit(
-            setting="split", planned=plan.training.split, run=settings["split"], changes="prediction", why=_OTHER_ROWS
+            setting="split", planned=plan.training.split, run=settings["split"], changes="prediction", why=OTHER_ROWS
         )
 
 
@@ -163,7 +110,7 @@ def _packing(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         planned=planned,
         run=run,
         changes="graphs" if other_graphs else "prediction",
-        why=_OTHER_SHAPE if other_graphs else _OTHER_ROWS,
+        why=OTHER_SHAPE if other_graphs else OTHER_ROWS,
     )
 
 
@@ -233,7 +180,7 @@ def _blend(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         return
     planned, run = plan.training.weights, settings["weights"]
     if (planned is None) != (run is None) or not _alike(_normalized(planned or ()), _normalized(run or ())):
-        yield Misfit(setting="weights", planned=planned, run=run, changes="prediction", why=_OTHER_ROWS)
+        yield Misfit(setting="weights", planned=planned, run=run, changes="prediction", why=OTHER_ROWS)
 
 
 def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
@@ -250,7 +197,7 @@ def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
         planned=_listed(plan.dataset.uris),
         run=_listed(data_paths),
         changes="prediction",
-        why=_OTHER_ROWS,
+        why=OTHER_ROWS,
     )
 
 

@@ -182,6 +182,11 @@ def test_nothing_is_written_without_a_file(plan, installed, lines, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_cannot_be_written_ends_no_run(plan, installed, lines, tmp_path):
+    Observer(installed, plan, stats=tmp_path, say=lines.append).finish(together=True)
+    assert lines == [f"WARNING: thdprof: {tmp_path}: cannot be written: Is a directory"]
+
+
 def of_one_rank(rank: int, folder: str) -> None:
     """One process of four, in runs where ranks that share a micro-batch have counted the same, and others others."""
     from megatron.core import parallel_state

@@ -84,6 +84,8 @@ class Observer:
         Args:
             together: whether all ranks end here, so that their counters can be added up; after an error on this rank
                 alone nothing is sent to others, and rank 0 writes its own counters.
+
+        A file that cannot be written is told in the log; it ends no run.
         """
         own = self._installation.stats()
         rank, num_ranks = rank_and_size()
@@ -93,14 +95,13 @@ class Observer:
             totals, pool_bytes = self._totals.end()
         else:
             totals, pool_bytes = own, self._installation.pool_bytes()
-        if self._stats is not None and rank == 0:
-            totals.append_jsonl(
-                self._stats,
-                iteration=self._iteration,
-                ranks=num_ranks,
-                all_ranks=together,
-                pool_bytes=pool_bytes,
-            )
+        if self._stats is None or rank != 0:
+            return
+        extra = {"iteration": self._iteration, "ranks": num_ranks, "all_ranks": together, "pool_bytes": pool_bytes}
+        try:
+            totals.append_jsonl(self._stats, **extra)
+        except OSError as error:  # training itself has ended well
+            self._say(f"WARNING: thdprof: {self._stats}: cannot be written: {error.strerror}")
 
     def _tell(self) -> None:
         """Say the comparison that waits to be said, if any."""
