@@ -173,7 +173,7 @@ def analyze(
     """
     measured = load_costs(cost_table) if cost_table is not None else None
     progress("reading", 0.0, 0)
-    dataset = read_dataset(locations, format=format)
+    dataset = read_dataset(locations, format=format, settings=given)
     return analyze_read(
         dataset,
         given,
