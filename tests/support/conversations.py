@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-WORDS = "the quick brown fox jumps over lazy dogs and /think or /no_think about numbers é 12 ... {x} ".split(" ")
+WORDS = ("the", "quick", "brown", "fox", "/think", "or", "/no_think", "numbers", "\u00e9", "12", "...", "{x}", "")
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content | trim }}\n{% endfor %}"
 )

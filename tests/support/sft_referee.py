@@ -22,6 +22,36 @@ def tokenizer(directory: Path, prompt_format: str) -> Any:
     )
 
 
+class MadeOnce:
+    """A dataset whose items are made once, for several samplers to read."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._items: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self._items:
+            self._items[index] = self._dataset[index]
+        return self._items[index]
+
+
+_FILES: dict[str, Any] = {}
+
+
+def _read_once(kind: Any) -> Any:
+    """Megatron's class of files, each of which is read once."""
+
+    def opened(path: str) -> Any:
+        if path not in _FILES:
+            _FILES[path] = kind(path)
+        return _FILES[path]
+
+    return opened
+
+
 def train_dataset(
     paths: Sequence[Path],
     *,
@@ -40,11 +70,12 @@ def train_dataset(
 
     argv, sys.argv = sys.argv, sys.argv[:1]
     try:
-        from megatron.training.datasets.sft_dataset import SFTDataset
+        from megatron.training.datasets import sft_dataset
     finally:
         sys.argv = argv
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(cache / "datasets"))
+        patch.setattr(sft_dataset, "SFTLowLevelDataset", _read_once(sft_dataset.SFTLowLevelDataset))
         config = GPTDatasetConfig(
             random_seed=1234,
             sequence_length=seq_length,
@@ -58,4 +89,6 @@ def train_dataset(
             create_attention_mask=False,
             context_parallel_size=context_parallel_size,
         )
-        return BlendedMegatronDatasetBuilder(SFTDataset, [train_samples, 0, 0], lambda: True, config).build()[0]
+        return BlendedMegatronDatasetBuilder(
+            sft_dataset.SFTDataset, [train_samples, 0, 0], lambda: True, config
+        ).build()[0]

@@ -203,7 +203,7 @@ def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
 def _tokenizer(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     """Another tokenizer of conversations, compared as datasets are; the contents of tokenizers are not."""
     planned, run = plan.training.tokenizer_model, settings.get("tokenizer_model")
-    if run is None or planned is None or _same([Path(planned)], [Path(run)]):
+    if run is None or (planned is not None and _same([Path(planned)], [Path(run)])):
         return
     yield Misfit(setting="tokenizer_model", planned=planned, run=run, changes="prediction", why=OTHER_LENGTHS)
 

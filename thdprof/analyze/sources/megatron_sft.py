@@ -9,10 +9,9 @@ Rules: megatron-core 0.19, `megatron/training/datasets/sft_dataset.py`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,38 +50,36 @@ def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
             f"{paths[0]}: conversations are counted by the run's tokenizer: give tokenizer_model in --settings, or the "
             "launch script with --tokenizer-model by --megatron-args"
         )
-    digest = hashlib.sha256()
+    lines = [list(_lines(path)) for path in paths]
+    empty = next((path for path, stored in zip(paths, lines, strict=True) if not stored), None)
+    if empty is not None:
+        raise DataError(f"{empty}: holds no conversations; write it again with data")
+    split = [[conversations_of(messages) for _, messages in stored] for stored in lines]
+    counts = iter(
+        count_tokens(
+            (conversation for of_file in split for of_line in of_file for conversation in of_line),
+            tokenizer_model=tokenization.tokenizer_model,
+            prompt_format=tokenization.prompt_format,
+        )
+    )
     files = []
-    for path in paths:
-        with path.open("rb") as file:
-            while block := file.read(2**20):
-                digest.update(block)
-        files.append(_read_file(path, tokenization.tokenizer_model, tokenization.prompt_format))
-    counted = [part for file in files for part in (file.conversation_tokens, file.line_offsets)]
+    for path, stored, of_file in zip(paths, lines, split, strict=True):
+        offsets = np.cumsum([0, *map(len, of_file)], dtype=np.int64)
+        own = list(islice(counts, int(offsets[-1])))
+        files.append(
+            ConversationFile(
+                path=str(path),
+                conversation_tokens=np.array([0 if isinstance(count, str) else count for count in own], dtype=np.int32),
+                line_offsets=offsets,
+                line_numbers=np.array([number for number, _ in stored], dtype=np.int64),
+                faults={index: count for index, count in enumerate(own) if isinstance(count, str)},
+            )
+        )
     return Dataset(
         format=FORMAT.name,
         uris=tuple(map(str, paths)),
-        fingerprint=fingerprint((digest.digest(), *counted)),
+        fingerprint=fingerprint([part for f in files for part in (f.conversation_tokens, f.line_offsets)]),
         content=Conversations(files=tuple(files)),
-    )
-
-
-def _read_file(path: Path, tokenizer_model: str, prompt_format: str) -> ConversationFile:
-    lines = list(_lines(path))
-    if not lines:
-        raise DataError(f"{path}: holds no conversations; write it again with data")
-    split = [conversations_of(messages) for _, messages in lines]
-    counts = count_tokens(
-        (conversation for conversations in split for conversation in conversations),
-        tokenizer_model=tokenizer_model,
-        prompt_format=prompt_format,
-    )
-    return ConversationFile(
-        path=str(path),
-        conversation_tokens=np.array([0 if isinstance(count, str) else count for count in counts], dtype=np.int32),
-        line_offsets=np.cumsum([0, *map(len, split)], dtype=np.int64),
-        line_numbers=np.array([number for number, _ in lines], dtype=np.int64),
-        faults={index: count for index, count in enumerate(counts) if isinstance(count, str)},
     )
 
 
@@ -112,7 +109,7 @@ FORMAT = Format(
     name="megatron-sft",
     summary="all text: the tokens of every conversation by the run's own tokenizer",
     sign="JSON lines (also .gz) of objects with a list messages",
-    suffixes=(".jsonl", ".json", ".jsonl.gz"),
+    suffixes=(".jsonl", ".jsonl.gz"),
     recognises=recognises,
     read=_without_tokenizer,
     read_text=read_text,
