@@ -37,6 +37,8 @@ class Schedule:
     independent: int
     """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor collated
     together."""
+    row_tokens: float | None = None
+    """Tokens of documents in the mean row where training cuts rows; None where a row holds what the dataset has."""
     packing_efficiency: float | None = None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None = None
@@ -111,7 +113,12 @@ def _schedule_conversations(conversations: Conversations, settings: TrainingSett
         samples = _in_order(order, parts, [file.path for file in conversations.files])
     distinct = max(1, conversations.num_lines() // settings.micro_batch_size)
     schedule = _schedule_samples(samples, settings)
-    return replace(schedule, independent=min(schedule.independent, distinct))
+    row_tokens = np.concatenate([file.line_tokens() for file in conversations.files])
+    return replace(
+        schedule,
+        independent=min(schedule.independent, distinct),
+        row_tokens=float(np.minimum(row_tokens, settings.seq_length).mean()),
+    )
 
 
 def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:

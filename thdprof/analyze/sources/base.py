@@ -92,6 +92,11 @@ class ConversationFile:
     faults: Mapping[int, str]
     """What training stops on, by the index of the conversation that it stops on."""
 
+    def line_tokens(self) -> NDArray[np.int64]:
+        """Tokens of every line's conversations, shape [lines]."""
+        ends = np.concatenate(([0], np.cumsum(self.conversation_tokens, dtype=np.int64)))
+        return np.diff(ends[self.line_offsets])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:

@@ -9,7 +9,6 @@ Rules: megatron-core 0.19, `megatron/training/datasets/sft_dataset.py`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
@@ -50,7 +49,7 @@ def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
             f"{paths[0]}: conversations are counted by the run's tokenizer: give tokenizer_model in --settings, or the "
             "launch script with --tokenizer-model by --megatron-args"
         )
-    lines = [list(_lines(path)) for path in paths]
+    lines = [list(lines_of(path)) for path in paths]
     empty = next((path for path, stored in zip(paths, lines, strict=True) if not stored), None)
     if empty is not None:
         raise DataError(f"{empty}: holds no conversations; write it again with data")
@@ -83,8 +82,12 @@ def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Number and messages of every line that is not blank; a line without messages has an empty list."""
+def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Number and messages of every line that is not blank; a line without messages has an empty list.
+
+    Raises:
+        DataError: a line is not JSON, or no object with a list of messages that have a role.
+    """
     for number, value in read_values(path, expected=f"an object with a list {MESSAGES}"):
         where = f"{path}: line {number}"
         if not isinstance(value, dict):
@@ -96,8 +99,7 @@ def _lines(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
             raise DataError(f"{where}: {MESSAGES} is no list; every line is an object with a list {MESSAGES}")
         for index, message in enumerate(messages):
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-                shown = json.dumps(message)[:40]
-                raise DataError(f"{where}: message {index}: {shown} is no object with a role")
+                raise DataError(f"{where}: message {index} is no object with a role")
         yield number, messages
 
 
