@@ -42,6 +42,11 @@ _OTHER_DATA: Mapping[str, str] = {
 }
 """Arguments that give a run other data than a plan of a dataset has counted, or data that is not known."""
 
+_OWN_CHUNKS = ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern")
+"""Arguments that may say how many model chunks a pipeline rank has, in a form that is not followed."""
+_SETTINGS_FILE = "--yaml-cfg"
+"""Argument of a file that takes the place of all of Megatron's other arguments."""
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are those of thdprof: one line, exit code 2."""
@@ -179,6 +184,8 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
 
     if not any(_is_megatrons(word) for word in command[1:]):
         return [], ["the command line has none of Megatron-LM's arguments, so that the plan is not compared with it"]
+    if any(word.partition("=")[0] == _SETTINGS_FILE for word in command[1:]):
+        return [], [f"{_SETTINGS_FILE}: the file is not read, so that the plan is not compared with the run"]
     refused = refused_arguments(plan, command, replay=replay, environment=os.environ)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
@@ -188,6 +195,9 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     settings = {**MEGATRON_DEFAULTS, **said.settings}
     one_each = settings["micro_batch_size"] * settings.get("data_parallel_size", 1)
     settings.setdefault("global_batch_size", one_each)
+    flags = {word.partition("=")[0] for word in command[1:]}
+    if flags & {*_OWN_CHUNKS} and "virtual_pipeline_size" not in said.settings:
+        del settings["virtual_pipeline_size"]  # install compares it with the model's own
     if said.weights is not None:
         settings["weights"] = said.weights
     found = misfits(plan, settings, data_paths=said.data_paths or None)
@@ -195,7 +205,6 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
         changes: [misfit.told(MEGATRON_ARGUMENTS) for misfit in found if misfit.changes == changes]
         for changes in ("graphs", "prediction")
     }
-    flags = {word.partition("=")[0] for word in command[1:]}
     if plan.dataset.format != "lengths":
         told["prediction"] += [f"{flag}: {why}" for flag, why in _OTHER_DATA.items() if flag in flags]
     return [*told["graphs"], *refused], told["prediction"]
@@ -209,12 +218,14 @@ def _is_megatrons(word: str) -> bool:
 
 
 def _train(options: argparse.Namespace, plan: Plan) -> int:
-    from thdprof.runtime.megatron.refusals.settings import SettingsError
-    from thdprof.runtime.megatron.trainers.megatron_lm import following
-    from thdprof.runtime.megatron.versions import VersionError
-
     sys.argv = [str(options.script), *options.arguments]
-    sys.path[0] = str(options.script.resolve().parent)
+    sys.path[0] = str(options.script.resolve().parent)  # before any import of Megatron: it may lie beside the script
+    try:
+        from thdprof.runtime.megatron.refusals.settings import SettingsError
+        from thdprof.runtime.megatron.trainers.megatron_lm import following
+        from thdprof.runtime.megatron.versions import VersionError
+    except ModuleNotFoundError as error:  # of packages, which each node has its own of
+        return _fail(error, said="LOCAL_RANK")
     try:
         with following(plan, replay=options.replay == "on", stats=options.stats and options.stats.absolute()):
             runpy.run_path(str(options.script), run_name="__main__")

@@ -239,6 +239,39 @@ def test_models_that_install_refuses_end_without_a_traceback(plan, script, capsy
     assert capsys.readouterr().err == "thdprof.run: thdprof cannot install graphs:\n- a setting\n"
 
 
+def test_megatron_is_the_one_beside_the_script(plan, script):
+    """As for a script that Python runs itself: a checkout of Megatron-LM brings its own megatron.core."""
+    core = script.with_name("megatron") / "core"
+    core.mkdir(parents=True)
+    core.joinpath("__init__.py").write_text("raise ModuleNotFoundError('the one beside the script')")
+    code = f"from thdprof.run import main; raise SystemExit(main(['--plan', {str(plan)!r}, {str(script)!r}, '--mine']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("thdprof.run: thdprof.runtime.megatron needs megatron-core")
+
+
+@pytest.mark.parametrize(
+    "chunks", [["--pipeline-model-parallel-layout", "Et|t|t|tL"], ["--hybrid-layer-pattern", "M|*"]]
+)
+def test_chunks_that_the_arguments_do_not_tell_are_left_to_install(tmp_path, script, monkeypatch, capsys, chunks):
+    two = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
+    plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000, train_samples=8000, **two)
+    slots = plan.graphs.model_copy(update={"slots": [[4, 4], [4, 4]]})
+    path = tmp_path / "chunks.yaml"
+    plan.model_copy(update={"graphs": slots}).save(path)
+    own = [*FITTING, "--pipeline-model-parallel-size", "2"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--plan", str(path), str(script), *own, *chunks]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["--plan", str(path), str(script), *own]) == 2
+    assert "model chunks of a pipeline rank" in capsys.readouterr().err
+
+
+def test_a_file_of_all_arguments_is_not_compared(plan, script, capsys):
+    assert main(["--plan", str(plan), str(script), "--yaml-cfg", "run.yaml", "--seq-length", "128"]) == 0
+    assert "--yaml-cfg: the file is not read" in capsys.readouterr().err
+
+
 def test_help_needs_no_torch():
     code = "import sys; sys.modules['torch'] = sys.modules['numpy'] = None; from thdprof.run import main; main(['-h'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

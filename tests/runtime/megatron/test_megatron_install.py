@@ -61,6 +61,12 @@ def test_what_is_relied_on_says_where_it_was_checked():
     assert found["megatron-core"] in versions.MEGATRON  # the suite runs on a version that is claimed
 
 
+def test_the_version_of_a_megatron_from_a_checkout_is_the_one_that_counts(monkeypatch):
+    monkeypatch.setattr("megatron.core.__version__", "0.20.0+abc123")
+    assert versions.installed(["megatron-core"]) == {"megatron-core": "0.20.0"}
+    assert versions.installed(["no-such-package"]) == {"no-such-package": None}
+
+
 # --- metadata -------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -199,13 +200,19 @@ class VersionError(RuntimeError):
 
 
 def installed(packages: Sequence[str]) -> dict[str, str | None]:
-    """Version of each package; None where it is not installed."""
+    """Version of each package; None where it is not installed. Of megatron-core it is that of the imported module,
+    which may come from a checkout instead of the installed package.
+    """
     versions: dict[str, str | None] = {}
     for name in packages:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
+    if "megatron-core" in versions:
+        imported = getattr(sys.modules.get("megatron.core"), "__version__", None)
+        if imported is not None:
+            versions["megatron-core"] = Version(imported).public  # its name for the build is no part of a release
     return versions
 
 

@@ -95,6 +95,15 @@ def test_scalars_are_those_of_stats_and_the_memory(observer, installed, plan):
     assert own == installed.counters.scalars()
 
 
+def test_memory_is_looked_up_after_captures_alone(observer, installed, monkeypatch):
+    """Graphs of layers read a snapshot of all GPU memory for it, which takes long."""
+    asked = []
+    monkeypatch.setattr(installed, "pool_bytes", lambda: asked.append("pool") or len(asked))
+    assert [observer.scalars()["thdprof/pool_bytes"] for _ in range(3)] == [1, 1, 1]
+    installed.counters.captures += 1
+    assert [observer.scalars()["thdprof/pool_bytes"] for _ in range(3)] == [2, 2, 2]
+
+
 def test_the_log_line_says_what_was_counted_since_the_last_one(observer, installed, plan):
     small, large = sorted(plan.shares)
     assert observer.log_text() == " thdprof replayed: 0 |"
