@@ -139,7 +139,8 @@ RELIED_ON = (
         name="megatron.training.training: setup_model_and_optimizer, train, training_log, print_rank_last, "
         "print_rank_0, get_tensorboard_writer, get_wandb_writer, get_args",
         checked=MEGATRON,
-        why="graphs are installed after the one, closed after the next, and counted in the others' lines and writers",
+        why="graphs are installed after the one, closed after the next, where all ranks agree if it exits itself, and "
+        "counted in the others' lines and writers",
     ),
     Reliance(
         package="megatron-core",
@@ -187,7 +188,7 @@ RELIED_ON_IN_BRIDGE = (
     Reliance(
         package="megatron-bridge",
         name="training.pretrain.destroy_global_state, called there first when a run ends by an exception; "
-        "training.utils.train_utils.print_rank_last",
+        "training.train.train, where all ranks agree if it exits itself; training.utils.train_utils.print_rank_last",
         checked=BRIDGE,
         why="graphs are freed before the process groups, and counted in the log line",
     ),

@@ -176,13 +176,26 @@ def test_a_run_that_writes_no_metrics_gets_none_of_ours(run, plan):
     assert "after step 2" in run.seen
 
 
-@pytest.mark.parametrize(("error", "together"), [(SystemExit(0), True), (RuntimeError("NCCL"), False)])
-def test_graphs_are_freed_before_bridge_destroys_its_state_however_a_run_ends(run, plan, error, together):
+def train(error):
+    """Bridge's loop, which exits itself where all ranks agree."""
+    raise error
+
+
+def handler(error):
+    """A script's own signal handler, which may end one rank alone."""
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "together"),
+    [(train, SystemExit(0), True), (handler, SystemExit(0), False), (train, RuntimeError("NCCL"), False)],
+)
+def test_graphs_are_freed_before_bridge_destroys_its_state_however_a_run_ends(run, plan, ends, error, together):
     own = run.pretrain.destroy_global_state
     run.start(ThdprofCallback(plan))
     run.steps(1)
     try:
-        raise error
+        ends(error)
     except BaseException:
         run.pretrain.destroy_global_state()  # as Bridge does before it aborts the process groups
     assert run.seen[-3:] == [f"finished together={together}", "closed", "Bridge's state destroyed"]

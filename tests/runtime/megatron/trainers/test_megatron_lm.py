@@ -151,6 +151,19 @@ def test_an_agreed_exit_keeps_its_code_and_counts_all_ranks(loop, megatron_plan)
     assert loop.seen[-2:] == ["finished together=True", "closed"]
 
 
+def test_an_exit_that_the_loop_did_not_ask_for_sends_nothing_to_others(loop, megatron_plan, monkeypatch):
+    """A script's own signal handler may end one rank alone, in the middle of a step."""
+
+    def handler(*args, **kwargs):
+        raise SystemExit(143)
+
+    monkeypatch.setattr(training, "training_log", handler)
+    with pytest.raises(SystemExit) as ended:
+        run(megatron_plan)
+    assert ended.value.code == 143
+    assert loop.seen[-2:] == ["finished together=False", "closed"]
+
+
 def test_an_error_of_one_rank_sends_nothing_to_others_and_stays_the_error(loop, megatron_plan):
     loop.ends_with = RuntimeError("found NaN")
     with pytest.raises(RuntimeError, match="found NaN"):

@@ -20,6 +20,7 @@ from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_settings
+from thdprof.runtime.megatron.trainers.agreed_exit import is_agreed
 from thdprof.runtime.megatron.trainers.bridge_batches import host_boundaries_of_bridge
 from thdprof.runtime.megatron.trainers.observer import Observer
 from thdprof.runtime.megatron.trainers.plans import for_megatron
@@ -85,9 +86,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             """Bridge calls it first when a run ends by an exception, with its process groups still alive."""
             error = sys.exc_info()[1]
             with suppress(Exception):  # the GPU may be gone; the run's own error is the one to show
-                self._end(
-                    together=isinstance(error, SystemExit)
-                )  # which all ranks agree on: an exit interval, a signal
+                self._end(together=is_agreed(error))
             return own_destroy(*args, **kwargs)
 
         with ExitStack() as around:

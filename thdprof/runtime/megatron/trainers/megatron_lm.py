@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
+from thdprof.runtime.megatron.trainers.agreed_exit import is_agreed
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import Observer
 from thdprof.runtime.megatron.trainers.own_capture import left_to_the_plan
@@ -84,12 +85,9 @@ class _Loop:
         try:
             with left_to_the_plan(self._training.get_args()):
                 result = self._own_train(*args, **kwargs)
-        except SystemExit:  # by --exit-interval, a signal or a time limit, on which all ranks agree
-            self.end(together=True)
-            raise
-        except BaseException:
+        except BaseException as error:
             with suppress(Exception):  # the GPU may be gone; the run's own error is the one to show
-                self.end()
+                self.end(together=is_agreed(error))
             raise
         self.end(together=True)
         return result
