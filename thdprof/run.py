@@ -42,8 +42,13 @@ _OTHER_DATA: Mapping[str, str] = {
 }
 """Arguments that give a run other data than a plan of a dataset has counted, or data that is not known."""
 
-_OWN_CHUNKS = ("--pipeline-model-parallel-layout", "--hybrid-layer-pattern")
-"""Arguments that may say how many model chunks a pipeline rank has, in a form that is not followed."""
+_NOT_TOLD: Mapping[str, tuple[str, ...]] = {
+    "--data-args-path": ("weights",),
+    "--per-split-data-args-path": ("weights", "split"),
+    "--pipeline-model-parallel-layout": ("virtual_pipeline_size",),
+    "--hybrid-layer-pattern": ("virtual_pipeline_size",),
+}
+"""Settings that an argument may give in a form that is not followed, so that Megatron's defaults do not hold."""
 _SETTINGS_FILE = "--yaml-cfg"
 """Argument of a file that takes the place of all of Megatron's other arguments."""
 
@@ -196,8 +201,8 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     one_each = settings["micro_batch_size"] * settings.get("data_parallel_size", 1)
     settings.setdefault("global_batch_size", one_each)
     flags = {word.partition("=")[0] for word in command[1:]}
-    if flags & {*_OWN_CHUNKS} and "virtual_pipeline_size" not in said.settings:
-        del settings["virtual_pipeline_size"]  # install compares it with the model's own
+    for name in {name for flag in flags for name in _NOT_TOLD.get(flag, ()) if name not in said.settings}:
+        settings.pop(name, None)
     if said.weights is not None:
         settings["weights"] = said.weights
     found = misfits(plan, settings, data_paths=said.data_paths or None)

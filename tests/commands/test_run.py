@@ -267,6 +267,18 @@ def test_chunks_that_the_arguments_do_not_tell_are_left_to_install(tmp_path, scr
     assert "model chunks of a pipeline rank" in capsys.readouterr().err
 
 
+def test_a_blend_in_a_file_is_not_taken_for_none(tmp_path, script, capsys):
+    plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000, train_samples=8000, weights=[0.3, 0.7], split="1,0,0")
+    path = tmp_path / "blend.yaml"
+    plan.save(path)
+    own = FITTING[: FITTING.index("--data-path")] + FITTING[FITTING.index("--data-path") + 2 :]
+    assert main(["--plan", str(path), str(script), *own, "--per-split-data-args-path", "blend.json"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[1:]] == ["- --per-split-data-args-path"]
+    assert main(["--plan", str(path), str(script), *own, "--data-args-path", "blend.txt"]) == 0
+    told = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[1:]]
+    assert told == ["- --split", "- --data-args-path"]
+
+
 def test_a_file_of_all_arguments_is_not_compared(plan, script, capsys):
     assert main(["--plan", str(plan), str(script), "--yaml-cfg", "run.yaml", "--seq-length", "128"]) == 0
     assert "--yaml-cfg: the file is not read" in capsys.readouterr().err

@@ -320,6 +320,16 @@ def test_settings_have_the_names_of_analyze():
     assert not {"global_batch_size", "train_samples"} & set(ramped)
 
 
+@pytest.mark.parametrize("weights", [None, [0.3, 0.7]])
+def test_the_weights_of_a_blend_are_compared(weights):
+    dataset = SimpleNamespace(enable_offline_packing=False, blend=(["a", "b"], weights), random_seed=1234)
+    config = configuration()
+    config.dataset = dataset
+    assert bridge_settings.settings_of(config)["weights"] == weights
+    assert "weights" not in bridge_settings.settings_of(configuration())
+    assert bridge_settings.data_paths_of(config) == ["a", "b"]
+
+
 def test_a_file_that_is_no_plan_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(DataError):
         ThdprofCallback(tmp_path / "no-plan.yaml")
