@@ -27,6 +27,9 @@ class FakeInstallation:
     def __init__(self, seen: list[str]) -> None:
         self.seen = seen
 
+    def recapture(self) -> None:
+        self.seen.append("recaptured")
+
     def close(self) -> None:
         self.seen.append("closed")
 
@@ -175,6 +178,34 @@ def test_a_run_that_never_trains_still_closes(loop, megatron_plan):
     with megatron_lm.following(megatron_plan):
         training.setup_model_and_optimizer("type")
     assert loop.seen[-1] == "closed"
+
+
+def test_graphs_are_captured_anew_when_the_rerun_machine_takes_random_states_back(loop, megatron_plan, monkeypatch):
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    monkeypatch.setattr(RerunStateMachine, "_restore_state", lambda machine: loop.seen.append("restored"))
+    with megatron_lm.following(megatron_plan):
+        RerunStateMachine()._restore_state()  # before there are graphs
+        training.setup_model_and_optimizer("type")
+        RerunStateMachine()._restore_state()
+    assert loop.seen.count("restored") == 2
+    assert loop.seen[-4:] == ["restored", "recaptured", "finished together=False", "closed"]
+
+
+def test_the_loop_runs_without_graphs_of_its_own_and_with_boundaries_on_the_host(loop, megatron_plan, monkeypatch):
+    from megatron.core import utils
+
+    args = types.SimpleNamespace(cuda_graph_impl="transformer_engine", tensorboard_log_interval=1)
+    own_batch, seen = utils.get_batch_on_this_tp_rank, []
+
+    def train(*_):
+        seen.append((args.cuda_graph_impl, utils.get_batch_on_this_tp_rank is own_batch))
+
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr(training, "train", train)
+    run(megatron_plan)
+    assert seen == [("none", False)]
+    assert (args.cuda_graph_impl, utils.get_batch_on_this_tp_rank is own_batch) == ("transformer_engine", True)
 
 
 def test_a_restart_in_the_process_closes_what_was_before(loop, megatron_plan):
