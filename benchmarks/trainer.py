@@ -203,7 +203,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
         ms = ran.step_ms(after=WARM) if ran.code == 0 else None
         validation = list(ran.scalars.get("lm loss validation", {}).values())
         counters = {
-            k: max(v.values()) for k, v in ran.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager"))
+            k: max(v.values()) for k, v in ran.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager/"))
         }
         lines.append(
             [
