@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support import bridge_referee, bridge_training
 from support.bridge_training import configuration
+from support.trainer_fakes import FakeInstallation, FakeObserver, Writer
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.compare.fit import Misfit
@@ -26,54 +27,6 @@ def plan(tmp_path) -> Plan:
     rows = bridge_referee.write_packed_parquet(tmp_path / "rows.parquet", [[4, 12], [8, 8]] * 4)
     run = {"loader": "batch", "seq_length": 16, "global_batch_size": 2, "train_samples": 8, "pad_to_max_length": True}
     return make_plan(analyze_dataset(rows, **run), impl="chunk")
-
-
-class FakeInstallation:
-    """Stands for what `install` returns."""
-
-    def __init__(self, seen: list[str]) -> None:
-        self.seen = seen
-
-    def close(self) -> None:
-        self.seen.append("closed")
-
-    def recapture(self) -> None:
-        self.seen.append("recaptured")
-
-
-class FakeObserver:
-    """Stands for the observer: says when it was asked."""
-
-    def __init__(self, installation, plan, *, stats, say) -> None:
-        self.seen = installation.seen
-
-    def log_text(self) -> str:
-        return " thdprof replayed: 8 |"
-
-    def scalars(self) -> dict[str, float]:
-        return {"thdprof/replayed": 8.0}
-
-    def after_step(self, iteration: int) -> None:
-        self.seen.append(f"after step {iteration}")
-
-    def finish(self, *, together: bool) -> None:
-        self.seen.append(f"finished together={together}")
-
-
-class Writer:
-    """Stands for any of Bridge's loggers."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.written.append((name, value, step))
-
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        self.written += [(name, value, step) for name, value in scalars.items()]
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.log(metrics, step)
 
 
 @pytest.fixture

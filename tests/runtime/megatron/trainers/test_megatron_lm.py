@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("megatron.training.training")
 
 from megatron.training import training
+from support.trainer_fakes import FakeInstallation, FakeObserver, Writer
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
@@ -19,49 +20,6 @@ from thdprof.runtime.megatron.trainers import megatron_lm
 def megatron_plan(tmp_path) -> Plan:
     (tmp_path / "packs.jsonl").write_text('{"lengths": [4, 12]}\n' * 8)
     return make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16), impl="chunk")
-
-
-class FakeInstallation:
-    """Stands for what `install` returns."""
-
-    def __init__(self, seen: list[str]) -> None:
-        self.seen = seen
-
-    def recapture(self) -> None:
-        self.seen.append("recaptured")
-
-    def close(self) -> None:
-        self.seen.append("closed")
-
-
-class FakeObserver:
-    """Stands for the observer: says when it was asked."""
-
-    def __init__(self, installation, plan, *, stats, say) -> None:
-        self.seen, self.stats = installation.seen, stats
-
-    def log_text(self) -> str:
-        return " thdprof replayed: 8 |"
-
-    def scalars(self) -> dict[str, float]:
-        return {"thdprof/replayed": 8.0}
-
-    def after_step(self, iteration: int) -> None:
-        self.seen.append(f"after step {iteration}")
-
-    def finish(self, *, together: bool) -> None:
-        self.seen.append(f"finished together={together}")
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.written: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.written.append((name, value, step))
-
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        self.written += [(name, value, step) for name, value in scalars.items()]
 
 
 @pytest.fixture
