@@ -137,7 +137,8 @@ RELIED_ON = (
     Reliance(
         package="megatron-core",
         name="megatron.training.training: setup_model_and_optimizer, train, training_log, print_rank_last, "
-        "print_rank_0, get_tensorboard_writer, get_wandb_writer, get_args",
+        "print_rank_0, get_tensorboard_writer, get_wandb_writer, get_args().tensorboard_log_interval, "
+        "use_gloo_process_groups, distributed_timeout_minutes; its line begins with [ and has ` iteration `",
         checked=MEGATRON,
         why="graphs are installed after the one, closed after the next, where all ranks agree if it exits itself, and "
         "counted in the others' lines and writers",
@@ -151,7 +152,8 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
-        name="RerunStateMachine: validate_result, _restore_state, state, initial_result, saved_results, "
+        name="RerunStateMachine: validate_result, is_unexpectedly_large, should_run_forward_backward, "
+        "should_checkpoint_and_exit, set_mode, state_dict, _restore_state, state, initial_result, saved_results, "
         "error_injector.should_inject_errors",
         checked=MEGATRON,
         why="its checks of every micro-batch's loss each wait for the GPU; they are made together, in their order",

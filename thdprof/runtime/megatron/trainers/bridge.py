@@ -71,9 +71,18 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         from megatron.bridge.training import gpt_step, pretrain
         from megatron.bridge.training.utils import train_utils
 
-        self._installation = self._installed(context)
+        self._installation = installation = self._installed(context)
+        self._observer = Observer(installation, self._plan, stats=self._stats, say=_say)
+        try:
+            self._follow(context, gpt_step, pretrain, train_utils)
+        except BaseException:
+            self._observer = None  # nothing was observed
+            self._end()
+            raise
+
+    def _follow(self, context: CallbackContext, gpt_step: Any, pretrain: Any, train_utils: Any) -> None:
+        """Put what follows the plan in the place of Bridge's functions, until `_end`."""
         own_print = train_utils.print_rank_last
-        self._observer = Observer(self._installation, self._plan, stats=self._stats, say=_say)
 
         def with_counters(message: str) -> None:
             is_line = message.lstrip().startswith("[") and " iteration " in message
