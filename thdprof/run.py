@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _USAGE = "torchrun ... -m thdprof.run --plan PLAN [--replay on|off] [--stats FILE] SCRIPT.py ARGUMENTS OF THE SCRIPT"
 _WITH_VALUE = ("--plan", "--replay", "--stats")
+
+SILENT_RANKS_WAIT_S = 10.0
+"""Seconds that ranks which do not say an error themselves wait before they end, for the rank that says it."""
 
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "context_parallel_size": 1,
@@ -157,6 +161,8 @@ def _checked(options: argparse.Namespace) -> Plan:
         raise DataError(f"--stats {stats}: is a directory; name a file in it")
     if stats is not None and not stats.absolute().parent.is_dir():
         raise DataError(f"--stats {stats}: there is no directory {stats.parent}; make it, or name another file")
+    if stats is not None and not os.access(stats if stats.exists() else stats.absolute().parent, os.W_OK):
+        raise DataError(f"--stats {stats}: cannot be written: Permission denied")
     plan = load_plan(options.plan)
     refused, differing = compared(plan, [str(script), *options.arguments], replay=options.replay == "on")
     if refused:
@@ -234,15 +240,23 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
     try:
         with following(plan, replay=options.replay == "on", stats=options.stats and options.stats.absolute()):
             runpy.run_path(str(options.script), run_name="__main__")
-    except (SettingsError, VersionError) as error:  # of a model as it was built, which may differ between ranks
+    except VersionError as error:  # of packages, which each node has its own of
+        return _fail(error, said="LOCAL_RANK")
+    except SettingsError as error:  # of a model as it was built, which may differ between ranks
         return _fail(error, said=None)
     return 0
 
 
 def _fail(error: Exception, *, said: str | None) -> int:
-    """Say the error, on one rank alone where the variable `said` numbers ranks; returns the exit code."""
+    """Say the error, on one rank alone where the variable `said` numbers ranks; returns the exit code.
+
+    The other ranks wait a while before they end, since torchrun ends all ranks as soon as one has failed, and the rank
+    that speaks may not have spoken yet.
+    """
     if said is None or os.environ.get(said, "0") == "0":
-        print(f"thdprof.run: {error}", file=sys.stderr)
+        print(f"thdprof.run: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SILENT_RANKS_WAIT_S)
     return getattr(error, "exit_code", 2)
 
 

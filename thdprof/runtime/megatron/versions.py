@@ -32,9 +32,11 @@ class Reliance:
     """The reason why thdprof relies on the name."""
 
 
-MEGATRON = SpecifierSet(">=0.19.2,<0.20")
+MEGATRON = SpecifierSet(">=0.19.1,<0.20")
 TRANSFORMER_ENGINE = SpecifierSet(">=2.20.2,<2.21")
-"""The first version of each range was read and run; later patch releases are assumed to be alike."""
+"""0.19.2 and 2.20.2 were read and run; later patch releases are assumed to be alike. Megatron-LM's tag core_v0.19.0,
+which calls itself 0.19.1, was read: it differs from 0.19.2 in nothing relied on (FP8 contexts, multi-token prediction).
+"""
 
 RELIED_ON = (
     Reliance(
@@ -203,20 +205,35 @@ class VersionError(RuntimeError):
 
 
 def installed(packages: Sequence[str]) -> dict[str, str | None]:
-    """Version of each package; None where it is not installed. Of megatron-core it is that of the imported module,
-    which may come from a checkout instead of the installed package.
+    """Version of each package; None where it is not installed.
+
+    A Megatron that was imported says its version itself, since a checkout of Megatron-LM beside the training script is
+    imported in place of the installed package.
     """
     versions: dict[str, str | None] = {}
     for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
-    if "megatron-core" in versions:
-        imported = getattr(sys.modules.get("megatron.core"), "__version__", None)
-        if imported is not None:
-            versions["megatron-core"] = Version(imported).public  # its name for the build is no part of a release
+        imported = sys.modules.get("megatron.core") if name == "megatron-core" else None
+        if imported is not None and hasattr(imported, "__version__"):
+            versions[name] = imported.__version__.partition("+")[0]  # what follows is the commit of some repository
+            continue
+        versions[name] = _in_metadata(name)
     return versions
+
+
+def _in_metadata(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _hidden() -> str:
+    """A sentence where the imported megatron-core is not the installed one; else nothing."""
+    there, own = installed(["megatron-core"])["megatron-core"], _in_metadata("megatron-core")
+    if there == own:
+        return ""
+    where = ", ".join(getattr(sys.modules["megatron.core"], "__path__", ["an unknown place"]))
+    return f". megatron-core {there} is imported from {where}, in front of the installed one ({own or 'none'})"
 
 
 def complaints(versions: Mapping[str, str | None], relied_on: Sequence[Reliance] = RELIED_ON) -> list[str]:
@@ -268,4 +285,6 @@ def _check(find: Callable[[Sequence[str]], Mapping[str, str | None]], relied_on:
     missing = [p for p, version in versions.items() if version is None]
     lines = complaints(versions, relied_on)
     if lines and (missing or os.environ.get(OVERRIDE) != "allow"):
-        raise VersionError("; ".join(lines) + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same"))
+        raise VersionError(
+            "; ".join(lines) + _hidden() + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same")
+        )
