@@ -100,7 +100,7 @@ class Observer:
             return
         extra = {"iteration": self._iteration, "ranks": num_ranks, "all_ranks": together, "pool_bytes": pool_bytes}
         try:
-            totals.append_jsonl(self._stats, **extra)
+            totals.append_jsonl(self._stats, plan=self._plan.identity, **extra)
         except OSError as error:  # training itself has ended well
             self._say(f"WARNING: thdprof: {self._stats}: cannot be written: {error.strerror}")
 
