@@ -217,7 +217,10 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
         for changes in ("graphs", "prediction")
     }
     if plan.dataset.format != "lengths":
-        told["prediction"] += [f"{flag}: {why}" for flag, why in _OTHER_DATA.items() if flag in flags]
+        other = {flag: why for flag, why in _OTHER_DATA.items() if flag in flags}
+        if plan.dataset.format == "megatron-sft" and other.pop("--sft", None) is None:
+            other["--sft"] = "is missing, and the plan has counted conversations, which only this argument trains on"
+        told["prediction"] += [f"{flag}: {why}" for flag, why in other.items()]
     return [*told["graphs"], *refused], told["prediction"]
 
 

@@ -506,7 +506,24 @@ def test_the_interleaved_group_size_counts_with_interleaving_only():
     assert parse(text).settings["microbatch_group_size"] == 3
 
 
-@pytest.mark.parametrize("flag", ["--overlap-moe-expert-parallel-comm", "--moe-paged-stash", "--sft"])
+def test_conversations_are_tokenised_as_the_script_says():
+    text = "WORLD_SIZE=1\npretrain_gpt.py --seq-length 8 --tokenizer-model tokens"
+    assert (parse(text).format, "tokenizer_model" in parse(text).settings) == (None, False)
+    found = parse(f"{text} --sft")
+    assert (found.format, found.notes) == ("megatron-sft", [])
+    assert found.settings["tokenizer_model"] == "tokens"
+    assert found.settings["sft_tokenizer_prompt_format"] == "nemotron-h-aligned"  # Megatron-LM's default
+    asked = parse(f"{text} --sft --tokenizer-type SFTTokenizer --sft-tokenizer-prompt-format default")
+    assert asked.settings["sft_tokenizer_prompt_format"] == "default"
+    with pytest.raises(UsageError, match="--tokenizer-type HuggingFaceTokenizer: Megatron's --sft tokenises with"):
+        parse(f"{text} --sft --tokenizer-type HuggingFaceTokenizer")
+    with pytest.raises(UsageError, match="sft_tokenizer_prompt_format chatml: choose one of nemotron-h-aligned"):
+        parse(f"{text} --sft --sft-tokenizer-prompt-format chatml")
+    with pytest.raises(UsageError, match=r"--tokenizer-model: \$WHERE is not set in the file; give tokenizer_model in"):
+        parse("pretrain_gpt.py --seq-length 8 --tokenizer-model $WHERE --sft")
+
+
+@pytest.mark.parametrize("flag", ["--overlap-moe-expert-parallel-comm", "--moe-paged-stash"])
 def test_flags_that_are_not_followed_are_noted(flag):
     notes = parse(f"WORLD_SIZE=1\npretrain_gpt.py {flag} --seq-length 8").notes
     assert [note for note in notes if note.startswith(f"run.sh, line 2: {flag}: ")] == notes

@@ -565,7 +565,7 @@ class TestNotRecognised:
     @pytest.mark.parametrize(
         ("content", "text"),
         [
-            (b'{"messages": []}\n', "it begins with b'{\"messages\": []}\\n'"),
+            (b'{"message": []}\n', "it begins with b'{\"message\": []}\\n'"),
             (b"\x28\xb5\x2f\xfd..", "it is compressed by zstd: unpack it first"),
             (gzip.compress(b"plain text", mtime=0), "its gzip begins with b'plain text'"),
             (b"PAR1", "it begins as parquet files do, and cannot be read"),
@@ -604,12 +604,13 @@ def test_each_format_recognises_its_own_files_only(tmp_path):
             files.write_lines(tmp_path / "long.jsonl", [list(range(40_000))]),
             files.write_lines(tmp_path / "objects.jsonl", [{"length": 3}]),
         ],
+        "megatron-sft": [files.write_lines(tmp_path / "told.jsonl", [{"messages": [{"role": "user"}]}])],
     }
     np.save(tmp_path / "documents.npy", np.arange(3))
     own["lengths"].append(tmp_path / "documents.npy")
     others = [
         files.write_lines(tmp_path / "metadata.jsonl", [[{"pack_size": 4}]]),
-        files.write_lines(tmp_path / "chat.jsonl", [{"messages": [{"role": "user"}]}]),
+        files.write_lines(tmp_path / "chat.jsonl", [{"messages": "hello"}]),
     ]
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "nested").write_bytes(b"[" * 100_000)
@@ -625,4 +626,4 @@ def test_each_format_recognises_its_own_files_only(tmp_path):
                 assert recognises(path) == taken, (name, path)
                 compared += 1
         assert not any(recognises(path) for path in others)
-    assert compared == 5 * 11
+    assert compared == 6 * 12

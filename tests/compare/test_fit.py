@@ -72,6 +72,7 @@ def test_every_setting_that_a_plan_holds_is_compared():
     numbers = {"global_batch_size": 4, "drop_last": False, "max_num_samples": 5, "tail_policy": "extend_last"}
     numbers |= {"pad_to_max_length": True, "pad_seq_to_mult": 8, "packer": "next_fit", "max_docs_per_pack": 3}
     numbers |= {"max_seqlen_per_dp_cp_rank": 64, **GRAPHS, **PREDICTION}
+    numbers |= {"tokenizer_model": "tokens", "sft_tokenizer_prompt_format": "identity"}
     pipeline = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatch_group_size": 2}
     for name in definitions():
         if name == "train_iters":
@@ -86,6 +87,7 @@ def test_every_setting_that_a_plan_holds_is_compared():
                 "trl": "trl",
                 "packs": "lengths",
                 "documents": "lengths",
+                "conversations": "megatron-sft",
             }
             value, plan = numbers[name], plan_of(dataset_format=formats[kinds[0]])
         paths = [uri.removesuffix(".idx") for uri in plan.dataset.uris]

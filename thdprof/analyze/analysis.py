@@ -173,7 +173,7 @@ def analyze(
     """
     measured = load_costs(cost_table) if cost_table is not None else None
     progress("reading", 0.0, 0)
-    dataset = read_dataset(locations, format=format)
+    dataset = read_dataset(locations, format=format, settings=given)
     return analyze_read(
         dataset,
         given,
@@ -290,7 +290,7 @@ def analyze_read(
         table,
         settings,
         kind=replayed.kind,
-        row_tokens=dataset.num_tokens() / max(1, dataset.num_rows()),
+        row_tokens=schedule.row_tokens or dataset.num_tokens() / max(1, dataset.num_rows()),
         packing_efficiency=schedule.packing_efficiency,
     )
     other_sizes = _other_sizes(table, settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -73,7 +74,7 @@ def analyze_dataset(
         check_model(known)
         if given.get("experts") is None:
             given["experts"] = experts_of(known)
-    dataset = _dataset(locations, format)
+    dataset = _dataset(locations, format, given)
     return analyze_read(
         dataset,
         given,
@@ -145,11 +146,11 @@ def profile_dataset(
     return make_profile(analysis, part=part)
 
 
-def _dataset(locations: tuple[str | Path | Lengths, ...], format: str) -> Dataset:
+def _dataset(locations: tuple[str | Path | Lengths, ...], format: str, given: Mapping[str, Any]) -> Dataset:
     """The dataset in files, or in one list or array of lengths."""
     names = [str(location) for location in locations if isinstance(location, str | os.PathLike)]
     if len(names) == len(locations):
-        return read_dataset(names, format=format)
+        return read_dataset(names, format=format, settings=given)
     if len(locations) > 1:
         raise UsageError(
             f"{len(locations)} datasets given, {len(locations) - len(names)} of them as lengths; give one list or "

@@ -13,6 +13,7 @@ from thdprof.words import percent
 
 _PADDING_REMEDY: dict[Kind, str] = {
     "streams": "train with one sequence length",
+    "conversations": "train with one sequence length",
     "bridge": "train and analyse with --pad-to-max-length",
     "trl": "TRL's collator cannot do that: pad in your own, with one dummy document",
     "packs": "train and analyse with a --tail-policy",

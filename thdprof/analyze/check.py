@@ -192,7 +192,7 @@ def _read(plan: Plan, locations: Sequence[str], where: str) -> Dataset:
     """The dataset at `locations`, or the plan's dataset without any, read in the plan's format."""
     planned = plan.dataset.format
     try:
-        return read_dataset(list(locations) or plan.dataset.uris, format=planned)
+        return read_dataset(list(locations) or plan.dataset.uris, format=planned, settings=asdict(plan.training))
     except DataError as error:
         if locations and (other := format_of(locations)) not in (None, planned):
             raise DataError(

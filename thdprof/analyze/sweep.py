@@ -138,7 +138,7 @@ def sweep(
     paths = {r.cost_table for r in requests if isinstance(r, Request) and r.cost_table is not None}
     costs = {path: load_costs(path) for path in sorted(paths)}
     progress("reading", 0.0, 0)
-    dataset = read_dataset(first.locations, format=first.format)
+    dataset = read_dataset(first.locations, format=first.format, settings=first.given)
     varied = [axis.name for axis in axes if len(axis.values) > 1]
     memo, done = Memo(), dict[int, Combination]()
     for count, index in enumerate(analysis_order(axes)):

@@ -24,6 +24,8 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
     "train_samples": "samples of the run (--train-samples, or --train-iters x --global-batch-size)",
     "weights": "weights of --data-path",
     "max_seqlen_per_dp_cp_rank": "--max-seqlen-per-dp-cp-rank",
+    "tokenizer_model": "--tokenizer-model",
+    "sft_tokenizer_prompt_format": "--sft-tokenizer-prompt-format",
     "dataset": "--data-path",
 }
 """What Megatron-LM's command line calls the settings of a run."""
@@ -32,6 +34,7 @@ OTHER_SHAPE = "graphs were chosen for micro-batches of another shape, so that no
 _OTHER_RANKS = "slots and counts are those of other ranks, and install refuses the plan"
 _OTHER_PADDING = "micro-batches are padded in another way than graphs expect"
 _OTHER_ORDER = "the rows are read in another order, so that shares and times are only about right"
+OTHER_LENGTHS = "documents have other lengths, so that shares and times may differ"
 OTHER_ROWS = "micro-batches hold other rows, so that shares and times may differ"
 
 CHANGES: Mapping[str, tuple[Changes, str]] = {
@@ -45,7 +48,7 @@ CHANGES: Mapping[str, tuple[Changes, str]] = {
     "experts": ("graphs", "another part of each layer is captured"),
     "tail_policy": ("graphs", _OTHER_PADDING),
     "pad_to_max_length": ("graphs", _OTHER_PADDING),
-    "pad_seq_to_mult": ("prediction", "documents have other lengths, so that shares and times may differ"),
+    "pad_seq_to_mult": ("prediction", OTHER_LENGTHS),
     "global_batch_size": ("prediction", "a step holds other micro-batches, so that shares and times of steps differ"),
     "loader": ("prediction", _OTHER_ORDER),
     "data_sharding": ("prediction", _OTHER_ORDER),
@@ -54,6 +57,7 @@ CHANGES: Mapping[str, tuple[Changes, str]] = {
     "add_extra_token": ("prediction", OTHER_ROWS),
     "max_num_samples": ("prediction", _OTHER_ORDER),
     "max_docs_per_pack": ("prediction", OTHER_ROWS),
+    "sft_tokenizer_prompt_format": ("prediction", OTHER_LENGTHS),
 }
 """What each setting changes that is compared as it stands."""
 ALWAYS_REFUSED = ("data_parallel_size", "context_parallel_size", "pipeline_parallel_size", "virtual_pipeline_size")

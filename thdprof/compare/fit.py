@@ -8,7 +8,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from thdprof.compare.changes import ALWAYS_REFUSED, CHANGES, OTHER_ROWS, OTHER_SHAPE, Changes
+from thdprof.compare.changes import ALWAYS_REFUSED, CHANGES, OTHER_LENGTHS, OTHER_ROWS, OTHER_SHAPE, Changes
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
 from thdprof.training import DYNAMIC_CP, Kind, definitions
@@ -20,6 +20,7 @@ _KINDS: Mapping[str, frozenset[Kind]] = {
     "bridge-npy": frozenset({"bridge"}),
     "trl": frozenset({"trl"}),
     "lengths": frozenset({"documents", "packs"}),
+    "megatron-sft": frozenset({"conversations"}),
 }
 """What a dataset can hold, by the name of its format."""
 
@@ -66,7 +67,7 @@ def misfits(plan: Plan, settings: Mapping[str, Any], *, data_paths: Sequence[str
     """
     known = {name: settings[name] for name in settings if _matters(name, plan)}
     found = [*_plain(plan, known), *_packing(plan, known), *_slots(plan, known), *_length(plan, known)]
-    found += [*_blend(plan, known), *_dataset(plan, data_paths)]
+    found += [*_blend(plan, known), *_tokenizer(plan, known), *_dataset(plan, data_paths)]
     order = [*definitions(), "dataset"]
     return sorted(found, key=lambda misfit: (misfit.changes, order.index(misfit.setting)))
 
@@ -188,9 +189,7 @@ def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
     if data_paths is None or plan.dataset.format == "lengths":
         return
     planned, run = [_stem(uri) for uri in plan.dataset.uris], [_stem(path) for path in data_paths]
-    if [p.resolve() for p in planned] == [p.resolve() for p in run]:
-        return
-    if [p.name for p in planned] == [p.name for p in run]:
+    if _same(planned, run):
         return
     yield Misfit(
         setting="dataset",
@@ -199,6 +198,21 @@ def _dataset(plan: Plan, data_paths: Sequence[str] | None) -> Iterator[Misfit]:
         changes="prediction",
         why=OTHER_ROWS,
     )
+
+
+def _tokenizer(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
+    """Another tokenizer of conversations, compared as datasets are; the contents of tokenizers are not."""
+    planned, run = plan.training.tokenizer_model, settings.get("tokenizer_model")
+    if run is None or (planned is not None and _same([Path(planned)], [Path(run)])):
+        return
+    yield Misfit(setting="tokenizer_model", planned=planned, run=run, changes="prediction", why=OTHER_LENGTHS)
+
+
+def _same(planned: Sequence[Path], run: Sequence[Path]) -> bool:
+    """Whether files or directories are the same by their resolved paths, or else by their names."""
+    return [p.resolve() for p in planned] == [p.resolve() for p in run] or [p.name for p in planned] == [
+        p.name for p in run
+    ]
 
 
 def _stem(path: str) -> Path:

@@ -6,6 +6,7 @@ from thdprof.training.model import Fp8Recipe, Model, Norm, Precision, Recompute
 from thdprof.training.model_check import check_model
 from thdprof.training.model_fields import model_definitions
 from thdprof.training.settings import (
+    DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
     STEP_PACKERS,
     Attention,
@@ -15,6 +16,7 @@ from thdprof.training.settings import (
     Kind,
     Loader,
     Panel,
+    PromptFormat,
     Setting,
     TailPolicy,
     TrainingOptions,
@@ -26,6 +28,7 @@ from thdprof.training.settings import (
 )
 
 __all__ = [
+    "DEFAULT_PROMPT_FORMAT",
     "DYNAMIC_CP",
     "STEP_PACKERS",
     "Attention",
@@ -39,6 +42,7 @@ __all__ = [
     "Norm",
     "Panel",
     "Precision",
+    "PromptFormat",
     "Recompute",
     "Setting",
     "TailPolicy",

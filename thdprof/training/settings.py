@@ -38,9 +38,14 @@ Experts = Literal["none", "padded", "dropless"]
 GraphKind = Literal["module", "chunk", "local", "transformer_engine"]
 """What training captures: a wrapped torch module, a Megatron model chunk, or Megatron's layers in two ways."""
 
-Kind = Literal["streams", "bridge", "trl", "packs", "documents"]
+PromptFormat = Literal["nemotron-h-aligned", "nemotron-nano-v2", "identity", "default"]
+"""The forms in which Megatron's SFT tokenizer writes a conversation out; `default` is the tokenizer's chat template."""
+DEFAULT_PROMPT_FORMAT: PromptFormat = "nemotron-h-aligned"
+"""The form where Megatron-LM's `--sft-tokenizer-prompt-format` is not given."""
+
+Kind = Literal["streams", "bridge", "trl", "packs", "documents", "conversations"]
 """What a dataset holds: sequences that GPTDataset joins, rows packed by Megatron-Bridge, by TRL or by somebody else,
-or documents that are not packed yet."""
+documents that are not packed yet, or conversations that Megatron-LM's SFTDataset packs while training."""
 Panel = Literal[
     "Dataset",
     "Batch and parallelism",
@@ -132,7 +137,8 @@ class Definition:
                 raise UsageError(f"{self.shown(repr(value))}: must be true or false")
         elif self.type is str:
             if not isinstance(value, str):
-                raise UsageError(f"{self.shown(repr(value))}: must be text such as {self.default}")
+                such = f" such as {self.default}" if isinstance(self.default, str) else ""
+                raise UsageError(f"{self.shown(repr(value))}: must be text{such}")
         elif self.type is tuple:
             if not isinstance(value, list | tuple) or not all(isinstance(w, int | float) for w in value):
                 raise UsageError(f"{self.shown(repr(value))}: must be a list of numbers")
@@ -246,12 +252,24 @@ class TrainingSettings:
     ] = True
     """Whether the batch sampler drops the last, partial global batch of an epoch; otherwise it is padded."""
     seed: Annotated[
-        int, Interval(ge=0, le=2**32 - 1), Setting(help="Seed of the order of the data.", panel="Data loader")
+        int,
+        Interval(ge=0, le=2**32 - 1),
+        Setting(
+            help="Seed of the order of the data.",
+            panel="Data loader",
+            kinds=("streams", "bridge", "trl", "packs", "documents"),
+        ),
     ] = 1234
     """Seed of the order of the data."""
     split: Annotated[
         str,
-        Setting(help="Megatron's split of the data.", panel="Dataset", kinds=("streams",), swept=False, as_text=True),
+        Setting(
+            help="Megatron's split of the data.",
+            panel="Dataset",
+            kinds=("streams", "conversations"),
+            swept=False,
+            as_text=True,
+        ),
     ] = "969,30,1"
     """Megatron's weights of the training, validation and test parts; the training part is analysed."""
     train_samples: Annotated[
@@ -355,6 +373,33 @@ class TrainingSettings:
     ] = None
     """Most tokens of a micro-batch on one rank under dynamic context parallelism, for which every bucket is captured;
     null: one context-parallel size for all micro-batches."""
+    tokenizer_model: Annotated[
+        str | None,
+        Setting(
+            help="Tokenizer of conversations: a directory, or its name in the Hugging Face Hub's cache.",
+            panel="Dataset",
+            everyday=False,
+            assumed="none: conversations cannot be counted",
+            kinds=("conversations",),
+            in_every_plan=False,
+            swept=False,
+        ),
+    ] = None
+    """The run's tokenizer, Megatron's --tokenizer-model; null where the data is no text."""
+    sft_tokenizer_prompt_format: Annotated[
+        PromptFormat | None,
+        Setting(
+            help="Form in which Megatron's SFT tokenizer writes a conversation out.",
+            panel="Dataset",
+            everyday=False,
+            assumed=DEFAULT_PROMPT_FORMAT,
+            kinds=("conversations",),
+            in_every_plan=False,
+            swept=False,
+        ),
+    ] = None
+    """Form in which a conversation is written out, Megatron's --sft-tokenizer-prompt-format; null where the data is no
+    text."""
 
     @property
     def num_microbatches(self) -> int:
@@ -395,6 +440,8 @@ class TrainingOptions(TypedDict, total=False):
     packer: Packer
     max_docs_per_pack: int | None
     max_seqlen_per_dp_cp_rank: int | None
+    tokenizer_model: str | None
+    sft_tokenizer_prompt_format: PromptFormat | None
 
 
 @functools.cache

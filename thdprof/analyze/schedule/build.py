@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import blend, packers, samplers
+from thdprof.analyze.schedule.conversations import sft_samples
 from thdprof.analyze.schedule.dp_balanced import dp_balanced
 from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
 from thdprof.analyze.schedule.gpt_dataset import Samples, gpt_samples, train_share
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.sources.base import Dataset, PackedRows, TokenStream, UnpackedDocuments
+from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, TokenStream, UnpackedDocuments
 from thdprof.errors import DataError, UsageError
 from thdprof.training import DYNAMIC_CP, TrainingSettings
 
@@ -36,6 +37,8 @@ class Schedule:
     independent: int
     """Number of micro-batches that are independent samples of the data: neither repeated in later epochs nor collated
     together."""
+    row_tokens: float | None = None
+    """Tokens of documents in the mean row where training cuts rows; None where a row holds what the dataset has."""
     packing_efficiency: float | None = None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None = None
@@ -66,6 +69,8 @@ def build_schedule(
             return _schedule_rows(dataset.content, settings)
         case UnpackedDocuments():
             return _schedule_documents(dataset.content, settings, memo)
+        case Conversations():
+            return _schedule_conversations(dataset.content, settings)
         case streams:
             return _schedule_streams(streams, settings, tick, memo)
 
@@ -82,6 +87,42 @@ def _schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings
             f"a sample of {settings.seq_length} tokens holds {samples.n_seqs.max()} documents, empty ones among them; "
             "GPTDataset has room for no more than tokens: drop empty sequences from the data"
         )
+    return _schedule_samples(samples, settings)
+
+
+def _schedule_conversations(conversations: Conversations, settings: TrainingSettings) -> Schedule:
+    """The schedule of Megatron's SFTDataset over one file, or over a blend of several."""
+
+    def samples_of(file: int, num_samples: int | None) -> Samples:
+        return sft_samples(
+            conversations.files[file],
+            seq_length=settings.seq_length,
+            context_parallel_size=settings.context_parallel_size,
+            split=settings.split,
+            num_samples=num_samples,
+        )
+
+    if settings.weights is None:
+        samples = samples_of(0, settings.train_samples)
+    else:
+        assert settings.train_samples is not None  # resolve_settings refuses weights without it
+        weights = blend.normalize(settings.weights)
+        sizes = blend.drawn_and_built(weights, settings.train_samples)
+        parts = [samples_of(file, built) for file, (_, built) in enumerate(sizes)]
+        order = blend.blend_order(weights, sum(drawn for drawn, _ in sizes))
+        samples = _in_order(order, parts, [file.path for file in conversations.files])
+    distinct = max(1, conversations.num_lines() // settings.micro_batch_size)
+    schedule = _schedule_samples(samples, settings)
+    row_tokens = np.concatenate([file.line_tokens() for file in conversations.files])
+    return replace(
+        schedule,
+        independent=min(schedule.independent, distinct),
+        row_tokens=float(np.minimum(row_tokens, settings.seq_length).mean()),
+    )
+
+
+def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
+    """The schedule of samples of equal length, which Megatron's samplers `single` and `cyclic` read."""
     steps, warnings = _num_steps(len(samples), settings)
     if settings.loader == "cyclic":
         rows = samplers.cyclic_rows(len(samples), steps, settings)
@@ -133,7 +174,12 @@ def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: T
             order = blend.exhaustive_order([len(p) for p in parts])
         else:
             order = blend.blend_order(weights, min(settings.train_samples, sum(len(p) for p in parts)))
-    blend.check_draws(order, [len(p) for p in parts], [s.path for s in streams])
+    return _in_order(order, parts, [s.path for s in streams])
+
+
+def _in_order(order: NDArray[np.int16], parts: Sequence[Samples], paths: Sequence[str]) -> Samples:
+    """The samples of a blend: `order` has the index of the dataset that gives each, and `parts` their samples."""
+    blend.check_draws(order, [len(p) for p in parts], paths)
     n_seqs, max_seqlen = (np.empty(len(order), dtype=np.int32) for _ in range(2))
     squared = np.empty(len(order), dtype=np.float64)
     for index, part in enumerate(parts):

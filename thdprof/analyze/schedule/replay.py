@@ -9,10 +9,15 @@ from typing import Any
 from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
-from thdprof.analyze.sources.base import Dataset, PackedRows, UnpackedDocuments
+from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.training import STEP_PACKERS, Kind, Loader, TrainingSettings
 
-_DEFAULT_LOADERS: dict[str, Loader] = {"megatron": "single", "bridge": "batch", "bridge-npy": "batch"}
+_DEFAULT_LOADERS: dict[str, Loader] = {
+    "megatron": "single",
+    "megatron-sft": "single",
+    "bridge": "batch",
+    "bridge-npy": "batch",
+}
 """Format -> the sampler that its own training code uses by default."""
 
 
@@ -102,6 +107,8 @@ def _kind(dataset: Dataset) -> Kind:
             return "packs"
         case UnpackedDocuments():
             return "documents"
+        case Conversations():
+            return "conversations"
         case _:
             return "streams"
 

@@ -13,6 +13,7 @@ from thdprof.analyze.settings.batch_schedule import read_schedule, refused_sizes
 from thdprof.analyze.settings.megatron_flags import (
     BATCH_SCHEDULE,
     CHUNKS_PER_RANK,
+    CONVERSATIONS,
     COUNTED_AS_LAYERS,
     DATA_PATH,
     EXPERTS,
@@ -24,8 +25,11 @@ from thdprof.analyze.settings.megatron_flags import (
     NO_DATA_SHARDING,
     NODES,
     PADDED_EXPERTS,
+    PROMPT_FORMAT,
     RANKS_PER_NODE,
     TENSOR_PARALLEL_SIZE,
+    TOKENIZER,
+    TOKENIZER_TYPE,
     TRAIN_DATA_PATH,
     WORLD_VARIABLES,
 )
@@ -34,8 +38,11 @@ from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.script_flags import ScriptFlags
 from thdprof.analyze.settings.shell import UnclosedQuoteError, Value, read_shell
 from thdprof.errors import UsageError
+from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions
 
 _MOST_CHARACTERS = 4 << 20
+_FORMAT, _SFT_TOKENIZER = "megatron-sft", "SFTTokenizer"
+"""The format of conversations, and the only tokenizer that megatron-core has for them."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -54,6 +61,8 @@ class MegatronArgs:
     """Remarks for the user, each with the place in the script."""
     model: ModelReading
     """What the script says of the model."""
+    format: str | None
+    """Name of the format of the datasets; None where the script does not tell it."""
 
 
 def parse_megatron_args(
@@ -62,7 +71,7 @@ def parse_megatron_args(
     """The settings that the script or argument list `text` gives; `where` names it in errors.
 
     `world_size` is the number of ranks and takes the place of the number in the script. `given` holds settings (and
-    `data_paths`) that the caller has already; flags for them are passed over.
+    `data_paths` and `format`) that the caller has already; flags for them are passed over.
 
     Raises:
         UsageError: no flag is found, or the value of a flag that is needed is impossible or not settled by the text;
@@ -85,13 +94,21 @@ def parse_megatron_args(
     _read_interleaving(flags, settings)
     _read_data_parallel(flags, script.variables, settings, world_size)
     _read_batch_schedule(flags, settings)
+    conversations = _read_conversations(flags, settings)
     paths, weights = _read_blend(flags, settings)
     model = read_model_flags(flags)
     if flags.defaults_of:
         names = ", ".join(sorted(flags.defaults_of))
         flags.notes.append(f"{where}: the script's own defaults are taken for {names}")
     notes = list(dict.fromkeys(flags.notes))
-    return MegatronArgs(settings=settings, data_paths=paths, weights=weights, notes=notes, model=model)
+    return MegatronArgs(
+        settings=settings,
+        data_paths=paths,
+        weights=weights,
+        notes=notes,
+        model=model,
+        format=_FORMAT if conversations else None,
+    )
 
 
 def _direct_settings(flags: ScriptFlags) -> dict[str, Any]:
@@ -214,6 +231,28 @@ def _read_batch_schedule(flags: ScriptFlags, settings: dict[str, Any]) -> None:
         f"{flags.where}, line {found.line}: {BATCH_SCHEDULE}: the batch grows ({told(schedule)}); micro-batches and "
         f"their shares are those of the run, steps are counted and timed with {settings[name]} rows{sized}"
     )
+
+
+def _read_conversations(flags: ScriptFlags, settings: dict[str, Any]) -> bool:
+    """Whether the run trains on conversations; then also add to `settings` how they become tokens."""
+    known = flags.from_caller.get("format")
+    if known not in (None, _FORMAT) or (known is None and flags.one(CONVERSATIONS, "format", "--format") is None):
+        return False
+    name = "tokenizer_model"
+    kind = flags.text(TOKENIZER_TYPE, name)
+    if kind not in (None, _SFT_TOKENIZER):
+        raise UsageError(
+            f"{flags.where}: {TOKENIZER_TYPE} {kind}: Megatron's {CONVERSATIONS} tokenises with {_SFT_TOKENIZER} "
+            "alone, and training stops; mend it"
+        )
+    path = flags.text(TOKENIZER, name)
+    if path is not None:
+        settings[name] = path
+    name = "sft_tokenizer_prompt_format"
+    if name not in flags.from_caller:
+        settings[name] = flags.text(PROMPT_FORMAT, name) or DEFAULT_PROMPT_FORMAT
+        definitions()[name].check(settings[name])
+    return True
 
 
 def _world_size(flags: ScriptFlags, variables: Mapping[str, Value]) -> int | None:

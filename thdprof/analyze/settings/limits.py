@@ -25,7 +25,7 @@ class AnalysisOptions:
     format: Annotated[
         str,
         Setting(
-            help="Format: megatron, bridge, bridge-npy, trl or lengths.",
+            help="Format: megatron, megatron-sft, bridge, bridge-npy, trl or lengths.",
             panel="Dataset",
             assumed="recognised by content",
             swept=False,

@@ -39,6 +39,8 @@ DATA_PATHS = (DATA_PATH, TRAIN_DATA_PATH)
 DOCUMENT_MASKING = "--dataloader-inter-document-masking"
 """Without this flag Megatron-LM trains on each sample as one document."""
 CONVERSATIONS = "--sft"
+"""With this flag Megatron-LM trains on conversations, which it tokenises while training."""
+TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT = "--tokenizer-type", "--tokenizer-model", "--sft-tokenizer-prompt-format"
 BATCH_SCHEDULE = "--step-batch-size-schedule"
 LOADER, NO_DATA_SHARDING, SPLIT = "--dataloader-type", "--no-data-sharding", "--split"
 EXPERTS, PADDED_EXPERTS = "--num-experts", "--moe-pad-expert-input-to-capacity"
@@ -114,11 +116,8 @@ _FLAGS = (
         value="switch",
         not_followed="its dispatchers need DeepEP or NCCL 2.30.4, and were not run; dropless experts run eagerly",
     ),
-    Flag(
-        name=CONVERSATIONS,
-        value="switch",
-        not_followed="its dataset, made of conversations while training, is not followed",
-    ),
+    Flag(name=CONVERSATIONS, value="switch"),
+    *(Flag(name=name, value="text") for name in (TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT)),
     *(Flag(name=name, value=value, of_model=True) for name, value in flag_values().items()),
 )
 FLAGS = {flag.name: flag for flag in _FLAGS}

@@ -71,18 +71,22 @@ def read_request(
     file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     said: ModelReading | None = None
+    usual_format = "auto"
     if megatron_args is not None:
         from thdprof.analyze.settings.launch_script import parse_megatron_args
 
+        known = {"data_paths": found} if found else {}
+        if command.get("format", "auto") != "auto":
+            known["format"] = command["format"]
         script = parse_megatron_args(
             _read_text("--megatron-args", megatron_args),
             where=str(megatron_args),
             world_size=world_size,
-            given={**stronger, **_ranks(file), **own, **({"data_paths": found} if found else {})},
+            given={**stronger, **_ranks(file), **own, **known},
         )
         given, notes, said = dict(script.settings), script.notes, script.model
         if not found:
-            found = script.data_paths
+            found, usual_format = script.data_paths, script.format or "auto"
             if script.weights is not None:
                 given["weights"] = script.weights
     elif world_size is not None:
@@ -105,7 +109,7 @@ def read_request(
     return Request(
         locations=found,
         given=given,
-        format=_text("--format", command.get("format", "auto")),
+        format=_text("--format", command.get("format", usual_format)),
         cost_table=Path(_text("--cost-table", command["cost_table"])) if "cost_table" in command else None,
         attention=_attention(command.get("attention", "transformer_engine")),
         limits=read_limits(command),

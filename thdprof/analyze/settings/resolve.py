@@ -8,7 +8,16 @@ from typing import Any
 
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import Run, check_run
-from thdprof.training import DYNAMIC_CP, STEP_PACKERS, Kind, Loader, TrainingSettings, definitions, shown
+from thdprof.training import (
+    DEFAULT_PROMPT_FORMAT,
+    DYNAMIC_CP,
+    STEP_PACKERS,
+    Kind,
+    Loader,
+    TrainingSettings,
+    definitions,
+    shown,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +33,8 @@ class Assumption:
 
 _MOST_MICROBATCHES = 2_000_000_000
 _SEQ_LENGTH_WITHOUT_PACKS = 4096
+_BLENDED = ("megatron", "megatron-sft")
+"""Formats whose datasets Megatron-LM builds, with its own samplers and blends."""
 
 
 def resolve_settings(
@@ -84,8 +95,10 @@ def resolve_settings(
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
-    if kind == "streams":
+    if kind in ("streams", "conversations"):
         assume("split", known["split"].default, "Megatron-LM's default")
+    if kind == "conversations":
+        assume("sft_tokenizer_prompt_format", DEFAULT_PROMPT_FORMAT, "Megatron-LM's default")
     if kind == "bridge":
         assume("pad_to_max_length", known["pad_to_max_length"].default, "Megatron-Bridge's default")
     if kind == "streams" or values.get("loader") == "batch":
@@ -150,8 +163,13 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
             f"--micro-batch-size {settings.micro_batch_size}: Megatron-Bridge trains packed rows with 1; "
             "make the packs longer instead"
         )
-    if settings.loader == "batch" and dataset_format == "megatron":
-        raise UsageError("--loader batch: Megatron's GPTDataset is read with single or cyclic")
+    if settings.loader == "batch" and dataset_format in _BLENDED:
+        raise UsageError("--loader batch: Megatron's own datasets are read with single or cyclic")
+    if dataset_format == "megatron-sft" and num_datasets > 1 and settings.weights is None:
+        raise UsageError(
+            f"{num_datasets} files of conversations: Megatron's --sft blends several files by weights alone; give "
+            "--weights and --train-samples or --train-iters, or join the files"
+        )
 
 
 def _check_batch(settings: TrainingSettings) -> None:
@@ -202,7 +220,7 @@ def _check_dynamic_cp(settings: TrainingSettings) -> None:
 
 def _check_weights(settings: TrainingSettings, dataset_format: str, num_datasets: int) -> None:
     weights = settings.weights or ()
-    if dataset_format != "megatron":
+    if dataset_format not in _BLENDED:
         raise UsageError(f"--weights: blends are for Megatron datasets, not for format {dataset_format}")
     if len(weights) != num_datasets:
         raise UsageError(f"--weights: {len(weights)} given for {num_datasets} datasets; give one each")

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from thdprof.analyze.sources import unrecognised
-from thdprof.analyze.sources.base import Dataset, Format
+from thdprof.analyze.sources.base import Dataset, Format, Tokenization
 from thdprof.errors import DataError, UsageError
 
 _MODULES = {
@@ -21,6 +23,7 @@ _MODULES = {
     "bridge-npy": "bridge_npy",
     "trl": "trl",
     "lengths": "lengths",
+    "megatron-sft": "megatron_sft",
 }
 FORMATS = tuple(_MODULES)
 """Names of the formats, in the order in which a file is tried."""
@@ -39,20 +42,25 @@ def get_format(name: str) -> Format:
     return format_
 
 
-def read_dataset(locations: Sequence[str], *, format: str = "auto") -> Dataset:
+def read_dataset(
+    locations: Sequence[str], *, format: str = "auto", settings: Mapping[str, Any] = MappingProxyType({})
+) -> Dataset:
     """Read the dataset at `locations`: files, globs, directories, or Megatron prefixes, which lack the `.idx`.
+
+    `settings` are those of the run by their names in `thdprof.training.TrainingOptions`. Text is counted by its
+    `tokenizer_model` and `sft_tokenizer_prompt_format`; nothing else is read from them.
 
     Raises:
         DataError: a location does not exist or cannot be read, the format is not recognised, or the content is not
             valid in its format.
-        UsageError: no such format, or no location.
+        UsageError: no such format, no location, or text without a tokenizer.
     """
     if not locations or "" in locations:
         raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix")
     try:
         paths = [path for location in locations for path in _files(location, format)]
         chosen = get_format(format) if format != "auto" else _detect(paths)
-        dataset = chosen.read(paths)
+        dataset = chosen.read_text(paths, Tokenization.of(settings)) if chosen.read_text else chosen.read(paths)
     except OSError as error:
         raise DataError(f"{error.filename or locations[0]}: cannot be read: {error.strerror or error}") from error
     if dataset.num_tokens() == 0:

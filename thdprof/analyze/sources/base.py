@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.errors import DataError
+from thdprof.training import DEFAULT_PROMPT_FORMAT, PromptFormat, definitions
 
 RowRule = Literal["bridge", "concatenate", "trl"]
 """How training turns a stored row into documents.
@@ -74,7 +75,74 @@ class UnpackedDocuments:
     """Tokens of every document, shape [documents], in file order."""
 
 
-Content = Sequence[TokenStream] | PackedRows | UnpackedDocuments
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationFile:
+    """One file of conversations, which SFTDataset of Megatron-LM packs line by line while training."""
+
+    path: str
+    """Path of the file."""
+    conversation_tokens: NDArray[np.int32]
+    """Tokens of every conversation in the run's prompt format, shape [conversations], in file order; none padded or
+    cut."""
+    line_offsets: NDArray[np.int64]
+    """Line i, blank ones not counted, holds the conversations line_offsets[i] to line_offsets[i + 1]; shape
+    [lines + 1]. A line may be empty."""
+    line_numbers: NDArray[np.int64]
+    """Number of every line in the file, from 1, for messages; shape [lines]."""
+    faults: Mapping[int, str]
+    """What training stops on, by the index of the conversation that it stops on."""
+
+    def line_tokens(self) -> NDArray[np.int64]:
+        """Tokens of every line's conversations, shape [lines]."""
+        ends = np.concatenate(([0], np.cumsum(self.conversation_tokens, dtype=np.int64)))
+        return np.diff(ends[self.line_offsets])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """Conversations that are packed and padded while training; several files are a blend."""
+
+    files: tuple[ConversationFile, ...]
+    """The files, in order."""
+
+    def num_lines(self) -> int:
+        """Number of lines of all files; a line makes a row."""
+        return sum(len(file.line_numbers) for file in self.files)
+
+    def num_conversations(self) -> int:
+        """Number of conversations of all files."""
+        return sum(len(file.conversation_tokens) for file in self.files)
+
+    def num_tokens(self) -> int:
+        """Tokens of all conversations."""
+        return sum(int(file.conversation_tokens.sum(dtype=np.int64)) for file in self.files)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenization:
+    """How text becomes tokens in the run that is analysed."""
+
+    tokenizer_model: str | None = None
+    """Directory or name of the tokenizer; None: not known, so that text cannot be counted."""
+    prompt_format: PromptFormat = DEFAULT_PROMPT_FORMAT
+    """The form in which a conversation is written out."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Tokenization:
+        """The settings among `given`, by their names in `TrainingOptions`; None counts as not given.
+
+        Raises:
+            UsageError: a value that cannot be.
+        """
+        names = {"tokenizer_model": "tokenizer_model", "sft_tokenizer_prompt_format": "prompt_format"}
+        values = {names[name]: value for name, value in given.items() if name in names and value is not None}
+        for name, own in names.items():
+            if own in values:
+                definitions()[name].check(values[own])
+        return cls(**values)
+
+
+Content = Sequence[TokenStream] | PackedRows | UnpackedDocuments | Conversations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +168,8 @@ class Dataset:
                 return self.content.num_rows()
             case UnpackedDocuments():
                 return len(self.content.document_tokens)
+            case Conversations():
+                return self.content.num_lines()
             case streams:
                 return sum(len(s.sequence_tokens) for s in streams)
 
@@ -108,6 +178,8 @@ class Dataset:
         match self.content:
             case PackedRows() | UnpackedDocuments():
                 return len(self.content.document_tokens)
+            case Conversations():
+                return self.content.num_conversations()
             case streams:
                 return sum(len(s.sequence_tokens) for s in streams)
 
@@ -116,6 +188,8 @@ class Dataset:
         match self.content:
             case PackedRows() | UnpackedDocuments():
                 return int(self.content.document_tokens.sum(dtype=np.int64))
+            case Conversations():
+                return self.content.num_tokens()
             case streams:
                 return sum(int(s.sequence_tokens.sum(dtype=np.int64)) for s in streams)
 
@@ -136,6 +210,9 @@ class Format:
     """Whether the content of a file is of this format. Raises only the OSError of a file that cannot be opened."""
     read: Callable[[Sequence[Path]], Dataset]
     """Reads the files in order; raises a DataError that names file, row and value."""
+    read_text: Callable[[Sequence[Path], Tokenization], Dataset] | None = None
+    """Reads files of text by the run's tokenizer, with the errors of `read`; None where the files hold lengths or
+    tokens."""
     yields: Callable[[Path], bool] = lambda path: False
     """Whether a file that is recognised may be left out where a directory also holds files of another format."""
 

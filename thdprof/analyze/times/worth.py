@@ -40,6 +40,7 @@ def document_tokens(
         return total * packing_efficiency if tail else total
     padded = {
         "streams": False,
+        "conversations": True,
         "bridge": True,
         "trl": settings.pad_seq_to_mult > 1,
         "packs": tail,

@@ -18,35 +18,13 @@ pytest.importorskip("megatron.core")
 from megatron.core import rerun_state_machine, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, RerunStateMachine
+from support.gpu_stand_in import OnGpu
 from support.tensor_parallel_batches import arguments_of, batch_of, flat_on_host, micro_batch, params_of
 
 from thdprof.runtime.megatron.decoder import packed_seq_params
-from thdprof.runtime.megatron.trainers import host_boundaries as module
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.host_known import host_of, known, plain
 from thdprof.runtime.megatron.trainers.tensor_parallel_peers import RowBoundaries, TensorParallelPeers, decoded, encoded
-
-WAITS = ("repeat_interleave", "item", "nonzero", "tolist", "__bool__", "__int__", "cpu", "numpy")
-
-
-class OnGpu(torch.Tensor):
-    """A tensor of the CPU that stands for one of a GPU: reading its values is an error."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in WAITS and any(isinstance(arg, OnGpu) for arg in args):
-            raise AssertionError(f"{func.__name__} waits for the GPU")
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU, of which tensors cannot be read, and a tensor-parallel group of one rank."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *args, **kwargs: tensor.clone().as_subclass(OnGpu))
-    monkeypatch.setattr(module, "moved", lambda values, device: values.clone().as_subclass(OnGpu))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
-    monkeypatch.setattr(torch.distributed, "broadcast", lambda *args, **kwargs: None)
 
 
 def test_without_gloo_megatrons_own_functions_send_the_boundaries(monkeypatch):

@@ -58,8 +58,14 @@ def begins_with_lengths(path: Path) -> bool:
 
 def begins_with_tokens(path: Path) -> bool:
     """Whether the first line is an object whose tokens would be counted."""
+    value = first_object(path)
+    return value is not None and TOKENS in value and not any(key in value for key in KEYS)
+
+
+def first_object(path: Path) -> dict[str, Any] | None:
+    """The object that the first line is; None where it is none."""
     value = _first_value(sniff(path).removeprefix(_BYTE_ORDER_MARK).lstrip().split(b"\n", 1)[0])
-    return isinstance(value, dict) and TOKENS in value and not any(key in value for key in KEYS)
+    return value if isinstance(value, dict) else None
 
 
 def sniff(path: Path) -> bytes:
@@ -166,6 +172,27 @@ def read_lines(path: Path) -> Lengths:
     if kind is not list:
         return joined
     return joined, np.concatenate(([0], np.cumsum(np.concatenate(sizes))))
+
+
+def read_values(path: Path, *, expected: str) -> Iterator[tuple[int, Any]]:
+    """The number and the JSON value of every line that is not blank; `expected` says in errors what a line is.
+
+    Raises:
+        DataError: a line is not JSON, or the file's gzip is truncated, corrupt or refused.
+    """
+    number = 0
+    for lines in _chunks(path):
+        for line in lines:
+            number += 1
+            text = line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line
+            if not text.strip():
+                continue
+            try:
+                yield number, json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{path}: line {number}: {_shown(text)} is not JSON; every line is {expected}"
+                ) from error
 
 
 def _parse(lines: list[bytes], first: int, path: Path) -> tuple[list[Any], NDArray[np.int64]]:

@@ -1,0 +1,118 @@
+"""Conversations for Megatron-LM's `--sft`: JSON lines, each an object with a list `messages`.
+
+A line is a row of training. It is split into conversations at every message of the role `system`, and each
+conversation is tokenised by the run's own tokenizer in the run's prompt format. Padding and cutting depend on the
+sequence length and on context parallelism, and are left to the schedule.
+
+Rules: megatron-core 0.19, `megatron/training/datasets/sft_dataset.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from thdprof.analyze.sources.base import ConversationFile, Conversations, Dataset, Format, Tokenization, fingerprint
+from thdprof.analyze.sources.readers.json_lines import first_object, read_values
+from thdprof.analyze.sources.readers.tokenizing import count_tokens
+from thdprof.errors import DataError, UsageError
+
+MESSAGES = "messages"
+Conversation = list[dict[str, Any]]
+
+
+def recognises(path: Path) -> bool:
+    """Whether the first line is an object with a list of messages."""
+    value = first_object(path)
+    return value is not None and isinstance(value.get(MESSAGES), list)
+
+
+def conversations_of(messages: Sequence[dict[str, Any]]) -> list[Conversation]:
+    """The conversations of a line: each begins with its first message or with one of the role `system`."""
+    begins = [i for i, message in enumerate(messages) if i == 0 or message["role"] == "system"]
+    return [list(messages[begin:end]) for begin, end in pairwise([*begins, len(messages)])]
+
+
+def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
+    """Count the tokens of every conversation of `paths`, one file after the other.
+
+    Raises:
+        UsageError: the run's tokenizer is not given, or the package that reads it is missing.
+        DataError: a line is no object with messages, or the tokenizer cannot be loaded.
+    """
+    if tokenization.tokenizer_model is None:
+        raise UsageError(
+            f"{paths[0]}: conversations are counted by the run's tokenizer: give tokenizer_model in --settings, or the "
+            "launch script with --tokenizer-model by --megatron-args"
+        )
+    lines = [list(lines_of(path)) for path in paths]
+    empty = next((path for path, stored in zip(paths, lines, strict=True) if not stored), None)
+    if empty is not None:
+        raise DataError(f"{empty}: holds no conversations; write it again with data")
+    split = [[conversations_of(messages) for _, messages in stored] for stored in lines]
+    counts = iter(
+        count_tokens(
+            (conversation for of_file in split for of_line in of_file for conversation in of_line),
+            tokenizer_model=tokenization.tokenizer_model,
+            prompt_format=tokenization.prompt_format,
+        )
+    )
+    files = []
+    for path, stored, of_file in zip(paths, lines, split, strict=True):
+        offsets = np.cumsum([0, *map(len, of_file)], dtype=np.int64)
+        own = list(islice(counts, int(offsets[-1])))
+        files.append(
+            ConversationFile(
+                path=str(path),
+                conversation_tokens=np.array([0 if isinstance(count, str) else count for count in own], dtype=np.int32),
+                line_offsets=offsets,
+                line_numbers=np.array([number for number, _ in stored], dtype=np.int64),
+                faults={index: count for index, count in enumerate(own) if isinstance(count, str)},
+            )
+        )
+    return Dataset(
+        format=FORMAT.name,
+        uris=tuple(map(str, paths)),
+        fingerprint=fingerprint([part for f in files for part in (f.conversation_tokens, f.line_offsets)]),
+        content=Conversations(files=tuple(files)),
+    )
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Number and messages of every line that is not blank; a line without messages has an empty list.
+
+    Raises:
+        DataError: a line is not JSON, or no object with a list of messages that have a role.
+    """
+    for number, value in read_values(path, expected=f"an object with a list {MESSAGES}"):
+        where = f"{path}: line {number}"
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: is no object; every line is an object with a list {MESSAGES}")
+        messages = value.get(MESSAGES)
+        if messages is None:
+            messages = []
+        if not isinstance(messages, list):
+            raise DataError(f"{where}: {MESSAGES} is no list; every line is an object with a list {MESSAGES}")
+        for index, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise DataError(f"{where}: message {index} is no object with a role")
+        yield number, messages
+
+
+def _without_tokenizer(paths: Sequence[Path]) -> Dataset:
+    return read_text(paths, Tokenization())
+
+
+FORMAT = Format(
+    name="megatron-sft",
+    summary="all text: the tokens of every conversation by the run's own tokenizer",
+    sign="JSON lines (also .gz) of objects with a list messages",
+    suffixes=(".jsonl", ".jsonl.gz"),
+    recognises=recognises,
+    read=_without_tokenizer,
+    read_text=read_text,
+)
