@@ -36,8 +36,8 @@ class FallbackError(RuntimeError):
 class DispatchedModule(nn.Module):
     """Runs `module` as the dispatcher decides; subclasses capture the graphs and replay them."""
 
-    has_graphs = True
-    """Whether what counts as replayed comes from captured graphs."""
+    why_no_rehearsal = ""
+    """Why no micro-batch can be replayed that is no part of training; empty if one can."""
 
     def __init__(
         self,
@@ -294,21 +294,24 @@ class DispatchedModule(nn.Module):
         return ()
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Run micro-batches that are no part of training inside the block: they are not counted, timed, reported to
-        `on_decision`, logged, or refused by `overflow: error`. Captures are still counted.
+    def rehearsal(self) -> Iterator[None]:
+        """Run micro-batches that are no part of training inside the block: they are not counted, timed, logged,
+        reported to `on_decision`, or refused by `overflow: error`. Where nothing was captured before, the graphs are
+        dropped at the end, so that training's first micro-batch shows the captures what inputs are like.
         """
-        kept = self._stats, self._explained, self._sample_every, self._on_decision, self._overflow
-        timers, self._timers = self._timers, []
-        self._stats, self._explained, self._sample_every = Stats(), set(FallbackReason), 0
+        kept = self._stats, self._explained, self._timers, self._sample_every, self._on_decision, self._overflow
+        captured = self._signature is not None
+        self._stats, self._explained, self._timers, self._sample_every = Stats(), set(FallbackReason), [], 0
         self._on_decision, self._overflow = lambda choice: None, "eager"
         try:
             yield
         finally:
-            captures = self._stats.captures
-            self._stats, self._explained, self._sample_every, self._on_decision, self._overflow = kept
-            self._stats.captures += captures
-            self._timers = timers
+            made = self._stats.captures
+            self._stats, self._explained, self._timers, self._sample_every, self._on_decision, self._overflow = kept
+            if captured:
+                self._stats.captures += made
+            elif self._signature is not None:
+                self.recapture()
 
     @contextmanager
     def only(self, bucket: Bucket | None) -> Iterator[None]:

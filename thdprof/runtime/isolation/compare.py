@@ -56,10 +56,7 @@ def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
     """
     a, b = one.values, other.values
     if a.shape != b.shape or one.name != other.name:
-        raise ValueError(
-            f"{one.name} has shape {tuple(a.shape)} in one pass and {other.name} {tuple(b.shape)} in another over the "
-            "same boundaries: the module's output may not depend on the values of its inputs in its shape"
-        )
+        raise ValueError(told_of_shapes(one.name, a, b))
     if a.is_complex():
         a, b = torch.view_as_real(a), torch.view_as_real(b)
     kind = torch.float32 if a.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64
@@ -67,6 +64,14 @@ def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
     if by_value.shape[1] == 0:
         return by_value.new_zeros(by_value.shape[0])
     return torch.nan_to_num(by_value, nan=torch.inf, posinf=torch.inf).amax(1)
+
+
+def told_of_shapes(name: str, one: torch.Tensor, other: torch.Tensor) -> str:
+    """What to say where a tensor has another shape, or another tensor stands in its place, in another pass."""
+    return (
+        f"{name} has shape {tuple(one.shape)} in one pass and {tuple(other.shape)} in another over the same boundaries: "
+        "the shapes of a module's outputs may not depend on the values of its inputs"
+    )
 
 
 class Baseline:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.runtime.isolation.compare import Watched
+from thdprof.runtime.isolation.compare import Watched, told_of_shapes
 from thdprof.runtime.isolation.perturb import along, other_values, token_dim_of, token_mask
 from thdprof.runtime.isolation.regions import Region
 
@@ -102,7 +102,7 @@ class Passes:
         """The compared tensors of a pass in which inputs and output gradients of `regions` have other values.
 
         Raises:
-            ValueError: no output runs over tokens.
+            ValueError: no output runs over tokens, or one has another shape than in an earlier pass.
             TypeError: the module returns no tensor.
             NotReplayed: the pass was to be replayed, and ran eagerly.
         """
@@ -201,7 +201,10 @@ class Passes:
             drawn = [torch.randn(output.shape, generator=generator, dtype=torch.float32) for _ in range(2)]
             given, others = (d.to(output.device, output.dtype) * real for d in drawn)
             self._output_grads[position] = Input(values=given, others=others, dim=dim)
-        return self._output_grads[position]
+        made = self._output_grads[position]
+        if made.values.shape != output.shape:
+            raise ValueError(told_of_shapes(f"outputs[{position}]", made.values, output))
+        return made
 
 
 @contextmanager

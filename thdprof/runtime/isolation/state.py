@@ -19,6 +19,7 @@ def unchanged(
     device: torch.device,
     generators: Sequence[torch.Generator],
     extra: Callable[[], Sequence[torch.Tensor]],
+    random_states: Sequence[Callable[[], object]] = (),
 ) -> Iterator[Callable[[], None]]:
     """Yield a function that puts random states, the module's buffers and the `extra` tensors back as they are now.
 
@@ -30,9 +31,10 @@ def unchanged(
         module: the module whose buffers and parameters are kept.
         device: the device of the module's inputs.
         generators: generators besides torch's default ones that the module draws from.
-        extra: returns tensors outside the module that its passes change.
+        extra: returns tensors outside the module that its passes change; those that the block makes are set to zero.
+        random_states: functions that set further random states to what they are now.
     """
-    states = _random_states(device, generators)
+    states = [*_random_states(device, generators), *random_states]
     buffers = [
         (owner._buffers, name, buffer, buffer.detach().clone())
         for owner in module.modules()
@@ -51,6 +53,10 @@ def unchanged(
                 table[name] = buffer
             for tensor, saved in others:
                 tensor.copy_(saved)
+            known = {id(tensor) for tensor, _ in others}
+            for tensor in extra():
+                if id(tensor) not in known:
+                    tensor.zero_()
 
     try:
         yield put_back

@@ -38,6 +38,8 @@ class Subject:
     """The modules inside that replay graphs."""
     generators: Sequence[torch.Generator] = ()
     """Generators, besides torch's default ones, that the module draws from."""
+    random_states: Sequence[Callable[[], object]] = ()
+    """Functions that set further random states to what they are now."""
     extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
     """Returns tensors outside the module that passes change."""
 
@@ -56,6 +58,8 @@ class MicroBatch:
     """The tail policy."""
     device: torch.device
     """The device of the tensors."""
+    on_gpu: bool
+    """Whether graphs could replay there."""
 
     @classmethod
     def of(
@@ -74,6 +78,7 @@ class MicroBatch:
             shape=shape_of(packed, boundaries, n_tokens),
             policy=policy,
             device=tensors[0].device,
+            on_gpu=tensors[0].is_cuda,
         )
 
     def padded(self, bucket: Bucket) -> PackedSequence:
@@ -168,9 +173,9 @@ def bucket_of(subject: Subject, batch: MicroBatch, bucket: Bucket | None) -> Buc
 def _why_not_replayed(subject: Subject, batch: MicroBatch) -> str:
     if not subject.dispatched:
         return "the module has no graphs: give a graphed module, or call verify_isolation of an Installation"
-    if not all(run.has_graphs for run in subject.dispatched):
-        return "the installation pads and runs eagerly (replay=False)"
-    return "" if batch.device.type == "cuda" else "the inputs are not on a GPU"
+    if not batch.on_gpu:
+        return "the inputs are not on a GPU"
+    return next((one.why_no_rehearsal for one in subject.dispatched if one.why_no_rehearsal), "")
 
 
 def _eagerly(subject: Subject, batch: MicroBatch, packed: PackedSequence) -> Run:
@@ -208,11 +213,11 @@ def _told(reasons: Sequence[FallbackReason], batch: MicroBatch, buckets: Sequenc
 
 
 @contextmanager
-def uncounted(dispatched: Sequence[DispatchedModule]) -> Iterator[None]:
-    """Leave the counters of `dispatched` as they are inside the block, but for captures."""
+def rehearsal(dispatched: Sequence[DispatchedModule]) -> Iterator[None]:
+    """Run micro-batches inside the block that are no part of training."""
     with ExitStack() as stack:
         for one in dispatched:
-            stack.enter_context(one.uncounted())
+            stack.enter_context(one.rehearsal())
         yield
 
 

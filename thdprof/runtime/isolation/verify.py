@@ -22,7 +22,7 @@ from thdprof.runtime.isolation.subject import (
     ModeRun,
     Subject,
     mixes_on_purpose,
-    uncounted,
+    rehearsal,
     ways_of,
 )
 from thdprof.runtime.padding import PackedSequence
@@ -84,13 +84,13 @@ def verify_isolation(
     to name a leak.
 
     The micro-batch runs eagerly; eagerly with its boundaries padded to a bucket (the end repeated, after the tail
-    policy); and, for a graphed module on a GPU, replayed. The first replay captures the graphs, as the first training
-    micro-batch would, so give tensors that take gradients as in training.
+    policy); and, for a graphed module on a GPU, replayed. Give tensors that take gradients as in training: only those
+    have a gradient in a replay. A module that has captured nothing yet captures its graphs for the proof, and drops
+    them at the end.
 
     Everything runs in the module's present mode, under the present autocast. Afterwards random states (Python's,
-    NumPy's, torch's), buffers, parameters' gradients and counters are as before, except that new graphs are counted as
-    captures. Forward hooks run; hooks of parameters and of their gradients' accumulation do not. One more copy of the
-    gradients is held meanwhile.
+    NumPy's, torch's), buffers, parameters' gradients and counters are as before. Forward hooks run; hooks of parameters
+    and of their gradients' accumulation do not. One more copy of the gradients is held meanwhile.
 
     It cannot see what depends on another document's length alone (positions that count on across documents), nor what
     the weights hide: an attention whose output projection is still zero moves nothing. A module that mixes documents
@@ -173,8 +173,10 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
     checks: list[ModeCheck] = []
     leak: Leak | None = None
     with (
-        unchanged(subject.module, batch.device, subject.generators, subject.extra_state) as put_back,
-        uncounted(subject.dispatched),
+        unchanged(
+            subject.module, batch.device, subject.generators, subject.extra_state, subject.random_states
+        ) as put_back,
+        rehearsal(subject.dispatched),
     ):
         for way in ways.runs:
             passes = Passes(
@@ -231,7 +233,8 @@ class Search:
         self._repeat(baseline, passes, 1)
         if not baseline.deterministic():
             self._repeat(baseline, passes, _REPEATS - 1)
-        found, unseen = None, set[int]()
+        first: tuple[Sequence[Region], Movement] | None = None
+        unseen = set[int]()
         for together in rounds(self.regions):
             moved, unmoved = self._perturb(baseline, passes, together)
             if moved is not None and baseline.deterministic():  # is it the module itself that does not repeat?
@@ -239,9 +242,11 @@ class Search:
                 if not baseline.deterministic():
                     moved, unmoved = self._perturb(baseline, passes, together)
             unseen |= unmoved
-            if moved is not None:
-                found = self._named(baseline, passes, together, moved)
-                break
+            if moved is not None and (first is None or moved.tensor.what == "output"):
+                first = together, moved
+                if moved.tensor.what == "output":  # told rather than its mirror image among gradients
+                    break
+        found = None if first is None else self._named(baseline, passes, *first)
         of = [tensor.what for tensor in baseline.tensors]
         check = ModeCheck(
             mode=way.mode,
