@@ -18,6 +18,8 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs  # noqa: E402
 from thdprof.runtime.megatron.install import Installation, PaddedEager  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("parallel_state")
+
 
 class DropsBoundaries(Attention):
     """Attention that takes the micro-batch for one document."""
@@ -27,10 +29,10 @@ class DropsBoundaries(Attention):
         return super().forward(query, key, value, *rest, packed_seq_params=one, **others)
 
 
-def installation(block, make=PaddedEager, **options):
+def installation(block, make=PaddedEager, tail="none"):
     decoder = Decoder(block)
-    run = make(decoder, BUCKETS, **options)
-    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    run = make(decoder, BUCKETS, tail_policy=tail)
+    decoder.attach(run, cp_size=1, shards=1, tail=tail)
     return Installation([decoder], [run], Decisions(1, enabled=False))
 
 
@@ -45,28 +47,24 @@ def x():
     return torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
 
 
-@pytest.fixture
-def as_if_on_a_gpu(monkeypatch):
-    """Lets the stand-in for Transformer Engine replay on a CPU."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-
-
 def drop_boundaries(block):
     for layer in block.layers:
         layer.self_attention.core_attention.__class__ = DropsBoundaries
 
 
-@pytest.mark.parametrize("bounds", [SMALL, [0, 2, 3, 9, 12]])
-def test_a_decoder_keeps_documents_apart(x, bounds):
+@pytest.mark.parametrize(
+    ("bounds", "tail", "documents", "bucket"),
+    [(SMALL, "none", 2, BUCKETS[0]), ([0, 2, 3, 9, 12], "append_dummy_seq", 5, BUCKETS[1])],
+)
+def test_a_decoder_keeps_documents_apart(x, bounds, tail, documents, bucket):
     block = make_block()
-    made = installation(block)
+    made = installation(block, tail=tail)
     found = made.verify_isolation(packed_seq_params(bounds, device="cpu"), x)
-    if bounds is SMALL:
-        assert found, str(found)
-        assert [check.mode for check in found.checks] == ["eager", "padded"]
-        assert [check.bucket for check in found.checks] == [None, BUCKETS[0]]
-        assert {check.gradients for check in found.checks} == {1}
-        assert found.skipped == {"replayed": "the inputs are not on a GPU"}
+    assert found, str(found)
+    assert found.documents == documents
+    assert [(check.mode, check.bucket) for check in found.checks] == [("eager", None), ("padded", bucket)]
+    assert {check.gradients for check in found.checks} == {1}
+    assert found.skipped == {"replayed": "the inputs are not on a GPU"}
     assert made.stats().microbatches == 0
     assert x.grad is None
     assert float(block.layers[0].self_attention.core_attention.calls) == 0

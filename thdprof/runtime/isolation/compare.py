@@ -69,7 +69,7 @@ def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
 def told_of_shapes(name: str, one: torch.Tensor, other: torch.Tensor) -> str:
     """What to say where a tensor has another shape, or another tensor stands in its place, in another pass."""
     return (
-        f"{name} has shape {tuple(one.shape)} in one pass and {tuple(other.shape)} in another over the same boundaries: "
+        f"{name} has shape {tuple(one.shape)} in one pass and {tuple(other.shape)} in another, over equal boundaries: "
         "the shapes of a module's outputs may not depend on the values of its inputs"
     )
 
