@@ -9,14 +9,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
-from dataclasses import replace  # noqa: E402
+from dataclasses import replace
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
+import numpy as np
+import torch
+from torch import nn
 
-from thdprof.runtime import Bucket, GraphedModule, PackedSequence, pack, verify_isolation  # noqa: E402
-from thdprof.runtime.stack import PackedStack  # noqa: E402
+from thdprof.runtime import Bucket, GraphedModule, PackedSequence, pack, verify_isolation
+from thdprof.runtime.stack import PackedStack
 
 TOKENS, HIDDEN, HEADS = 512, 256, 4
 BUCKETS = [Bucket(8, TOKENS, TOKENS), Bucket(32, TOKENS, TOKENS)]

@@ -79,8 +79,8 @@ def test_an_attention_that_reads_the_boundaries_keeps_documents_apart(x):
     assert str(found) == "\n".join(
         [
             "4 documents stay apart",
-            "  eager: 1 outputs and 1 gradients, value for value, 6 passes",
-            "  padded, 8 documents: 1 outputs and 1 gradients, value for value, 6 passes",
+            "  eager: 1 output and 1 gradient, value for value, 6 passes",
+            "  padded, 8 documents: 1 output and 1 gradient, value for value, 6 passes",
             "  replayed: did not run: the module has no graphs: give a graphed module, or call verify_isolation of an "
             "Installation",
         ]
@@ -663,7 +663,7 @@ def test_a_replay_has_gradients_only_where_the_callers_tensors_take_them(x):
     found = verify_isolation(FakeGraphs(Attention().train()), pack(BOUNDS), x)
     assert found, str(found)
     assert [check.gradients for check in found.checks] == [1, 1, 0]
-    assert "replayed, 6 documents: 1 outputs and no gradient" in str(found)
+    assert "replayed, 6 documents: 1 output and no gradient" in str(found)
 
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")

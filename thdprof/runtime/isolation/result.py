@@ -8,6 +8,7 @@ from typing import Literal
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.isolation.regions import Region
+from thdprof.words import counted
 
 Mode = Literal["eager", "padded", "replayed"]
 """How a micro-batch ran: eagerly; eagerly with its boundaries padded to a bucket; or through captured graphs."""
@@ -82,8 +83,8 @@ class ModeCheck:
     def __str__(self) -> str:
         to = "" if self.bucket is None else f", {self.bucket.max_seqs} documents"
         how = "value for value" if self.deterministic else f"within their own spread, {self.spread:.3g}"
-        grads = f"{self.gradients} gradients" if self.gradients else "no gradient"
-        return f"{self.mode}{to}: {self.outputs} outputs and {grads}, {how}, {self.passes} passes"
+        grads = counted(self.gradients, "gradient") if self.gradients else "no gradient"
+        return f"{self.mode}{to}: {counted(self.outputs, 'output')} and {grads}, {how}, {self.passes} passes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class Isolation:
         if self.leak is not None:
             return f"documents do not stay apart: {self.leak}"
         if self.missing or not self.checks:
-            return f"not proved: {', '.join(self.missing) or 'no mode'} did not run"
+            return f"not proved: {' and '.join(self.missing) or 'every mode'} did not run"
         if self.unseen:
             return (
                 f"not proved: document {self.unseen[0]} itself did not move when it was perturbed "
