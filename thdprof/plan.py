@@ -340,7 +340,12 @@ class Plan(_Part):
     def identity(self) -> str:
         """Digest of what the plan's shares depend on: its data, its settings and its buckets."""
         buckets = [[b.max_seqs, b.max_seqlen, b.cp_size] for b in self.graphs.buckets]
-        values = [self.dataset.fingerprint, self.model_dump(mode="json", include={"training"}), buckets, self.graphs.tail_policy]
+        values = [
+            self.dataset.fingerprint,
+            self.model_dump(mode="json", include={"training"}),
+            buckets,
+            self.graphs.tail_policy,
+        ]
         return f"sha256:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}"
 
     def to_yaml(self) -> str:
