@@ -87,8 +87,11 @@ ROWS = (
     ),
     Row(name="PP 2", gpus=2, flags="--pipeline-model-parallel-size 2"),
     Row(name="PP 2, dropout", gpus=2, flags="--pipeline-model-parallel-size 2", dropout=True),
+    Row(name="PP 2, VPP 2", gpus=2, flags="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     Row(name="CP 2", gpus=2, flags="--context-parallel-size 2", multiple=4),
+    Row(name="CP 2, dropout", gpus=2, flags="--context-parallel-size 2", multiple=4, dropout=True),
     Row(name="EP 2", gpus=2, flags=f"--expert-model-parallel-size 2 {_EXPERTS}"),
+    Row(name="EP 2, dropout", gpus=2, flags=f"--expert-model-parallel-size 2 {_EXPERTS}", dropout=True),
     Row(
         name="DP 2, distributed optimizer, both overlaps",
         gpus=2,
@@ -149,7 +152,7 @@ def exact_cells(on: Ran, off: Ran) -> list[str]:
 
 def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `exact`: all rows at once, since nothing but their numbers counts."""
-    rows = [row for row in ROWS if row.gpus in args.gpus and (not args.rows or args.rows in row.name)]
+    rows = [row for row in ROWS if row.gpus in args.gpus and named(row.name, args.rows)]
     for multiple in {row.multiple for row in rows}:
         megatron_lm.write_documents(
             directory / f"data-{multiple}" / "documents", tokens=2_000_000, mean=90, multiple=multiple
@@ -203,7 +206,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
         ms = ran.step_ms(after=WARM) if ran.code == 0 else None
         validation = list(ran.scalars.get("lm loss validation", {}).values())
         counters = {
-            k: max(v.values()) for k, v in ran.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager"))
+            k: max(v.values()) for k, v in ran.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager/"))
         }
         lines.append(
             [
@@ -227,7 +230,7 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `lives`: all at once."""
     megatron_lm.write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
     megatron_lm.write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
-    chosen = [life for life in LIVES if not args.rows or args.rows in life.name]
+    chosen = [life for life in LIVES if named(life.name, args.rows)]
 
     def live(numbered: tuple[int, Life]) -> list[str]:
         number, life = numbered
@@ -242,6 +245,11 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     with ThreadPoolExecutor(args.jobs) as pool:
         lines = list(pool.map(live, enumerate(chosen)))
     return table([["life", "what must hold", "seen"], *lines])
+
+
+def named(name: str, texts: str) -> bool:
+    """Whether a row is among those asked for."""
+    return not texts or any(text in name for text in texts.split(","))
 
 
 def caps_of(plan: Path) -> list[int]:
@@ -289,7 +297,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact: rows of so many GPUs: 1,2 [1]")
-    parser.add_argument("--rows", default="", help="exact, lives: only rows with this text in their name")
+    parser.add_argument(
+        "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP,EP"
+    )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"speed: steps of each run [{STEPS}]")
     parser.add_argument("--variants", default="eager,local,transformer_engine,full_iteration,padded,install,plan")

@@ -106,7 +106,7 @@ def _replayed_and_off(*flags: str, names: Sequence[str] = ("lm loss", "grad-norm
         runs = _Runs(script, data, folder, number, more)
         on, off = runs("on"), runs("off", replay=False)
         ours = {
-            k: max(v.values()) for k, v in on.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager"))
+            k: max(v.values()) for k, v in on.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager/"))
         }
         counts = ", ".join(f"{k.removeprefix('thdprof/')} {v:.0f}" for k, v in ours.items())
         seen = names if names[0] != "*" else [n for n in off.scalars if n.startswith("lm loss") and "vs" not in n]

@@ -129,6 +129,8 @@ def test_the_allocator_is_held_to_megatrons_own_demand():
     assert refused(environment={**segments, "NCCL_GRAPH_REGISTER": "0"}) == []
 
 
-def test_plans_for_plain_modules_are_not_for_megatron():
-    (line,) = refused(plan=of_impl("module"))
-    assert line.startswith("the plan's graphs.impl is module")
+def test_plans_for_plain_modules_are_held_to_the_limits_of_chunks():
+    of_modules = of_impl("module")
+    assert refused(plan=of_modules) == []
+    (line,) = refused("--cuda-graph-impl", "local", plan=of_modules)
+    assert line.startswith("Megatron's graphs are local: the plan's graphs.impl module needs 'none'")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -333,6 +335,18 @@ class Plan(_Part):
             bucket = part.bucket(self.graph_tokens)
             shares[bucket] = shares.get(bucket, 0.0) + part.share
         return shares
+
+    @property
+    def identity(self) -> str:
+        """Digest of what the plan's shares depend on: its data, its settings and its buckets."""
+        buckets = [[b.max_seqs, b.max_seqlen, b.cp_size] for b in self.graphs.buckets]
+        values = [
+            self.dataset.fingerprint,
+            self.model_dump(mode="json", include={"training"}),
+            buckets,
+            self.graphs.tail_policy,
+        ]
+        return f"sha256:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}"
 
     def to_yaml(self) -> str:
         """The plan as YAML text."""

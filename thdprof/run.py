@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 _USAGE = "torchrun ... -m thdprof.run --plan PLAN [--replay on|off] [--stats FILE] SCRIPT.py ARGUMENTS OF THE SCRIPT"
 _WITH_VALUE = ("--plan", "--replay", "--stats")
+
+SILENT_RANKS_WAIT_S = 10.0
+"""Seconds that ranks which do not say an error themselves wait before they end, for the rank that says it."""
 
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "context_parallel_size": 1,
@@ -41,6 +45,16 @@ _OTHER_DATA: Mapping[str, str] = {
     "--per-split-data-args-path": "the file that names the data is not read, so that it is not compared",
 }
 """Arguments that give a run other data than a plan of a dataset has counted, or data that is not known."""
+
+_NOT_TOLD: Mapping[str, tuple[str, ...]] = {
+    "--data-args-path": ("weights",),
+    "--per-split-data-args-path": ("weights", "split"),
+    "--pipeline-model-parallel-layout": ("virtual_pipeline_size",),
+    "--hybrid-layer-pattern": ("virtual_pipeline_size",),
+}
+"""Settings that an argument may give in a form that is not followed, so that Megatron's defaults do not hold."""
+_SETTINGS_FILE = "--yaml-cfg"
+"""Argument of a file that takes the place of all of Megatron's other arguments."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -147,6 +161,8 @@ def _checked(options: argparse.Namespace) -> Plan:
         raise DataError(f"--stats {stats}: is a directory; name a file in it")
     if stats is not None and not stats.absolute().parent.is_dir():
         raise DataError(f"--stats {stats}: there is no directory {stats.parent}; make it, or name another file")
+    if stats is not None and not os.access(stats if stats.exists() else stats.absolute().parent, os.W_OK):
+        raise DataError(f"--stats {stats}: cannot be written: Permission denied")
     plan = load_plan(options.plan)
     refused, differing = compared(plan, [str(script), *options.arguments], replay=options.replay == "on")
     if refused:
@@ -179,6 +195,8 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
 
     if not any(_is_megatrons(word) for word in command[1:]):
         return [], ["the command line has none of Megatron-LM's arguments, so that the plan is not compared with it"]
+    if any(word.partition("=")[0] == _SETTINGS_FILE for word in command[1:]):
+        return [], [f"{_SETTINGS_FILE}: the file is not read, so that the plan is not compared with the run"]
     refused = refused_arguments(plan, command, replay=replay, environment=os.environ)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
@@ -188,6 +206,9 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     settings = {**MEGATRON_DEFAULTS, **said.settings}
     one_each = settings["micro_batch_size"] * settings.get("data_parallel_size", 1)
     settings.setdefault("global_batch_size", one_each)
+    flags = {word.partition("=")[0] for word in command[1:]}
+    for name in {name for flag in flags for name in _NOT_TOLD.get(flag, ()) if name not in said.settings}:
+        settings.pop(name, None)
     if said.weights is not None:
         settings["weights"] = said.weights
     found = misfits(plan, settings, data_paths=said.data_paths or None)
@@ -195,7 +216,6 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
         changes: [misfit.told(MEGATRON_ARGUMENTS) for misfit in found if misfit.changes == changes]
         for changes in ("graphs", "prediction")
     }
-    flags = {word.partition("=")[0] for word in command[1:]}
     if plan.dataset.format != "lengths":
         other = {flag: why for flag, why in _OTHER_DATA.items() if flag in flags}
         if plan.dataset.format == "megatron-sft" and other.pop("--sft", None) is None:
@@ -212,24 +232,34 @@ def _is_megatrons(word: str) -> bool:
 
 
 def _train(options: argparse.Namespace, plan: Plan) -> int:
-    from thdprof.runtime.megatron.refusals.settings import SettingsError
-    from thdprof.runtime.megatron.trainers.megatron_lm import following
-    from thdprof.runtime.megatron.versions import VersionError
-
     sys.argv = [str(options.script), *options.arguments]
-    sys.path[0] = str(options.script.resolve().parent)
+    sys.path[0] = str(options.script.resolve().parent)  # before any import of Megatron: it may lie beside the script
+    try:
+        from thdprof.runtime.megatron.refusals.settings import SettingsError
+        from thdprof.runtime.megatron.trainers.megatron_lm import following
+        from thdprof.runtime.megatron.versions import VersionError
+    except ModuleNotFoundError as error:  # of packages, which each node has its own of
+        return _fail(error, said="LOCAL_RANK")
     try:
         with following(plan, replay=options.replay == "on", stats=options.stats and options.stats.absolute()):
             runpy.run_path(str(options.script), run_name="__main__")
-    except (SettingsError, VersionError) as error:  # of a model as it was built, which may differ between ranks
+    except VersionError as error:  # of packages, which each node has its own of
+        return _fail(error, said="LOCAL_RANK")
+    except SettingsError as error:  # of a model as it was built, which may differ between ranks
         return _fail(error, said=None)
     return 0
 
 
 def _fail(error: Exception, *, said: str | None) -> int:
-    """Say the error, on one rank alone where the variable `said` numbers ranks; returns the exit code."""
+    """Say the error, on one rank alone where the variable `said` numbers ranks; returns the exit code.
+
+    The other ranks wait a while before they end, since torchrun ends all ranks as soon as one has failed, and the rank
+    that speaks may not have spoken yet.
+    """
     if said is None or os.environ.get(said, "0") == "0":
-        print(f"thdprof.run: {error}", file=sys.stderr)
+        print(f"thdprof.run: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(SILENT_RANKS_WAIT_S)
     return getattr(error, "exit_code", 2)
 
 

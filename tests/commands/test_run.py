@@ -13,7 +13,8 @@ import pytest
 from support.paths import ROOT
 from support.plans import plan_of_shares
 
-from thdprof.run import MEGATRON_DEFAULTS, main
+from thdprof.plan import load_plan
+from thdprof.run import MEGATRON_DEFAULTS, SILENT_RANKS_WAIT_S, main
 
 SCRIPT = """
 import json, sys
@@ -70,6 +71,14 @@ def followed(monkeypatch):
     return asked
 
 
+@pytest.fixture(autouse=True)
+def waited(monkeypatch):
+    """The seconds of every wait, none of which takes any time."""
+    seconds: list[float] = []
+    monkeypatch.setattr("time.sleep", seconds.append)
+    return seconds
+
+
 def ran(script) -> list[str] | None:
     """The arguments that the script saw; None if it did not run."""
     path = script.with_name("ran")
@@ -83,6 +92,16 @@ def test_the_script_runs_with_its_own_arguments(plan, script, followed, tmp_path
     assert ran(script) == [str(script), *own]
     assert followed == [{"replay": False, "stats": stats}]
     assert capsys.readouterr().err == ""
+
+
+def test_thdprof_imports_the_megatron_beside_the_script(plan, script):
+    """A checkout of Megatron-LM is imported as without thdprof: whole, in front of an installed megatron-core."""
+    core = script.parent / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("raise SystemExit('the one beside the script')")
+    argv = ["-m", "thdprof.run", "--plan", str(plan), str(script), *FITTING]
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert "the one beside the script" in done.stderr
 
 
 def test_options_behind_the_script_are_its_own(plan, script, followed):
@@ -220,6 +239,53 @@ def test_bad_input_is_one_line_and_an_exit_code(plan, script, tmp_path, capsys, 
     assert ran(script) is None
 
 
+def test_a_statistics_file_that_cannot_be_written_ends_the_run_before_it_begins(
+    plan, script, tmp_path, monkeypatch, capsys
+):
+    for stats, checked in ((tmp_path / "new.jsonl", tmp_path), (plan, plan)):
+        monkeypatch.setattr("os.access", lambda path, mode, checked=checked: path != checked)
+        assert main(["--plan", str(plan), "--stats", str(stats), str(script), *FITTING]) == 1
+        assert capsys.readouterr().err == f"thdprof.run: --stats {stats}: cannot be written: Permission denied\n"
+    assert ran(script) is None
+
+
+def test_a_plan_of_whole_modules_trains_by_graphs_of_chunks(plan, script, capsys):
+    modules = load_plan(plan)
+    modules.model_copy(update={"graphs": modules.graphs.model_copy(update={"impl": "module"})}).save(plan, force=True)
+    assert main(["--plan", str(plan), str(script), *FITTING]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("package", "extra"), [("torch", "thdprof[runtime]"), ("megatron", "thdprof[megatron,te]")])
+def test_a_missing_package_is_one_line_that_says_what_to_install(plan, script, package, extra):
+    code = f"import sys; sys.modules['{package}'] = None; from thdprof.run import main; sys.exit(main(sys.argv[1:]))"
+    argv = ["--plan", str(plan), str(script), *FITTING]
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("thdprof.run: ")]
+    assert line.endswith(f": pip install '{extra}'")
+    assert "Traceback" not in done.stderr
+
+
+def test_unchecked_versions_are_told_once_a_node(plan, script, monkeypatch, capsys):
+    script.write_text("from thdprof.runtime.megatron.versions import VersionError\nraise VersionError('too new')")
+    assert main(["--plan", str(plan), str(script), *FITTING]) == 2
+    assert capsys.readouterr().err == "thdprof.run: too new\n"
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert main(["--plan", str(plan), str(script), *FITTING]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_that_say_nothing_end_after_the_one_that_speaks(plan, script, waited, monkeypatch):
+    """Torchrun ends every rank as soon as one has failed, with its words unsaid."""
+    wrong = ["--plan", str(plan), str(script), *FITTING, "--seq-length", "128"]
+    assert main(wrong) == 2
+    assert waited == []
+    monkeypatch.setenv("RANK", "3")
+    assert main(wrong) == 2
+    assert waited == [SILENT_RANKS_WAIT_S]
+
+
 def test_errors_of_the_script_are_its_own(plan, script):
     script.write_text("raise KeyError('its own')")
     with pytest.raises(KeyError, match="its own"):
@@ -237,6 +303,51 @@ def test_models_that_install_refuses_end_without_a_traceback(plan, script, capsy
     )
     assert main(["--plan", str(plan), str(script), *FITTING]) == 2
     assert capsys.readouterr().err == "thdprof.run: thdprof cannot install graphs:\n- a setting\n"
+
+
+def test_megatron_is_the_one_beside_the_script(plan, script):
+    """As for a script that Python runs itself: a checkout of Megatron-LM brings its own megatron.core."""
+    core = script.with_name("megatron") / "core"
+    core.mkdir(parents=True)
+    core.joinpath("__init__.py").write_text("raise ModuleNotFoundError('the one beside the script')")
+    code = f"from thdprof.run import main; raise SystemExit(main(['--plan', {str(plan)!r}, {str(script)!r}, '--mine']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("thdprof.run: thdprof.runtime.megatron needs megatron-core")
+
+
+@pytest.mark.parametrize(
+    "chunks", [["--pipeline-model-parallel-layout", "Et|t|t|tL"], ["--hybrid-layer-pattern", "M|*"]]
+)
+def test_chunks_that_the_arguments_do_not_tell_are_left_to_install(tmp_path, script, monkeypatch, capsys, chunks):
+    two = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
+    plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000, train_samples=8000, **two)
+    slots = plan.graphs.model_copy(update={"slots": [[4, 4], [4, 4]]})
+    path = tmp_path / "chunks.yaml"
+    plan.model_copy(update={"graphs": slots}).save(path)
+    own = [*FITTING, "--pipeline-model-parallel-size", "2"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["--plan", str(path), str(script), *own, *chunks]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["--plan", str(path), str(script), *own]) == 2
+    assert "model chunks of a pipeline rank" in capsys.readouterr().err
+
+
+def test_a_blend_in_a_file_is_not_taken_for_none(tmp_path, script, capsys):
+    plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000, train_samples=8000, weights=[0.3, 0.7], split="1,0,0")
+    path = tmp_path / "blend.yaml"
+    plan.save(path)
+    own = FITTING[: FITTING.index("--data-path")] + FITTING[FITTING.index("--data-path") + 2 :]
+    assert main(["--plan", str(path), str(script), *own, "--per-split-data-args-path", "blend.json"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[1:]] == ["- --per-split-data-args-path"]
+    assert main(["--plan", str(path), str(script), *own, "--data-args-path", "blend.txt"]) == 0
+    told = [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[1:]]
+    assert told == ["- --split", "- --data-args-path"]
+
+
+def test_a_file_of_all_arguments_is_not_compared(plan, script, capsys):
+    assert main(["--plan", str(plan), str(script), "--yaml-cfg", "run.yaml", "--seq-length", "128"]) == 0
+    assert "--yaml-cfg: the file is not read" in capsys.readouterr().err
 
 
 def test_help_needs_no_torch():

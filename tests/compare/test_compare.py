@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 
@@ -53,14 +54,14 @@ def stats(tmp_path):
 
 
 TEXT = """\
-11 micro-batches observed, 8 in the plan
+8 micro-batches observed, 8 in the plan; 3 of evaluation, eager
 
 share of micro-batches   predicted  observed  difference
 eager by shape             12.500%   12.500%     +0.000%
 2 documents of 8 tokens    75.000%   62.500%    -12.500%
 3 documents of 8 tokens    12.500%   12.500%     +0.000%
 eager, by shape: too_many_seqs 1
-eager, not predicted: no_free_slot 1, not_training 3
+eager, not predicted: no_free_slot 1
 plan: a step 2.25 ms, all eagerly 10.00 ms
   (made up on a GPU)
 run: a replayed micro-batch 1.25 ms
@@ -100,6 +101,7 @@ def test_json(thdprof, plan, stats):
         "largest_difference": 0.0,
         "basis": "replayed",
         "microbatches": 8,
+        "evaluated": 0,
         "dispatched": 8,
         "plan_microbatches": 8,
         "predicted_fallback_rate": 0.125,
@@ -116,7 +118,32 @@ def test_json(thdprof, plan, stats):
         "plan_eager_step_ms": 10.0,
         "plan_costs": "made up on a GPU",
         "tolerance": 0.0,
+        "of_this_plan": None,
+        "all_ranks": True,
     }
+
+
+def test_statistics_of_another_plan_do_not_hold_however_alike_the_shares(thdprof, plan, stats):
+    own = load_plan(plan).identity
+    assert thdprof("compare", plan, stats(line(replays(6, 1), plan=own))).returncode == 0
+    other = thdprof("compare", plan, stats(line(replays(6, 1), plan="sha256:0")))
+    assert other.returncode == 3
+    assert "another plan" in other.stderr
+
+
+def test_a_plans_identity_is_that_of_its_data_settings_and_buckets(plan):
+    loaded = load_plan(plan)
+    graphs = loaded.graphs
+    same = loaded.model_copy(update={"graphs": graphs.model_copy(update={"impl": "chunk"}), "written_by": "0"})
+    fewer = loaded.model_copy(update={"graphs": graphs.model_copy(update={"buckets": graphs.buckets[:1]})})
+    seeded = loaded.model_copy(update={"training": dataclasses.replace(loaded.training, seed=7)})
+    assert same.identity == loaded.identity
+    assert len({loaded.identity, fewer.identity, seeded.identity}) == 3
+
+
+def test_counters_of_one_rank_after_an_error_say_so(thdprof, plan, stats):
+    done = thdprof("compare", plan, stats(line(replays(6, 1), all_ranks=False)))
+    assert "counters of rank 0 alone" in done.stdout
 
 
 def test_the_last_line_counts(thdprof, plan, stats):

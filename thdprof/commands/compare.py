@@ -60,6 +60,8 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
             streams.write(to_json(result) + "\n")
         else:
             print_comparison(result, streams.console(stderr=False))
+    if result.of_this_plan is False:
+        raise GateError(f"{stats}: counts a run by another plan: other data, settings or buckets")
     if not result.holds:
         raise GateError(
             f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "

@@ -65,6 +65,10 @@ class Observed(_Decisions):
     """Mean milliseconds of a replayed micro-batch's forward and backward."""
     eager_ms: Milliseconds | None = None
     """Mean milliseconds of an eager micro-batch's forward and backward."""
+    plan: str | None = None
+    """`Plan.identity` of the plan that the run followed, if it wrote it."""
+    all_ranks: bool = True
+    """Whether these are the counters of all ranks; False: the run ended with an error, and they are rank 0's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,8 @@ class Comparison:
     """Whether micro-batches were replayed, or only their shapes were decided on, as on a machine without CUDA."""
     microbatches: int
     """Number of micro-batches that the run counted."""
+    evaluated: int
+    """Number of these that were not trained on (`not_training`): evaluation, of which a plan says nothing."""
     dispatched: int
     """Number of micro-batches whose shape was looked at; observed shares are shares of this number."""
     plan_microbatches: int
@@ -117,6 +123,10 @@ class Comparison:
     """Name and hardware of the plan's cost table."""
     tolerance: float
     """Largest absolute difference of a share that passes."""
+    of_this_plan: bool | None
+    """Whether the run followed this plan; None where its statistics do not tell."""
+    all_ranks: bool
+    """Whether all ranks were counted; False: rank 0 alone, because the run ended with an error."""
 
     @property
     def largest_difference(self) -> float:
@@ -126,8 +136,8 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether no difference is larger than the tolerance."""
-        return self.largest_difference <= self.tolerance + _ROUNDING
+        """Whether no difference is larger than the tolerance, in a run that is not of another plan."""
+        return self.of_this_plan is not False and self.largest_difference <= self.tolerance + _ROUNDING
 
 
 def read_stats(path: Path) -> Observed:
@@ -187,9 +197,10 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
     decisions: _Decisions = observed
     if captures and not observed.asked() and observed.decided is not None:
         decisions = observed.decided
+    evaluated = observed.fallbacks.get(FallbackReason.not_training, 0)
     # a plan without buckets predicts that all run eagerly, for whatever reason
-    by_shape = BY_SHAPE if captures else frozenset(FallbackReason)
-    dispatched = decisions.asked() if captures else observed.microbatches
+    by_shape = BY_SHAPE if captures else frozenset(FallbackReason) - {FallbackReason.not_training}
+    dispatched = decisions.asked() if captures else observed.microbatches - evaluated
     if not dispatched:
         reasons = ", ".join(f"{n} {reason}" for reason, n in sorted(observed.fallbacks.items())) or "none ran"
         raise DataError(f"{where}: no micro-batch was dispatched by its shape ({reasons}): nothing to compare")
@@ -197,12 +208,17 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
     return Comparison(
         basis="replayed" if decisions is observed else "decided",
         microbatches=observed.microbatches,
+        evaluated=evaluated,
         dispatched=dispatched,
         plan_microbatches=plan.microbatches.count,
         predicted_fallback_rate=plan.predictions.fallback_rate.microbatch,
         observed_fallback_rate=sum(fallbacks.values()) / dispatched,
         fallbacks=fallbacks,
-        other_fallbacks={r: n for r, n in sorted(observed.fallbacks.items()) if r not in by_shape and n},
+        other_fallbacks={
+            reason: n
+            for reason, n in sorted(observed.fallbacks.items())
+            if n and reason not in by_shape and reason is not FallbackReason.not_training
+        },
         buckets=_shares(plan, decisions, dispatched),
         replay_ms=observed.replay_ms,
         eager_ms=observed.eager_ms,
@@ -210,6 +226,8 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
         plan_eager_step_ms=plan.predictions.eager_step_ms,
         plan_costs=f"{plan.costs.name} on {plan.costs.hardware}",
         tolerance=tolerance,
+        of_this_plan=None if observed.plan is None else observed.plan == plan.identity,
+        all_ranks=observed.all_ranks,
     )
 
 

@@ -91,7 +91,7 @@ def refused_arguments(
     given, script = Arguments(command[1:]), PurePath(command[0]).name
     if plan.graphs.impl == "none":
         return list(_of_packing(given, script))
-    impl: Impl = plan.graphs.impl if replay else "chunk"
+    impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
     lines = [*_of_table(plan, given, impl, replay=replay), *_of_packing(given, script), *_of_attention(given)]
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 
@@ -165,9 +165,7 @@ def _of_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
     """Megatron's own switches for graphs, where they are for others than the plan's."""
     chosen = next((kind for flag, kind in _GRAPH_IMPL.items() if flag in given), given.value("--cuda-graph-impl"))
     wanted = "none" if impl == "chunk" else impl
-    if impl == "module":
-        yield "the plan's graphs.impl is module, which is for thdprof.runtime.graphed: analyse with --impl chunk"
-    elif (chosen or "none") != wanted:
+    if (chosen or "none") != wanted:
         shown = "--cuda-graph-impl is missing" if chosen is None else f"Megatron's graphs are {chosen}"
         remedy = "leave --cuda-graph-impl out" if wanted == "none" else f"give --cuda-graph-impl {wanted}"
         yield f"{shown}: the plan's graphs.impl {plan.graphs.impl} needs {wanted!r}; {remedy}"

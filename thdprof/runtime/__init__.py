@@ -9,6 +9,8 @@ except ModuleNotFoundError as error:  # pragma: no cover - tested in an environm
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.graphs.graphed_module import FallbackError, GraphedModule, graphed
+from thdprof.runtime.isolation.result import Isolation, Leak
+from thdprof.runtime.isolation.verify import verify_isolation
 from thdprof.runtime.padding import PackedSequence, pack
 from thdprof.runtime.stats import Stats
 
@@ -17,8 +19,11 @@ __all__ = [
     "FallbackError",
     "FallbackReason",
     "GraphedModule",
+    "Isolation",
+    "Leak",
     "PackedSequence",
     "Stats",
     "graphed",
     "pack",
+    "verify_isolation",
 ]

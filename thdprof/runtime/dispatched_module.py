@@ -36,6 +36,9 @@ class FallbackError(RuntimeError):
 class DispatchedModule(nn.Module):
     """Runs `module` as the dispatcher decides; subclasses capture the graphs and replay them."""
 
+    why_no_rehearsal = ""
+    """Why no micro-batch can be replayed that is no part of training; empty if one can."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -261,6 +264,54 @@ class DispatchedModule(nn.Module):
             logger.warning("%s", advice(reason, shape, self._dispatcher.buckets))
         if self._overflow == "error" and (reason in BY_SHAPE or reason is FallbackReason.capture_failed):
             raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The shapes that are captured, ascending."""
+        return self._buckets
+
+    @property
+    def tail_policy(self) -> TailPolicy:
+        """How tokens after the last boundary are treated."""
+        return self._policy
+
+    @property
+    def token_dim(self) -> int:
+        """Dimension of the first tensor that runs over tokens."""
+        return self._token_dim
+
+    @property
+    def token_shards(self) -> int:
+        """Number of ranks that share this rank's tokens out among them."""
+        return self._token_shards
+
+    def generators(self) -> Sequence[torch.Generator]:
+        """CUDA generators, besides the default one, that the module draws from, as far as it was told of them."""
+        return ()
+
+    def changed_outside(self) -> Sequence[torch.Tensor]:
+        """Tensors outside the module that its passes change, as far as it was told of them."""
+        return ()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Run micro-batches that are no part of training inside the block: they are not counted, timed, logged,
+        reported to `on_decision`, or refused by `overflow: error`. Where nothing was captured before, the graphs are
+        dropped at the end, so that training's first micro-batch shows the captures what inputs are like.
+        """
+        kept = self._stats, self._explained, self._timers, self._sample_every, self._on_decision, self._overflow
+        captured = self._signature is not None
+        self._stats, self._explained, self._timers, self._sample_every = Stats(), set(FallbackReason), [], 0
+        self._on_decision, self._overflow = lambda choice: None, "eager"
+        try:
+            yield
+        finally:
+            made = self._stats.captures
+            self._stats, self._explained, self._timers, self._sample_every, self._on_decision, self._overflow = kept
+            if captured:
+                self._stats.captures += made
+            elif self._signature is not None:
+                self.recapture()
 
     @contextmanager
     def only(self, bucket: Bucket | None) -> Iterator[None]:

@@ -561,4 +561,4 @@ def test_private_names_are_listed_and_exist():
         assert f"self.{name}" in inspect.getsource(owner.__init__)
     said = versions.complaints({"megatron-core": "0.20.0"})
     assert len(said) == 1
-    assert said[0].startswith("megatron-core 0.20.0: thdprof takes <0.20,>=0.19.2, and relies on ")
+    assert said[0].startswith("megatron-core 0.20.0: thdprof takes <0.20,>=0.19.1, and relies on ")

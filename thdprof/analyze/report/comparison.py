@@ -27,8 +27,13 @@ def to_json(comparison: Comparison) -> str:
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Write the comparison to `console`: a table of shares, the reasons of eager micro-batches, and times."""
-    seen, planned = comparison.microbatches, comparison.plan_microbatches
-    lines: list[str | Table] = [f"{seen:,} micro-batches observed, {planned:,} in the plan"]
+    seen, planned = comparison.microbatches - comparison.evaluated, comparison.plan_microbatches
+    evaluated = f"; {comparison.evaluated:,} of evaluation, eager" if comparison.evaluated else ""
+    lines: list[str | Table] = [f"{seen:,} micro-batches observed, {planned:,} in the plan{evaluated}"]
+    if comparison.of_this_plan is False:
+        lines.append("the run followed another plan: other data, settings or buckets")
+    if not comparison.all_ranks:
+        lines.append("counters of rank 0 alone: the run ended with an error")
     if comparison.basis == "decided":
         lines.append("nothing was replayed; what the shapes decide is compared")
     lines += ["", _share_table(comparison)]

@@ -144,6 +144,14 @@ class GraphedModule(DispatchedModule):
         """Bytes of GPU memory in the graphs' memory pools."""
         return self._bank.pool_bytes() if self._bank is not None else 0
 
+    def generators(self) -> Sequence[torch.Generator]:
+        """CUDA generators, besides the default one, that the module draws from."""
+        return self._generators
+
+    def changed_outside(self) -> Sequence[torch.Tensor]:
+        """Tensors outside the module that its passes change."""
+        return self._surroundings.extra_state()
+
     def bytes_of_buckets(self) -> list[int]:
         """Bytes by which each bucket made the pool of the first slot grow, in the order of their captures."""
         return [captured.pool_bytes for captured in self._bank.slots[0].passes.values()] if self._bank else []

@@ -8,13 +8,16 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
-from thdprof.runtime.megatron import surroundings, versions
+from thdprof.runtime.isolation.result import Isolation, Mode
+from thdprof.runtime.isolation.verify import Settings
+from thdprof.runtime.megatron import isolation, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
@@ -29,6 +32,8 @@ from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
     from thdprof.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -68,6 +73,45 @@ class Installation:
         """
         self._decisions.check()
 
+    def verify_isolation(
+        self,
+        params: PackedSeqParams,
+        hidden_states: torch.Tensor,
+        *,
+        chunk: int = 0,
+        modes: Sequence[Mode] | None = None,
+        gradients: bool = True,
+        tolerance: float = 0.0,
+        seed: int = 0,
+    ) -> Isolation:
+        """Prove that no document of a packed micro-batch moves another one in a model chunk's decoder: eagerly, padded
+        to the plan's bucket, and replayed. `thdprof.runtime.verify_isolation` says how.
+
+        Call it between two steps.
+
+        Args:
+            params: the micro-batch's metadata, from `thdprof.runtime.megatron.packed_seq_params`.
+            hidden_states: shape [tokens, 1, hidden size], dtype and device as in training, such as random numbers with
+                `requires_grad`.
+            chunk: which of this rank's model chunks to prove.
+            modes: the modes that must run for a true result; None: all that can.
+            gradients: whether to compare the gradients of the hidden states, too.
+            tolerance: largest difference that counts as none, as a share of the tensor's largest absolute value.
+            seed: seed of the values that replace a document's.
+
+        Returns:
+            An object that is true where the documents stay apart in all modes that ran.
+
+        Raises:
+            TypeError: the boundaries are not on the host.
+            ValueError: the model runs over several ranks besides pipeline and data parallelism; or there is nothing to
+                compare, as `thdprof.runtime.verify_isolation` says.
+        """
+        settings = Settings(
+            modes=modes, gradients=gradients, tolerance=tolerance, seed=seed, token_dim=0, output_token_dim=0
+        )
+        return isolation.verify_decoder(self._decoders[chunk], self._runs[chunk], params, hidden_states, settings)
+
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batches capture anew.
 
@@ -95,6 +139,9 @@ class PaddedEager(DispatchedModule):
     """Pads micro-batches as their graphs would have them, and runs them eagerly: the run to compare a replaying run
     with.
     """
+
+    why_no_rehearsal = "the installation pads and runs eagerly (replay=False)"
+    """Why no micro-batch can be replayed that is no part of training."""
 
     def _open(self, call: Call) -> None:
         """Does nothing: there are no graphs."""

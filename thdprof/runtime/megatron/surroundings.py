@@ -49,7 +49,7 @@ def of_decoder(block: nn.Module, *, communicates: bool = False) -> Surroundings:
             parameter._cudagraph_wgrad_ready_event = ready  # type: ignore[attr-defined]
 
     return Surroundings(
-        extra_state=_expert_metrics,
+        extra_state=expert_metrics,
         while_capturing=capturing,
         on_backward=on_backward,
         communicates=communicates,
@@ -83,7 +83,8 @@ def _is_ddp(hook: Any) -> bool:
     return module is not None and module.__name__ == _DDP
 
 
-def _expert_metrics() -> Sequence[torch.Tensor]:
+def expert_metrics() -> Sequence[torch.Tensor]:
+    """The tensors in which Megatron adds up experts' auxiliary losses for its log."""
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
     return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]

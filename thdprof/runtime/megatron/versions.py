@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,9 +32,11 @@ class Reliance:
     """The reason why thdprof relies on the name."""
 
 
-MEGATRON = SpecifierSet(">=0.19.2,<0.20")
+MEGATRON = SpecifierSet(">=0.19.1,<0.20")
 TRANSFORMER_ENGINE = SpecifierSet(">=2.20.2,<2.21")
-"""The first version of each range was read and run; later patch releases are assumed to be alike."""
+"""0.19.2 and 2.20.2 were read and run; later patch releases are assumed to be alike. Megatron-LM's tag core_v0.19.0,
+which calls itself 0.19.1, was read: it differs from 0.19.2 in nothing relied on (FP8 contexts, multi-token prediction).
+"""
 
 RELIED_ON = (
     Reliance(
@@ -136,9 +139,11 @@ RELIED_ON = (
     Reliance(
         package="megatron-core",
         name="megatron.training.training: setup_model_and_optimizer, train, training_log, print_rank_last, "
-        "print_rank_0, get_tensorboard_writer, get_wandb_writer, get_args",
+        "print_rank_0, get_tensorboard_writer, get_wandb_writer, get_args().tensorboard_log_interval, "
+        "use_gloo_process_groups, distributed_timeout_minutes; its line begins with [ and has ` iteration `",
         checked=MEGATRON,
-        why="graphs are installed after the one, closed after the next, and counted in the others' lines and writers",
+        why="graphs are installed after the one, closed after the next, where all ranks agree if it exits itself, and "
+        "counted in the others' lines and writers",
     ),
     Reliance(
         package="megatron-core",
@@ -149,7 +154,8 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
-        name="RerunStateMachine: validate_result, _restore_state, state, initial_result, saved_results, "
+        name="RerunStateMachine: validate_result, is_unexpectedly_large, should_run_forward_backward, "
+        "should_checkpoint_and_exit, set_mode, state_dict, _restore_state, state, initial_result, saved_results, "
         "error_injector.should_inject_errors",
         checked=MEGATRON,
         why="its checks of every micro-batch's loss each wait for the GPU; they are made together, in their order",
@@ -186,7 +192,7 @@ RELIED_ON_IN_BRIDGE = (
     Reliance(
         package="megatron-bridge",
         name="training.pretrain.destroy_global_state, called there first when a run ends by an exception; "
-        "training.utils.train_utils.print_rank_last",
+        "training.train.train, where all ranks agree if it exits itself; training.utils.train_utils.print_rank_last",
         checked=BRIDGE,
         why="graphs are freed before the process groups, and counted in the log line",
     ),
@@ -199,14 +205,35 @@ class VersionError(RuntimeError):
 
 
 def installed(packages: Sequence[str]) -> dict[str, str | None]:
-    """Version of each package; None where it is not installed."""
+    """Version of each package; None where it is not installed.
+
+    A Megatron that was imported says its version itself, since a checkout of Megatron-LM beside the training script is
+    imported in place of the installed package.
+    """
     versions: dict[str, str | None] = {}
     for name in packages:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = None
+        imported = sys.modules.get("megatron.core") if name == "megatron-core" else None
+        if imported is not None and hasattr(imported, "__version__"):
+            versions[name] = imported.__version__.partition("+")[0]  # what follows is the commit of some repository
+            continue
+        versions[name] = _in_metadata(name)
     return versions
+
+
+def _in_metadata(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _hidden() -> str:
+    """A sentence where the imported megatron-core is not the installed one; else nothing."""
+    there, own = installed(["megatron-core"])["megatron-core"], _in_metadata("megatron-core")
+    if there == own:
+        return ""
+    where = ", ".join(getattr(sys.modules["megatron.core"], "__path__", ["an unknown place"]))
+    return f". megatron-core {there} is imported from {where}, in front of the installed one ({own or 'none'})"
 
 
 def complaints(versions: Mapping[str, str | None], relied_on: Sequence[Reliance] = RELIED_ON) -> list[str]:
@@ -258,4 +285,6 @@ def _check(find: Callable[[Sequence[str]], Mapping[str, str | None]], relied_on:
     missing = [p for p, version in versions.items() if version is None]
     lines = complaints(versions, relied_on)
     if lines and (missing or os.environ.get(OVERRIDE) != "allow"):
-        raise VersionError("; ".join(lines) + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same"))
+        raise VersionError(
+            "; ".join(lines) + _hidden() + ("" if missing else f". Set {OVERRIDE}=allow to go on all the same")
+        )

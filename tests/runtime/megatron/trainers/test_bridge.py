@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support import bridge_referee, bridge_training
 from support.bridge_training import configuration
+from support.trainer_fakes import FakeInstallation, FakeObserver, Writer
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.compare.fit import Misfit
@@ -26,54 +27,6 @@ def plan(tmp_path) -> Plan:
     rows = bridge_referee.write_packed_parquet(tmp_path / "rows.parquet", [[4, 12], [8, 8]] * 4)
     run = {"loader": "batch", "seq_length": 16, "global_batch_size": 2, "train_samples": 8, "pad_to_max_length": True}
     return make_plan(analyze_dataset(rows, **run), impl="chunk")
-
-
-class FakeInstallation:
-    """Stands for what `install` returns."""
-
-    def __init__(self, seen: list[str]) -> None:
-        self.seen = seen
-
-    def close(self) -> None:
-        self.seen.append("closed")
-
-    def recapture(self) -> None:
-        self.seen.append("recaptured")
-
-
-class FakeObserver:
-    """Stands for the observer: says when it was asked."""
-
-    def __init__(self, installation, plan, *, stats, say) -> None:
-        self.seen = installation.seen
-
-    def log_text(self) -> str:
-        return " thdprof replayed: 8 |"
-
-    def scalars(self) -> dict[str, float]:
-        return {"thdprof/replayed": 8.0}
-
-    def after_step(self, iteration: int) -> None:
-        self.seen.append(f"after step {iteration}")
-
-    def finish(self, *, together: bool) -> None:
-        self.seen.append(f"finished together={together}")
-
-
-class Writer:
-    """Stands for any of Bridge's loggers."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.written.append((name, value, step))
-
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        self.written += [(name, value, step) for name, value in scalars.items()]
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        self.log(metrics, step)
 
 
 @pytest.fixture
@@ -176,13 +129,26 @@ def test_a_run_that_writes_no_metrics_gets_none_of_ours(run, plan):
     assert "after step 2" in run.seen
 
 
-@pytest.mark.parametrize(("error", "together"), [(SystemExit(0), True), (RuntimeError("NCCL"), False)])
-def test_graphs_are_freed_before_bridge_destroys_its_state_however_a_run_ends(run, plan, error, together):
+def train(error):
+    """Bridge's loop, which exits itself where all ranks agree."""
+    raise error
+
+
+def handler(error):
+    """A script's own signal handler, which may end one rank alone."""
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("ends", "error", "together"),
+    [(train, SystemExit(0), True), (handler, SystemExit(0), False), (train, RuntimeError("NCCL"), False)],
+)
+def test_graphs_are_freed_before_bridge_destroys_its_state_however_a_run_ends(run, plan, ends, error, together):
     own = run.pretrain.destroy_global_state
     run.start(ThdprofCallback(plan))
     run.steps(1)
     try:
-        raise error
+        ends(error)
     except BaseException:
         run.pretrain.destroy_global_state()  # as Bridge does before it aborts the process groups
     assert run.seen[-3:] == [f"finished together={together}", "closed", "Bridge's state destroyed"]
@@ -305,6 +271,16 @@ def test_settings_have_the_names_of_analyze():
     assert bridge_settings.data_paths_of(configuration()) == ["rows.parquet"]
     ramped = bridge_settings.settings_of(configuration(train_rampup_batch_size=[2, 2, 100]))
     assert not {"global_batch_size", "train_samples"} & set(ramped)
+
+
+@pytest.mark.parametrize("weights", [None, [0.3, 0.7]])
+def test_the_weights_of_a_blend_are_compared(weights):
+    dataset = SimpleNamespace(enable_offline_packing=False, blend=(["a", "b"], weights), random_seed=1234)
+    config = configuration()
+    config.dataset = dataset
+    assert bridge_settings.settings_of(config)["weights"] == weights
+    assert "weights" not in bridge_settings.settings_of(configuration())
+    assert bridge_settings.data_paths_of(config) == ["a", "b"]
 
 
 def test_a_file_that_is_no_plan_is_refused_before_anything_starts(tmp_path):

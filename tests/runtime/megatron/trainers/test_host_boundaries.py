@@ -24,7 +24,14 @@ from support.tensor_parallel_batches import arguments_of, batch_of, flat_on_host
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.host_known import host_of, known, plain
-from thdprof.runtime.megatron.trainers.tensor_parallel_peers import RowBoundaries, decoded, encoded
+from thdprof.runtime.megatron.trainers.tensor_parallel_peers import RowBoundaries, TensorParallelPeers, decoded, encoded
+
+
+def test_without_gloo_megatrons_own_functions_send_the_boundaries(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda *args, **kwargs: pytest.fail("a group was made"))
+    boundaries = RowBoundaries(cu_seqlens=torch.tensor([[0, 8]]), max_seqlen=torch.tensor([8]))
+    assert TensorParallelPeers(lambda: None).share(boundaries, "group", 0) is None
 
 
 def test_two_tensor_parallel_ranks_get_what_megatrons_functions_give(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("megatron.training.training")
 
 from megatron.training import training
+from support.trainer_fakes import FakeInstallation, FakeObserver, Writer
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
@@ -19,46 +20,6 @@ from thdprof.runtime.megatron.trainers import megatron_lm
 def megatron_plan(tmp_path) -> Plan:
     (tmp_path / "packs.jsonl").write_text('{"lengths": [4, 12]}\n' * 8)
     return make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16), impl="chunk")
-
-
-class FakeInstallation:
-    """Stands for what `install` returns."""
-
-    def __init__(self, seen: list[str]) -> None:
-        self.seen = seen
-
-    def close(self) -> None:
-        self.seen.append("closed")
-
-
-class FakeObserver:
-    """Stands for the observer: says when it was asked."""
-
-    def __init__(self, installation, plan, *, stats, say) -> None:
-        self.seen, self.stats = installation.seen, stats
-
-    def log_text(self) -> str:
-        return " thdprof replayed: 8 |"
-
-    def scalars(self) -> dict[str, float]:
-        return {"thdprof/replayed": 8.0}
-
-    def after_step(self, iteration: int) -> None:
-        self.seen.append(f"after step {iteration}")
-
-    def finish(self, *, together: bool) -> None:
-        self.seen.append(f"finished together={together}")
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.written: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.written.append((name, value, step))
-
-    def log(self, scalars: dict[str, float], step: int) -> None:
-        self.written += [(name, value, step) for name, value in scalars.items()]
 
 
 @pytest.fixture
@@ -151,6 +112,19 @@ def test_an_agreed_exit_keeps_its_code_and_counts_all_ranks(loop, megatron_plan)
     assert loop.seen[-2:] == ["finished together=True", "closed"]
 
 
+def test_an_exit_that_the_loop_did_not_ask_for_sends_nothing_to_others(loop, megatron_plan, monkeypatch):
+    """A script's own signal handler may end one rank alone, in the middle of a step."""
+
+    def handler(*args, **kwargs):
+        raise SystemExit(143)
+
+    monkeypatch.setattr(training, "training_log", handler)
+    with pytest.raises(SystemExit) as ended:
+        run(megatron_plan)
+    assert ended.value.code == 143
+    assert loop.seen[-2:] == ["finished together=False", "closed"]
+
+
 def test_an_error_of_one_rank_sends_nothing_to_others_and_stays_the_error(loop, megatron_plan):
     loop.ends_with = RuntimeError("found NaN")
     with pytest.raises(RuntimeError, match="found NaN"):
@@ -162,6 +136,34 @@ def test_a_run_that_never_trains_still_closes(loop, megatron_plan):
     with megatron_lm.following(megatron_plan):
         training.setup_model_and_optimizer("type")
     assert loop.seen[-1] == "closed"
+
+
+def test_graphs_are_captured_anew_when_the_rerun_machine_takes_random_states_back(loop, megatron_plan, monkeypatch):
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    monkeypatch.setattr(RerunStateMachine, "_restore_state", lambda machine: loop.seen.append("restored"))
+    with megatron_lm.following(megatron_plan):
+        RerunStateMachine()._restore_state()  # before there are graphs
+        training.setup_model_and_optimizer("type")
+        RerunStateMachine()._restore_state()
+    assert loop.seen.count("restored") == 2
+    assert loop.seen[-4:] == ["restored", "recaptured", "finished together=False", "closed"]
+
+
+def test_the_loop_runs_without_graphs_of_its_own_and_with_boundaries_on_the_host(loop, megatron_plan, monkeypatch):
+    from megatron.core import utils
+
+    args = types.SimpleNamespace(cuda_graph_impl="transformer_engine", tensorboard_log_interval=1)
+    own_batch, seen = utils.get_batch_on_this_tp_rank, []
+
+    def train(*_):
+        seen.append((args.cuda_graph_impl, utils.get_batch_on_this_tp_rank is own_batch))
+
+    monkeypatch.setattr(training, "get_args", lambda: args)
+    monkeypatch.setattr(training, "train", train)
+    run(megatron_plan)
+    assert seen == [("none", False)]
+    assert (args.cuda_graph_impl, utils.get_batch_on_this_tp_rank is own_batch) == ("transformer_engine", True)
 
 
 def test_a_restart_in_the_process_closes_what_was_before(loop, megatron_plan):

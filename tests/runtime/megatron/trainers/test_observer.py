@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core")
 
 from thdprof.compare.statistics import compare, read_stats  # noqa: E402
 from thdprof.runtime import FallbackReason, Stats  # noqa: E402
+from thdprof.runtime.megatron.trainers import rank_totals  # noqa: E402
 from thdprof.runtime.megatron.trainers.observer import COMPARED_EVERY, Observer  # noqa: E402
 from thdprof.runtime.stats import Prediction  # noqa: E402
 
@@ -93,6 +94,15 @@ def test_scalars_are_those_of_stats_and_the_memory(observer, installed, plan):
     }
     own = {name: value for name, value in observer.scalars().items() if not name.endswith("_bytes")}
     assert own == installed.counters.scalars()
+
+
+def test_memory_is_looked_up_after_captures_alone(observer, installed, monkeypatch):
+    """Graphs of layers read a snapshot of all GPU memory for it, which takes long."""
+    asked = []
+    monkeypatch.setattr(installed, "pool_bytes", lambda: asked.append("pool") or len(asked))
+    assert [observer.scalars()["thdprof/pool_bytes"] for _ in range(3)] == [1, 1, 1]
+    installed.counters.captures += 1
+    assert [observer.scalars()["thdprof/pool_bytes"] for _ in range(3)] == [2, 2, 2]
 
 
 def test_the_log_line_says_what_was_counted_since_the_last_one(observer, installed, plan):
@@ -235,3 +245,20 @@ def test_micro_batches_that_ranks_share_are_counted_once(tmp_path):
     (line,) = map(json.loads, (tmp_path / "dynamic.jsonl").read_text().splitlines())
     assert [(r["cp_size"], r["count"]) for r in line["replays"]] == [(1, 70 + 80 + 90 + 100), (2, 4 * 20 // 2)]
     assert line["fallbacks"] == {"too_many_seqs": 4 * 10 // 2}
+
+
+def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed, monkeypatch):
+    small, _ = sorted(plan.shares)
+    installed.count([(small, 90)], too_many_seqs=10)
+    sent = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda sums: sent.append(sums.clone()) or sums.copy_(sum(sent))
+    )
+    for rank, peak in enumerate((3, 5, 4)):
+        monkeypatch.setattr(rank_totals, "rank_and_size", lambda rank=rank: (rank, 3))
+        totals = rank_totals.RankTotals(plan)
+        totals.begin(installed.stats(), peak=peak)
+    added, largest = totals.end()
+    assert (added.replays[small], added.fallbacks["too_many_seqs"], largest) == (270, 30, 5)

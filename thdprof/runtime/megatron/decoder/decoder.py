@@ -146,6 +146,20 @@ class Decoder(nn.Module):
 
         self.block.forward = forward
 
+    def call_block(self, hidden: torch.Tensor, params: PackedSeqParams) -> torch.Tensor:
+        """Run the block on one packed micro-batch as its model does, through what is attached.
+
+        Args:
+            hidden: hidden states, shape [tokens, 1, hidden size].
+            params: the micro-batch's metadata.
+        """
+        rope = {} if self._rope is None else {"rotary_pos_emb": self._table(int(hidden.shape[0]))}
+        with self._given(hidden):
+            output: torch.Tensor = self.block(
+                hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope
+            )
+        return output
+
     def detach(self) -> None:
         """Give the decoder its own forward back, and its layers' rotary modules their own tables."""
         self.block.__dict__.pop("forward", None)

@@ -43,6 +43,9 @@ class LocalGraphs(DispatchedModule):
     Megatron keeps graphs for the whole process. Closing this object frees all of them, also those of other models.
     """
 
+    why_no_rehearsal = "graphs.impl is local: Megatron records and makes its graphs in training steps alone"
+    """Why no micro-batch can be replayed that is no part of training."""
+
     def __init__(self, decoder: Decoder, buckets: Sequence[Bucket], **options: Any) -> None:
         """A decoder over `buckets`.
 

@@ -20,6 +20,7 @@ from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_settings
+from thdprof.runtime.megatron.trainers.agreed_exit import is_agreed
 from thdprof.runtime.megatron.trainers.bridge_batches import host_boundaries_of_bridge
 from thdprof.runtime.megatron.trainers.observer import Observer
 from thdprof.runtime.megatron.trainers.plans import for_megatron
@@ -70,9 +71,18 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         from megatron.bridge.training import gpt_step, pretrain
         from megatron.bridge.training.utils import train_utils
 
-        self._installation = self._installed(context)
+        self._installation = installation = self._installed(context)
+        self._observer = Observer(installation, self._plan, stats=self._stats, say=_say)
+        try:
+            self._follow(context, gpt_step, pretrain, train_utils)
+        except BaseException:
+            self._observer = None  # nothing was observed
+            self._end()
+            raise
+
+    def _follow(self, context: CallbackContext, gpt_step: Any, pretrain: Any, train_utils: Any) -> None:
+        """Put what follows the plan in the place of Bridge's functions, until `_end`."""
         own_print = train_utils.print_rank_last
-        self._observer = Observer(self._installation, self._plan, stats=self._stats, say=_say)
 
         def with_counters(message: str) -> None:
             is_line = message.lstrip().startswith("[") and " iteration " in message
@@ -85,9 +95,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             """Bridge calls it first when a run ends by an exception, with its process groups still alive."""
             error = sys.exc_info()[1]
             with suppress(Exception):  # the GPU may be gone; the run's own error is the one to show
-                self._end(
-                    together=isinstance(error, SystemExit)
-                )  # which all ranks agree on: an exit interval, a signal
+                self._end(together=is_agreed(error))
             return own_destroy(*args, **kwargs)
 
         with ExitStack() as around:

@@ -24,6 +24,7 @@ FIELDS: Mapping[str, str] = {
     "drop_last": "dataset.drop_last",
     "seed": "dataset.seed (random_seed)",
     "split": "dataset.split",
+    "weights": "dataset.blend (weights)",
     "train_samples": "samples of the run (train.train_iters x train.global_batch_size)",
     "max_num_samples": "dataset.max_train_samples",
     "pad_to_max_length": "dataset.dataset_kwargs['pad_to_max_length']",
@@ -81,6 +82,8 @@ def settings_of(config: Any) -> dict[str, Any]:
         settings["pad_seq_to_mult"] = specs.pad_seq_to_mult or 1
     elif getattr(dataset, "split", None):
         settings["split"] = dataset.split
+    if specs is None and getattr(dataset, "blend", None):
+        settings["weights"] = dataset.blend[1]
     return settings
 
 

@@ -13,6 +13,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,16 +33,21 @@ _FIELDS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_k
 
 
 @contextmanager
-def host_boundaries() -> Iterator[None]:
+def host_boundaries(peer_timeout: Callable[[], timedelta | None] = lambda: timedelta(minutes=10)) -> Iterator[None]:
     """Inside the block, batches of megatron.core.utils keep their boundaries and max_seqlen on the host, too.
 
     Enter it before the training script is imported, because scripts import the functions by name.
+
+    Args:
+        peer_timeout: gives the timeout of the gloo group through which tensor-parallel ranks hear of boundaries, or
+            None where no gloo group may be made: then Megatron's own functions send them from GPU to GPU. Asked when
+            the first micro-batch comes.
     """
     from megatron.core import utils
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.rerun_state_machine import RerunDataIterator
 
-    of_rank = _of_tensor_parallel_rank(utils.get_batch_on_this_tp_rank, TensorParallelPeers())
+    of_rank = _of_tensor_parallel_rank(utils.get_batch_on_this_tp_rank, TensorParallelPeers(peer_timeout))
     with ExitStack() as stack:
         for owner, name, value in (
             (RerunDataIterator, "__next__", _next(RerunDataIterator.__next__)),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
+from thdprof.runtime.megatron.trainers.agreed_exit import is_agreed
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import Observer
 from thdprof.runtime.megatron.trainers.own_capture import left_to_the_plan
@@ -47,7 +49,7 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     loop = _Loop(for_megatron(plan), replay=replay, stats=stats, training=training)
     with ExitStack() as stack:
         stack.callback(loop.end)  # for runs that install and never train, as with --skip-train
-        stack.enter_context(host_boundaries())
+        stack.enter_context(host_boundaries(loop.peer_timeout))
         stack.enter_context(checked_once_a_step(on_restore=loop.recapture))
         for name, function in loop.replacements().items():
             stack.enter_context(replaced(training, name, function))
@@ -84,12 +86,9 @@ class _Loop:
         try:
             with left_to_the_plan(self._training.get_args()):
                 result = self._own_train(*args, **kwargs)
-        except SystemExit:  # by --exit-interval, a signal or a time limit, on which all ranks agree
-            self.end(together=True)
-            raise
-        except BaseException:
+        except BaseException as error:
             with suppress(Exception):  # the GPU may be gone; the run's own error is the one to show
-                self.end()
+                self.end(together=is_agreed(error))
             raise
         self.end(together=True)
         return result
@@ -123,6 +122,11 @@ class _Loop:
             writer.add_scalar(name, value, iteration)
         if wandb:
             wandb.log(scalars, iteration)
+
+    def peer_timeout(self) -> timedelta | None:
+        """Timeout of process groups on the host; None where the run makes none (--disable-gloo-process-groups)."""
+        args = self._training.get_args()
+        return timedelta(minutes=args.distributed_timeout_minutes) if args.use_gloo_process_groups else None
 
     def recapture(self) -> None:
         """Drop all graphs: they would go on with the random states that they were captured with."""

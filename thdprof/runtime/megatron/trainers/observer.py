@@ -39,6 +39,7 @@ class Observer:
         self._logged = self._counts()
         self._iteration: int | None = None
         self._awaited: int | None = None
+        self._pool: tuple[int, int] | None = None
 
     def scalars(self) -> dict[str, float]:
         """The counters so far by their names in TensorBoard and W&B, such as `thdprof/replayed`.
@@ -47,7 +48,7 @@ class Observer:
         """
         return {
             **self._installation.stats().scalars(),
-            "thdprof/pool_bytes": self._installation.pool_bytes(),
+            "thdprof/pool_bytes": self._pool_bytes(),
             "thdprof/host_bytes": self._installation.host_bytes(),
         }
 
@@ -99,7 +100,7 @@ class Observer:
             return
         extra = {"iteration": self._iteration, "ranks": num_ranks, "all_ranks": together, "pool_bytes": pool_bytes}
         try:
-            totals.append_jsonl(self._stats, **extra)
+            totals.append_jsonl(self._stats, plan=self._plan.identity, **extra)
         except OSError as error:  # training itself has ended well
             self._say(f"WARNING: thdprof: {self._stats}: cannot be written: {error.strerror}")
 
@@ -122,6 +123,13 @@ class Observer:
                 f"WARNING: thdprof, step {iteration}: the data is not what the plan was made from: {moved}; run "
                 "`thdprof check PLAN DATA` with the data that is trained on, and analyse it again for a plan that fits"
             )
+
+    def _pool_bytes(self) -> int:
+        """Bytes of graph memory, looked up after captures alone: graphs of layers read a snapshot of all GPU memory."""
+        captures = self._installation.stats().captures
+        if self._pool is None or self._pool[0] != captures:
+            self._pool = captures, self._installation.pool_bytes()
+        return self._pool[1]
 
     def _counts(self) -> Counter[str]:
         """Micro-batches of this rank so far: replayed ones by the name "", eager ones by reason."""

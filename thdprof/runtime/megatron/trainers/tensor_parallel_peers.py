@@ -7,8 +7,9 @@ shortened by the repetitions of its last value: the number of values that follow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,13 @@ class RowBoundaries:
 class TensorParallelPeers:
     """The tensor-parallel groups that boundaries were sent in, each with a group of the same ranks on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: Callable[[], timedelta | None]) -> None:
+        """No groups yet.
+
+        Args:
+            timeout: gives the timeout of a group on the host, or None where none may be made; alike on all ranks.
+        """
+        self._timeout = timeout
         self._on_host: dict[Any, Any] = {}
 
     def share(self, boundaries: RowBoundaries | None, group: Any, source: int) -> RowBoundaries | None:
@@ -47,12 +54,21 @@ class TensorParallelPeers:
             boundaries: the micro-batch's boundaries, read on the rank `source` alone.
             group: the process group whose ranks share the micro-batch.
             source: global rank that has the boundaries.
+
+        Returns:
+            The boundaries; None where the source does not know them, or no group may be made.
         """
         if distributed.get_world_size(group) == 1:
             return boundaries
         if group not in self._on_host:
+            timeout = self._timeout()
+            if timeout is None:
+                return None
             self._on_host[group] = distributed.new_group(
-                distributed.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True
+                distributed.get_process_group_ranks(group),
+                timeout=timeout,
+                backend="gloo",
+                use_local_synchronization=True,
             )
         sends = distributed.get_rank() == source
         payload = encoded(boundaries) if sends else np.empty(0, dtype=np.int32)

@@ -1,0 +1,111 @@
+"""Proves that documents stay apart in a Megatron decoder under an installation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.isolation.result import Isolation
+from thdprof.runtime.isolation.subject import Subject
+from thdprof.runtime.isolation.verify import Settings, verify
+from thdprof.runtime.megatron import surroundings
+from thdprof.runtime.megatron.decoder import packed_seq_params
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.padding import PackedSequence
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+
+
+def verify_decoder(
+    decoder: Decoder, run: DispatchedModule, params: PackedSeqParams, hidden_states: torch.Tensor, settings: Settings
+) -> Isolation:
+    """`Installation.verify_isolation` of one decoder.
+
+    Args:
+        decoder: an attached decoder.
+        run: decides how its micro-batches run.
+        params: the micro-batch's metadata, with boundaries on the host.
+        hidden_states: shape [tokens, 1, hidden size].
+        settings: how to verify.
+
+    Raises:
+        TypeError, ValueError: as `Installation.verify_isolation`.
+    """
+    _refuse_several_ranks(getattr(decoder.block, "config", None))
+    if getattr(params, "local_cp_size", None) not in (None, 1):
+        raise ValueError(f"local_cp_size {params.local_cp_size}: verify a micro-batch that is on one rank")
+    packed = packed_seq_params.read(params, cp_size=1, tail=run.tail_policy)
+    if packed.host is None:
+        raise TypeError(
+            "the boundaries are only on the device: make the metadata with thdprof.runtime.megatron.packed_seq_params"
+        )
+
+    def call(tensors: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
+        return decoder.call_block(tensors[0], _written(metadata, params, hidden_states.device))
+
+    subject = Subject(
+        module=decoder,
+        call=call,
+        dispatched=(run,),
+        generators=(*run.generators(), *_generators()),
+        random_states=_tracker_states(),
+        extra_state=surroundings.expert_metrics,
+    )
+    return verify(subject, packed, [hidden_states], settings)
+
+
+def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device) -> PackedSeqParams:
+    """`like` with the boundaries of `packed`, which stay on the host, too."""
+    assert packed.host is not None  # `verify` gives what `read` and `MicroBatch.padded` have made
+    if packed.cu_seqlens.data_ptr() == like.cu_seqlens_q.data_ptr():
+        return like
+    padded = packed.cu_seqlens_padded
+    made = packed_seq_params.packed_seq_params(
+        packed.host,
+        cu_seqlens_padded=packed.host_padded if padded is not None else None,
+        max_seqlen=packed.max_seqlen,
+        pad_between_seqs=like.pad_between_seqs,
+        local_cp_size=like.local_cp_size,
+        device=device,
+    )
+    made.qkv_format = like.qkv_format
+    made.tokens_per_sample = like.tokens_per_sample
+    return made
+
+
+def _refuse_several_ranks(config: Any) -> None:
+    """Raise ValueError where a decoder's passes need other ranks, whose numbers of passes could differ."""
+    sizes = {name: getattr(config, name, 1) or 1 for name in _SIZES}
+    large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if large:
+        raise ValueError(f"{large}: verify the same layers in a model on one rank, with these sizes 1")
+
+
+def _tracker() -> Any:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    return tracker if tracker.is_initialized() else None
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    """The generators of Megatron's tracker, if its states are such."""
+    if _tracker() is None:
+        return ()
+    return tuple(state for state in surroundings.generators() if isinstance(state, torch.Generator))
+
+
+def _tracker_states() -> Sequence[Callable[[], object]]:
+    """A function that sets the tracker's states to what they are now, where they are tensors."""
+    tracker = _tracker()
+    states = {} if tracker is None else tracker.get_states()
+    if not any(isinstance(state, torch.Tensor) for state in states.values()):
+        return ()
+    saved = {name: state.clone() if isinstance(state, torch.Tensor) else state for name, state in states.items()}
+    return [lambda: tracker.set_states(dict(saved))]
