@@ -72,6 +72,19 @@ def test_a_decoder_keeps_documents_apart(x, bounds, tail, documents, bucket):
     assert "forward" not in vars(block)
 
 
+def test_padded_passes_have_the_entries_and_the_longest_document_of_the_bucket(x):
+    block, seen = make_block(num_layers=1), []
+    attention = block.layers[0].self_attention.core_attention
+    attention.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["packed_seq_params"]), with_kwargs=True
+    )
+    params = packed_seq_params(SMALL, device="cpu")
+    assert installation(block).verify_isolation(params, x)
+    told = [(one.cu_seqlens_q.tolist(), one.max_seqlen_q) for one in seen]
+    eager, padded = (SMALL, 9), ([*SMALL, TOKENS], TOKENS)
+    assert told == [eager] * 4 + [padded] * 4
+
+
 def test_a_decoder_that_drops_the_boundaries_is_found(x):
     block = make_block()
     drop_boundaries(block)
