@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import logging
 import os
@@ -61,3 +62,14 @@ def thdprof_process() -> Callable[..., subprocess.CompletedProcess]:
         return subprocess.run(command, **{**streams, "cwd": ROOT, "timeout": 120, **options}, env=environment)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def megatron_parser():
+    """A parser with all of Megatron's arguments."""
+    argv, sys.argv = sys.argv, ["pytest"]
+    try:
+        arguments = pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
+    finally:
+        sys.argv = argv
+    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))

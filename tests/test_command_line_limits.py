@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
 
 import pytest
 from support.plans import plan_of_shares
@@ -24,16 +22,6 @@ def of_impl(impl: str, modules=()):
 
 def refused(*more: str, plan=PLAN, command=COMMAND, replay=True, environment=()) -> list[str]:
     return refused_arguments(plan, [*command, *more], replay=replay, environment=dict(environment))
-
-
-@pytest.fixture(scope="module")
-def megatron_parser():
-    argv, sys.argv = sys.argv, ["pytest"]
-    try:
-        arguments = pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
-    finally:
-        sys.argv = argv
-    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):

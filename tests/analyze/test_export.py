@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -111,16 +110,6 @@ def words_of(exported) -> list[str]:
     assert line.endswith("\n")
     assert shlex.split(line) == words
     return words
-
-
-@pytest.fixture(scope="module")
-def megatron_parser():
-    argv, sys.argv = sys.argv, ["pytest"]
-    try:
-        arguments = pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
-    finally:
-        sys.argv = argv
-    return arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
 def test_targets_describe_what_they_give():

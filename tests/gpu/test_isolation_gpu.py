@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-from support.paths import ROOT
+from support.gpu_process import run_case
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -31,14 +27,4 @@ def test_on_a_gpu(name):
         pytest.importorskip("transformer_engine.pytorch")
     if name == "megatron_decoder":
         pytest.importorskip("megatron.core")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "tests/gpu/isolation_cases.py", name],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "ok"
+    run_case("isolation_cases.py", name)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-from support.paths import ROOT
+from support.gpu_process import run_case
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -34,14 +30,4 @@ CASES = [
 
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "tests/gpu/gpu_cases.py", name],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1] == "ok"
+    run_case("gpu_cases.py", name)

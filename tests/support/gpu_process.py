@@ -1,0 +1,24 @@
+"""GPU cases of a file, each run in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from support.paths import ROOT
+
+
+def run_case(file: str, name: str) -> None:
+    """Run the case `name` of a file in tests/gpu, which says `ok` in its last line."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, f"tests/gpu/{file}", name],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "ok"
