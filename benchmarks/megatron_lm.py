@@ -61,6 +61,7 @@ class Ran:
     def error(self) -> str:
         """The last line of its log that names an error."""
         lines = [line.strip() for line in self.log.splitlines() if re.search(r"Error\b|Error:|assert", line)]
+        lines = [line for line in lines if "ChildFailedError" not in line]  # torchrun's own, after a rank's
         return lines[-1][:200] if lines else ""
 
 
@@ -148,6 +149,12 @@ def different_steps(one: Ran, other: Ran, name: str, *, first: int = 1) -> tuple
     return sum(1 for step in steps if ours.get(step) != theirs.get(step)), len(steps)
 
 
+def largest_difference(one: Ran, other: Ran, name: str) -> float:
+    """The largest difference of `name` in a step that both runs logged."""
+    ours, theirs = one.scalars.get(name, {}), other.scalars.get(name, {})
+    return max((abs(ours[step] - theirs[step]) for step in ours.keys() & theirs.keys()), default=0.0)
+
+
 def write_documents(prefix: Path, *, tokens: int, mean: float, multiple: int = 1, seed: int = 1) -> None:
     """A Megatron dataset of documents with exponential lengths, each a multiple of `multiple`.
 
@@ -172,6 +179,17 @@ def write_documents(prefix: Path, *, tokens: int, mean: float, multiple: int = 1
         builder.end_document()
         written += length
     builder.finalize(f"{prefix}.idx")
+
+
+def without(flags: Sequence[str], *names: str) -> list[str]:
+    """The flags without these and their values."""
+    kept, dropping = [], False
+    for flag in flags:
+        if flag.startswith("--"):
+            dropping = flag in names
+        if not dropping:
+            kept.append(flag)
+    return kept
 
 
 def plan_of(flags: Sequence[str], directory: Path, name: str, *, gpus: int = 1, caps: Sequence[float] = ()) -> Path:

@@ -6,8 +6,8 @@
 
 speed   the shape of Qwen3-0.6B on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
         the plan with --replay off; then where the time of a step by the plan goes
-exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off, with deterministic
-        kernels: steps in which loss or gradient norm differ
+exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
+        alone, with deterministic kernels: steps in which loss or gradient norm differ
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 """
 
@@ -21,11 +21,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_lm
-from megatron_lm import COMMON, EXACT, NO_DROPOUT, QWEN3_06B, ROOT, SMALL, Ran, different_steps, plan_of, script_run
+from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run
+from trainer_exact import ROWS, exact_data, exact_row
 from trainer_lives import LIVES, Life
 from trainer_parts import parts_of_a_step
 
@@ -49,119 +49,20 @@ sys.argv[0] = {script!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
 """`install` in the same script by a launcher, without what thdprof.run changes besides: what was there before it."""
-STOCK = ("local", "transformer_engine", "full_iteration")
+STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
+"""Megatron's own graph settings, and what each asks for besides."""
 STEPS, WARM = 40, 10
-EXACT_STEPS = 100
-CAPS = (0.6, 0.93)
-"""Shares of micro-batches at which rows of `exact` have their buckets; the rest runs eagerly."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One line of `exact`."""
-
-    name: str
-    gpus: int = 1
-    flags: str = ""
-    """Megatron's arguments beside those of all rows."""
-    dropout: bool = False
-    multiple: int = 1
-    """Documents have a multiple of so many tokens: under context parallelism twice its size."""
-
-
-_EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-    "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
-    "--moe-aux-loss-coeff 1e-2"
-)
-ROWS = (
-    Row(name="one GPU"),
-    Row(name="one GPU, dropout", dropout=True),
-    Row(name="one GPU, experts padded to capacity", flags=_EXPERTS),
-    Row(name="TP 2, sequence parallel", gpus=2, flags="--tensor-model-parallel-size 2 --sequence-parallel"),
-    Row(
-        name="TP 2, sequence parallel, dropout",
-        gpus=2,
-        flags="--tensor-model-parallel-size 2 --sequence-parallel",
-        dropout=True,
-    ),
-    Row(name="PP 2", gpus=2, flags="--pipeline-model-parallel-size 2"),
-    Row(name="PP 2, dropout", gpus=2, flags="--pipeline-model-parallel-size 2", dropout=True),
-    Row(name="PP 2, VPP 2", gpus=2, flags="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
-    Row(name="CP 2", gpus=2, flags="--context-parallel-size 2", multiple=4),
-    Row(name="CP 2, dropout", gpus=2, flags="--context-parallel-size 2", multiple=4, dropout=True),
-    Row(name="EP 2", gpus=2, flags=f"--expert-model-parallel-size 2 {_EXPERTS}"),
-    Row(name="EP 2, dropout", gpus=2, flags=f"--expert-model-parallel-size 2 {_EXPERTS}", dropout=True),
-    Row(
-        name="DP 2, distributed optimizer, both overlaps",
-        gpus=2,
-        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
-    ),
-)
-
-
-def exact_row(row: Row, port: int, script: Path, directory: Path) -> list[str]:
-    """One line of the table of `exact`."""
-    folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
-    folder.mkdir()
-    data = directory / f"data-{row.multiple}" / "documents"
-    flags = shlex.split(f"{SMALL} {COMMON} {row.flags}")
-    flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if row.dropout else NO_DROPOUT)
-    flags += ["--data-path", str(data), "--train-iters", str(EXACT_STEPS), "--log-interval", "10"]
-    flags += ["--eval-interval", "50", "--eval-iters", "2"]
-    plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS)
-    ran = {}
-    for number, name in enumerate(("on", "off")):
-        ran[name] = script_run(
-            script,
-            flags,
-            plan=plan,
-            replay=name == "on",
-            stats=folder / f"{name}.jsonl",
-            gpus=row.gpus,
-            port=port + number,
-            tensorboard=folder / name,
-            environment=EXACT,
-            limit=400,
-            log=folder / f"{name}.log",
-        )
-    compared, verdict = megatron_lm.run(
-        [sys.executable, "-m", "thdprof", "compare", str(plan), str(folder / "on.jsonl")],
-        megatron_lm.environment_here(),
-        limit=60,
-    )
-    (folder / "compare.txt").write_text(compared)
-    return [row.name, *exact_cells(ran["on"], ran["off"]), "as predicted" if verdict == 0 else f"exit code {verdict}"]
-
-
-def exact_cells(on: Ran, off: Ran) -> list[str]:
-    """Exit codes, differing steps, and milliseconds of a step."""
-    cells = [f"{on.code}, {off.code}"]
-    for name in ("lm loss", "grad-norm", "lm loss validation"):
-        differ, steps = different_steps(on, off, name)
-        cells.append(f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}")
-    replayed = max(on.scalars.get("thdprof/replayed", {0: 0}).values())
-    eager = {k: max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/")}
-    evaluated = eager.pop("thdprof/eager/not_training", 0)
-    cells.append(f"{replayed:.0f}, {sum(eager.values()):.0f}, {evaluated:.0f}")
-    for one in (on, off):
-        ms = one.step_ms(after=WARM)
-        cells.append(f"{ms:.1f}" if ms else "-")
-    return cells
 
 
 def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `exact`: all rows at once, since nothing but their numbers counts."""
     rows = [row for row in ROWS if row.gpus in args.gpus and named(row.name, args.rows)]
-    for multiple in {row.multiple for row in rows}:
-        megatron_lm.write_documents(
-            directory / f"data-{multiple}" / "documents", tokens=2_000_000, mean=90, multiple=multiple
-        )
-    script = args.megatron_lm / "pretrain_gpt.py"
+    exact_data(rows, directory / "data")
     with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [pool.submit(exact_row, row, 29600 + 10 * i, script, directory) for i, row in enumerate(rows)]
+        jobs = [pool.submit(exact_row, row, 29600 + 10 * i, args.megatron_lm, directory) for i, row in enumerate(rows)]
         lines = [job.result() for job in jobs]
-    head = ["row", "exit codes (on, off)", "losses differ", "gradient norms differ", "validation losses differ"]
+    head = ["row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ"]
+    head += ["validation losses differ", "off beside the unchanged script: steps that differ"]
     head += ["micro-batches replayed, eager, evaluated", "ms a step, on", "ms a step, off", "thdprof compare"]
     note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
     return [note, "", *table([head, *lines])]
@@ -178,7 +79,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     for name in args.variants:
         stats = directory / f"{name}.jsonl"
         by_plan = name in ("plan", "padded")
-        more = ["--cuda-graph-impl", name] if name in STOCK else []
+        more = ["--cuda-graph-impl", name, *shlex.split(STOCK[name])] if name in STOCK else []
         if name == "install":
             launcher = directory / "install_alone.py"
             launcher.write_text(INSTALL_ALONE.format(folder=str(script.parent), plan=str(plan), script=str(script)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lm import COMMON, EXACT, SMALL, Ran, different_steps, environment_here, plan_of, script_run
+from megatron_lm import COMMON, EXACT, SMALL, Ran, different_steps, environment_here, plan_of, script_run, without
 
 STEPS, HALF = 30, 15
 
@@ -41,12 +41,12 @@ class _Runs:
         self.flags += ["--log-interval", "1"]
         self.flags += [] if "--eval-interval" in self.flags else ["--eval-interval", "1000", "--eval-iters", "1"]
         if "--step-batch-size-schedule" in self.flags:
-            self.flags = _without(self.flags, "--global-batch-size")
+            self.flags = without(self.flags, "--global-batch-size")
         data_flags = ["--data-path", str(data)]
         of_splits = ("--train-data-path", "--valid-data-path", "--test-data-path")
-        analysed = [*_without(self.flags, *of_splits), *data_flags]
+        analysed = [*without(self.flags, *of_splits), *data_flags]
         self.plan = plan_of(analysed, folder, "plan", caps=(0.6, 0.93))
-        self.flags = _without(self.flags, "--split") if "--train-data-path" in self.flags else analysed
+        self.flags = without(self.flags, "--split") if "--train-data-path" in self.flags else analysed
 
     def __call__(self, name: str, *more: str, planned: bool = True, replay: bool = True) -> Ran:
         self._port += 1
@@ -61,17 +61,6 @@ class _Runs:
             environment=EXACT,
             log=self.folder / f"{name}.log",
         )
-
-
-def _without(flags: Sequence[str], *names: str) -> list[str]:
-    """The flags without these and their values."""
-    kept, dropping = [], False
-    for flag in flags:
-        if flag.startswith("--"):
-            dropping = flag in names
-        if not dropping:
-            kept.append(flag)
-    return kept
 
 
 def _same(one: Ran, other: Ran, *, first: int = 1, names: Sequence[str] = ("lm loss", "grad-norm")) -> str:

@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let tests that need a GPU take turns, whichever process runs them: they measure its memory and its time."""
+    """Keep other GPU tests, whichever process runs them, away from those that measure what a GPU can do."""
     if item.get_closest_marker("gpu") is None:
         return (yield)
     with (Path(tempfile.gettempdir()) / "thdprof-tests-gpu.lock").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
+        fcntl.flock(turn, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
         return (yield)
 
 

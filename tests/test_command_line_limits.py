@@ -39,6 +39,7 @@ def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
     others = "--experimental-attention-variant --no-rope-fusion --position-embedding-type --cuda-graph-impl --sft"
     others += " --enable-cuda-graph --external-cuda-graph --use-megatron-fsdp --use-torch-fsdp2 --te-rng-tracker"
     others += " --dataloader-inter-document-masking --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor"
+    others += " --num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage --num-layers"
     assert {*others.split()} <= {*known}
 
 
@@ -81,6 +82,30 @@ def test_what_graphs_cannot_serve_is_refused_by_its_argument(more, line):
     (found,) = refused(*more)
     assert found.startswith(line)
     assert refused(*more, plan=of_impl("none")) == []
+
+
+PP_2 = ["--pipeline-model-parallel-size", "2"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--pipeline-model-parallel-size", "4"],
+        [*PP_2, "--num-virtual-stages-per-pipeline-rank", "2"],
+        [*PP_2, "--num-layers-per-virtual-pipeline-stage", "1", "--num-layers", "4"],
+    ],
+)
+def test_a_pipeline_to_whose_middle_megatron_gives_no_data_is_refused(more):
+    (found,) = refused(*more)
+    assert found.startswith("--dataloader-inter-document-masking with --pipeline-model-parallel-size ")
+    assert refused(*more, plan=of_impl("none")) == [found]
+    assert refused(*more, "--sft") == []
+    assert refused(*more, command=["train.py", *COMMAND[1:]]) == []
+
+
+@pytest.mark.parametrize("more", [[], ["--num-layers-per-virtual-pipeline-stage", "2", "--num-layers", "4"]])
+def test_a_pipeline_of_a_first_and_a_last_stage_is_not(more):
+    assert refused(*PP_2, *more) == []
 
 
 def test_everything_is_told_at_once():

@@ -195,11 +195,11 @@ def megatron_decoder() -> None:
     plan = plan_of_shares([1.0], count=8, steps=1)  # 8 documents, 256 tokens
     tokens = plan.captured[0].n_tokens
     params = packed_seq_params([0, 50, 51, 150, tokens])
-    one = packed_seq_params([0, tokens, tokens, tokens, tokens])
     verified = 0
     with process_groups():
         for impl in ("chunk", "transformer_engine"):
-            config = config_of(attention_dropout=0.1, hidden_dropout=0.1)
+            own = {"cuda_graph_impl": impl} if impl != "chunk" else {}
+            config = config_of(attention_dropout=0.1, hidden_dropout=0.1, **own)
             inner = GPTModel(
                 config=config,
                 transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
@@ -219,7 +219,7 @@ def megatron_decoder() -> None:
                 assert (installation.stats().captures, installation.stats().microbatches) == (0, 0)
                 for layer in inner.decoder.layers:
                     attend = layer.self_attention.core_attention
-                    attend.forward = dropping(attend.forward, one)
+                    attend.forward = dropping(attend.forward)
                 for modes in (None, ["replayed"]):
                     found = installation.verify_isolation(params, hidden, modes=modes)
                     print(impl, found)
@@ -230,13 +230,13 @@ def megatron_decoder() -> None:
     assert verified == 4
 
 
-def dropping(forward, one):
+def dropping(forward):
     """The forward of an attention that takes every micro-batch for one document."""
 
     def dropped(*args, packed_seq_params, **kwargs):
-        count = len(packed_seq_params.cu_seqlens_q)
-        ends = one.cu_seqlens_q[-1:].expand(count).clone()
-        ends[0] = 0
+        own = packed_seq_params.cu_seqlens_q
+        ends = own[-1:].expand(len(own)).clone()
+        ends[:1].zero_()
         packed = replace(packed_seq_params, cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=256, max_seqlen_kv=256)
         return forward(*args, packed_seq_params=packed, **kwargs)
 

@@ -46,15 +46,15 @@ def test_losses_and_gradient_norms_equal_those_of_padded_eager_bit_for_bit(tmp_p
 @trains
 def test_the_example_trains_and_counts(tmp_path):
     run("-m", "thdprof", "demo", "demo", cwd=tmp_path)
-    settings = "--seq-length 2048 --global-batch-size 8 --train-iters 8 --pad-to-max-length -o plan.yaml"
+    settings = "--seq-length 2048 --global-batch-size 8 --train-iters 10 --pad-to-max-length -o plan.yaml"
     run("-m", "thdprof", "analyze", "demo/bridge", *settings.split(), cwd=tmp_path)
     standins = str(ROOT / "tests" / "support" / "bridge_standins.py")
     example = str(ROOT / "examples" / "train_bridge.py")
-    options = "--data demo/bridge --plan plan.yaml --stats stats.jsonl --steps 8"
+    options = "--data demo/bridge --plan plan.yaml --stats stats.jsonl --steps 10"
     told = run(standins, example, *options.split(), cwd=tmp_path)
     assert " thdprof replayed: " in told
     (line,) = (tmp_path / "stats.jsonl").read_text().splitlines()
-    assert sum(replayed["count"] for replayed in json.loads(line)["replays"]) == 64
+    assert sum(replayed["count"] for replayed in json.loads(line)["replays"]) == 80
 
 
 @pytest.mark.parametrize(("multiple", "constant"), [(1, False), (4, False), (1, True), (4, True)])

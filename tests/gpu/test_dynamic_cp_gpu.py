@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import subprocess
 import sys
 
 import pytest
+from support.gpu_process import free_port
 from support.gpu_training import LIMIT_S, environment
 from support.paths import ROOT
 
@@ -35,12 +35,9 @@ def prefix(tmp_path_factory):
 def trained(prefix, plan, directory, *variants: str) -> list[dict]:
     """What each variant wrote, all of one process group."""
     plan.save(directory / "plan.yaml")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", gpus, "--master-port", port]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", gpus, "--master-port", free_port()]
     command += [ROOT / "tests" / "support" / "dynamic_cp.py", "--plan", directory / "plan.yaml", "--data", prefix]
-    command += ["--log", directory / "log.jsonl", "--steps", UNPADDED_STEPS, *variants]
+    command += ["--record", directory / "log.jsonl", "--steps", UNPADDED_STEPS, *variants]
     done = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, env=environment(), timeout=LIMIT_S, cwd=ROOT
     )

@@ -189,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", required=True)
     parser.add_argument("--data", required=True, help="the Megatron dataset of whose lengths the plan was made")
-    parser.add_argument("--log", required=True, type=Path)
+    parser.add_argument("--record", required=True, type=Path)
     parser.add_argument("--steps", type=int, help="of eager variants [all]")
     parser.add_argument("variants", nargs="+")
     args = parser.parse_args()
@@ -203,7 +203,7 @@ def main() -> None:
             else:
                 told = train(plan, documents, kind, sizes, args.steps if kind == "eager" else None)
             if torch.distributed.get_rank() == 0:
-                with args.log.open("a") as file:
+                with args.record.open("a") as file:
                     file.write(json.dumps({"variant": variant, **told}) + "\n")
             gc.collect()
             torch.cuda.empty_cache()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import subprocess
 import sys
 
@@ -22,3 +24,13 @@ def run_case(file: str, name: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "ok"
+
+
+def free_port() -> int:
+    """A free port below those from which the system takes its own, so that no process takes it by chance meanwhile."""
+    chosen = random.Random(os.urandom(8))
+    while True:
+        port = chosen.randrange(20_000, 32_000)
+        with socket.socket() as free:
+            if free.connect_ex(("127.0.0.1", port)):
+                return port

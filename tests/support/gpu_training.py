@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.gpu_process import free_port
 from support.paths import ROOT
 from thdprof.plan import OffloadPart, Plan, load_plan
 
@@ -140,10 +140,8 @@ def core_offload_options(asked: OffloadPart) -> list[str]:
 
 def environment(**variables: str) -> dict[str, str]:
     """Variables of a run on one GPU with deterministic kernels."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    alone["MASTER_PORT"] = str(free_port())
     return {
         **os.environ,
         **alone,

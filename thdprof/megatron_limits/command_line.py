@@ -72,6 +72,11 @@ class Arguments:
         """The first value of a flag; None without any."""
         return next(iter(self._values.get(flag, [])), None)
 
+    def count(self, flag: str) -> int | None:
+        """The first value of a flag as a number above zero; None without one."""
+        value = self.value(flag) or ""
+        return int(value) if value.isdigit() and int(value) > 0 else None
+
     def shown(self, flag: str) -> str:
         """The flag and its values, as a message names them."""
         return " ".join([flag, *self._values.get(flag, [])])
@@ -109,10 +114,9 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
             flags[field] = flag
             setattr(config, field, given.value(flag))
     for field, flag in COUNTS.items():
-        value = given.value(flag) or ""
-        if value.isdigit() and int(value) > 0:
+        if (count := given.count(flag)) is not None:
             flags[field] = flag
-            setattr(config, field, int(value))
+            setattr(config, field, count)
     run = Run(
         impl=impl,
         modules=tuple(plan.graphs.modules) if replay else None,
@@ -146,6 +150,21 @@ def _of_packing(given: Arguments, script: str) -> Iterator[str]:
             f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
             "(or --sft)"
         )
+    if script in _READ_BY and _PACKS[0] in given and _PACKS[1] not in given and _has_middle_stages(given):
+        yield (
+            f"{_PACKS[0]} with {given.shown('--pipeline-model-parallel-size')}: Megatron-LM 0.19 gives the pipeline's "
+            "middle stages no data and ends in their first micro-batch, without thdprof too; use 2 stages without "
+            "virtual ones, or --sft"
+        )
+
+
+def _has_middle_stages(given: Arguments) -> bool:
+    """Whether a pipeline has stages, virtual ones included, that are neither its first nor its last."""
+    ranks = given.count("--pipeline-model-parallel-size") or 1
+    virtual = given.count("--num-virtual-stages-per-pipeline-rank") or 1
+    if (of_stage := given.count("--num-layers-per-virtual-pipeline-stage")) is not None:
+        virtual = (given.count("--num-layers") or ranks * of_stage) // (ranks * of_stage)
+    return ranks > 2 or (ranks == 2 and virtual > 1)
 
 
 def _of_attention(given: Arguments) -> Iterator[str]:

@@ -1,0 +1,174 @@
+"""Small models through Megatron-LM's scripts: replayed beside --replay off and the script alone, step by step."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from megatron_lm import (
+    COMMON,
+    EXACT,
+    NO_DROPOUT,
+    ROOT,
+    SMALL,
+    Ran,
+    different_steps,
+    environment_here,
+    largest_difference,
+    plan_of,
+    run,
+    script_run,
+    without,
+    write_documents,
+)
+
+STEPS = 100
+CAPS = (0.6, 0.93)
+"""Shares of micro-batches at which rows of `exact` have their buckets; the rest runs eagerly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of `exact`."""
+
+    name: str
+    gpus: int = 1
+    flags: str = ""
+    """Megatron's arguments beside those of all rows."""
+    dropout: bool = False
+    multiple: int = 1
+    """Documents have a multiple of so many tokens: under context parallelism twice its size."""
+    script: str = "pretrain_gpt.py"
+    sft: bool = False
+    """Train on conversations by --sft, not on documents."""
+
+
+_EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+    "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2"
+)
+ROWS = (
+    Row(name="one GPU"),
+    Row(name="one GPU, dropout", dropout=True),
+    Row(name="one GPU, experts padded to capacity", flags=_EXPERTS),
+    Row(name="TP 2, sequence parallel", gpus=2, flags="--tensor-model-parallel-size 2 --sequence-parallel"),
+    Row(
+        name="TP 2, sequence parallel, dropout",
+        gpus=2,
+        flags="--tensor-model-parallel-size 2 --sequence-parallel",
+        dropout=True,
+    ),
+    Row(name="PP 2", gpus=2, flags="--pipeline-model-parallel-size 2"),
+    Row(name="PP 2, dropout", gpus=2, flags="--pipeline-model-parallel-size 2", dropout=True),
+    Row(name="CP 2", gpus=2, flags="--context-parallel-size 2", multiple=4),
+    Row(name="CP 2, dropout", gpus=2, flags="--context-parallel-size 2", multiple=4, dropout=True),
+    Row(name="EP 2", gpus=2, flags=f"--expert-model-parallel-size 2 {_EXPERTS}"),
+    Row(name="EP 2, dropout", gpus=2, flags=f"--expert-model-parallel-size 2 {_EXPERTS}", dropout=True),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    Row(name="one GPU, --sft, dropout", sft=True, dropout=True),
+    Row(name="TP 2, --sft", gpus=2, flags="--tensor-model-parallel-size 2", sft=True),
+    Row(name="CP 2, --sft", gpus=2, flags="--context-parallel-size 2", sft=True),
+    Row(
+        name="PP 2, VPP 2, --sft",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        sft=True,
+    ),
+    Row(
+        name="pretrain_hybrid.py, attention and MLP layers",
+        script="pretrain_hybrid.py",
+        flags="--hybrid-layer-pattern *-*-*-*- --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
+    ),
+)
+
+
+def exact_flags(row: Row, data: Path) -> list[str]:
+    """Megatron's arguments of a row of `exact`.
+
+    Args:
+        row: the row.
+        data: folder with what `exact_data` wrote.
+    """
+    flags = shlex.split(f"{SMALL} {COMMON} {row.flags}")
+    flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if row.dropout else NO_DROPOUT)
+    flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-interval", "50", "--eval-iters", "2"]
+    if row.script == "pretrain_hybrid.py":
+        flags = without(flags, "--num-layers")  # the pattern says how many there are
+    if not row.sft:
+        return [*flags, "--data-path", str(data / f"documents-{row.multiple}")]
+    flags = without(flags, "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
+    flags += ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(data / "tokenizer")]
+    return [*flags, "--data-path", str(data / "conversations.jsonl")]
+
+
+def exact_data(rows: Sequence[Row], data: Path) -> None:
+    """Write what the rows train on."""
+    for multiple in {row.multiple for row in rows if not row.sft}:
+        write_documents(data / f"documents-{multiple}", tokens=2_000_000, mean=90, multiple=multiple)
+    if any(row.sft for row in rows):
+        sys.path.append(str(ROOT / "tests"))
+        from support import conversations
+
+        conversations.write_tokenizer(data / "tokenizer")
+        stored = conversations.lines(np.random.default_rng(1), 1500, most=20, longest=5)
+        conversations.write_lines(data / "conversations.jsonl", stored)
+
+
+def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
+    """One line of the table of `exact`."""
+    folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
+    folder.mkdir()
+    flags = exact_flags(row, directory / "data")
+    plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS)
+    ran = {}
+    for number, name in enumerate(("on", "off", "unchanged")):
+        planned = name != "unchanged"
+        ran[name] = script_run(
+            scripts / row.script,
+            flags,
+            plan=plan if planned else None,
+            replay=name == "on",
+            stats=folder / f"{name}.jsonl" if planned else None,
+            gpus=row.gpus,
+            port=port + number,
+            tensorboard=folder / name,
+            environment=EXACT,
+            limit=400,
+            log=folder / f"{name}.log",
+        )
+    compared, verdict = run(
+        [sys.executable, "-m", "thdprof", "compare", str(plan), str(folder / "on.jsonl")],
+        environment_here(),
+        limit=60,
+    )
+    (folder / "compare.txt").write_text(compared)
+    verdict = "as predicted" if verdict == 0 else f"exit code {verdict}"
+    return [row.name, *exact_cells(ran["on"], ran["off"], ran["unchanged"]), verdict]
+
+
+def exact_cells(on: Ran, off: Ran, unchanged: Ran) -> list[str]:
+    """Exit codes, differing steps, and milliseconds of a step."""
+    cells = [f"{on.code}, {off.code}, {unchanged.code}"]
+    for name in ("lm loss", "grad-norm", "lm loss validation"):
+        differ, steps = different_steps(on, off, name)
+        cells.append(f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}")
+    apart = [different_steps(off, unchanged, name)[0] for name in ("lm loss", "grad-norm")]
+    largest = largest_difference(off, unchanged, "lm loss")
+    cells.append(f"{apart[0]} losses, {apart[1]} norms" + (f", losses by {largest:.1e} at most" if largest else ""))
+    replayed = max(on.scalars.get("thdprof/replayed", {0: 0}).values())
+    eager = {k: max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/")}
+    evaluated = eager.pop("thdprof/eager/not_training", 0)
+    cells.append(f"{replayed:.0f}, {sum(eager.values()):.0f}, {evaluated:.0f}")
+    for one in (on, off):
+        ms = one.step_ms(after=STEPS // 10)
+        cells.append(f"{ms:.1f}" if ms else "-")
+    return cells
