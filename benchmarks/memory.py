@@ -113,7 +113,6 @@ class Setting:
     model: Model
     tokens: int = 4096
     pp: int = 1
-    vpp: int | None = None
     buckets: str = "one"
     """one: with eager micro-batches beside; covered: two, which hold all; eager: none."""
 
@@ -132,7 +131,6 @@ SETTINGS = (
     Setting(name="Qwen3-0.6B, FP8 current scaling, eager", model=like(QWEN, fp8_recipe="tensorwise"), buckets="eager"),
     Setting(name="Qwen3-0.6B, PP 2", model=QWEN, pp=2),
     Setting(name="Qwen3-0.6B, PP 2, covered", model=QWEN, pp=2, buckets="covered"),
-    Setting(name="Qwen3-0.6B, PP 2, VPP 2", model=QWEN, pp=2, vpp=2),
 )
 
 
@@ -148,7 +146,6 @@ def analysis_of(setting: Setting, prefix: Path) -> Analysis:
         global_batch_size=MICROBATCHES,
         data_parallel_size=1,
         pipeline_parallel_size=setting.pp,
-        virtual_pipeline_size=setting.vpp,
         train_samples=STEPS * MICROBATCHES,
     )
 
@@ -218,7 +215,6 @@ def flags_of(setting: Setting, prefix: Path) -> list[str]:
     if model.fp8_recipe:
         words += ["--fp8-format", "hybrid", "--fp8-recipe", model.fp8_recipe]
     words += ["--pipeline-model-parallel-size", setting.pp]
-    words += ["--num-virtual-stages-per-pipeline-rank", setting.vpp] if setting.vpp else []
     words += ["--seq-length", setting.tokens, "--max-position-embeddings", setting.tokens, "--micro-batch-size", 1]
     words += ["--global-batch-size", MICROBATCHES, "--train-iters", STEPS, "--eval-iters", 0, "--eval-interval", 1000]
     words += ["--lr", 1e-4, "--min-lr", 1e-4, "--lr-decay-style", "constant", "--te-rng-tracker", "--log-interval", 1]
