@@ -132,12 +132,10 @@ def main() -> None:
                 forward_step_func=forward_step, data_iterator=batches, model=[model], num_microbatches=count,
                 seq_length=run.seq_length * run.micro_batch_size, micro_batch_size=1, forward_only=False,
             )  # fmt: skip
-            _, grad_norm, _ = optimizer.step()
+            _, norm, _ = optimizer.step()
             if told and rank == groups.get_tensor_model_parallel_rank() == 0:  # the last stage has the losses
                 loss, num_tokens = sum(part["loss"] for part in told).tolist()
-                print(
-                    f"step {step + 1}: loss {loss / num_tokens:.6f}, gradient norm {float(grad_norm):.6f}", flush=True
-                )
+                print(f"step {step + 1}: loss {loss / num_tokens:.6f}, gradient norm {float(norm):.6f}", flush=True)
         ranks: list[Any] = [None] * run.data_parallel_size
         torch.distributed.all_gather_object(ranks, installation.stats(), group=groups.get_data_parallel_group())
     if torch.distributed.get_rank() == 0 and args.stats is not None:

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -24,15 +26,32 @@ settings.load_profile("without a clock")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Tensors of tests are small, and each worker has a core: more threads would wait for each other, busily."""
 
+_GPU_PLACES = [Path(tempfile.gettempdir()) / f"thdprof-tests-{os.getuid()}-gpu-{place}.lock" for place in range(6)]
+"""Locks of the tests that may use GPUs at a time."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Keep other GPU tests, whichever process runs them, away from those that measure what a GPU can do."""
+    """Let a few GPU tests run at a time, whichever processes run them, and one that measures the GPU by itself."""
     if item.get_closest_marker("gpu") is None:
         return (yield)
-    with (Path(tempfile.gettempdir()) / "thdprof-tests-gpu.lock").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+    with ExitStack() as turn:
+        places = [turn.enter_context(path.open("w")) for path in _GPU_PLACES]
+        if item.get_closest_marker("alone"):
+            for place in places:
+                fcntl.flock(place, fcntl.LOCK_EX)
+        elif not any(map(_is_taken, places)):
+            fcntl.flock(places[os.getpid() % len(places)], fcntl.LOCK_EX)
         return (yield)
+
+
+def _is_taken(place: IO[str]) -> bool:
+    """Whether this process has taken the place, which was free."""
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @pytest.fixture

@@ -293,12 +293,10 @@ def passes_without_gradients() -> None:
 
 def teardown_before_process_groups() -> None:
     """Graphs that hold a communicator are closed first, then the process group goes; nothing hangs or fails."""
-    import os
-
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    store = dist.HashStore()
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
 
     class Reduced(torch.nn.Module):
         def __init__(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.gpu_process import free_port
 from support.paths import ROOT
 
 pytestmark = [
@@ -24,7 +25,7 @@ trains = pytest.mark.skipif(
 
 
 def run(*command: str, cwd: Path) -> str:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -13,6 +13,7 @@ from thdprof.runtime.megatron.trainers.rank_totals import RankTotals  # noqa: E4
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 

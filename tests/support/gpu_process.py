@@ -7,6 +7,7 @@ import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 from support.paths import ROOT
 
@@ -27,10 +28,10 @@ def run_case(file: str, name: str) -> None:
 
 
 def free_port() -> int:
-    """A free port below those from which the system takes its own, so that no process takes it by chance meanwhile."""
-    chosen = random.Random(os.urandom(8))
+    """A port that is free now and that the system gives to no process which asks for any: those are larger."""
+    chosen = random.SystemRandom()
     while True:
-        port = chosen.randrange(20_000, 32_000)
-        with socket.socket() as free:
-            if free.connect_ex(("127.0.0.1", port)):
-                return port
+        port = chosen.randrange(20_000, 29_000)
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Run
+from thdprof.megatron_limits.middle_stages import middle_stages_without_data
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -74,8 +75,11 @@ class Arguments:
 
     def count(self, flag: str) -> int | None:
         """The first value of a flag as a number above zero; None without one."""
-        value = self.value(flag) or ""
-        return int(value) if value.isdigit() and int(value) > 0 else None
+        try:
+            number = int(self.value(flag) or "")
+        except ValueError:
+            return None
+        return number if number > 0 else None
 
     def shown(self, flag: str) -> str:
         """The flag and its values, as a message names them."""
@@ -150,21 +154,13 @@ def _of_packing(given: Arguments, script: str) -> Iterator[str]:
             f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
             "(or --sft)"
         )
-    if script in _READ_BY and _PACKS[0] in given and _PACKS[1] not in given and _has_middle_stages(given):
-        yield (
-            f"{_PACKS[0]} with {given.shown('--pipeline-model-parallel-size')}: Megatron-LM 0.19 gives the pipeline's "
-            "middle stages no data and ends in their first micro-batch, without thdprof too; use 2 stages without "
-            "virtual ones, or --sft"
-        )
-
-
-def _has_middle_stages(given: Arguments) -> bool:
-    """Whether a pipeline has stages, virtual ones included, that are neither its first nor its last."""
-    ranks = given.count("--pipeline-model-parallel-size") or 1
-    virtual = given.count("--num-virtual-stages-per-pipeline-rank") or 1
-    if (of_stage := given.count("--num-layers-per-virtual-pipeline-stage")) is not None:
-        virtual = (given.count("--num-layers") or ranks * of_stage) // (ranks * of_stage)
-    return ranks > 2 or (ranks == 2 and virtual > 1)
+    if script in _READ_BY and _PACKS[0] in given and _PACKS[1] not in given:
+        stages = middle_stages_without_data(given)
+        if stages is not None:
+            yield (
+                f"{_PACKS[0]} with {stages}: Megatron-LM 0.19 gives middle stages no data and ends in their first "
+                "micro-batch, without thdprof too; use 2 stages in all, or --sft"
+            )
 
 
 def _of_attention(given: Arguments) -> Iterator[str]:

@@ -12,8 +12,8 @@ try:
     from megatron.bridge.training.callbacks import Callback, CallbackContext
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"thdprof.runtime.megatron.trainers.bridge needs Megatron-Bridge with its dependencies ({error}): pip install "
-        "megatron-bridge"
+        "thdprof.runtime.megatron.trainers.bridge needs Megatron-Bridge with its dependencies, among them Transformer "
+        f"Engine: {error}; install that package"
     ) from error
 
 from thdprof.runtime.megatron import versions
