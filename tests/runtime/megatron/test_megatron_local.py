@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.transformer.enums import CudaGraphModule, InferenceCudaGraphScope
 from megatron.core.transformer.module import GraphableMegatronModule
+from support.random_states import FakeGenerator
 from torch import nn
 
 from thdprof.dispatch import Shape
@@ -157,6 +158,7 @@ def _megatron(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: FakeGenerator()})
 
     def replay(runner, is_first_microbatch, args, kwargs):
         assert runner.fwd_graph == "forward"
@@ -293,6 +295,20 @@ def test_buckets_record_no_tensor_in_common():
     create_graphs()
     assert run.graphs.stats().captures == 3 * LAYERS
     assert len(run.graphs._recorded) == 3
+
+
+def test_random_states_that_a_checkpoint_replaced_are_refused_until_graphs_are_recorded_anew():
+    tracker = [FakeGenerator()]
+    run = Run(generators=lambda: tracker)
+    for count in (1, 9, 1):
+        run.microbatch(*of(count))
+    create_graphs()
+    run.microbatch(*of(1))
+    tracker[0] = tracker[0].clone_state()
+    with pytest.raises(RuntimeError, match="random state 1 of 2 was replaced"):
+        run.forward(*of(1))
+    run.graphs.recapture()
+    run.microbatch(*of(1))
 
 
 def test_closing_drops_the_graphs_and_keeps_the_layers_past_the_managers():

@@ -43,6 +43,7 @@ from support.layer_graphs import (
     one_f_one_b,
     train,
 )
+from support.random_states import FakeGenerator
 from torch import nn
 
 from thdprof.offload.plan import Choice
@@ -415,6 +416,22 @@ def test_parameters_are_gathered_layer_by_layer():
     finally:
         Replayed.forward = staticmethod(real)
     assert counts == [{0}, {0, 1}, {0, 1, 2}]
+
+
+def test_random_states_that_a_checkpoint_replaced_are_refused_until_graphs_are_captured_anew():
+    block, tracker = make_block(), {"model-parallel": FakeGenerator(), "experts": FakeGenerator()}
+    run = graphs_of(block, generators=lambda: tuple(tracker.values()))
+    Reduction(block)
+    x = inputs(1)[0].requires_grad_()
+    forward(block, x, SMALL).sum().backward()
+    tracker["experts"] = tracker["experts"].graphsafe_get_state()  # as every use of the tracker leaves it
+    forward(block, x, SMALL).sum().backward()
+    tracker |= {name: state.clone_state() for name, state in tracker.items()}
+    with pytest.raises(RuntimeError, match=r"random state 1 of 3 was replaced .* call recapture\(\)"):
+        forward(block, x, SMALL)
+    run.recapture()
+    forward(block, x, SMALL).sum().backward()
+    assert run.stats().replays.total() == 3
 
 
 def test_moved_and_replaced_tensors_are_refused():

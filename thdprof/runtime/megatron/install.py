@@ -253,7 +253,7 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
                 **common,
             )
         case "local":
-            return local.LocalGraphs(decoder, plan.captured, **common)
+            return local.LocalGraphs(decoder, plan.captured, generators=surroundings.generators, **common)
         case "transformer_engine":
             from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
