@@ -175,8 +175,12 @@ class Bank:
         return self._eager.nbytes() + sum(slot.host.nbytes() for slot in self.slots)
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory that all slots' pools hold."""
+        """Bytes of GPU memory that all slots' pools hold; `static_bytes` comes on top."""
         return sum(p.pool_bytes for slot in self.slots for p in slot.passes.values())
+
+    def static_bytes(self) -> int:
+        """Bytes of GPU memory of all slots' static inputs, which lie outside the pools."""
+        return sum(slot.static_bytes() for slot in self.slots)
 
     def close(self) -> None:
         """Free all graphs and their memory; the parameters' gradients stay. The backward of a lease that is still held

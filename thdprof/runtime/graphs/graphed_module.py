@@ -142,8 +142,8 @@ class GraphedModule(DispatchedModule):
         self._anchor: torch.Tensor | None = None
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory in the graphs' memory pools."""
-        return self._bank.pool_bytes() if self._bank is not None else 0
+        """Bytes of GPU memory in the graphs' memory pools and in their static inputs."""
+        return self._bank.pool_bytes() + self._bank.static_bytes() if self._bank is not None else 0
 
     def generators(self) -> Sequence[torch.Generator]:
         """CUDA generators, besides the default one, that the module draws from."""

@@ -170,7 +170,7 @@ class LocalGraphs(DispatchedModule):
         return super().stats()
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory in Megatron's pool of graph memory."""
+        """Bytes of GPU memory in Megatron's pool of graph memory, in which the graphs' static inputs lie too."""
         from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
         pool = CudaGraphManager.global_mempool

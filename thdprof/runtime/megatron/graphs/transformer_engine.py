@@ -104,7 +104,9 @@ class LayerGraphs(DispatchedModule):
         self._layer_capture: LayerCapture | None = None
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory in the graphs' memory pools and in the layers' static inputs."""
+        """Bytes of GPU memory in the graphs' memory pools and in their static inputs, of which every layer has its
+        own.
+        """
         return sum(pool_bytes(self._device, slot.pool) + slot.static_bytes() for slot in self._slots)
 
     def host_bytes(self) -> int:
