@@ -211,8 +211,8 @@ def test_groups_of_micro_batches_are_served_where_the_plans_slots_hold_them(plan
         assert complaints(of_run, {**pipeline, "microbatch_group_size_per_vp_stage": group}, facts) == []
     (line,) = complaints(of_run, {**pipeline, "microbatch_group_size_per_vp_stage": 4}, facts)
     assert line == (
-        "- microbatch_group_size_per_vp_stage is 4, the plan was made for 2: a model chunk has up to 7 micro-batches in "
-        "flight, and at most 4 slots; set it to 2, or analyse with microbatch_group_size 4 in --settings"
+        "- microbatch_group_size_per_vp_stage is 4, the plan was made for 2: a model chunk has up to 7 micro-batches "
+        "in flight, and at most 4 slots; set it to 2, or analyse with microbatch_group_size 4 in --settings"
     )
     (line,) = complaints(of_run, {**pipeline, "microbatch_group_size_per_vp_stage": 7}, facts)
     assert line.endswith("Megatron takes no such group with the plan's micro-batches a step; set it to 2")
