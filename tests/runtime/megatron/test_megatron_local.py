@@ -405,7 +405,11 @@ def test_too_late_or_without_managers():
 
 
 def test_install_chooses_it():
-    plan = SimpleNamespace(graphs=SimpleNamespace(impl="local", capture="startup"), captured=[WIDE])
+    plan = SimpleNamespace(
+        graphs=SimpleNamespace(impl="local", capture="startup"),
+        captured=[WIDE],
+        training=SimpleNamespace(data_parallel_size=1),
+    )
     config = model_config()
     run = runner_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
     assert isinstance(run, local.LocalGraphs)
@@ -503,7 +507,8 @@ REFUSED = {
     ),
     "gtp_weight_remat_size": (
         2,
-        "gtp_weight_remat_size is 2: weights are gathered in the order of the graphs; set it to 1",
+        "gtp_weight_remat_size is 2: weights are gathered and their gradients given back by Python between the layers' "
+        "passes, which a replay does not run; set tensor_parallel_num_weight_shards to tensor_model_parallel_size",
     ),
     "cuda_graph_impl": ("none", "cuda_graph_impl is 'none', graphs.impl local needs 'local'"),
 }

@@ -51,9 +51,11 @@ def refusals(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
 def _of_groups(config: Any, plan: Plan) -> Iterator[str]:
     """A line where the interleaved schedule groups micro-batches so that the plan has too few slots."""
     training = plan.training
+    if (training.virtual_pipeline_size or 1) == 1 or not plan.captured:
+        return
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or training.pipeline_parallel_size
     planned = training.microbatch_group_size or training.pipeline_parallel_size
-    if not plan.captured or (training.virtual_pipeline_size or 1) == 1 or group == planned:
+    if group == planned:
         return
     each = training.micro_batch_size * training.data_parallel_size
     case = f"microbatch_group_size_per_vp_stage is {group}, the plan was made for {planned}"
