@@ -261,7 +261,10 @@ def train(plan_path: Path, log: Path, script: Path, arguments: Sequence[str]) ->
 
 
 def held_here(optimizer: Any) -> dict[str, Any]:
-    """What this rank's allocator held at most, and what is left of it after the last step."""
+    """What this rank's allocator held at most, and what is left of it after the last step.
+
+    `pool_bytes` is of the pools alone, without the static inputs that `Installation.pool_bytes` counts too.
+    """
     import torch
 
     segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) != (0, 0)]

@@ -8,13 +8,16 @@ import pytest
 from support.plans import plan_of_shares
 
 from thdprof.megatron_limits import LIMITS
-from thdprof.megatron_limits.command_line import COUNTS, SWITCHES, TEXTS, refused_arguments
+from thdprof.megatron_limits.command_line import COUNTS, LISTS, SHARDS, SWITCHES, TEXTS, refused_arguments
 from thdprof.megatron_limits.middle_stages import FLAGS as MIDDLE_STAGE_FLAGS
 
 PLAN = plan_of_shares((0.9,), count=800, steps=100)
 COMMAND = ["pretrain_gpt.py", "--dataloader-inter-document-masking", "--te-rng-tracker", "--num-layers", "2"]
-NOT_YET_TOLD = {"use_kitchen", "quant_recipe", "gtp_weight_remat_size"}
+NOT_YET_TOLD = {"use_kitchen", "quant_recipe"}
 """Fields of the table that no argument, or none of an installation without Kitchen, turns on by itself."""
+
+
+PP_2 = ["--pipeline-model-parallel-size", "2"]
 
 
 def of_impl(impl: str, modules=()):
@@ -37,14 +40,21 @@ def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
             assert (known[flag].nargs != 0) is takes, flag
             checked += 1
     assert checked >= 16
+    for field, flag in LISTS.items():
+        assert field in fields, field
+        assert known[flag].nargs == "+", flag
+    for field, pair in SHARDS.items():
+        assert field in fields, field
+        assert {*pair} <= {*known}, pair
     others = "--experimental-attention-variant --no-rope-fusion --position-embedding-type --cuda-graph-impl --sft"
     others += " --enable-cuda-graph --external-cuda-graph --use-megatron-fsdp --use-torch-fsdp2 --te-rng-tracker"
     others += " --dataloader-inter-document-masking --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor"
+    others += " --context-parallel-size --tensor-model-parallel-size --pipeline-model-parallel-layout"
     assert {*others.split(), *MIDDLE_STAGE_FLAGS} <= {*known}
 
 
 def test_fields_that_must_be_off_are_told_by_an_argument():
-    told = {*TEXTS, *COUNTS, *SWITCHES, *NOT_YET_TOLD}
+    told = {*TEXTS, *COUNTS, *SWITCHES, *LISTS, *SHARDS, *NOT_YET_TOLD}
     assert {limit.name for limit in LIMITS if limit.off is not None} <= told
 
 
@@ -75,6 +85,30 @@ def test_a_run_that_graphs_serve_is_not_refused():
         (["--enable-cuda-graph"], "Megatron's graphs are local"),
         (["--position-embedding-type", "rope", "--no-rope-fusion"], "--no-rope-fusion: without fusion RoPE reads"),
         (["--position-embedding-type", "mrope"], "--position-embedding-type mrope: its table differs"),
+        (
+            ["--context-parallel-size", "2", "--cp-comm-type", "p2p", "a2a"],
+            "--cp-comm-type p2p a2a: of context parallelism only rings were checked in a graph; leave it out",
+        ),
+        (
+            ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"],
+            "--hierarchical-context-parallel-sizes 2 2: groups of two levels were not checked in a graph; leave it out",
+        ),
+        (
+            ["--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "4"],
+            "--tensor-parallel-num-weight-shards 4: weights are gathered and their gradients given back by Python",
+        ),
+        (
+            ["--expert-tensor-parallel-num-weight-shards", "2"],
+            "--expert-tensor-parallel-num-weight-shards 2: weights are gathered",
+        ),
+        (
+            [*PP_2, "--pipeline-model-parallel-layout", "E|t*2,L"],
+            "--pipeline-model-parallel-layout E|t*2,L: a model chunk then has no decoder layer, and a graph of nothing",
+        ),
+        (
+            [*PP_2, "--account-for-embedding-in-pipeline-split", "--num-layers", "1"],
+            "--account-for-embedding-in-pipeline-split: a model chunk then has no decoder layer",
+        ),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp: it moves parameters"),
     ],
 )
@@ -138,6 +172,23 @@ def test_a_pipeline_whose_stages_all_have_data_is_not(more):
 
 def test_everything_is_told_at_once():
     assert len(refused("--qk-clip", "--fp8-format", "hybrid", "--use-torch-fsdp2", command=["pretrain_gpt.py"])) == 5
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--context-parallel-size", "2", "--cp-comm-type", "p2p"],
+        ["--context-parallel-size", "2", "--cp-comm-type", "p2p", "p2p"],
+        ["--cp-comm-type", "a2a"],
+        ["--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "2"],
+        ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-num-weight-shards", "2"],
+        [*PP_2, "--pipeline-model-parallel-layout", "E,t*3|tL"],
+        [*PP_2, "--decoder-first-pipeline-num-layers", "3", "--num-layers", "4"],
+        [*PP_2, "--account-for-embedding-in-pipeline-split", "--num-layers", "3"],
+    ],
+)
+def test_parallelism_that_graphs_do_not_depend_on_is_not_refused(more):
+    assert refused(*more) == []
 
 
 def test_the_tracker_that_graphs_can_register():

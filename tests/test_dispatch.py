@@ -169,6 +169,8 @@ ADVICE = {
     "run's --pipeline-parallel-size, or add slots",
     FallbackReason.input_differs: "runs eagerly (input_differs): an input's shape, dtype or device, or autocast, is "
     "not as captured: keep them constant",
+    FallbackReason.argument_not_known: "runs eagerly (argument_not_known): the decoder got an argument that was not "
+    "checked in a graph; the log names it: leave it out, or at its default",
     FallbackReason.not_training: "runs eagerly (not_training): the module is in eval mode or gradients are off; this "
     "is expected of evaluation",
     FallbackReason.disabled_by_user: "runs eagerly (disabled_by_user): graphs are switched off, or the plan has no "

@@ -32,6 +32,7 @@ class FallbackReason(StrEnum):
     no_free_slot = "no_free_slot"
     cp_size_not_captured = "cp_size_not_captured"
     input_differs = "input_differs"
+    argument_not_known = "argument_not_known"
     not_training = "not_training"
     disabled_by_user = "disabled_by_user"
     capture_failed = "capture_failed"
@@ -50,6 +51,7 @@ BY_SHAPE = frozenset(
 
 SHAPE_NOT_ASKED = frozenset(
     {
+        FallbackReason.argument_not_known,
         FallbackReason.not_training,
         FallbackReason.disabled_by_user,
         FallbackReason.no_cuda,
@@ -221,6 +223,11 @@ def advice(reason: FallbackReason, shape: Shape, buckets: Sequence[Bucket]) -> s
             detail = "every slot waits for its backward: analyse with the run's --pipeline-parallel-size, or add slots"
         case FallbackReason.input_differs:
             detail = "an input's shape, dtype or device, or autocast, is not as captured: keep them constant"
+        case FallbackReason.argument_not_known:
+            detail = (
+                "the decoder got an argument that was not checked in a graph; the log names it: leave it out, or at "
+                "its default"
+            )
         case FallbackReason.not_training:
             detail = "the module is in eval mode or gradients are off; this is expected of evaluation"
         case FallbackReason.disabled_by_user:

@@ -272,6 +272,46 @@ def what_changes_is_noticed() -> None:
     graphs.close()
 
 
+def random_states_that_were_replaced() -> None:
+    """Replays go on over random states that were set in place, and are refused over others, even over equal ones."""
+    named = torch.Generator("cuda").manual_seed(3)
+    stack = make_stack(dropout=0.1)
+    graphs = GraphedModule(stack, BUCKETS, generators=[named])
+    default = torch.cuda.default_generators[torch.cuda.current_device()]
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    packed = pack([0, 7, TOKENS])
+
+    def output() -> torch.Tensor:
+        y = graphs(x, packed)
+        y.sum().backward()
+        return y.detach()
+
+    torch.cuda.manual_seed(5)
+    first = output()
+    for restore in (
+        lambda: torch.cuda.manual_seed(5),
+        lambda: default.set_state(torch.Generator("cuda").manual_seed(5).get_state()),
+        lambda: default.manual_seed(5).graphsafe_set_state(default.graphsafe_get_state()),
+    ):
+        restore()
+        before = named.get_state()
+        assert torch.equal(output(), first)  # the check has not changed what is drawn
+        assert torch.equal(named.get_state(), before)
+    assert not torch.equal(output(), first)
+    own = default.graphsafe_get_state()
+    try:
+        for generator, number in ((named, 1), (default, 0)):
+            generator.graphsafe_set_state(generator.clone_state())
+            with pytest_raises(RuntimeError, f"random state {number} of 2 was replaced"):
+                graphs(x, packed)
+            graphs.recapture()
+            torch.cuda.manual_seed(5)
+            assert torch.equal(output(), first)
+    finally:
+        graphs.close()
+        default.graphsafe_set_state(own)
+
+
 def passes_without_gradients() -> None:
     """Under no_grad a replay gives its slot back at once, and the module's own numbers."""
     stack = make_stack()

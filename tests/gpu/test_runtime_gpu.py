@@ -19,6 +19,7 @@ CASES = [
     "memory",
     "weights_are_read_anew",
     "what_changes_is_noticed",
+    "random_states_that_were_replaced",
     "document_indexes",
     "passes_without_gradients",
     "teardown_before_process_groups",

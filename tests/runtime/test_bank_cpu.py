@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.random_states import FakeDefault, FakeGenerator  # noqa: E402
 from support.unpinned_staging import UnpinnedStaging  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -72,7 +73,7 @@ def _as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator))
+    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(FakeDefault))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace())
     monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
     monkeypatch.setattr(bank, "capture_pass", capture_pass)
@@ -107,7 +108,7 @@ def test_replays_give_what_the_module_gives(plain):
     assert compared == len(BOUNDS) * 2
     assert graphs.stats().replays == {SMALL: 2, LARGE: 2}
     assert graphs.stats().captures == 2
-    assert graphs.pool_bytes() == 2 * 1000
+    assert graphs.pool_bytes() == 2 * 1000 + draw().nbytes  # the pools, and the slot's static input
     assert graphs.bytes_of_buckets() == [1000, 1000]
 
 
@@ -143,6 +144,24 @@ def test_a_backward_after_closing_is_refused(plain):
     graphs.close()
     with pytest.raises(RuntimeError, match="closed or dropped"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_replaced_random_state_is_refused_until_graphs_are_captured_anew(plain, monkeypatch, given):
+    """Of a generator that the module was given with, and of the default one."""
+    named, default = FakeGenerator(), FakeDefault()
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: default})
+    graphs = graphed(plain, generators=[named])
+    graphs(draw().requires_grad_(), pack(BOUNDS[0])).sum().backward()
+    changed = named if given else default
+    changed.draw()
+    graphs(draw().requires_grad_(), pack(BOUNDS[0])).sum().backward()
+    changed.graphsafe_set_state(changed.clone_state())
+    with pytest.raises(RuntimeError, match=f"random state {int(given)} of 2 was replaced"):
+        graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+    graphs.recapture()
+    graphs(draw().requires_grad_(), pack(BOUNDS[0])).sum().backward()
+    assert graphs.stats().replays.total() == 3
 
 
 def test_a_moved_parameter_is_refused(plain):

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+from support.random_states import FakeDefault
 from torch import nn
 
 from thdprof.analyze import analyze_dataset, make_plan
@@ -369,7 +370,7 @@ def test_what_was_captured_from_does_not_stay_in_memory(monkeypatch):
             pass
 
     monkeypatch.setattr(graphed_module, "Bank", FakeBank)
-    monkeypatch.setattr(torch.cuda, "default_generators", {None: torch.Generator()})
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: FakeDefault()})
     graphs = GraphedModule(Sums(), [Bucket(2, 8, 8)])
     x = torch.ones(8, 2, requires_grad=True) * 1
     graphs._open(graphs._describe((x, pack([0, 8])), {}))

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Run
-from thdprof.megatron_limits.middle_stages import middle_stages_without_data
+from thdprof.megatron_limits.middle_stages import middle_stages_without_data, virtual_stages
+from thdprof.megatron_limits.parallelism import WITHOUT_LAYERS
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -43,6 +44,24 @@ SWITCHES: Mapping[str, str] = {
     "multi_latent_attention": "--multi-latent-attention",
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
+LISTS: Mapping[str, str] = {
+    "cp_comm_type": "--cp-comm-type",
+    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
+}
+"""Arguments with several values by the field that they set."""
+SHARDS: Mapping[str, tuple[str, str]] = {
+    "gtp_weight_remat_size": ("--tensor-parallel-num-weight-shards", "--tensor-model-parallel-size"),
+    "expert_gtp_weight_remat_size": (
+        "--expert-tensor-parallel-num-weight-shards",
+        "--expert-tensor-parallel-size",
+    ),
+}
+"""Arguments whose quotient Megatron-LM writes into a field; the second is --tensor-model-parallel-size if missing."""
+_LAYOUT = "--pipeline-model-parallel-layout"
+_COUNTED = {
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
+}
 
 _READ_BY = ("pretrain_gpt.py", "pretrain_hybrid.py")
 """Megatron-LM's own scripts, whose batches have boundaries with the next arguments alone; others may pack otherwise."""
@@ -80,6 +99,10 @@ class Arguments:
         except ValueError:
             return None
         return number if number > 0 else None
+
+    def values(self, flag: str) -> list[str]:
+        """All values of a flag."""
+        return [*self._values.get(flag, [])]
 
     def shown(self, flag: str) -> str:
         """The flag and its values, as a message names them."""
@@ -121,10 +144,21 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         if (count := given.count(flag)) is not None:
             flags[field] = flag
             setattr(config, field, count)
+    for field, flag in LISTS.items():
+        if given.values(flag):
+            flags[field] = flag
+            setattr(config, field, given.values(flag))
+    for field, (flag, of_size) in SHARDS.items():
+        size = given.count(of_size) or given.count("--tensor-model-parallel-size") or 1
+        if (shards := given.count(flag)) is not None:
+            flags[field] = flag
+            setattr(config, field, shards // size)
+    _set_pipeline(config, given)
     run = Run(
         impl=impl,
         modules=tuple(plan.graphs.modules) if replay else None,
         pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", 1),
+        context_parallel_size=given.count("--context-parallel-size") or 1,
         dynamic_cp=plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None,
         packer=plan.training.packer,
         experts=_experts(given),
@@ -133,13 +167,25 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
     for limit in limits_of(run):
         if limit.name in flags:
             own = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
-            remedy = "leave it out" if own else limit.fields.remedy
+            remedy = "leave it out" if own or limit.name in SHARDS else limit.fields.remedy
             yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
+        elif limit.name == WITHOUT_LAYERS:
+            flag = _LAYOUT if _LAYOUT in given else next(flag for flag in _COUNTED.values() if flag in given)
+            yield f"{given.shown(flag)}: {limit.reason}; {limit.fields.remedy}"
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
             yield (
                 f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity: {limit.reason}; analyse "
                 "with --experts dropless (graphs.impl transformer_engine), or add it with --moe-expert-capacity-factor"
             )
+
+
+def _set_pipeline(config: SimpleNamespace, given: Arguments) -> None:
+    """Add the fields that say how layers are spread over the pipeline."""
+    config.pipeline_model_parallel_layout = given.value(_LAYOUT)
+    config.num_layers = given.count("--num-layers")
+    config.virtual_pipeline_model_parallel_size = virtual_stages(given)
+    for field, flag in _COUNTED.items():
+        setattr(config, field, flag in given)
 
 
 def _experts(given: Arguments) -> Experts:

@@ -62,6 +62,5 @@ LOCAL_GRAPHS: tuple[Limit, ...] = (
         "the layers of multi-token prediction have graphs too, and take boundaries that are not padded",
         remedy=_USE_CHUNK,
     ),
-    _off_in_local("gtp_weight_remat_size", 1, "weights are gathered in the order of the graphs"),
 )
 """With Megatron's own layer graphs."""

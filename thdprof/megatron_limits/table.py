@@ -9,8 +9,16 @@ from thdprof.megatron_limits.experts import EXPERT_LIMITS
 from thdprof.megatron_limits.fields import ALL_GRAPHS, LOCAL_GRAPHS
 from thdprof.megatron_limits.limit import Limit, Run
 from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
+from thdprof.megatron_limits.parallelism import PARALLELISM_LIMITS
 
-LIMITS: tuple[Limit, ...] = (*ALL_GRAPHS, *LOCAL_GRAPHS, *DYNAMIC_CP_LIMITS, *EXPERT_LIMITS, *OFFLOAD_LIMITS)
+LIMITS: tuple[Limit, ...] = (
+    *ALL_GRAPHS,
+    *PARALLELISM_LIMITS,
+    *LOCAL_GRAPHS,
+    *DYNAMIC_CP_LIMITS,
+    *EXPERT_LIMITS,
+    *OFFLOAD_LIMITS,
+)
 """Every limit, in the order of messages and of the reference."""
 
 

@@ -69,6 +69,7 @@ class DispatchedModule(nn.Module):
         self._stats = Stats()
         self._explained: set[FallbackReason] = set()
         self._timers: list[PassTimer] = []
+        self._told: FallbackReason | None = None
 
     @abstractmethod
     def _open(self, call: Call) -> None:
@@ -80,7 +81,10 @@ class DispatchedModule(nn.Module):
         """
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory in the graphs' memory pools."""
+        """Bytes of GPU memory that graphs hold: their memory pools, and the static inputs that they read.
+
+        Not counted are static metadata and gradients of outputs that lie outside the pools.
+        """
         return 0
 
     def host_bytes(self) -> int:
@@ -172,6 +176,8 @@ class DispatchedModule(nn.Module):
             return FallbackReason.no_cuda
         if any(t.device != tensors[0].device for t in tensors):
             return FallbackReason.input_differs  # a graph would use the value that the host tensor had at the capture
+        if self._told is not None:
+            return self._told
         if not self.module.training or (self._no_grad == "eager" and not torch.is_grad_enabled()):
             return FallbackReason.not_training
         choice = self._dispatcher.decide(call.shape)
@@ -312,6 +318,15 @@ class DispatchedModule(nn.Module):
                 self._stats.captures += made
             elif self._signature is not None:
                 self.recapture()
+
+    @contextmanager
+    def falling_back(self, reason: FallbackReason | None) -> Iterator[None]:
+        """Run the micro-batches inside the block eagerly for `reason`, which the caller has found; None: as decided."""
+        before, self._told = self._told, reason
+        try:
+            yield
+        finally:
+            self._told = before
 
     @contextmanager
     def only(self, bucket: Bucket | None) -> Iterator[None]:

@@ -27,6 +27,7 @@ def parallel_state(tmp_path_factory):
 def as_if_on_a_gpu(monkeypatch):
     """Lets dispatch go on to the graphs; what CUDA would do is left out."""
     import torch
+    from support.random_states import FakeDefault
     from support.unpinned_staging import UnpinnedStaging
 
     from thdprof.runtime.graphs import static_metadata
@@ -35,7 +36,7 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator))
+    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(FakeDefault))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(wait_stream=lambda other: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections import deque
@@ -29,7 +30,7 @@ from thdprof.runtime.megatron import surroundings, versions  # noqa: E402
 from thdprof.runtime.megatron.calibrate import PackedDecoder  # noqa: E402
 from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
-from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
+from thdprof.runtime.megatron.decoder.decoder import Decoder, not_known  # noqa: E402
 from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.padding import Boundaries, boundaries_of, pack, to_device  # noqa: E402
@@ -393,6 +394,56 @@ def test_half_a_pass_is_fatal_where_ranks_communicate():
     refuse_half_a_pass(RuntimeError("a capture ran nothing"), together)
     with pytest.raises(RuntimeError, match=r"a pass before a capture failed on this rank \(OutOfMemoryError: 1 GiB\)"):
         refuse_half_a_pass(failed, together)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "together"),
+    [
+        ({}, 8, False),
+        ({"tensor_model_parallel_size": 2}, 1, True),
+        ({"context_parallel_size": 2}, 1, True),
+        ({"expert_model_parallel_size": 2}, 1, True),
+        ({"expert_tensor_parallel_size": 2}, 1, True),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "global_aux_loss"}, 2, True),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}, 2, True),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": "global_aux_loss"}, 1, False),
+        ({"num_moe_experts": 4, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, 8, False),
+        ({"moe_router_load_balancing_type": "global_aux_loss"}, 2, False),
+    ],
+)
+def test_passes_communicate_over_every_group_of_a_decoders_collectives(changes, ranks, together):
+    made = config()
+    for name, value in changes.items():
+        setattr(made, name, value)
+    assert surroundings.communicates(made, data_parallel_size=ranks) is together
+
+
+def test_every_argument_of_megatrons_decoders_is_taken_or_told():
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    told: set[str] = set()
+    for block in (TransformerBlock, HybridStack):
+        signature = inspect.signature(block.forward)
+        names = {*signature.parameters} - {"self"}
+        assert {"hidden_states", "attention_mask", "packed_seq_params", "padding_mask"} <= names
+        for name in names:
+            found = not_known({name: object()}, signature)
+            assert found <= {name}
+            told |= found
+            assert not_known({name: signature.parameters[name].default}, signature) <= {"hidden_states"}
+    assert told >= {"context", "context_mask", "attention_bias", "extract_layer_indices", "rotary_pos_cos"}
+    assert not told & {"inference_context", "inference_params", "rotary_pos_emb"}
+
+
+def test_arguments_that_a_decoder_takes_without_naming_them_are_told():
+    def forward(hidden_states, *, causal=True, **more):
+        """As a decoder of one's own may have it."""
+
+    signature = inspect.signature(forward)
+    bound = signature.bind(1, causal=False, further=3, nothing=None).arguments
+    assert not_known(bound, signature) == {"causal", "further"}
+    assert not_known(signature.bind(1, causal=True).arguments, signature) == set()
 
 
 def test_a_module_with_main_grads_passes_them_into_the_replay():

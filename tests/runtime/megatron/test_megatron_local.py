@@ -16,6 +16,7 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer import TransformerConfig, cuda_graphs
 from megatron.core.transformer.enums import CudaGraphModule, InferenceCudaGraphScope
 from megatron.core.transformer.module import GraphableMegatronModule
+from support.random_states import FakeGenerator
 from torch import nn
 
 from thdprof.dispatch import Shape
@@ -157,6 +158,7 @@ def _megatron(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "default_generators", {None: FakeGenerator()})
 
     def replay(runner, is_first_microbatch, args, kwargs):
         assert runner.fwd_graph == "forward"
@@ -295,6 +297,20 @@ def test_buckets_record_no_tensor_in_common():
     assert len(run.graphs._recorded) == 3
 
 
+def test_random_states_that_a_checkpoint_replaced_are_refused_until_graphs_are_recorded_anew():
+    tracker = [FakeGenerator()]
+    run = Run(generators=lambda: tracker)
+    for count in (1, 9, 1):
+        run.microbatch(*of(count))
+    create_graphs()
+    run.microbatch(*of(1))
+    tracker[0] = tracker[0].clone_state()
+    with pytest.raises(RuntimeError, match="random state 1 of 2 was replaced"):
+        run.forward(*of(1))
+    run.graphs.recapture()
+    run.microbatch(*of(1))
+
+
 def test_closing_drops_the_graphs_and_keeps_the_layers_past_the_managers():
     run = Run()
     for count in (1, 9):
@@ -389,7 +405,11 @@ def test_too_late_or_without_managers():
 
 
 def test_install_chooses_it():
-    plan = SimpleNamespace(graphs=SimpleNamespace(impl="local", capture="startup"), captured=[WIDE])
+    plan = SimpleNamespace(
+        graphs=SimpleNamespace(impl="local", capture="startup"),
+        captured=[WIDE],
+        training=SimpleNamespace(data_parallel_size=1),
+    )
     config = model_config()
     run = runner_of(Decoder(Block(config)), plan, config, slots=1, common={"overflow": "eager"})
     assert isinstance(run, local.LocalGraphs)
@@ -487,7 +507,8 @@ REFUSED = {
     ),
     "gtp_weight_remat_size": (
         2,
-        "gtp_weight_remat_size is 2: weights are gathered in the order of the graphs; set it to 1",
+        "gtp_weight_remat_size is 2: weights are gathered and their gradients given back by Python between the layers' "
+        "passes, which a replay does not run; set tensor_parallel_num_weight_shards to tensor_model_parallel_size",
     ),
     "cuda_graph_impl": ("none", "cuda_graph_impl is 'none', graphs.impl local needs 'local'"),
 }

@@ -43,10 +43,12 @@ from support.layer_graphs import (
     one_f_one_b,
     train,
 )
+from support.random_states import FakeGenerator
 from torch import nn
 
 from thdprof.offload.plan import Choice
 from thdprof.runtime import FallbackReason
+from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
@@ -415,6 +417,68 @@ def test_parameters_are_gathered_layer_by_layer():
     finally:
         Replayed.forward = staticmethod(real)
     assert counts == [{0}, {0, 1}, {0, 1, 2}]
+
+
+def test_memory_is_that_of_pools_and_static_inputs(monkeypatch):
+    block = make_block()
+    run = graphs_of(block, num_slots=2)
+    Reduction(block)
+    assert run.pool_bytes() == 0
+    x, mask = inputs(1)[0].requires_grad_(), torch.zeros(1, 1, TOKENS, TOKENS, dtype=torch.bool)
+    params = packed_seq_params(SMALL, max_seqlen=TOKENS, device="cpu")
+    block(hidden_states=x, attention_mask=mask, packed_seq_params=params).sum().backward()
+    segments = [
+        {"segment_pool_id": slot.pool, "device": None, "total_size": size}
+        for slot, size in zip(run._slots, (1 << 30, 1 << 20), strict=True)
+    ]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert run.pool_bytes() == (1 << 30) + (1 << 20) + 2 * (LAYERS * x.nbytes + mask.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"extract_layer_indices": {0}}, "extract_layer_indices"),
+        ({"attention_bias": torch.zeros(1)}, "attention_bias"),
+        ({"context": torch.zeros(1), "sequence_len_offset": torch.zeros(1)}, "context, sequence_len_offset"),
+    ],
+)
+def test_an_argument_that_is_not_known_makes_its_micro_batch_eager(caplog, given, named):
+    block, plain = make_block(), make_block()
+    run = graphs_of(block)
+    Reduction(block)
+    x = inputs(1)[0].requires_grad_()
+
+    def called(decoder, **more):
+        params = packed_seq_params(SMALL, max_seqlen=TOKENS, device="cpu")
+        y = decoder(hidden_states=x, attention_mask=None, packed_seq_params=params, **more)
+        return y[0] if isinstance(y, tuple) else y
+
+    for _ in range(2):
+        assert torch.equal(called(block, **given), called(plain, **given))
+    assert run.stats().fallbacks == {FallbackReason.argument_not_known: 2}
+    assert run.stats().captures == 0
+    assert [f"got {named}, which no graph takes" in line for line in caplog.messages].count(True) == 1
+    at_defaults = {"extract_layer_indices": set(), "context": None, "dynamic_inference_decode_only": None}
+    called(block, **at_defaults).sum().backward()
+    called(block).sum().backward()
+    assert run.stats().replays.total() == 2
+
+
+def test_random_states_that_a_checkpoint_replaced_are_refused_until_graphs_are_captured_anew():
+    block, tracker = make_block(), {"model-parallel": FakeGenerator(), "experts": FakeGenerator()}
+    run = graphs_of(block, generators=lambda: tuple(tracker.values()))
+    Reduction(block)
+    x = inputs(1)[0].requires_grad_()
+    forward(block, x, SMALL).sum().backward()
+    tracker["experts"] = tracker["experts"].graphsafe_get_state()  # as every use of the tracker leaves it
+    forward(block, x, SMALL).sum().backward()
+    tracker |= {name: state.clone_state() for name, state in tracker.items()}
+    with pytest.raises(RuntimeError, match=r"random state 1 of 3 was replaced .* call recapture\(\)"):
+        forward(block, x, SMALL)
+    run.recapture()
+    forward(block, x, SMALL).sum().backward()
+    assert run.stats().replays.total() == 3
 
 
 def test_moved_and_replaced_tensors_are_refused():

@@ -49,6 +49,7 @@ LAYERS = "--num-layers"
 CHUNKS_PER_RANK, LAYERS_PER_CHUNK = "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage"
 COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 """Switches that each add one to the number of layers which the pipeline splits."""
+UNEVEN = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 MICROBATCH_GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
 NODES, RANKS_PER_NODE = "--nnodes", ("--nproc-per-node", "--nproc_per_node")
 WORLD_VARIABLES = (("WORLD_SIZE",), ("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"))
@@ -57,6 +58,10 @@ PRINTING_COMMANDS = frozenset(("echo", "printf", "cat", "[", "[[", "test", ":", 
 """Commands that only print or test words, so that flags among their words start nothing."""
 
 _FILE_NOT_READ = "the file is not read; name the datasets on the command line"
+_EVENLY = (
+    "times and memory are predicted for layers that are spread evenly over the pipeline; slots and fallbacks do not "
+    "depend on layers"
+)
 _FLAGS = (
     Flag(name="--seq-length", value="count", setting="seq_length"),
     Flag(name="--micro-batch-size", value="count", setting="micro_batch_size"),
@@ -99,8 +104,10 @@ _FLAGS = (
     Flag(
         name="--pipeline-model-parallel-layout",
         value="text",
-        not_followed="the layout is not followed; give --virtual-pipeline-size",
+        not_followed="the layout is not followed; give --virtual-pipeline-size (times and memory are predicted for "
+        "layers that are spread evenly; slots and fallbacks do not depend on layers)",
     ),
+    *(Flag(name=name, value="count", not_followed=_EVENLY) for name in UNEVEN),
     Flag(
         name="--hybrid-layer-pattern",
         value="text",

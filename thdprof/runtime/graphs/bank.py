@@ -16,6 +16,7 @@ from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime.graphs.capture import CapturedPass, capture_pass
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.module_state import Placement
+from thdprof.runtime.graphs.random_states import RegisteredStates
 from thdprof.runtime.graphs.slots import Lease, Slot
 from thdprof.runtime.graphs.static_metadata import sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass
@@ -39,6 +40,8 @@ class BankOptions:
     """Number of slots, that is, of micro-batches that can be between forward and backward at a time."""
     generators: Sequence[torch.Generator]
     """Every CUDA generator that the module draws from; all are registered with the graphs."""
+    generators_now: Callable[[], Sequence[torch.Generator]] | None = None
+    """Returns the generators from which the module draws at a later time; None: those that are registered."""
     with_padded: bool = False
     """Whether micro-batches come with `cu_seqlens_padded`."""
     with_seq_idx: bool = False
@@ -69,6 +72,7 @@ class Bank:
         self._module, self._call, self._options = module, call, options
         self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
+        self._states = RegisteredStates(options.generators)
         self._placement: Placement | None = None  # made after the first capture: layers may make buffers in it
         self.slots = [
             Slot(
@@ -137,10 +141,13 @@ class Bank:
         """A lease of a free slot for `bucket`, or the reason why there is none.
 
         Raises:
-            RuntimeError: a parameter or buffer moved in memory since the captures, or was frozen or unfrozen.
+            RuntimeError: a parameter or buffer moved in memory since the captures, or was frozen or unfrozen; or a
+                random state was replaced.
         """
         if self._placement is not None:
             self._placement.check()
+        now = self._options.generators_now
+        self._states.check(self._options.generators if now is None else now())
         free = [slot for slot in self.slots if not slot.busy]
         for slot in free:
             if self.capture(slot, bucket) is not None:
@@ -168,8 +175,12 @@ class Bank:
         return self._eager.nbytes() + sum(slot.host.nbytes() for slot in self.slots)
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory that all slots' pools hold."""
+        """Bytes of GPU memory that all slots' pools hold; `static_bytes` comes on top."""
         return sum(p.pool_bytes for slot in self.slots for p in slot.passes.values())
+
+    def static_bytes(self) -> int:
+        """Bytes of GPU memory of all slots' static inputs, which lie outside the pools."""
+        return sum(slot.static_bytes() for slot in self.slots)
 
     def close(self) -> None:
         """Free all graphs and their memory; the parameters' gradients stay. The backward of a lease that is still held

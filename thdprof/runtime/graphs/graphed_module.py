@@ -16,6 +16,7 @@ from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule, FallbackError
 from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
+from thdprof.runtime.graphs.random_states import with_default
 from thdprof.runtime.graphs.slots import Lease
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.padding import Boundaries, PackedSequence
@@ -141,8 +142,8 @@ class GraphedModule(DispatchedModule):
         self._anchor: torch.Tensor | None = None
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory in the graphs' memory pools."""
-        return self._bank.pool_bytes() if self._bank is not None else 0
+        """Bytes of GPU memory in the graphs' memory pools and in their static inputs."""
+        return self._bank.pool_bytes() + self._bank.static_bytes() if self._bank is not None else 0
 
     def generators(self) -> Sequence[torch.Generator]:
         """CUDA generators, besides the default one, that the module draws from."""
@@ -175,9 +176,6 @@ class GraphedModule(DispatchedModule):
 
     def _open(self, call: Call) -> None:
         device = call.tensors[0].device
-        default = torch.cuda.default_generators[device.index]
-        generators = [default, *(g for g in self._generators if g is not default)]
-
         sample = call.without_values()  # kept as long as the bank, so it must hold no memory
 
         def run(static: Sequence[torch.Tensor], metadata: PackedSequence) -> Any:
@@ -192,7 +190,8 @@ class GraphedModule(DispatchedModule):
             BankOptions(
                 buckets=self._buckets,
                 num_slots=self._num_slots,
-                generators=generators,
+                generators=with_default(device, self._find_generators()),
+                generators_now=lambda: with_default(device, self._find_generators()),
                 with_padded=call.packed.cu_seqlens_padded is not None,
                 with_seq_idx=call.packed.seq_idx is not None,
                 on_capture=self._count_capture,
@@ -202,6 +201,10 @@ class GraphedModule(DispatchedModule):
         )
         if self._capture == "startup":
             self._bank.capture_all(_show_captures)
+
+    def _find_generators(self) -> Sequence[torch.Generator]:
+        """CUDA generators, besides the default one, from which the module draws now."""
+        return self._generators
 
     def _count_capture(self) -> None:
         self._stats.captures += 1

@@ -121,6 +121,10 @@ class Slot(SlotMemory):
             self._output_grads[key] = [torch.zeros_like(o, memory_format=torch.contiguous_format) for o in outputs]
         return self._output_grads[key]
 
+    def static_bytes(self) -> int:
+        """Bytes of the static inputs."""
+        return sum(t.numel() * t.element_size() for t in self.inputs)
+
     def stage_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Queue the copies of one micro-batch's tensors into the static inputs."""
         for static, tensor in zip(self.inputs, tensors, strict=True):

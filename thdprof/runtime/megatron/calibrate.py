@@ -84,6 +84,8 @@ def measure_decoder(
         VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
         RuntimeError: a bucket could not be captured.
     """
+    from megatron.core import parallel_state
+
     versions.check()
     model = unwrapped(model_chunk)
     if not model.decoder.pre_process:
@@ -96,8 +98,7 @@ def measure_decoder(
     settings.check_decoder(config, facts_of([model_chunk], [model]))
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     cp_size = config.context_parallel_size
-    sizes = config.tensor_model_parallel_size, cp_size, getattr(config, "expert_model_parallel_size", 1) or 1
-    communicates = max(sizes) > 1
+    communicates = surroundings.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size())
     surroundings.prepare_experts(config, next(model.parameters()).device)
 
     def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:

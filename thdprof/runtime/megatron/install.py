@@ -50,7 +50,7 @@ class Installation:
         return self._runs[chunk].stats()
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory that graphs hold on this rank."""
+        """Bytes of GPU memory that graphs hold on this rank: their memory pools and static inputs."""
         return sum(run.pool_bytes() for run in self._runs)
 
     def host_bytes(self) -> int:
@@ -236,12 +236,8 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
         SettingsError: `graphs.impl` is not known.
     """
     common = {**common, "capture": plan.graphs.capture}
-    sizes = (
-        config.tensor_model_parallel_size,
-        config.context_parallel_size,
-        getattr(config, "expert_model_parallel_size", 1) or 1,
-    )
-    around = surroundings.of_decoder(decoder.block, communicates=max(sizes) > 1)
+    together = surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size)
+    around = surroundings.of_decoder(decoder.block, communicates=together)
     match plan.graphs.impl:
         case "chunk" | "none":
             return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
@@ -253,7 +249,7 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
                 **common,
             )
         case "local":
-            return local.LocalGraphs(decoder, plan.captured, **common)
+            return local.LocalGraphs(decoder, plan.captured, generators=surroundings.generators, **common)
         case "transformer_engine":
             from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 

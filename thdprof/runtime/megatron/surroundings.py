@@ -56,6 +56,32 @@ def of_decoder(block: nn.Module, *, communicates: bool = False) -> Surroundings:
     )
 
 
+def communicates(config: Any, *, data_parallel_size: int) -> bool:
+    """Whether passes of a decoder communicate with other ranks, forward or backward.
+
+    They do over the ranks that share its tensors (tensor parallelism), its tokens (context parallelism), its experts
+    (expert and expert tensor parallelism); and, where routers are balanced over the global batch, over all
+    data-parallel ranks, which then count tokens together in every forward. Balancing by micro-batch or by sequence
+    counts tokens over tensor and context parallel ranks alone.
+
+    Args:
+        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
+        data_parallel_size: number of data-parallel ranks.
+    """
+    fields = (
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    )
+    sizes = [getattr(config, field, None) or 1 for field in fields]
+    balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
+    kinds = [balancing] if isinstance(balancing, str) else balancing
+    if getattr(config, "num_moe_experts", None) and "global_aux_loss" in kinds:
+        sizes.append(data_parallel_size)
+    return max(sizes) > 1
+
+
 def gather_parameters(module: nn.Module) -> None:
     """Run the pre-forward hooks with which Megatron's DistributedDataParallel waits for gathered parameters.
 

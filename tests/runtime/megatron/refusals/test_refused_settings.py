@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from support.refusals import complaints
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from support.refusals import complaints, config
 
+from thdprof.megatron_limits.parallelism import decoder_layers
 from thdprof.runtime.megatron.refusals import settings
+from thdprof.training.pipeline_slots import slots
 
 
 def test_a_plain_configuration_is_accepted(plan):
@@ -68,6 +76,151 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
 def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
     assert complaints(plan, changes) == [line]
+
+
+GATHERED = (
+    "weights are gathered and their gradients given back by Python between the layers' passes, which a replay does not "
+    "run; set "
+)
+OF_TWO_RANKS = {"context_parallel_size": 2}
+
+
+@pytest.mark.parametrize("impl", ["chunk", "transformer_engine"])
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"gtp_weight_remat_size": 2},
+            f"- gtp_weight_remat_size is 2: {GATHERED}tensor_parallel_num_weight_shards to tensor_model_parallel_size",
+        ),
+        (
+            {"expert_gtp_weight_remat_size": 2},
+            f"- expert_gtp_weight_remat_size is 2: {GATHERED}expert_tensor_parallel_num_weight_shards to "
+            "expert_tensor_parallel_size",
+        ),
+        *(
+            (
+                {**OF_TWO_RANKS, "cp_comm_type": kind},
+                f"- cp_comm_type is {kind!r}: of context parallelism only rings were checked in a graph; set it to "
+                "'p2p'",
+            )
+            for kind in ("a2a", "all_gather", "a2a+p2p", ["p2p", "a2a"])
+        ),
+        (
+            {**OF_TWO_RANKS, "hierarchical_context_parallel_sizes": [1, 2]},
+            "- hierarchical_context_parallel_sizes is [1, 2]: groups of two levels were not checked in a graph; set it "
+            "to None",
+        ),
+    ],
+)
+def test_parallelism_that_no_graph_can_serve_is_refused(plan, impl, changes, line):
+    training = replace(plan.training, context_parallel_size=changes.get("context_parallel_size", 1))
+    graphs = plan.graphs.model_copy(update={"impl": impl})
+    of_run = plan.model_copy(update={"training": training, "graphs": graphs})
+    built = {"cuda_graph_impl": "none" if impl == "chunk" else impl}
+    assert complaints(of_run, {**built, **changes}) == [line]
+    counting = of_run.model_copy(update={"graphs": graphs.model_copy(update={"impl": "none", "buckets": []})})
+    assert complaints(counting, changes) == []
+
+
+@pytest.mark.parametrize("changes", [{"cp_comm_type": None}, {"cp_comm_type": "p2p"}, {"cp_comm_type": ["p2p", "p2p"]}])
+def test_rings_are_accepted(plan, changes):
+    of_run = plan.model_copy(update={"training": replace(plan.training, context_parallel_size=2)})
+    assert complaints(of_run, {**OF_TWO_RANKS, **changes}) == []
+    assert complaints(plan, {"cp_comm_type": "a2a"}) == []  # one rank has nobody to communicate with
+
+
+def piped(plan, *, virtual=None, microbatches=8, group=None):
+    """The plan for a pipeline of two ranks."""
+    training = replace(
+        plan.training,
+        pipeline_parallel_size=2,
+        virtual_pipeline_size=virtual,
+        global_batch_size=microbatches * plan.training.micro_batch_size * plan.training.data_parallel_size,
+        microbatch_group_size=group,
+    )
+    needed = slots(pipeline_size=2, num_chunks=virtual or 1, num_microbatches=microbatches, group=group)
+    graphs = plan.graphs.model_copy(update={"slots": needed})
+    return plan.model_copy(update={"training": training, "graphs": graphs})
+
+
+LAYOUTS = {
+    "E|t*3|L": 0,
+    "Et|ttL": 1,
+    "Ettt|(t|)*2tL": 1,
+    "E|(tt|)*2L": 0,
+}
+"""Layouts as texts, and the fewest decoder layers of a chunk."""
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_layouts_are_counted_as_megatron_counts_them(text):
+    made = PipelineParallelLayerLayout(text, 1)
+    counts = [chunk.count(LayerType.decoder) for rank in made.layout for chunk in rank]
+    assert decoder_layers(SimpleNamespace(pipeline_model_parallel_layout=text)) == counts
+    assert decoder_layers(SimpleNamespace(pipeline_model_parallel_layout=made)) == counts
+    names = [["embedding", "decoder"], ["loss"]]
+    assert decoder_layers(SimpleNamespace(pipeline_model_parallel_layout=names)) == [1, 0]
+    assert min(counts) == LAYOUTS[text]
+
+
+@pytest.mark.parametrize("counted", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("ranks", "virtual"), [(2, None), (2, 2), (4, None)])
+def test_embeddings_that_count_as_layers_are_counted_as_megatron_counts_them(counted, ranks, virtual):
+    names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    checked = 0
+    for each in (1, 2, 3):
+        changed = config(num_layers=ranks * 12)
+        changed.num_layers = ranks * (virtual or 1) * each - sum(counted)
+        changed.pipeline_model_parallel_size, changed.virtual_pipeline_model_parallel_size = ranks, virtual
+        for name, value in zip(names, counted, strict=True):
+            setattr(changed, name, value)
+        built = [
+            get_num_layers_to_build(changed, vp_stage=None if virtual is None else stage, pp_rank=rank)
+            for stage in range(virtual or 1)
+            for rank in range(ranks)
+        ]
+        assert decoder_layers(changed) == built
+        checked += 0 in built
+    assert checked
+
+
+def test_uneven_pipelines_are_served_unless_a_chunk_has_no_layer(plan):
+    of_run, pipeline = piped(plan), {"pipeline_model_parallel_size": 2, "num_layers": 4}
+    for uneven in (
+        {"pipeline_model_parallel_layout": PipelineParallelLayerLayout("Et|tttL", 2)},
+        {"num_layers_in_first_pipeline_stage": 1},
+        {"num_layers_in_last_pipeline_stage": 1},
+        {"num_layers": 3, "account_for_embedding_in_pipeline_split": True},
+    ):
+        assert complaints(of_run, {**pipeline, **uneven}) == []
+    why = "a model chunk then has no decoder layer, and a graph of nothing was not checked; give every chunk at least "
+    layout = PipelineParallelLayerLayout("E|tttL", 2)
+    (line,) = complaints(of_run, {**pipeline, "pipeline_model_parallel_layout": layout})
+    assert line == f"- pipeline_model_parallel_layout is E|tttL: {why}one decoder layer"
+    counted = {"num_layers": 1, "account_for_embedding_in_pipeline_split": True}
+    (line,) = complaints(of_run, {**pipeline, **counted})
+    assert line == f"- account_for_embedding_in_pipeline_split is True: {why}one decoder layer"
+
+
+def test_groups_of_micro_batches_are_served_where_the_plans_slots_hold_them(plan):
+    of_run = piped(plan, virtual=2)
+    facts = settings.Facts(num_chunks=2)
+    pipeline = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    for group in (None, 2):
+        assert complaints(of_run, {**pipeline, "microbatch_group_size_per_vp_stage": group}, facts) == []
+    (line,) = complaints(of_run, {**pipeline, "microbatch_group_size_per_vp_stage": 4}, facts)
+    assert line == (
+        "- microbatch_group_size_per_vp_stage is 4, the plan was made for 2: a model chunk has up to 7 micro-batches "
+        "in flight, and at most 4 slots; set it to 2, or analyse with microbatch_group_size 4 in --settings"
+    )
+    (line,) = complaints(of_run, {**pipeline, "microbatch_group_size_per_vp_stage": 7}, facts)
+    assert line.endswith("Megatron takes no such group with the plan's micro-batches a step; set it to 2")
+    of_fours = piped(plan, virtual=2, group=4)
+    for group in (2, 4):  # a smaller group needs fewer slots
+        assert complaints(of_fours, {**pipeline, "microbatch_group_size_per_vp_stage": group}, facts) == []
+    one_chunk = piped(plan)
+    assert complaints(one_chunk, {"pipeline_model_parallel_size": 2, "microbatch_group_size_per_vp_stage": 4}) == []
 
 
 LATENT = {

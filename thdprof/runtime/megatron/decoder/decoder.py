@@ -7,13 +7,15 @@ replaced on the instance, and put back at the end.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
@@ -25,6 +27,13 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from thdprof.runtime.megatron.decoder.context_groups import ContextGroups
+
+logger = logging.getLogger(__name__)
+
+KNOWN_ARGUMENTS = frozenset({"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"})
+"""Arguments of a decoder's forward that graphs take: their tensors are copied into static ones."""
+_FOR_INFERENCE = frozenset({"inference_context", "inference_params"})
+"""With one of these the decoder's own forward runs, past everything else."""
 
 Rope = Callable[[int], torch.Tensor]
 """The type of a function that returns the rotary embeddings of so many positions, from the model's own module."""
@@ -118,11 +127,12 @@ class Decoder(nn.Module):
         self._layers_tables = keep_tables(self.block, run.longest())
         signature = inspect.signature(self._own_forward)
         required = {name for name, p in signature.parameters.items() if p.default is p.empty}
+        explained: set[str] = set()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             params = arguments.pop("packed_seq_params", None)
-            if arguments.get("inference_context") is not None:
+            if any(arguments.get(name) is not None for name in _FOR_INFERENCE):
                 return self._own_forward(*args, **kwargs)
             if params is None:
                 return run.unpacked(self._own_forward, *args, **kwargs)
@@ -136,13 +146,28 @@ class Decoder(nn.Module):
             packed = packed_seq_params.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx)
             if self._with_seq_idx and cp_size > 1 and tail == "none":
                 mamba.check_covered(packed, int(hidden.shape[0]) * shards * cp_size)
-            return run(
-                hidden,
-                packed,
-                constants=packed_seq_params.constants(params, of_size=groups is None),
-                with_rope=with_rope,
-                **{name: value for name, value in arguments.items() if value is not None or name in required},
-            )
+            unknown = not_known(arguments, signature)
+            if unknown and not explained.issuperset(unknown):
+                explained.update(unknown)
+                logger.warning(
+                    "%s.forward got %s, which no graph takes: its micro-batches run eagerly",
+                    type(self.block).__name__,
+                    ", ".join(sorted(unknown)),
+                )
+            arguments.update(further(arguments, signature))
+            given = required | KNOWN_ARGUMENTS | unknown  # all others are at their default
+            with run.falling_back(FallbackReason.argument_not_known if unknown else None):
+                return run(
+                    hidden,
+                    packed,
+                    constants=packed_seq_params.constants(params, of_size=groups is None),
+                    with_rope=with_rope,
+                    **{
+                        name: value
+                        for name, value in arguments.items()
+                        if name in given and (value is not None or name in required)
+                    },
+                )
 
         self.block.forward = forward
 
@@ -198,6 +223,39 @@ class Decoder(nn.Module):
             yield
         finally:
             self.block.input_tensor = before
+
+
+def not_known(arguments: Mapping[str, Any], signature: inspect.Signature) -> set[str]:
+    """Names of arguments that graphs do not take, and that are not at their default.
+
+    Args:
+        arguments: what a decoder's forward was called with, as `signature` binds it.
+        signature: of that forward.
+    """
+    names = {name for name, value in further(arguments, signature).items() if value is not None}
+    for name, value in arguments.items():
+        parameter = signature.parameters[name]
+        taken = name in KNOWN_ARGUMENTS | _FOR_INFERENCE or parameter.kind is parameter.VAR_KEYWORD
+        if not taken and not _is_default(value, parameter.default):
+            names.add(name)
+    return names
+
+
+def further(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """The keyword arguments that a forward takes without naming them (`**kwargs`), of `arguments` as `not_known` has
+    them.
+    """
+    names = [name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+    return {key: value for name in names for key, value in arguments.get(name, {}).items()}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether an argument says nothing: None, its own default, or an empty collection in place of None."""
+    if value is None or value is default:
+        return True
+    if isinstance(value, set | frozenset | list | tuple | dict):
+        return not value and not default
+    return isinstance(value, bool | int | float | str) and type(value) is type(default) and value == default
 
 
 def rope_of(model: Any) -> Rope | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.call import Call
@@ -12,6 +15,9 @@ from thdprof.runtime.megatron.surroundings import gather_parameters, generators
 
 class ChunkGraphs(GraphedModule):
     """A decoder run through a bank of graphs. Megatron's parameter gathering and gradient reduction go on around it."""
+
+    def _find_generators(self) -> Sequence[torch.Generator]:
+        return generators()  # loading a checkpoint replaces them
 
     def _open(self, call: Call) -> None:
         self._generators = generators()

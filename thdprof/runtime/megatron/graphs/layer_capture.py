@@ -61,15 +61,14 @@ class LayerCapture:
             splits: how each captured layer runs around its graph, in the layers' order.
             call: a sample call of the decoder, without the tensors' memory.
             make: `make_graphed_callables`.
-            generators: CUDA generators, besides the default one, that the decoder draws from.
+            generators: CUDA generators that the decoder draws from, the default one among them.
             surroundings: the state outside the decoder that its passes change.
             device: the GPU.
         """
         self._decoder, self._splits, self._call = decoder, splits, call
         self._layers = tuple(split.layer for split in splits)
         self._make, self._surroundings, self._device = make, surroundings, device
-        default = torch.cuda.default_generators[device.index]
-        self._generators = [default, *(g for g in generators if g is not default)]
+        self._generators = tuple(generators)
 
     def capture(self, slot: LayerSlot, bucket: Bucket) -> LayerReplays:
         """The graphs of all layers for `bucket`, captured over the static memory of `slot`.

@@ -19,6 +19,7 @@ from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.capture import pool_bytes
+from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -46,12 +47,20 @@ class LocalGraphs(DispatchedModule):
     why_no_rehearsal = "graphs.impl is local: Megatron records and makes its graphs in training steps alone"
     """Why no micro-batch can be replayed that is no part of training."""
 
-    def __init__(self, decoder: Decoder, buckets: Sequence[Bucket], **options: Any) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        buckets: Sequence[Bucket],
+        *,
+        generators: Callable[[], Sequence[torch.Generator]] = tuple,
+        **options: Any,
+    ) -> None:
         """A decoder over `buckets`.
 
         Args:
             decoder: a decoder whose layers were built with cuda_graph_impl "local".
             buckets: the shapes to record.
+            generators: returns the CUDA generators of Megatron's tracker, which Megatron registers with its graphs.
             options: further arguments of DispatchedModule.
 
         Raises:
@@ -68,6 +77,8 @@ class LocalGraphs(DispatchedModule):
         self._managers: tuple[Any, ...] = tuple(layer.cudagraph_manager for layer in self._layers)
         self._recorded: list[Bucket] = []
         self._announced = self._closed = False
+        self._find_generators = generators
+        self._states: RegisteredStates | None = None
         for layer in self._layers:
             layer.__dict__.pop(ASKED, None)  # an installation that was closed has left it there
         if not self._layers:
@@ -84,11 +95,15 @@ class LocalGraphs(DispatchedModule):
         tensors = call.tensors
         if self._created():
             self._announce()
+            if self._states is not None:
+                self._states.check(with_default(tensors[0].device, self._find_generators()))
             taken = recorded_bucket(bucket, call.shape, self._recorded)
             if taken is None:
                 return FallbackReason.capture_failed
         else:
             taken = bucket_to_record(call.shape, self._dispatcher.buckets, self._recorded)
+            if self._states is None:
+                self._states = RegisteredStates(with_default(tensors[0].device, self._find_generators()))
             if taken not in self._recorded:
                 # two buckets must not record one tensor: Megatron counts a tensor's uses up to the next backward
                 self._renew_tables()
@@ -155,7 +170,7 @@ class LocalGraphs(DispatchedModule):
         return super().stats()
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory in Megatron's pool of graph memory."""
+        """Bytes of GPU memory in Megatron's pool of graph memory, in which the graphs' static inputs lie too."""
         from megatron.core.transformer.cuda_graphs import CudaGraphManager
 
         pool = CudaGraphManager.global_mempool
@@ -189,7 +204,7 @@ class LocalGraphs(DispatchedModule):
         for manager in self._managers:
             manager.cudagraph_runners.clear()  # Megatron itself clears only runners without graphs
         delete_cuda_graphs()
-        self._recorded, self._announced = [], False
+        self._recorded, self._announced, self._states = [], False, None
 
 
 def bucket_to_record(shape: Shape, buckets: Sequence[Bucket], recorded: Collection[Bucket]) -> Bucket:

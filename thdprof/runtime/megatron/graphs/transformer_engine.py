@@ -26,6 +26,7 @@ from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
 from thdprof.runtime.graphs.module_state import Placement
+from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.mamba import is_mamba
@@ -98,11 +99,14 @@ class LayerGraphs(DispatchedModule):
         self._slots: list[LayerSlot] = []
         self._failures: dict[Bucket, str] = {}
         self._placement: Placement | None = None
+        self._states: RegisteredStates | None = None
         self._anchor: torch.Tensor | None = None
         self._layer_capture: LayerCapture | None = None
 
     def pool_bytes(self) -> int:
-        """Bytes of GPU memory in the graphs' memory pools and in the layers' static inputs."""
+        """Bytes of GPU memory in the graphs' memory pools and in their static inputs, of which every layer has its
+        own.
+        """
         return sum(pool_bytes(self._device, slot.pool) + slot.static_bytes() for slot in self._slots)
 
     def host_bytes(self) -> int:
@@ -127,13 +131,14 @@ class LayerGraphs(DispatchedModule):
             )
         device = call.tensors[0].device
         gather_parameters(self.module)
+        self._states = RegisteredStates(with_default(device, self._find_generators()))
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._layer_capture = LayerCapture(
             self.module,
             self._splits,
             call.without_values(),
             make=self._make,
-            generators=self._find_generators(),
+            generators=with_default(device, self._find_generators()),
             surroundings=self._surroundings,
             device=device,
         )
@@ -187,6 +192,8 @@ class LayerGraphs(DispatchedModule):
 
     def _lease(self, bucket: Bucket) -> LayerLease | FallbackReason:
         assert self._anchor is not None
+        assert self._states is not None  # `_open` has made both
+        self._states.check(with_default(self._device, self._find_generators()))
         if self._placement is not None:
             self._placement.check()
         free = [slot for slot in self._slots if not slot.busy]
@@ -234,7 +241,7 @@ class LayerGraphs(DispatchedModule):
             slot.close()
         self._slots = []
         self._failures = {}
-        self._placement = self._layer_capture = None
+        self._placement = self._states = self._layer_capture = None
         super().recapture()
 
     def close(self) -> None:

@@ -49,7 +49,13 @@ def refusals_of_decoder(config: Any) -> Iterator[str]:
     Args:
         config: as `refusals` takes it.
     """
-    run = Run(impl="chunk", modules=(), experts=_experts_of(config), config=config)
+    run = Run(
+        impl="chunk",
+        modules=(),
+        context_parallel_size=getattr(config, "context_parallel_size", None),
+        experts=_experts_of(config),
+        config=config,
+    )
     return (limit.in_fields(run) for limit in limits_of(run))
 
 
