@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +36,8 @@ COMMON = (
     "--te-rng-tracker --tokenizer-type NullTokenizer --vocab-size 32000 --split 90,5,5 --num-workers 2 "
     "--dataloader-inter-document-masking --no-create-attention-mask-in-dataloader"
 )
+TORCHRUN_KILLS_AFTER_S = 30
+"""Seconds that torchrun gives its ranks to end by themselves."""
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 _STEP = re.compile(r"iteration +(\d+)/ *\d+ \|.*elapsed time per iteration \(ms\): ([\d.]+)")
 
@@ -112,21 +116,38 @@ def environment_here() -> dict[str, str]:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], *, limit: float) -> tuple[str, int]:
-    """Output and exit code of a command that may take `limit` seconds."""
+    """Output and exit code of a command that may take `limit` seconds.
+
+    No process that it started outlives it: torchrun, killed before it has killed its own ranks, leaves them behind.
+    """
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(environment)
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=dict(environment),
+        start_new_session=True,
     )
     try:
         printed, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         process.terminate()
         try:
-            printed, _ = process.communicate(timeout=20)
+            printed, _ = process.communicate(timeout=TORCHRUN_KILLS_AFTER_S + 10)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill_all_of(process)
             printed, _ = process.communicate()
         return printed, 124
+    finally:
+        _kill_all_of(process)
     return printed, process.returncode
+
+
+def _kill_all_of(process: subprocess.Popen[str]) -> None:
+    """Kill every process of the session that `process` began, if any is left."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def scalars_of(directory: Path) -> dict[str, dict[int, float]]:
