@@ -110,15 +110,17 @@ def script_run(
     )
 
 
-def environment_here() -> dict[str, str]:
-    """This process's environment, in which this tree's thdprof is found first."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+def environment_here(*folders: Path) -> dict[str, str]:
+    """This process's environment, in which this tree's thdprof is found first, and then what is in `folders`."""
+    path = [str(ROOT), *map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], *, limit: float) -> tuple[str, int]:
     """Output and exit code of a command that may take `limit` seconds.
 
-    No process that it started outlives it: torchrun, killed before it has killed its own ranks, leaves them behind.
+    No process that it started outlives it: torchrun gives each rank a session of its own, and leaves its ranks behind
+    when it is killed before it has killed them.
     """
     process = subprocess.Popen(
         command,
@@ -127,7 +129,6 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, limit: float)
         text=True,
         errors="replace",
         env=dict(environment),
-        start_new_session=True,
     )
     try:
         printed, _ = process.communicate(timeout=limit)
@@ -136,18 +137,35 @@ def run(command: Sequence[str], environment: Mapping[str, str], *, limit: float)
         try:
             printed, _ = process.communicate(timeout=TORCHRUN_KILLS_AFTER_S + 10)
         except subprocess.TimeoutExpired:
-            _kill_all_of(process)
+            _kill_with_ranks(process)
             printed, _ = process.communicate()
         return printed, 124
-    finally:
-        _kill_all_of(process)
+    except BaseException:
+        _kill_with_ranks(process)
+        raise
     return printed, process.returncode
 
 
-def _kill_all_of(process: subprocess.Popen[str]) -> None:
-    """Kill every process of the session that `process` began, if any is left."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _kill_with_ranks(process: subprocess.Popen[str]) -> None:
+    """Kill a process and all processes that it has started, and that these have."""
+    for pid in [*descendants(process.pid), process.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and that these have, as far as they still run."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    found, waiting = [], [pid]
+    while waiting:
+        parent = waiting.pop()
+        children = [child for child, of in parents.items() if of == parent]
+        found += children
+        waiting += children
+    return found
 
 
 def scalars_of(directory: Path) -> dict[str, dict[int, float]]:

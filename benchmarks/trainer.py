@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import megatron_lm
-from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run
-from trainer_exact import ROWS, exact_data, exact_row
+from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run, without
+from trainer_exact import APEX_STAND_IN, ROWS, exact_data, exact_row
 from trainer_lives import LIVES, Life
 from trainer_parts import parts_of_a_step
 
@@ -74,6 +74,9 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     run_thdprof(["demo", str(directory / "demo")])
     flags = shlex.split(f"{QWEN3_06B} {COMMON} {NO_DROPOUT} --eval-interval 20 --eval-iters 2 --log-interval 5")
     flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
+    flags = [*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)]
+    flags = without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
+    path = megatron_lm.environment_here(*[APEX_STAND_IN] * args.fused)["PYTHONPATH"]
     plan = plan_of(flags, directory, "plan")
     runs: list[tuple[str, Ran]] = []
     for name in args.variants:
@@ -90,6 +93,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
             replay=name == "plan",
             stats=stats if by_plan else None,
             tensorboard=directory / f"tensorboard-{name}",
+            environment={"PYTHONPATH": path},
             log=directory / f"{name}.log",
         )
         print(name, ran.code, ran.step_ms(after=WARM), ran.error, flush=True)
@@ -131,7 +135,7 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `lives`: all at once."""
     megatron_lm.write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
     megatron_lm.write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
-    chosen = [life for life in LIVES if named(life.name, args.rows)]
+    chosen = [life for life in LIVES if life.gpus in args.gpus and named(life.name, args.rows)]
 
     def live(numbered: tuple[int, Life]) -> list[str]:
         number, life = numbered
@@ -197,12 +201,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("mode", choices=["speed", "exact", "lives"])
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
-    parser.add_argument("--gpus", default="1", help="exact: rows of so many GPUs: 1,2 [1]")
+    parser.add_argument("--gpus", default="1", help="exact, lives: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
         "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP,EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"speed: steps of each run [{STEPS}]")
+    parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
+    parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
     parser.add_argument("--variants", default="eager,local,transformer_engine,full_iteration,padded,install,plan")
     parser.add_argument("--parts", action="store_true", help="speed: also profile where a step goes")
     parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
