@@ -64,7 +64,11 @@ def close_all(why: str) -> None:
         why: the occasion, for the log.
     """
     for owner in [owner for owner in list(_known) if owner.holds_graphs()]:
-        logger.warning("%s while CUDA graphs may hold its communicators: they are closed first", why)
+        logger.log(
+            logging.WARNING if distributed.is_available() and distributed.is_initialized() else logging.INFO,
+            "%s while there are CUDA graphs that may hold its communicators: they are closed first",
+            why,
+        )
         try:
             owner.close()
         except Exception:
