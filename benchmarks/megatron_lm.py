@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +36,8 @@ COMMON = (
     "--te-rng-tracker --tokenizer-type NullTokenizer --vocab-size 32000 --split 90,5,5 --num-workers 2 "
     "--dataloader-inter-document-masking --no-create-attention-mask-in-dataloader"
 )
+TORCHRUN_KILLS_AFTER_S = 30
+"""Seconds that torchrun gives its ranks to end by themselves."""
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 _STEP = re.compile(r"iteration +(\d+)/ *\d+ \|.*elapsed time per iteration \(ms\): ([\d.]+)")
 
@@ -106,27 +110,62 @@ def script_run(
     )
 
 
-def environment_here() -> dict[str, str]:
-    """This process's environment, in which this tree's thdprof is found first."""
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+def environment_here(*folders: Path) -> dict[str, str]:
+    """This process's environment, in which this tree's thdprof is found first, and then what is in `folders`."""
+    path = [str(ROOT), *map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], *, limit: float) -> tuple[str, int]:
-    """Output and exit code of a command that may take `limit` seconds."""
+    """Output and exit code of a command that may take `limit` seconds.
+
+    No process that it started outlives it: torchrun gives each rank a session of its own, and leaves its ranks behind
+    when it is killed before it has killed them.
+    """
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(environment)
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=dict(environment),
     )
     try:
         printed, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         process.terminate()
         try:
-            printed, _ = process.communicate(timeout=20)
+            printed, _ = process.communicate(timeout=TORCHRUN_KILLS_AFTER_S + 10)
         except subprocess.TimeoutExpired:
-            process.kill()
+            _kill_with_ranks(process)
             printed, _ = process.communicate()
         return printed, 124
+    except BaseException:
+        _kill_with_ranks(process)
+        raise
     return printed, process.returncode
+
+
+def _kill_with_ranks(process: subprocess.Popen[str]) -> None:
+    """Kill a process and all processes that it has started, and that these have."""
+    for pid in [*descendants(process.pid), process.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and that these have, as far as they still run."""
+    parents = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    found, waiting = [], [pid]
+    while waiting:
+        parent = waiting.pop()
+        children = [child for child, of in parents.items() if of == parent]
+        found += children
+        waiting += children
+    return found
 
 
 def scalars_of(directory: Path) -> dict[str, dict[int, float]]:

@@ -2,12 +2,15 @@
 
     python benchmarks/trainer.py speed --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-speed.md
     python benchmarks/trainer.py exact --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-exact.md
-    python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-lives.md
+    python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-lives.md
+    python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
 speed   the shape of Qwen3-0.6B on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
         the plan with --replay off; then where the time of a step by the plan goes
 exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
         alone, with deterministic kernels: steps in which loss or gradient norm differ
+soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
+        and the same command goes on until it is done
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 """
 
@@ -24,10 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import megatron_lm
-from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run
-from trainer_exact import ROWS, exact_data, exact_row
+from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run, without
+from trainer_exact import APEX_STAND_IN, ROWS, exact_data, exact_row
 from trainer_lives import LIVES, Life
 from trainer_parts import parts_of_a_step
+from trainer_soak import soak
 
 INSTALL_ALONE = """import runpy, sys
 sys.path[:0] = [{folder!r}]
@@ -51,7 +55,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """`install` in the same script by a launcher, without what thdprof.run changes besides: what was there before it."""
 STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
 """Megatron's own graph settings, and what each asks for besides."""
-STEPS, WARM = 40, 10
+STEPS, WARM, SOAKED = 40, 10, 20_000
 
 
 def exact(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -74,6 +78,9 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     run_thdprof(["demo", str(directory / "demo")])
     flags = shlex.split(f"{QWEN3_06B} {COMMON} {NO_DROPOUT} --eval-interval 20 --eval-iters 2 --log-interval 5")
     flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
+    flags = [*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)]
+    flags = without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
+    path = megatron_lm.environment_here(*[APEX_STAND_IN] * args.fused)["PYTHONPATH"]
     plan = plan_of(flags, directory, "plan")
     runs: list[tuple[str, Ran]] = []
     for name in args.variants:
@@ -90,6 +97,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
             replay=name == "plan",
             stats=stats if by_plan else None,
             tensorboard=directory / f"tensorboard-{name}",
+            environment={"PYTHONPATH": path},
             log=directory / f"{name}.log",
         )
         print(name, ran.code, ran.step_ms(after=WARM), ran.error, flush=True)
@@ -131,7 +139,7 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `lives`: all at once."""
     megatron_lm.write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
     megatron_lm.write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
-    chosen = [life for life in LIVES if named(life.name, args.rows)]
+    chosen = [life for life in LIVES if life.gpus in args.gpus and named(life.name, args.rows)]
 
     def live(numbered: tuple[int, Life]) -> list[str]:
         number, life = numbered
@@ -146,6 +154,11 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     with ThreadPoolExecutor(args.jobs) as pool:
         lines = list(pool.map(live, enumerate(chosen)))
     return table([["life", "what must hold", "seen"], *lines])
+
+
+def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
+    """What a part of `soak` says of the whole run so far."""
+    return soak(args.megatron_lm, directory, steps=args.steps, minutes=args.minutes)
 
 
 def named(name: str, texts: str) -> bool:
@@ -194,21 +207,27 @@ def heading(mode: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["speed", "exact", "lives"])
+    parser.add_argument("mode", choices=["speed", "exact", "lives", "soak"])
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
-    parser.add_argument("--gpus", default="1", help="exact: rows of so many GPUs: 1,2 [1]")
+    parser.add_argument("--gpus", default="1", help="exact, lives: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
         "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP,EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"speed: steps of each run [{STEPS}]")
+    parser.add_argument("--steps", type=int, help=f"speed, soak: steps of each run [{STEPS}, {SOAKED}]")
+    parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
+    parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
+    parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
     parser.add_argument("--variants", default="eager,local,transformer_engine,full_iteration,padded,install,plan")
     parser.add_argument("--parts", action="store_true", help="speed: also profile where a step goes")
     parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
     args = parser.parse_args()
     args.megatron_lm = args.megatron_lm.resolve()
     args.gpus = [int(n) for n in args.gpus.split(",")]
+    args.steps = args.steps or (SOAKED if args.mode == "soak" else STEPS)
+    if args.mode == "soak" and args.keep is None:
+        parser.error("soak needs --keep, the folder from which its next part goes on")
     args.variants = [name for name in args.variants.split(",") if name]
     return args
 
@@ -219,7 +238,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        told = {"speed": speed, "exact": exact, "lives": lives}[args.mode](args, directory)
+        told = {"speed": speed, "exact": exact, "lives": lives, "soak": soaked}[args.mode](args, directory)
         text = "\n".join([*heading(args.mode), *told]) + "\n"
         args.out.write_text(text)
         print(text)

@@ -45,8 +45,13 @@ class Row:
     script: str = "pretrain_gpt.py"
     sft: bool = False
     """Train on conversations by --sft, not on documents."""
+    fused: bool = False
+    """Add weight gradients to main_grad inside the matrix products: Transformer Engine's layers do it themselves, and
+    Megatron's output layer by a module of Apex, for which a stand-in is found."""
 
 
+APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
+"""Folder with what stands for the module of Apex that --gradient-accumulation-fusion asks for."""
 _EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
     "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
@@ -62,6 +67,32 @@ ROWS = (
         gpus=2,
         flags="--tensor-model-parallel-size 2 --sequence-parallel",
         dropout=True,
+    ),
+    Row(name="TP 2, dropout", gpus=2, flags="--tensor-model-parallel-size 2", dropout=True),
+    Row(name="one GPU, fused gradient accumulation", fused=True),
+    Row(name="one GPU, multi-token prediction", flags="--mtp-num-layers 1"),
+    Row(name="one GPU, experts, router z-loss", flags=f"{_EXPERTS} --moe-z-loss-coeff 1e-3"),
+    Row(
+        name="one GPU, experts, expert bias",
+        flags=f"{_EXPERTS} --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+    ),
+    Row(name="EP 2, router z-loss", gpus=2, flags=f"--expert-model-parallel-size 2 {_EXPERTS} --moe-z-loss-coeff 1e-3"),
+    Row(
+        name="EP 2, expert bias",
+        gpus=2,
+        flags=f"--expert-model-parallel-size 2 {_EXPERTS} --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias",
+    ),
+    Row(
+        name="DP 2, two instances of the distributed optimizer",
+        gpus=2,
+        flags="--use-distributed-optimizer --num-distributed-optimizer-instances 2",
+    ),
+    Row(
+        name="DP 4, two instances of the distributed optimizer, both overlaps",
+        gpus=4,
+        flags="--use-distributed-optimizer --num-distributed-optimizer-instances 2 --overlap-grad-reduce "
+        "--overlap-param-gather",
     ),
     Row(name="PP 2", gpus=2, flags="--pipeline-model-parallel-size 2"),
     Row(name="PP 2, dropout", gpus=2, flags="--pipeline-model-parallel-size 2", dropout=True),
@@ -100,7 +131,9 @@ def exact_flags(row: Row, data: Path) -> list[str]:
     """
     flags = shlex.split(f"{SMALL} {COMMON} {row.flags}")
     flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if row.dropout else NO_DROPOUT)
-    flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-interval", "50", "--eval-iters", "2"]
+    flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-interval", "25", "--eval-iters", "2"]
+    if row.fused:
+        flags = without(flags, "--no-gradient-accumulation-fusion")
     if row.script == "pretrain_hybrid.py":
         flags = without(flags, "--num-layers")  # the pattern says how many there are
     if not row.sft:
@@ -129,6 +162,7 @@ def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
     folder.mkdir()
     flags = exact_flags(row, directory / "data")
     plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS)
+    path = environment_here(*[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
     ran = {}
     for number, name in enumerate(("on", "off", "unchanged")):
         planned = name != "unchanged"
@@ -141,7 +175,7 @@ def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
             gpus=row.gpus,
             port=port + number,
             tensorboard=folder / name,
-            environment=EXACT,
+            environment={**EXACT, "PYTHONPATH": path},
             limit=400,
             log=folder / f"{name}.log",
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_lm import COMMON, EXACT, SMALL, Ran, different_steps, environment_here, plan_of, script_run, without
+from trainer_exits import EXITS, life_of
 
 STEPS, HALF = 30, 15
 
@@ -28,6 +29,8 @@ class Life:
     run: Callable[[Path, Path, Path, int], str]
     """Takes the script, the data's prefix, an empty folder and a number of its own; returns what was seen, which begins
     with `held` or `FAILED`."""
+    gpus: int = 1
+    """Number of GPUs."""
 
 
 class _Runs:
@@ -219,5 +222,14 @@ LIVES = (
         name="SIGTERM",
         what="--exit-signal-handler saves a checkpoint, statistics are written, the process ends by itself",
         run=_ended_by_signal,
+    ),
+    *(
+        Life(
+            name=name,
+            what="the rank ends within 10 s with the unchanged script's exit code, and leaves no process behind",
+            run=life_of(ends),
+            gpus=ends.gpus,
+        )
+        for name, ends in EXITS.items()
     ),
 )

@@ -15,7 +15,7 @@ from support.random_states import FakeDefault, FakeGenerator  # noqa: E402
 from support.unpinned_staging import UnpinnedStaging  # noqa: E402
 from torch import nn  # noqa: E402
 
-from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack  # noqa: E402
+from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack, teardown  # noqa: E402
 from thdprof.runtime.graphs import bank, static_metadata  # noqa: E402
 from thdprof.runtime.graphs.capture import CapturedPass  # noqa: E402
 
@@ -186,3 +186,33 @@ def test_a_bucket_whose_capture_fails_runs_eagerly(plain, monkeypatch, caplog):
     assert graphs.stats().fallbacks == {FallbackReason.capture_failed: 1}
     failures = [record for record in caplog.records if "operation not permitted" in record.getMessage()]
     assert len(failures) == 2  # one a bucket, although the large one is never asked for
+
+
+@pytest.mark.parametrize("error", [RuntimeError("in a step"), SystemExit(7)])
+def test_a_step_that_ends_half_way_leaves_no_graph_behind(plain, monkeypatch, error):
+    """The error's traceback still refers to the passes, so that only an explicit reset frees their graphs."""
+    freed = []
+
+    def capture(*args, **kwargs):
+        captured = capture_pass(*args, **kwargs)
+        for graph in (captured.forward, captured.backward):
+            graph.reset = lambda graph=graph: freed.append(graph)
+        return captured
+
+    def step():
+        y = graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+        assert y.requires_grad
+        raise error
+
+    monkeypatch.setattr(bank, "capture_pass", capture)
+    graphs = graphed(plain, num_slots=2)
+    with pytest.raises(type(error)) as ended:
+        step()
+    assert graphs.holds_graphs()
+    teardown.close_all("a test ends")
+    assert ended.value is error
+    assert len(freed) == 2 * 2 * 2  # passes of two buckets in two slots
+    assert not graphs.holds_graphs()
+    x = draw()
+    assert torch.equal(graphs(x, pack(BOUNDS[0])), plain(x, pack(BOUNDS[0])))
+    assert graphs.stats().fallbacks == {FallbackReason.disabled_by_user: 1}

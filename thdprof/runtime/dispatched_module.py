@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.runtime import teardown
 from thdprof.runtime.call import Call, describe_argument
 from thdprof.runtime.padding import PackedSequence, boundaries_of, shape_of, to_device
 from thdprof.runtime.stats import Stats
@@ -70,6 +71,7 @@ class DispatchedModule(nn.Module):
         self._explained: set[FallbackReason] = set()
         self._timers: list[PassTimer] = []
         self._told: FallbackReason | None = None
+        teardown.before_communicators(self)
 
     @abstractmethod
     def _open(self, call: Call) -> None:
@@ -344,8 +346,12 @@ class DispatchedModule(nn.Module):
 
     def close(self) -> None:
         """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""
+        self.enabled = False  # first, since another thread may run micro-batches while communicators are aborted
         self.recapture()
-        self.enabled = False
+
+    def holds_graphs(self) -> bool:
+        """Whether graphs were captured and not freed since."""
+        return self._signature is not None
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
         self.recapture()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -131,6 +132,15 @@ def of(count: int) -> tuple[int, ...]:
     return (*[1] * (count - 1), TOKENS - count + 1)
 
 
+class Graph(str):
+    """Stands for a CUDA graph that Megatron has captured."""
+
+    freed: ClassVar[list[str]] = []
+
+    def reset(self) -> None:
+        self.freed.append(str(self))
+
+
 def create_graphs() -> None:
     """What `create_cudagraphs` does at the end of a step, but for the graphs; with its check of shared inputs."""
     record = cuda_graphs._CudagraphGlobalRecord
@@ -138,12 +148,12 @@ def create_graphs() -> None:
     for runner, kind, *recorded in record.cudagraph_record:
         if kind == "bwd":
             assert not any(open_inputs.values()), "fwd_buffer_reuse_ref_count is not 0 before a backward"
-            runner.bwd_graph = "backward"
+            runner.bwd_graph = Graph("backward")
             continue
         for meta in runner.get_arg_metas(*recorded[:2]):
             if (uses := meta.cg_buffer_metadata.input_use_count) > 1:
                 open_inputs[id(meta.cg_buffer_metadata)] = open_inputs.get(id(meta.cg_buffer_metadata), uses) - 1
-        runner.fwd_graph = "forward"
+        runner.fwd_graph = Graph("forward")
         runner.cudagraph_created = True
     if record.cudagraph_record:
         record.cudagraph_created = True
@@ -316,7 +326,9 @@ def test_closing_drops_the_graphs_and_keeps_the_layers_past_the_managers():
     for count in (1, 9):
         run.microbatch(*of(count))
     create_graphs()
+    Graph.freed.clear()
     run.graphs.close()
+    assert sorted(Graph.freed) == sorted(["forward", "backward"] * LAYERS)  # whoever still refers to the runners
     assert run.runners() == 0
     assert run.answers_left() == ["_should_call_local_cudagraph"] * LAYERS  # they would record anew
     record = cuda_graphs._CudagraphGlobalRecord

@@ -13,6 +13,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
+from thdprof.runtime import teardown
 from thdprof.runtime.graphs.capture import CapturedPass, capture_pass
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.module_state import Placement
@@ -68,7 +69,7 @@ class Bank:
             tensors: the tensor arguments of one micro-batch, on the GPU, after which the static inputs are shaped.
             options: the bank's settings.
         """
-        device = tensors[0].device
+        self._device = device = tensors[0].device
         self._module, self._call, self._options = module, call, options
         self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
         self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
@@ -184,13 +185,14 @@ class Bank:
 
     def close(self) -> None:
         """Free all graphs and their memory; the parameters' gradients stay. The backward of a lease that is still held
-        raises.
+        raises. Any thread may call it.
         """
-        torch.cuda.synchronize()
-        for slot in self.slots:
-            slot.closed = True
-            for captured in slot.passes.values():
-                captured.forward.reset()
-                captured.backward.reset()
-            slot.passes.clear()
-        self.slots.clear()
+        teardown.wait_for_gpu(self._device)
+        with teardown.LAUNCH:
+            for slot in self.slots:
+                slot.closed = True
+                for captured in slot.passes.values():
+                    captured.forward.reset()
+                    captured.backward.reset()
+                slot.passes.clear()
+            self.slots.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
+from thdprof.runtime import teardown
 from thdprof.runtime.graphs.capture import CapturedPass
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.static_metadata import Metadata
@@ -154,7 +155,8 @@ class Lease(SlotLease):
         """Replay the forward graph; the outputs are copies, which the caller may keep."""
         self.slot.metadata.stage(boundaries, self.bucket)
         self.slot.stage_inputs(tensors)
-        self.captured.forward.replay()
+        with teardown.LAUNCH:
+            self.captured.forward.replay()
         return tuple(o.clone() for o in self.captured.outputs)
 
     def backward(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -175,7 +177,8 @@ class Lease(SlotLease):
             else:
                 static.copy_(grad)
         self._gradients.attach(self.captured.touched)
-        self.captured.backward.replay()
+        with teardown.LAUNCH:
+            self.captured.backward.replay()
         input_grads = [g.clone() if g is not None else None for g in self.captured.input_grads]
         self.release()
         self._on_backward()

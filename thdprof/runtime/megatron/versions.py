@@ -71,7 +71,8 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
-        name="CudaGraphManager: cudagraph_runners, global_mempool; _CudaGraphRunner.status; _GraphStatus",
+        name="CudaGraphManager: cudagraph_runners, global_mempool; _CudaGraphRunner.status, fwd_graph, bwd_graph; "
+        "_GraphStatus",
         checked=MEGATRON,
         why="tells whether a backward pass is still to come, counts graphs and their memory, and frees them",
     ),

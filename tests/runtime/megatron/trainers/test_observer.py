@@ -262,3 +262,17 @@ def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed,
         totals.begin(installed.stats(), peak=peak)
     added, largest = totals.end()
     assert (added.replays[small], added.fallbacks["too_many_seqs"], largest) == (270, 30, 5)
+
+
+@pytest.mark.parametrize(("rank", "lines_written"), [(0, 1), (1, 0)])
+def test_a_rank_is_what_it_was_after_process_groups_went(plan, installed, tmp_path, rank, lines_written):
+    """An exit may destroy the process groups first; not every rank is rank 0 then."""
+    stats = tmp_path / "stats.jsonl"
+    with pytest.MonkeyPatch.context() as alive:
+        alive.setattr(torch.distributed, "is_initialized", lambda: True)
+        alive.setattr(torch.distributed, "get_rank", lambda: rank)
+        alive.setattr(torch.distributed, "get_world_size", lambda: 2)
+        observer = Observer(installed, plan, stats=stats, say=print)
+    observer.finish(together=False)
+    written = stats.read_text().splitlines() if stats.exists() else []
+    assert [json.loads(line)["ranks"] for line in written] == [2] * lines_written

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
+from thdprof.runtime import teardown
 from thdprof.runtime.call import Call
 from thdprof.runtime.graphs.slots import SlotLease, SlotMemory
 from thdprof.runtime.megatron.offload.layers import LayerMoves
@@ -166,7 +167,8 @@ class LayerLease(SlotLease):
         unfused = [p for p in parameters if id(p) not in self.replays.fused]
         copied = iter(_Copied.apply(*unfused) if unfused else ())
         arguments = [p if id(p) in self.replays.fused else next(copied) for p in parameters]
-        return self.replays.graphs[number](hidden, *arguments)
+        with teardown.LAUNCH:
+            return self.replays.graphs[number](hidden, *arguments)
 
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
         """A copy of the hidden states after the last layer, which the caller may keep."""

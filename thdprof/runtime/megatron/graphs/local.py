@@ -192,8 +192,8 @@ class LocalGraphs(DispatchedModule):
 
     def close(self) -> None:
         """Free all graphs; the decoder runs eagerly from here on. Call it before destroying process groups."""
-        self._free()
         self.enabled, self._closed = False, True
+        self._free()
         for layer in self._layers:  # else Megatron's managers would record graphs anew
             layer.__dict__[ASKED] = _no
 
@@ -202,6 +202,10 @@ class LocalGraphs(DispatchedModule):
 
         super().recapture()
         for manager in self._managers:
+            for runner in manager.cudagraph_runners:
+                for graph in (runner.fwd_graph, runner.bwd_graph):
+                    if graph is not None:
+                        graph.reset()  # a half-done step, such as an error's traceback, may still refer to the runner
             manager.cudagraph_runners.clear()  # Megatron itself clears only runners without graphs
         delete_cuda_graphs()
         self._recorded, self._announced, self._states = [], False, None

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.runtime import teardown
 from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
@@ -236,10 +237,11 @@ class LayerGraphs(DispatchedModule):
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
         if self._slots:
-            torch.cuda.synchronize()
-        for slot in self._slots:
-            slot.close()
-        self._slots = []
+            teardown.wait_for_gpu(self._device)
+        with teardown.LAUNCH:
+            for slot in self._slots:
+                slot.close()
+            self._slots = []
         self._failures = {}
         self._placement = self._states = self._layer_capture = None
         super().recapture()

@@ -35,6 +35,7 @@ class Observer:
             say: writes one line to the run's log; called on rank 0 alone.
         """
         self._installation, self._plan, self._stats, self._say = installation, plan, stats, say
+        self._rank, self._num_ranks = rank_and_size()  # an exit may destroy the process groups first
         self._drift, self._totals = DriftTest(plan), RankTotals(plan)
         self._logged = self._counts()
         self._iteration: int | None = None
@@ -89,16 +90,20 @@ class Observer:
         A file that cannot be written is told in the log; it ends no run.
         """
         own = self._installation.stats()
-        rank, num_ranks = rank_and_size()
         if together:
             self._tell()
             self._totals.begin(own, peak=self._installation.pool_bytes())
             totals, pool_bytes = self._totals.end()
         else:
             totals, pool_bytes = own, self._installation.pool_bytes()
-        if self._stats is None or rank != 0:
+        if self._stats is None or self._rank != 0:
             return
-        extra = {"iteration": self._iteration, "ranks": num_ranks, "all_ranks": together, "pool_bytes": pool_bytes}
+        extra = {
+            "iteration": self._iteration,
+            "ranks": self._num_ranks,
+            "all_ranks": together,
+            "pool_bytes": pool_bytes,
+        }
         try:
             totals.append_jsonl(self._stats, plan=self._plan.identity, **extra)
         except OSError as error:  # training itself has ended well
@@ -110,7 +115,7 @@ class Observer:
             return
         iteration, self._awaited = self._awaited, None
         totals, _ = self._totals.end()
-        if rank_and_size()[0] != 0:
+        if self._rank != 0:
             return
         self._say(f"thdprof, step {iteration}: {compared(totals, self._plan)}")
         if not self._plan.captured:

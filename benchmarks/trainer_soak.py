@@ -1,0 +1,161 @@
+"""A long run of Megatron-LM's script by a plan, in parts that resume from its own checkpoints."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from megatron_lm import COMMON, plan_of, scalars_of, script_run, without, write_documents
+
+TINY = (
+    "--num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --seq-length 256 --max-position-embeddings 256 --attention-dropout 0.1 --hidden-dropout 0.1"
+)
+"""A model whose steps take the host a few milliseconds."""
+CAPS = (0.5, 0.8, 0.95)
+"""Shares of micro-batches at which the buckets are; the rest runs eagerly."""
+EVALUATE_EVERY, SAVE_EVERY, LOG_EVERY = 100, 1000, 10
+FLAT = 0.01
+"""Share by which memory may differ between the two moments that are compared."""
+WARM, AVERAGED = 1000, 10
+"""Steps of the run before the first of the two moments, and logged steps of which each is the median."""
+_MEMORY = ("mem-allocated-bytes", "mem-reserved-bytes")
+
+Scalars = Mapping[str, Mapping[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Soaked:
+    """What a run looks like so far."""
+
+    step: int
+    """The last step that was logged."""
+    lines: tuple[str, ...]
+    """What was seen, a sentence each; those that begin with `FAILED` must not be."""
+
+    @property
+    def held(self) -> bool:
+        """Whether nothing is wrong so far."""
+        return not any(line.startswith("FAILED") for line in self.lines)
+
+
+def soak_flags(steps: int, data: Path, checkpoints: Path) -> list[str]:
+    """Megatron's arguments.
+
+    Args:
+        steps: of the whole run.
+        data: prefix of the dataset.
+        checkpoints: folder to save to and to resume from; the last checkpoint alone is kept.
+    """
+    flags = without(shlex.split(f"{TINY} {COMMON}"), "--global-batch-size")
+    flags += shlex.split(f"--global-batch-size 1 --train-iters {steps} --log-interval {LOG_EVERY}")
+    flags += shlex.split(f"--eval-interval {EVALUATE_EVERY} --eval-iters 1 --log-memory-to-tensorboard")
+    flags += ["--save", str(checkpoints), "--load", str(checkpoints), "--save-interval", str(SAVE_EVERY)]
+    flags += ["--save-retain-interval", str(100 * steps), "--ckpt-format", "torch"]
+    return [*flags, "--data-path", str(data)]
+
+
+def soak(scripts: Path, directory: Path, *, steps: int, minutes: int) -> list[str]:
+    """Train for so many minutes, from where the last call ended; returns what was seen.
+
+    Args:
+        scripts: folder with pretrain_gpt.py.
+        directory: folder of the whole run: data, plan, checkpoints, logs.
+        steps: of the whole run.
+        minutes: after which Megatron saves a checkpoint and exits.
+    """
+    data, checkpoints, plan = directory / "data" / "documents", directory / "checkpoints", directory / "plan.yaml"
+    flags = soak_flags(steps, data, checkpoints)
+    if not data.with_suffix(".idx").exists():
+        write_documents(data, tokens=1_500_000, mean=24)  # several epochs
+    if not plan.exists():
+        plan_of(without(flags, "--save", "--load"), directory, "plan", caps=CAPS)
+    part = len(list(directory.glob("part-*.log")))
+    ran = script_run(
+        scripts / "pretrain_gpt.py",
+        [*flags, "--exit-duration-in-mins", str(minutes)],
+        plan=plan,
+        stats=directory / "stats.jsonl",
+        tensorboard=directory / "tensorboard",
+        limit=minutes * 60 + 60,
+        port=31000 + part,
+        log=directory / f"part-{part}.log",
+    )
+    seen = judged(scalars_of(directory / "tensorboard"), [log.read_text() for log in directory.glob("part-*.log")])
+    lines = [*seen.lines]
+    if ran.code:
+        lines.append(f"FAILED: part {part} ended with exit code {ran.code}: {ran.error}")
+    ms = ran.step_ms(after=0)
+    head = f"{seen.step:,} of {steps:,} steps in {part + 1} parts, {ms or 0:.1f} ms a step in the last part"
+    held = seen.held and not ran.code
+    state = "FAILED" if not held else "held" if seen.step >= steps else "held so far; run the same command again"
+    return [f"{state}: {head}.", "", *(f"- {line}" for line in lines)]
+
+
+def judged(scalars: Scalars, logs: Sequence[str]) -> Soaked:
+    """What the scalars and logs of all parts say.
+
+    Args:
+        scalars: everything in TensorBoard, by step, by name.
+        logs: of every part.
+    """
+    losses = scalars.get("lm loss", {})
+    last = max(losses, default=0)
+    lines = [_finite(scalars), _complete(losses), _skipped(logs), _watch(scalars), _mixed(scalars)]
+    lines += [_flat(name, scalars.get(name, {})) for name in _MEMORY]
+    return Soaked(step=last, lines=tuple(lines))
+
+
+def _finite(scalars: Scalars) -> str:
+    names = ("lm loss", "grad-norm", "lm loss validation")
+    wrong = [(name, step) for name in names for step, v in scalars.get(name, {}).items() if not math.isfinite(v)]
+    counts = ", ".join(f"{len(scalars.get(name, {})):,} of {name}" for name in names)
+    bad = bool(wrong) or any(not scalars.get(name) for name in names[:2])
+    return f"{'FAILED' if bad else 'held'}: {counts} logged, {len(wrong)} not finite {wrong[:3] or ''}".rstrip()
+
+
+def _complete(losses: Mapping[int, float]) -> str:
+    missing = sorted({*range(1, max(losses, default=0) + 1)} - {*losses}) if losses else [0]
+    return f"{'FAILED' if missing else 'held'}: {len(missing)} steps without a loss {missing[:3] or ''}".rstrip()
+
+
+def _skipped(logs: Sequence[str]) -> str:
+    found = [int(n) for log in logs for n in re.findall(r"number of (?:nan|skipped) iterations: +(\d+)", log)]
+    bad = not found or any(found)
+    return f"{'FAILED' if bad else 'held'}: {sum(found)} steps skipped or NaN by Megatron's own count"
+
+
+def _watch(scalars: Scalars) -> str:
+    names = [name for name in scalars if name.startswith("thdprof/") and "mismatch" in name]
+    if not names:
+        return "not looked at: the plan verifies no micro-batch (no scalar of mismatches)"
+    total = sum(max(scalars[name].values(), default=0) for name in names)
+    verified = sum(max(v.values(), default=0) for k, v in scalars.items() if k.startswith("thdprof/verified"))
+    return f"{'FAILED' if total else 'held'}: {total:.0f} mismatches in {verified:.0f} verified micro-batches"
+
+
+def _mixed(scalars: Scalars) -> str:
+    """Counters begin anew in every part: their largest values are those of the longest one."""
+    buckets = {k: max(v.values(), default=0) for k, v in scalars.items() if k.startswith("thdprof/replays/")}
+    eager = max(scalars.get("thdprof/eager/too_many_seqs", {}).values(), default=0)
+    told = ", ".join(f"{name.rpartition('/')[2]} {count:.0f}" for name, count in sorted(buckets.items()))
+    bad = len([count for count in buckets.values() if count]) < 2 or not eager
+    return f"{'FAILED' if bad else 'held'}: replays of the longest part: {told or 'none'}; eager {eager:.0f}"
+
+
+def _flat(name: str, values: Mapping[int, float]) -> str:
+    early = [values[step] for step in sorted(values) if step >= WARM][:AVERAGED]
+    late = [values[step] for step in sorted(values)][-AVERAGED:]
+    if not early or max(values) < 2 * WARM:
+        return f"not looked at: {name}, before step {2 * WARM:,}"
+    before, after = median(early), median(late)
+    change = after / before - 1
+    return (
+        f"{'FAILED' if abs(change) > FLAT else 'held'}: {name} {before / 2**20:.1f} MiB at step {WARM:,}, "
+        f"{after / 2**20:.1f} at step {max(values):,} ({change:+.2%})"
+    )
