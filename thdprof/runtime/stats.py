@@ -60,6 +60,8 @@ class Stats:
     """Number of micro-batches that ran eagerly, by reason and context-parallel size."""
     captures: int = 0
     """Number of forward/backward pairs that were captured."""
+    capture_s: float = 0.0
+    """Seconds that the captures of this rank took, the warm-up passes before them included."""
     replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Milliseconds of forward plus backward, of a sample of the replayed micro-batches."""
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))

@@ -99,6 +99,7 @@ class Observer:
         if self._stats is None or rank != 0:
             return
         extra = {"iteration": self._iteration, "ranks": num_ranks, "all_ranks": together, "pool_bytes": pool_bytes}
+        extra["capture_s"] = own.capture_s  # of this rank; ranks capture at the same time
         try:
             totals.append_jsonl(self._stats, plan=self._plan.identity, **extra)
         except OSError as error:  # training itself has ended well
