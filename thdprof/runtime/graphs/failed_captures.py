@@ -49,6 +49,8 @@ def undone_if_failed(device: torch.device, generators: Sequence[torch.Generator]
         if captures:
             _undo(captures, device, generators, error)
         raise
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def half_captured(error: BaseException) -> list[Any]:
