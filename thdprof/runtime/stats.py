@@ -85,6 +85,7 @@ class Stats:
             total.replays.update(rank.replays)
             fallbacks.update(rank.fallback_sizes)
             total.captures += rank.captures
+            total.capture_s = max(total.capture_s, rank.capture_s)
             total.prediction = total.prediction or rank.prediction
         total.replays = Counter({bucket: n // bucket.cp_size for bucket, n in total.replays.items()})
         total.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})

@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
-from support.layer_graphs import BUCKETS, LARGE, SMALL, FakeEngine, forward, graphs_of, inputs, make_block
+from support.layer_graphs import BUCKETS, LARGE, OVER, SMALL, FakeEngine, forward, graphs_of, inputs, make_block
 from torch import nn
 
 from thdprof.runtime import FallbackReason
@@ -44,15 +44,20 @@ def test_layers_are_captured_before_training_without_a_pass_or_a_gather(monkeypa
     gathered: list[nn.Module] = []
     for module in (surroundings, transformer_engine):
         monkeypatch.setattr(module, "gather_parameters", gathered.append)
-    block, engine = make_block(), FakeEngine()
+    block, engine, hooked = make_block(), FakeEngine(), []
     run = graphs_of(block, engine, num_slots=1)
+    block.layers[0].register_forward_pre_hook(lambda *_: hooked.append("hook"))
     x = inputs(1)[0].requires_grad_()
     with run.ahead_of_training():
         run.module.show(torch.zeros_like(x).requires_grad_(), packed_seq_params([0, len(x)], device="cpu"))
     assert run.is_captured
     assert gathered == []  # Megatron's hooks would begin to gather parameters, which are whole before training
+    assert hooked == []
     assert len(engine.calls) == len(BUCKETS)
     assert all(p.grad is None for p in block.parameters())
     with run.stats().expect(replays=1):
         forward(block, x, SMALL).sum().backward()
     assert x.grad is not None
+    hooked.clear()
+    forward(block, x, OVER)
+    assert hooked == ["hook"]  # it is back

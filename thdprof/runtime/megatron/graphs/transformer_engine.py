@@ -42,7 +42,7 @@ from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerSlot
 from thdprof.runtime.megatron.graphs.split import splits
 from thdprof.runtime.megatron.offload.layers import Offloading
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.surroundings import gather_parameters
+from thdprof.runtime.megatron.surroundings import gather_parameters, without_gathering
 from thdprof.runtime.padding import to_device
 
 
@@ -218,7 +218,8 @@ class LayerGraphs(DispatchedModule):
         assert self._layer_capture is not None  # `_open` has made it
         collecting, before = gc.isenabled(), pool_bytes(self._device, slot.pool)
         try:
-            slot.replays[bucket] = self._layer_capture.capture(slot, bucket)
+            with without_gathering(self.module) if self._opening_ahead else nullcontext():
+                slot.replays[bucket] = self._layer_capture.capture(slot, bucket)
         except Exception:
             tidy_after_failure(collecting)
             raise
