@@ -19,7 +19,7 @@ def refusals(config: Any, plan: Plan) -> Iterator[str]:
         config: megatron.core.transformer.TransformerConfig, or an object with its fields.
         plan: the plan that training is to follow.
     """
-    if plan.graphs.capture != "first_use" or plan.graphs.impl not in ("chunk", "transformer_engine"):
+    if plan.graphs.impl not in ("chunk", "transformer_engine") or plan.graphs.capture != "first_use":
         return
     if (config.virtual_pipeline_model_parallel_size or 1) > 1 and getattr(config, "overlap_p2p_comm", False):
         yield (
