@@ -124,7 +124,7 @@ def main() -> None:
     count = run.global_batch_size // (run.micro_batch_size * run.data_parallel_size)
     model, optimizer = build(args, plan)
     batches = micro_batches(plan, rank, Path(args.plan).with_suffix(".cache"))
-    with install(model, plan, get_model_config(model), replay=args.replay == "on") as installation:
+    with install(model, plan, get_model_config(model), replay=args.replay == "on", say=print) as installation:
         for step in range(args.steps or plan.microbatches.steps):
             model.zero_grad_buffer()
             optimizer.zero_grad()

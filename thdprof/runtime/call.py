@@ -63,3 +63,32 @@ def describe_argument(value: Any) -> Any:
         f"an argument of a graphed module is a {type(value).__name__}: give tensors, one PackedSequence and constants "
         "at the top level"
     )
+
+
+def difference(captured: tuple[Any, ...], given: tuple[Any, ...], num_positional: int) -> str:
+    """How a micro-batch differs from the one that graphs were captured for, in one clause; "" if it does not.
+
+    Args:
+        captured: the signature of the call that graphs were captured for, and which of its tensors take a gradient.
+        given: the same of the micro-batch.
+        num_positional: number of the micro-batch's positional arguments.
+    """
+    (then, took), (now, takes) = captured, given
+    if then == now:
+        return "" if took == takes else f"its tensors take a gradient: {takes}, and in the capture: {took}"
+    if then[1] != now[1]:
+        return f"it gives the arguments {', '.join(now[1])}, and the capture had {', '.join(then[1])}"
+    if len(then[0]) == len(now[0]):
+        names = [*(f"argument {n}" for n in range(num_positional)), *now[1]]
+        for name, old, new in zip(names, then[0], now[0], strict=False):
+            if old != new:
+                return f"{name} is {_told(new)}, and in the capture {_told(old)}"
+    return (
+        "it runs under another autocast, or with other modules in training mode"
+        if then[0] == now[0]
+        else ("it gives other arguments")
+    )
+
+
+def _told(description: Any) -> str:
+    return " ".join(str(part) for part in description) if isinstance(description, tuple) else str(description)

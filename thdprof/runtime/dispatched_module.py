@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime import teardown
-from thdprof.runtime.call import Call, describe_argument
+from thdprof.runtime.call import Call, describe_argument, difference
+from thdprof.runtime.captured import Captured, alone
 from thdprof.runtime.padding import PackedSequence, boundaries_of, shape_of, to_device
 from thdprof.runtime.stats import Stats
 from thdprof.runtime.timing import PassTimer, when_gradient_arrives
@@ -53,6 +54,8 @@ class DispatchedModule(nn.Module):
         token_shards: int = 1,
         sample_every: int = 16,
         on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
+        agreed: Callable[[bool], bool] = alone,
+        say: Callable[[str], None] = logger.info,
     ) -> None:
         """A module that will be captured for `buckets`; the arguments are those of `GraphedModule`."""
         super().__init__()
@@ -63,7 +66,8 @@ class DispatchedModule(nn.Module):
         self._buckets = self._dispatcher.buckets
         self._policy, self._overflow, self._capture, self._no_grad = tail_policy, overflow, capture, no_grad
         self._token_dim, self._token_shards, self._sample_every = token_dim, token_shards, sample_every
-        self._on_decision = on_decision
+        self._on_decision, self._succeeded_everywhere, self._say = on_decision, agreed, say
+        self._opening_ahead = self._presumed = False
         self._signature: tuple[Any, ...] | None = None
         self._takes_grad: tuple[bool, ...] = ()
         self._submodules = tuple(module.modules())
@@ -121,6 +125,11 @@ class DispatchedModule(nn.Module):
             FallbackError: under `overflow: error`, the micro-batch fits no bucket.
         """
         call = self._describe(args, kwargs)
+        if self._opening_ahead:
+            self._presume(call)
+            return None
+        if self._presumed:
+            self._confirm(call)
         choice = self._decide(call)
         self._on_decision(choice)
         if isinstance(choice, Bucket):
@@ -171,6 +180,22 @@ class DispatchedModule(nn.Module):
         )
 
     def _decide(self, call: Call) -> Bucket | FallbackReason:
+        refusal = self._refusal(call)
+        if refusal is not None:
+            return refusal
+        choice = self._dispatcher.decide(call.shape)
+        if self._signature is None:
+            opens = isinstance(choice, Bucket) or self._opens_at(call.shape)
+            if opens and not torch.is_grad_enabled():
+                return FallbackReason.not_training  # a capture needs gradients
+            if opens:
+                self._begin(call)
+        elif isinstance(choice, Bucket) and self._differs(call):
+            return FallbackReason.input_differs
+        return choice
+
+    def _refusal(self, call: Call) -> FallbackReason | None:
+        """Why the call must run eagerly whatever its shape; None where nothing is in the way."""
         tensors = call.tensors
         if not self.enabled:
             return FallbackReason.disabled_by_user
@@ -182,22 +207,65 @@ class DispatchedModule(nn.Module):
             return self._told
         if not self.module.training or (self._no_grad == "eager" and not torch.is_grad_enabled()):
             return FallbackReason.not_training
-        choice = self._dispatcher.decide(call.shape)
-        if self._signature is None:
-            opens = isinstance(choice, Bucket) or self._opens_at(call.shape)
-            if opens and not torch.is_grad_enabled():
-                return FallbackReason.not_training  # a capture needs gradients
-            if opens:
-                opening = self._opening(call)
-                self._signature = self._sign(opening)
-                self._takes_grad = tuple(t.requires_grad for t in opening.tensors)
-                self._open(opening)
-        elif isinstance(choice, Bucket) and (
-            self._sign(call) != self._signature
-            or (torch.is_grad_enabled() and tuple(t.requires_grad for t in tensors) != self._takes_grad)
-        ):
-            return FallbackReason.input_differs
-        return choice
+        return None
+
+    def _begin(self, call: Call) -> None:
+        """Take `call` for what all later ones are compared with, and capture."""
+        opening = self._opening(call)
+        self._signature = self._sign(opening)
+        self._takes_grad = tuple(t.requires_grad for t in opening.tensors)
+        self._open(opening)
+
+    def _differs(self, call: Call) -> bool:
+        """Whether the call's arguments are not those of the captures, but for values of tensors and boundaries."""
+        return self._sign(call) != self._signature or (
+            torch.is_grad_enabled() and tuple(t.requires_grad for t in call.tensors) != self._takes_grad
+        )
+
+    @contextmanager
+    def ahead_of_training(self) -> Iterator[None]:
+        """Inside the block, a call runs nothing and returns None: its arguments stand for those that training will
+        give, and all graphs are captured for them, if `capture` is startup and a training micro-batch would be captured
+        for.
+
+        The first micro-batch of training is compared with them. If it differs, or what the graphs read has moved since,
+        the graphs are dropped and captured anew at that micro-batch.
+        """
+        self._opening_ahead = True
+        try:
+            yield
+        finally:
+            self._opening_ahead = False
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether graphs were captured, or are about to be, for arguments that are known."""
+        return self._signature is not None
+
+    def _presume(self, call: Call) -> None:
+        ready = self._signature is None and self._refusal(call) is None and torch.is_grad_enabled()
+        if ready and self._opens_at(call.shape):
+            self._presumed = True
+            self._begin(call)
+
+    def _confirm(self, call: Call) -> None:
+        """Drop the graphs that were captured before training if `call`, its first micro-batch, does not fit them."""
+        if self._refusal(call) is not None or not torch.is_grad_enabled() or not self._opens_at(call.shape):
+            return  # not the first micro-batch that graphs would have been captured for
+        self._presumed = False
+        captured = self._signature, self._takes_grad
+        given = self._sign(call), tuple(t.requires_grad for t in call.tensors)
+        reason = difference(captured, given, len(call.args)) or self._changed()
+        if reason:
+            self._say(
+                "WARNING: graphs were captured before training, and its first micro-batch is not what was expected: "
+                f"{reason}; they are captured anew"
+            )
+            self.recapture()
+
+    def _changed(self) -> str:
+        """What the graphs read and what has changed since they were captured; "" if nothing."""
+        return ""
 
     def _opens_at(self, shape: Shape) -> bool:
         """Whether `capture: startup` captures at a micro-batch of `shape`, even if it fits no bucket.
@@ -308,7 +376,7 @@ class DispatchedModule(nn.Module):
         dropped at the end, so that training's first micro-batch shows the captures what inputs are like.
         """
         kept = self._stats, self._explained, self._timers, self._sample_every, self._on_decision, self._overflow
-        captured = self._signature is not None
+        captured, presumed, signature = self._signature is not None, self._presumed, self._signature
         self._stats, self._explained, self._timers, self._sample_every = Stats(), set(FallbackReason), [], 0
         self._on_decision, self._overflow = lambda choice: None, "eager"
         try:
@@ -316,7 +384,9 @@ class DispatchedModule(nn.Module):
         finally:
             made = self._stats.captures
             self._stats, self._explained, self._timers, self._sample_every, self._on_decision, self._overflow = kept
-            if captured:
+            if presumed and self._signature is signature:
+                self._presumed = True  # training's first micro-batch is still to come
+            if captured and (self._signature is signature or not presumed):
                 self._stats.captures += made
             elif self._signature is not None:
                 self.recapture()
@@ -342,7 +412,20 @@ class DispatchedModule(nn.Module):
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
-        self._signature = None
+        self._signature, self._presumed = None, False
+
+    def _count_capture(self, captured: Captured, *, number: int = 0, of: int = 0) -> None:
+        """Count a capture and tell of it.
+
+        Args:
+            captured: the capture.
+            number: which of the captures that are made together it is, from 1; 0: it is made alone.
+            of: how many they are.
+        """
+        self._stats.captures += 1
+        self._stats.capture_s += captured.seconds
+        which = f" {number} of {of}" if number else ""
+        self._say(f"captured{which}: {captured}")
 
     def close(self) -> None:
         """Free all graphs; the module runs eagerly from here on. Call it before destroying process groups."""

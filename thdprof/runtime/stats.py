@@ -60,6 +60,8 @@ class Stats:
     """Number of micro-batches that ran eagerly, by reason and context-parallel size."""
     captures: int = 0
     """Number of forward/backward pairs that were captured."""
+    capture_s: float = 0.0
+    """Seconds that the captures of this rank took, the warm-up passes before them included."""
     replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Milliseconds of forward plus backward, of a sample of the replayed micro-batches."""
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
@@ -83,6 +85,7 @@ class Stats:
             total.replays.update(rank.replays)
             fallbacks.update(rank.fallback_sizes)
             total.captures += rank.captures
+            total.capture_s = max(total.capture_s, rank.capture_s)
             total.prediction = total.prediction or rank.prediction
         total.replays = Counter({bucket: n // bucket.cp_size for bucket, n in total.replays.items()})
         total.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})

@@ -527,3 +527,17 @@ def test_a_decoder_is_measured_with_the_metadata_and_the_rotary_table_of_trainin
 def test_the_memory_of_a_slot_is_that_of_its_first_bucket():
     assert calibrate.slot_costs([1000, 10, 30]) == (1000, 0.02)
     assert calibrate.slot_costs([1000]) == (1000, 0.0)
+
+
+def test_parameters_are_not_gathered_for_captures_before_training(monkeypatch):
+    gathered, opened = [], []
+    monkeypatch.setattr(chunk, "gather_parameters", gathered.append)
+    monkeypatch.setattr(chunk, "generators", tuple)
+    monkeypatch.setattr(GraphedModule, "_open", lambda self, call: opened.append(call))
+    graphs = chunk.ChunkGraphs(nn.Linear(1, 1), [Bucket(4, 8, 8)])
+    with graphs.ahead_of_training():
+        graphs._open("before training")
+    assert gathered == []
+    graphs._open("at a micro-batch")
+    assert gathered == [graphs.module]
+    assert opened == ["before training", "at a micro-batch"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +13,18 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime import teardown
+from thdprof.runtime.captured import Captured, alone
+from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
 from thdprof.runtime.graphs.capture import CapturedPass, capture_pass
 from thdprof.runtime.graphs.gradients import GradientBuffers
-from thdprof.runtime.graphs.module_state import Placement
+from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates
 from thdprof.runtime.graphs.slots import Lease, Slot
 from thdprof.runtime.graphs.static_metadata import sample_boundaries
-from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass
+from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.offload.copies import CudaMover
 from thdprof.runtime.offload.passes import EagerOffload, PassOffload
 from thdprof.runtime.padding import PackedSequence
-
-logger = logging.getLogger(__name__)
 
 RunModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
 """The type of a function that runs the module on static tensors and static metadata."""
@@ -47,8 +46,12 @@ class BankOptions:
     """Whether micro-batches come with `cu_seqlens_padded`."""
     with_seq_idx: bool = False
     """Whether the module reads the document of every token."""
-    on_capture: Callable[[], None] = lambda: None
+    on_capture: Callable[[Captured], None] = lambda captured: None
     """Called after every capture of a bucket in a slot."""
+    agreed: Callable[[bool], bool] = alone
+    """Whether what succeeded here has succeeded on every rank that shares collectives with the module's passes; all of
+    them call it together, after every capture.
+    """
     surroundings: Surroundings
     """The state that the module's passes change outside the module."""
     offload: Choice | None = None
@@ -86,45 +89,47 @@ class Bank:
             for _ in range(options.num_slots)
         ]
         """The slots; none after `close`."""
-        self.failures: dict[Bucket, str] = {}
-        """Buckets that could not be captured, and the error of each."""
+        self._captures = AgreedCaptures(
+            self._make, agreed=options.agreed, surroundings=options.surroundings, on_capture=self._captured
+        )
         self._eager = EagerOffload(self._outwards, self._inwards)
+
+    @property
+    def failures(self) -> Mapping[Bucket, str]:
+        """Buckets that could not be captured, and the reason of each."""
+        return self._captures.failures
 
     def capture(self, slot: Slot, bucket: Bucket) -> CapturedPass | None:
         """The pass of `bucket` in `slot`, captured now unless it was captured before; None if its capture has failed.
 
         Raises:
-            RuntimeError: a warm-up pass failed while other ranks communicate with this one.
+            RuntimeError: a warm-up pass failed while other ranks communicate with this one, or a failed capture left
+                torch in a state that could not be put right.
         """
-        if bucket in slot.passes:
-            return slot.passes[bucket]
-        if bucket in self.failures:
-            return None
+        return slot.passes[bucket] if self._captures.has(slot, bucket) else None
+
+    def _make(self, slot: Slot, bucket: Bucket) -> int:
+        """Capture `bucket` in `slot`; returns the bytes by which the slot's pool grew."""
         packed = slot.metadata.packed(bucket)
         slot.metadata.stage(sample_boundaries(bucket), bucket)
-        try:
-            with self._options.surroundings.while_capturing():
-                slot.passes[bucket] = capture_pass(
-                    self._module,
-                    lambda: self._call(slot.inputs, packed),
-                    inputs=slot.inputs,
-                    static_output_grads=slot.output_grads,
-                    gradients=self._gradients,
-                    generators=self._options.generators,
-                    pool=slot.pool,
-                    stream=self._stream,
-                    extra_state=self._options.surroundings.extra_state,
-                    offload=self._offload_of(slot),
-                )
-        except Exception as error:
-            refuse_half_a_pass(error, self._options.surroundings)
-            self.failures[bucket] = f"{type(error).__name__}: {error}"
-            logger.warning("capture of %s failed, its micro-batches run eagerly: %s", bucket, self.failures[bucket])
-            return None
+        with self._options.surroundings.while_capturing():
+            slot.passes[bucket] = capture_pass(
+                self._module,
+                lambda: self._call(slot.inputs, packed),
+                inputs=slot.inputs,
+                static_output_grads=slot.output_grads,
+                gradients=self._gradients,
+                generators=self._options.generators,
+                pool=slot.pool,
+                stream=self._stream,
+                extra_state=self._options.surroundings.extra_state,
+                offload=self._offload_of(slot),
+            )
+        return slot.passes[bucket].pool_bytes
+
+    def _captured(self, captured: Captured) -> None:
         self._placement = self._placement or Placement(self._module)
-        logger.info("captured %s: %.1f MiB", bucket, slot.passes[bucket].pool_bytes / 2**20)
-        self._options.on_capture()
-        return slot.passes[bucket]
+        self._options.on_capture(captured)
 
     def capture_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Capture every bucket in every slot. The largest bucket comes first, so that the others fit into its memory.
@@ -132,11 +137,10 @@ class Bank:
         Args:
             progress: called with the number of captures that are done, and of all.
         """
-        work = [(slot, bucket) for slot in self.slots for bucket in sorted(self._options.buckets, reverse=True)]
-        for done, (slot, bucket) in enumerate(work):
-            progress(done, len(work))
-            self.capture(slot, bucket)
-        progress(len(work), len(work))
+        total = len(self.slots) * len(self._options.buckets)
+        for done, _ in enumerate(self._captures.all_of(self.slots, self._options.buckets)):
+            progress(done, total)
+        progress(total, total)
 
     def lease(self, bucket: Bucket) -> Lease | FallbackReason:
         """A lease of a free slot for `bucket`, or the reason why there is none.
@@ -147,13 +151,29 @@ class Bank:
         """
         if self._placement is not None:
             self._placement.check()
-        now = self._options.generators_now
-        self._states.check(self._options.generators if now is None else now())
+        self._check_states()
         free = [slot for slot in self.slots if not slot.busy]
         for slot in free:
             if self.capture(slot, bucket) is not None:
                 return Lease(slot, bucket, self._gradients, self._options.surroundings.on_backward)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
+
+    def changed(self) -> str:
+        """How the module differs from the one that was captured, in memory, in its parameters' marks or in what it
+        draws random numbers from; "" if not.
+        """
+        if moved := changes_since(self._placement):
+            return moved
+        try:
+            self._gradients.check()
+            self._check_states()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _check_states(self) -> None:
+        now = self._options.generators_now
+        self._states.check(self._options.generators if now is None else now())
 
     def _offload_of(self, slot: Slot) -> PassOffload | None:
         if self._options.offload is None:
@@ -190,9 +210,5 @@ class Bank:
         teardown.wait_for_gpu(self._device)
         with teardown.LAUNCH:
             for slot in self.slots:
-                slot.closed = True
-                for captured in slot.passes.values():
-                    captured.forward.reset()
-                    captured.backward.reset()
-                slot.passes.clear()
+                slot.close()
             self.slots.clear()

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thdprof.dispatch import WARMUP_PASSES
 from thdprof.offload.plan import OffloadPlan
+from thdprof.runtime.graphs.failed_captures import register, undone_if_failed
 from thdprof.runtime.graphs.gradients import GradientBuffers, spare_main_grads
 from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
 from thdprof.runtime.offload.passes import NoOffload, PassOffload
@@ -84,8 +85,11 @@ def capture_pass(
         extra_state: returns tensors, besides the module's buffers, that the passes must leave as they were.
         offload: moves activations to the host, over `stream`; None: all stay on the device.
 
+    An error leaves the current stream, the allocator and the generators as they were before.
+
     Raises:
         WarmupError: the module failed before the capture.
+        StateLostError: a capture failed, and torch's state could not be put right.
         RuntimeError: the module did something that a capture does not allow.
     """
     _refuse_hooks(gradients.parameters)
@@ -95,6 +99,8 @@ def capture_pass(
         aliased_parameters(module) as aliases,
         unchanged_state(module, generators, extra_state),
         _no_autocast_cache(),
+        _no_gradients_kept(inputs),
+        undone_if_failed(device, generators),
     ):
         parameters = [aliases[id(p)] for p in gradients.parameters]
         spare_main_grads(parameters)
@@ -118,10 +124,8 @@ def capture_pass(
         touched = gradients.collect(parameters)
         before = pool_bytes(device, pool)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        for generator in generators:
-            if generator is not torch.cuda.default_generators[device.index]:  # torch registers that one itself
-                forward.register_generator_state(generator)
-                backward.register_generator_state(generator)
+        register(forward, generators, device)
+        register(backward, generators, device)
         with torch.cuda.graph(forward, pool=pool, stream=stream, capture_error_mode="thread_local"), moves.forward():
             result = call()
         outputs, spec = _tensors(result), tree_flatten(result)[1]
@@ -145,8 +149,8 @@ def capture_pass(
             pool_bytes=pool_bytes(device, pool) - before,
             offload=moves.plan,
         )
-        for leaf in (*inputs, *parameters):
-            leaf.grad = None
+        for parameter in parameters:
+            parameter.grad = None
         return captured
 
 
@@ -155,6 +159,16 @@ def _heads(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if not heads:
         raise RuntimeError("no output of the module takes a gradient; there is no backward pass to capture")
     return heads
+
+
+@contextmanager
+def _no_gradients_kept(inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Take the gradients off the static inputs at the end: those of a failed capture must not be added to."""
+    try:
+        yield
+    finally:
+        for leaf in inputs:
+            leaf.grad = None
 
 
 @contextmanager

@@ -90,6 +90,22 @@ class GradientBuffers:
             alias.register_post_accumulate_grad_hook(hook(position, buffer if main else None))
         return touched
 
+    def check(self) -> None:
+        """Make sure that every parameter's `main_grad` is still the buffer that graphs add to.
+
+        Raises:
+            RuntimeError: it was replaced or moved since the captures.
+        """
+        for parameter, buffer, pointer, main in zip(
+            self.parameters, self.buffers, self._pointers, self.uses_main_grad, strict=True
+        ):
+            own = getattr(parameter, "main_grad", None)
+            if own is not (buffer if main else None) or (main and buffer.data_ptr() != pointer):
+                raise RuntimeError(
+                    f"main_grad of a parameter of shape {tuple(parameter.shape)} was made, replaced or moved after its "
+                    "graphs were captured"
+                )
+
     def attach(self, touched: Sequence[bool]) -> None:
         """Make each buffer its parameter's `.grad`, so that a backward graph adds to the gradient that is there.
 

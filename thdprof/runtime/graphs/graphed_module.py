@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -13,6 +15,7 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime.call import Call
+from thdprof.runtime.captured import Captured, alone
 from thdprof.runtime.dispatched_module import DispatchedModule, FallbackError
 from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
@@ -25,6 +28,8 @@ from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["FallbackError", "GraphedModule", "graphed"]
 
@@ -94,6 +99,8 @@ class GraphedModule(DispatchedModule):
         on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
         surroundings: Surroundings | None = None,
         offload: Choice | None = None,
+        agreed: Callable[[bool], bool] = alone,
+        say: Callable[[str], None] = logger.info,
     ) -> None:
         """A module that will be captured for `buckets`.
 
@@ -112,6 +119,9 @@ class GraphedModule(DispatchedModule):
             on_decision: called with every decision, before the micro-batch runs.
             surroundings: the state that the module's passes change outside the module.
             offload: which activations are in host memory between forward and backward, also of eager micro-batches.
+            agreed: whether what succeeded here has succeeded on every rank that shares collectives with the module's
+                passes; all of them call it together, after every capture.
+            say: tells of every capture, in one line.
 
         Raises:
             ValueError: `num_slots` is less than 1.
@@ -135,6 +145,8 @@ class GraphedModule(DispatchedModule):
             token_shards=token_shards,
             sample_every=sample_every,
             on_decision=on_decision,
+            agreed=agreed,
+            say=say,
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
         self._surroundings, self._offload = surroundings or Surroundings(), offload
@@ -182,6 +194,13 @@ class GraphedModule(DispatchedModule):
             args, kwargs = sample.substitute(static, metadata)
             return self.module(*args, **kwargs)
 
+        together = len(self._buckets) * self._num_slots if self._capture == "startup" else 0
+        numbers = itertools.count(1)
+
+        def told(captured: Captured) -> None:
+            number = next(numbers)
+            self._count_capture(captured, number=number if number <= together else 0, of=together)
+
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._bank = Bank(
             self.module,
@@ -194,7 +213,8 @@ class GraphedModule(DispatchedModule):
                 generators_now=lambda: with_default(device, self._find_generators()),
                 with_padded=call.packed.cu_seqlens_padded is not None,
                 with_seq_idx=call.packed.seq_idx is not None,
-                on_capture=self._count_capture,
+                on_capture=told,
+                agreed=self._succeeded_everywhere,
                 surroundings=self._surroundings,
                 offload=self._offload,
             ),
@@ -206,8 +226,8 @@ class GraphedModule(DispatchedModule):
         """CUDA generators, besides the default one, from which the module draws now."""
         return self._generators
 
-    def _count_capture(self) -> None:
-        self._stats.captures += 1
+    def _changed(self) -> str:
+        return self._bank.changed() if self._bank is not None else ""
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         assert self._bank is not None  # `_open` has made it

@@ -129,3 +129,14 @@ class Placement:
                 raise RuntimeError(
                     f"buffer {name} was replaced or moved after its graphs were captured; call recapture()"
                 )
+
+
+def changes_since(placement: Placement | None) -> str:
+    """How parameters and buffers differ from what `placement` remembers; "" if they do not, or nothing is known."""
+    if placement is None:
+        return ""
+    try:
+        placement.check()
+    except RuntimeError as error:
+        return str(error)
+    return ""

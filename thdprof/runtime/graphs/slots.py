@@ -45,6 +45,21 @@ class SlotMemory:
         self.closed = False
         """Whether the graphs were freed: a backward that is still to come then raises."""
 
+    def held(self) -> Sequence[Bucket]:
+        """The buckets that have graphs in the slot, in the order of their captures."""
+        return ()
+
+    def begin_anew(self) -> None:
+        """Free all graphs, and take another memory pool, so that the old one's memory can be given back.
+
+        The slot must not be in use.
+        """
+        self._free_graphs()
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def _free_graphs(self) -> None:
+        """Free the graphs that the slot holds; a slot without graphs has none."""
+
 
 class SlotLease:
     """A slot held by one micro-batch from its forward to the end of its backward, or until its outputs are dropped."""
@@ -125,6 +140,21 @@ class Slot(SlotMemory):
     def static_bytes(self) -> int:
         """Bytes of the static inputs."""
         return sum(t.numel() * t.element_size() for t in self.inputs)
+
+    def held(self) -> Sequence[Bucket]:
+        """The buckets that have graphs in the slot, in the order of their captures."""
+        return tuple(self.passes)
+
+    def close(self) -> None:
+        """Free the graphs. A backward that is still to come raises."""
+        self.closed = True
+        self._free_graphs()
+
+    def _free_graphs(self) -> None:
+        for captured in self.passes.values():
+            captured.forward.reset()
+            captured.backward.reset()
+        self.passes.clear()
 
     def stage_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Queue the copies of one micro-batch's tensors into the static inputs."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -17,7 +17,7 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
-from thdprof.runtime.megatron import isolation, surroundings, versions
+from thdprof.runtime.megatron import capture_agreement, isolation, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
@@ -26,6 +26,7 @@ from thdprof.runtime.megatron.graphs import chunk, local
 from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs
 from thdprof.runtime.megatron.offload import groups
 from thdprof.runtime.megatron.offload.layers import Offloading, SavedTensors
+from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead, takes_gradient
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
 from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
@@ -161,8 +162,16 @@ def install(
     *,
     replay: bool = True,
     debug: bool = False,
+    capture_now: bool = True,
+    form: MetadataForm | None = None,
+    say: Callable[[str], None] = logger.info,
 ) -> Installation:
-    """Make training follow `plan`. Call it after the model is built and wrapped, before the first step.
+    """Make training follow `plan`. Call it on all ranks, after the model is built, wrapped and loaded, before the first
+    step.
+
+    With `graphs.capture` startup all graphs are captured here, on all pipeline stages at the same time, for the input
+    that training is expected to give. Where its first micro-batch turns out to be of another form, or weights or random
+    states have moved by then, they are captured anew at that micro-batch.
 
     Micro-batches with PackedSeqParams that fit a bucket replay graphs in training mode; all others run as before. Call
     the decoder with whole micro-batches. `thdprof.runtime.megatron.packed_seq_params` makes PackedSeqParams that keep
@@ -175,6 +184,10 @@ def install(
         config: the models' TransformerConfig.
         replay: False: pad as the plan says but run eagerly, for a run to compare with.
         debug: whether `Installation.check_decisions` compares the ranks.
+        capture_now: False: nothing is captured here, for example because weights are loaded only later; the first
+            micro-batch of each model chunk captures.
+        form: the form of training's PackedSeqParams; None: as `packed_seq_params` makes them of unpadded documents.
+        say: tells of the captures line by line, and how long they took; called on every rank.
 
     Raises:
         SettingsError: settings that graphs cannot serve, each with the value to use.
@@ -198,6 +211,7 @@ def install(
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
     surroundings.prepare_experts(config, next(models[0].parameters()).device)
+    agreed = capture_agreement.of_model_parallel_ranks(next(models[0].parameters()).device, dynamic=is_dynamic(plan))
     decoders, runs = [], []
     for number, model in enumerate(models):
         decoder = Decoder(model.decoder, rope_of(model))
@@ -208,6 +222,7 @@ def install(
             "on_decision": decisions.recorder(number),
         }
         if replay:
+            common |= {"say": said_of(number, len(models), say), "agreed": agreed}
             run = runner_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
         else:
             run = PaddedEager(decoder, plan.captured, **common)
@@ -219,7 +234,22 @@ def install(
         decoders, runs, groups, strict=True
     ):  # changes begin only here, after all that can fail
         decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
-    return Installation(decoders, runs, decisions)
+    installation = Installation(decoders, runs, decisions)
+    if replay and capture_now:
+        try:
+            takes_grad = [takes_gradient(model) for model in models]
+            openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
+            capture_ahead(decoders, runs, openings, takes_grad, say=say)
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to show
+                installation.close()
+            raise
+    return installation
+
+
+def said_of(chunk: int, num_chunks: int, say: Callable[[str], None]) -> Callable[[str], None]:
+    """`say`, which names the model chunk where a rank has several."""
+    return say if num_chunks == 1 else lambda line: say(f"model chunk {chunk}: {line}")
 
 
 def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: dict[str, Any]) -> DispatchedModule:

@@ -92,6 +92,23 @@ def gather_parameters(module: nn.Module) -> None:
             hook(part, ())
 
 
+@contextmanager
+def without_gathering(module: nn.Module) -> Iterator[None]:
+    """Take the pre-forward hooks off all parts of `module` for the time of the block.
+
+    Before the first step all parameters are whole, and the hooks of Megatron's DistributedDataParallel would begin to
+    gather them, which its training loop does not expect.
+    """
+    hooks = [(part._forward_pre_hooks, tuple(part._forward_pre_hooks.items())) for part in module.modules()]
+    for of_part, _ in hooks:
+        of_part.clear()
+    try:
+        yield
+    finally:
+        for of_part, own in hooks:
+            of_part.update(own)
+
+
 def foreign_hooks(block: nn.Module) -> tuple[str, ...]:
     """Names of submodules that have hooks which a replay would leave out; Megatron's own pre-forward hooks do not
     count.

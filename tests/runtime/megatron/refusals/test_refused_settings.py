@@ -305,3 +305,15 @@ def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
     none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})
     assert complaints(none, {"fp8": "hybrid", "qk_clip": True}) == []
     assert len(complaints(plan, {"fp8": "hybrid", "qk_clip": True})) == 2
+
+
+def test_captures_inside_a_step_are_refused_where_a_receive_may_wait_for_this_rank(plan):
+    pipeline = {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "overlap_p2p_comm": True}
+    first_use = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"capture": "first_use"})})
+    told = [line for line in complaints(first_use, pipeline) if "first_use" in line]
+    (line,) = told
+    assert line.startswith("- graphs.capture is first_use, and overlap_p2p_comm is True in a virtual pipeline")
+    assert line.endswith("set graphs.capture to startup")
+    for changes in ({**pipeline, "overlap_p2p_comm": False}, {"overlap_p2p_comm": True}):
+        assert not [line for line in complaints(first_use, changes) if "first_use" in line]
+    assert not [line for line in complaints(plan, pipeline) if "first_use" in line]

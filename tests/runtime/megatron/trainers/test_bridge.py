@@ -14,6 +14,7 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.compare.fit import Misfit
 from thdprof.errors import DataError
 from thdprof.plan import Plan
+from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.trainers import bridge, bridge_refusals, bridge_settings
 from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
@@ -50,7 +51,8 @@ def run(monkeypatch):
         monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
         setattr(of_run, child, module)
 
-    def install(model, plan, config, *, replay):
+    def install(model, plan, config, *, replay, capture_now, form, say):
+        of_run.captures, of_run.form, of_run.say = capture_now, form, say
         if of_run.breaks is not None:
             raise of_run.breaks
         if of_run.refuses is not None:
@@ -212,6 +214,23 @@ def test_random_states_that_a_rerun_restores_drop_the_graphs(run, plan, monkeypa
     RerunStateMachine()._restore_state()
     assert run.seen[-2:] == ["restored", "recaptured"]
     run.fire("on_train_end")
+
+
+def test_graphs_are_captured_for_the_metadata_that_bridge_makes(run, plan):
+    run.start(ThdprofCallback(plan))
+    assert (run.captures, run.form) == (True, MetadataForm(padded=False, pad_between_seqs=None, tokens_per_sample=None))
+    run.say("captured 1 of 2")
+    assert run.said[-1] == "thdprof: captured 1 of 2"
+    specs = run.config.dataset.offline_packing_specs
+    specs.pad_seq_to_mult = 4
+    assert bridge_settings.pads_documents(run.config)
+
+
+def test_nothing_is_captured_for_a_run_that_is_refused(run, plan):
+    run.config = configuration(dataset_seed=1, model_context_parallel_size=2)
+    with pytest.raises(SettingsError):
+        run.start(ThdprofCallback(plan))
+    assert not run.captures
 
 
 def test_the_plan_and_the_configuration_are_compared(run, plan):

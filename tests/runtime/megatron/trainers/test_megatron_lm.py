@@ -13,6 +13,7 @@ from support.trainer_fakes import FakeInstallation, FakeObserver, Writer
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
+from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.trainers import megatron_lm
 
 
@@ -45,7 +46,8 @@ def loop(monkeypatch):
             raise fakes.ends_with
         return fakes.steps, 0
 
-    def install(model, plan, config, *, replay):
+    def install(model, plan, config, *, replay, form, say):
+        fakes.form, fakes.say = form, say
         seen.append(f"installed {plan.graphs.impl} replay={replay}")
         return FakeInstallation(seen)
 
@@ -84,6 +86,15 @@ def test_graphs_are_installed_when_the_model_is_ready_and_closed_after_the_loop(
         "closed",
     ]
     assert training.train is own
+
+
+def test_graphs_are_captured_for_the_metadata_that_megatrons_scripts_make(loop, megatron_plan, monkeypatch):
+    monkeypatch.setattr(training, "get_args", lambda: types.SimpleNamespace(seq_length=16, tensorboard_log_interval=2))
+    monkeypatch.setattr(training, "print_rank_0", loop.lines.append)
+    run(megatron_plan)
+    assert loop.form == MetadataForm(padded=False, pad_between_seqs=None, tokens_per_sample=16)
+    loop.say("captured 1 of 2")
+    assert loop.lines[-1] == "thdprof: captured 1 of 2"
 
 
 def test_a_plan_of_whole_modules_captures_chunks(loop, megatron_plan):

@@ -185,6 +185,17 @@ class Decoder(nn.Module):
             )
         return output
 
+    def show(self, hidden: torch.Tensor, params: PackedSeqParams) -> None:
+        """Give one packed micro-batch to what is attached, as the model does in training, past the block's hooks.
+
+        Args:
+            hidden: hidden states, shape [tokens of this rank, 1, hidden size].
+            params: the micro-batch's metadata.
+        """
+        rope = {} if self._rope is None else {"rotary_pos_emb": hidden.detach()}  # only asked whether it is there
+        with self._given(hidden):
+            self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
+
     def detach(self) -> None:
         """Give the decoder its own forward back, and its layers' rotary modules their own tables."""
         self.block.__dict__.pop("forward", None)

@@ -21,7 +21,8 @@ class ChunkGraphs(GraphedModule):
 
     def _open(self, call: Call) -> None:
         self._generators = generators()
-        gather_parameters(self.module)
+        if not self._opening_ahead:  # before training all parameters are whole, and hooks must not begin to gather
+            gather_parameters(self.module)
         super()._open(call)
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.call import Call
+from thdprof.runtime.graphs.failed_captures import undone_if_failed
 from thdprof.runtime.graphs.gradients import spare_main_grads
 from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
 from thdprof.runtime.graphs.static_metadata import sample_boundaries
@@ -74,11 +75,16 @@ class LayerCapture:
         """The graphs of all layers for `bucket`, captured over the static memory of `slot`.
 
         Raises:
+            StateLostError: a capture failed, and torch's state could not be put right.
             RuntimeError: the decoder did not call every layer, or did something that a capture does not allow.
         """
         slot.metadata.stage(sample_boundaries(bucket), bucket)
         moving = slot.moves.capturing() if slot.moves is not None else nullcontext()
-        with moving, unchanged_state(self._decoder, self._generators, self._surroundings.extra_state):
+        with (
+            moving,
+            unchanged_state(self._decoder, self._generators, self._surroundings.extra_state),
+            undone_if_failed(self._device, self._generators),
+        ):
             recorded, touched = self._rehearse(slot, bucket)
             parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
             with aliased_parameters(self._decoder) as aliases, self._blocks_rng():

@@ -131,14 +131,21 @@ class LayerSlot(SlotMemory):
         """Bytes of the layers' static inputs."""
         return sum(t.numel() * t.element_size() for t in (*self.hidden, *self.others))
 
+    def held(self) -> Sequence[Bucket]:
+        """The buckets that have graphs in the slot, in the order of their captures."""
+        return tuple(self.replays)
+
     def close(self) -> None:
         """Free the graphs. A backward that is still to come raises."""
         self.closed = True
+        self._free_graphs()
+        self.moves = None
+        self.hidden.clear()
+
+    def _free_graphs(self) -> None:
         for replays in self.replays.values():
             replays.reset()
         self.replays.clear()
-        self.moves = None
-        self.hidden.clear()
 
 
 class LayerLease(SlotLease):

@@ -11,7 +11,7 @@ dropless experts the graph ends at the router (`split`).
 from __future__ import annotations
 
 import gc
-import logging
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -24,11 +24,13 @@ from torch.utils._pytree import tree_flatten
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime import teardown
 from thdprof.runtime.call import Call
+from thdprof.runtime.captured import Captured
 from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
 from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
-from thdprof.runtime.graphs.module_state import Placement
+from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
-from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass
+from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.mamba import is_mamba
 from thdprof.runtime.megatron.graphs.layer_capture import (
@@ -42,10 +44,8 @@ from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerSlot
 from thdprof.runtime.megatron.graphs.split import splits
 from thdprof.runtime.megatron.offload.layers import Offloading
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.surroundings import gather_parameters
+from thdprof.runtime.megatron.surroundings import gather_parameters, without_gathering
 from thdprof.runtime.padding import to_device
-
-logger = logging.getLogger(__name__)
 
 
 class LayerGraphs(DispatchedModule):
@@ -98,7 +98,7 @@ class LayerGraphs(DispatchedModule):
         self._make = make or transformer_engines_own(generators())
         self._offload = offload
         self._slots: list[LayerSlot] = []
-        self._failures: dict[Bucket, str] = {}
+        self._captures = self._new_captures()
         self._placement: Placement | None = None
         self._states: RegisteredStates | None = None
         self._anchor: torch.Tensor | None = None
@@ -131,7 +131,8 @@ class LayerGraphs(DispatchedModule):
                 "detach it, or set graphs.impl to chunk"
             )
         device = call.tensors[0].device
-        gather_parameters(self.module)
+        if not self._opening_ahead:  # before training all parameters are whole, and hooks must not begin to gather
+            gather_parameters(self.module)
         self._states = RegisteredStates(with_default(device, self._find_generators()))
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._layer_capture = LayerCapture(
@@ -156,10 +157,10 @@ class LayerGraphs(DispatchedModule):
         if self._offload is not None:
             for slot in self._slots:
                 slot.moves = self._offload.slot(self._layers, device)
+        self._captures = self._new_captures(len(self._buckets) * self._num_slots if self._capture == "startup" else 0)
         if self._capture == "startup":
-            for slot in self._slots:
-                for bucket in sorted(self._buckets, reverse=True):  # the smaller fit into the largest's memory
-                    self._captured(slot, bucket)
+            for _ in self._captures.all_of(self._slots, self._buckets):
+                pass
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         self._refuse_megatrons_own()
@@ -193,35 +194,56 @@ class LayerGraphs(DispatchedModule):
 
     def _lease(self, bucket: Bucket) -> LayerLease | FallbackReason:
         assert self._anchor is not None
-        assert self._states is not None  # `_open` has made both
-        self._states.check(with_default(self._device, self._find_generators()))
+        self._check_states()
         if self._placement is not None:
             self._placement.check()
         free = [slot for slot in self._slots if not slot.busy]
         for slot in free:
-            if self._captured(slot, bucket):
+            if self._captures.has(slot, bucket):
                 return LayerLease(slot, bucket, self._anchor)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
-    def _captured(self, slot: LayerSlot, bucket: Bucket) -> bool:
-        """Whether `slot` has graphs of `bucket`; they are captured now if they were not before."""
-        if bucket in slot.replays:
-            return True
-        if bucket in self._failures:
-            return False
+    def _new_captures(self, together: int = 0) -> AgreedCaptures[LayerSlot]:
+        """Captures of which the first `together` are made one after the other."""
+        numbers = itertools.count(1)
+
+        def told(captured: Captured) -> None:
+            self._placement = self._placement or Placement(self.module)
+            number = next(numbers)
+            self._count_capture(captured, number=number if number <= together else 0, of=together)
+
+        return AgreedCaptures(
+            self._make_graphs,
+            agreed=self._succeeded_everywhere,
+            surroundings=self._surroundings,
+            on_capture=told,
+            judged=lambda error: WarmupError(f"{type(error).__name__}: {error}"),  # it is not known how far it came
+        )
+
+    def _make_graphs(self, slot: LayerSlot, bucket: Bucket) -> int:
+        """Capture `bucket` in `slot`; returns the bytes by which the slot's pool grew."""
         assert self._layer_capture is not None  # `_open` has made it
-        collecting = gc.isenabled()
+        collecting, before = gc.isenabled(), pool_bytes(self._device, slot.pool)
         try:
-            slot.replays[bucket] = self._layer_capture.capture(slot, bucket)
-        except Exception as error:
+            with without_gathering(self.module) if self._opening_ahead else nullcontext():
+                slot.replays[bucket] = self._layer_capture.capture(slot, bucket)
+        except Exception:
             tidy_after_failure(collecting)
-            refuse_half_a_pass(WarmupError(f"{type(error).__name__}: {error}"), self._surroundings)
-            self._failures[bucket] = f"{type(error).__name__}: {error}"
-            logger.warning("capture of %s failed, its micro-batches run eagerly: %s", bucket, self._failures[bucket])
-            return False
-        self._placement = self._placement or Placement(self.module)
-        self._stats.captures += 1
-        return True
+            raise
+        return pool_bytes(self._device, slot.pool) - before
+
+    def _changed(self) -> str:
+        if moved := changes_since(self._placement):
+            return moved
+        try:
+            self._check_states()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _check_states(self) -> None:
+        assert self._states is not None  # `_open` has made it
+        self._states.check(with_default(self._device, self._find_generators()))
 
     def _refuse_megatrons_own(self) -> None:
         """Make sure that megatron-core has not captured the layers, too.
@@ -242,7 +264,7 @@ class LayerGraphs(DispatchedModule):
             for slot in self._slots:
                 slot.close()
             self._slots = []
-        self._failures = {}
+        self._captures = self._new_captures()
         self._placement = self._states = self._layer_capture = None
         super().recapture()
 

@@ -10,6 +10,7 @@ from thdprof.runtime.megatron.refusals import (
     attention,
     dynamic_cp,
     experts,
+    first_use,
     known_run,
     layers,
     mamba,
@@ -52,7 +53,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         lines += surroundings.refusals(facts, environment)
         if facts.replay:
             lines += [*offloading.refusals(config, plan), *experts.refusals(config)]
-            lines += shared_captures.refusals(config, plan)
+            lines += [*shared_captures.refusals(config, plan), *first_use.refusals(config, plan)]
     _refuse("install graphs", lines)
 
 

@@ -18,6 +18,7 @@ except ModuleNotFoundError as error:
 
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
+from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_settings
 from thdprof.runtime.megatron.trainers.agreed_exit import is_agreed
@@ -134,7 +135,15 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         for line in (line for changes, line in told if changes == "prediction"):
             _say(f"WARNING: thdprof: {line}")
         try:
-            installation = install(context.model, self._plan, get_model_config(context.model[0]), replay=self._replay)
+            installation = install(
+                context.model,
+                self._plan,
+                get_model_config(context.model[0]),
+                replay=self._replay,
+                capture_now=not lines,
+                form=MetadataForm(padded=bridge_settings.pads_documents(config)),
+                say=lambda line: _say(f"thdprof: {line}"),
+            )
         except SettingsError as error:
             raise bridge_refusals.joined(lines, error) from None
         except Exception as error:

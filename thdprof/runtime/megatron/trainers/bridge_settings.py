@@ -103,6 +103,12 @@ def pads_to_constant(config: Any) -> bool:
     return specs is not None and bool(specs.pad_cu_seqlens)
 
 
+def pads_documents(config: Any) -> bool:
+    """Whether rows that were packed beforehand have padding between their documents, so that batches tell of it."""
+    specs = _packing(config)
+    return specs is not None and (specs.pad_seq_to_mult or 1) > 1
+
+
 def _packing(config: Any) -> Any:
     """Bridge's PackedSequenceSpecs; None where rows are not packed beforehand."""
     dataset = config.dataset

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
+from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.trainers.agreed_exit import is_agreed
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import Observer
@@ -76,7 +77,14 @@ class _Loop:
 
         self.end()  # a run that was restarted in this process
         model, optimizer, scheduler = self._own_setup(*args, **kwargs)
-        installation = install(model, self._plan, get_model_config(model[0]), replay=self._replay)
+        installation = install(
+            model,
+            self._plan,
+            get_model_config(model[0]),
+            replay=self._replay,
+            form=MetadataForm(tokens_per_sample=getattr(self._training.get_args(), "seq_length", None)),
+            say=lambda line: self._training.print_rank_0(f"thdprof: {line}"),
+        )
         self._installation = installation
         self._observer = Observer(installation, self._plan, stats=self._stats, say=self._training.print_rank_0)
         return model, optimizer, scheduler

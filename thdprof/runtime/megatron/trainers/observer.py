@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thdprof.compare.drift import DriftTest, bucket_name
 from thdprof.dispatch import BY_SHAPE, FallbackReason
@@ -98,11 +98,12 @@ class Observer:
             totals, pool_bytes = own, self._installation.pool_bytes()
         if self._stats is None or self._rank != 0:
             return
-        extra = {
+        extra: dict[str, Any] = {
             "iteration": self._iteration,
             "ranks": self._num_ranks,
             "all_ranks": together,
             "pool_bytes": pool_bytes,
+            "capture_s": own.capture_s,  # of this rank; ranks capture at the same time
         }
         try:
             totals.append_jsonl(self._stats, plan=self._plan.identity, **extra)

@@ -1,0 +1,259 @@
+"""What is undone after a failed capture, and what ranks agree on, with fakes for what CUDA would do."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from thdprof.runtime import Bucket  # noqa: E402
+from thdprof.runtime.graphs.agreed_captures import ELSEWHERE, AgreedCaptures  # noqa: E402
+from thdprof.runtime.graphs.capture import WarmupError  # noqa: E402
+from thdprof.runtime.graphs.failed_captures import StateLostError, undone_if_failed  # noqa: E402
+from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+
+DEVICE = torch.device("cuda", 0)
+SMALL, MIDDLE, LARGE = (Bucket(n, 16, 16) for n in (2, 4, 8))
+
+
+class Driver:
+    """CUDA as far as captures see it: the current stream, the pools that are recorded into, the generators' mode."""
+
+    def __init__(self):
+        self.stream, self.pools, self.capturing = "the trainer's", {}, set()
+        self.drawing_refused, self.reset, self.heals = False, [], True
+
+    def end_allocating(self, device, pool):
+        if pool not in self.pools:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.pools[pool] = "ended"
+
+    def release(self, device, pool):
+        assert self.pools.pop(pool) == "ended"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    made = Driver()
+
+    class Stream:
+        def __init__(self, stream):
+            self.stream = stream
+
+        def __enter__(self):
+            self.before, made.stream = made.stream, self.stream
+
+        def __exit__(self, *_):
+            made.stream = self.before
+
+    class Graph:
+        def __init__(self):
+            self.generators = []
+
+        def register_generator_state(self, generator):
+            self.generators.append(generator)
+
+        def reset(self):
+            made.reset.append(self)
+
+        def capture_end(self):
+            made.capturing.discard(made.stream)
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    class Capture(torch.cuda.graph):
+        """As torch.cuda.graph, of a driver that invalidates the capture if the block sets `invalid`."""
+
+        def __init__(self, graph, pool=None, stream=None, capture_error_mode="global"):
+            self.cuda_graph, self.capture_stream, self.pool = graph, stream, () if pool is None else (pool,)
+            self.invalid = self.stuck = False
+
+        def __enter__(self):
+            self.before, made.stream = made.stream, self.capture_stream
+            made.pools.update(dict.fromkeys(self.pool, "recording"))
+            made.capturing.add(self.capture_stream)
+            made.drawing_refused = True
+            return self
+
+        def __exit__(self, *_):
+            if not self.stuck:
+                made.capturing.discard(self.capture_stream)
+            if self.invalid or not made.heals:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            for pool in self.pool:
+                del made.pools[pool]
+            made.drawing_refused = False
+            made.stream = self.before
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: made.stream)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(made, "stream", stream))
+    monkeypatch.setattr(torch.cuda, "stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: "a new one")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: made.stream in made.capturing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", ["default"])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: SimpleNamespace(add_=lambda _: None))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", made.end_allocating, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", made.release, raising=False)
+    return made
+
+
+def capture(driver, *, pool=(0, 1), before_the_end=lambda context: None):
+    with undone_if_failed(DEVICE, ["default", "tracker's"]):
+        context = torch.cuda.graph(torch.cuda.CUDAGraph(), pool=pool, stream="the bank's")
+        with context:
+            before_the_end(context)
+
+
+def invalidate(context):
+    context.invalid = True
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_capture_that_succeeds_is_left_alone(driver):
+    capture(driver)
+    assert (driver.stream, driver.pools, driver.reset) == ("the trainer's", {}, [])
+
+
+def test_an_invalidated_capture_leaves_stream_allocator_and_generators_as_they_were(driver):
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        capture(driver, before_the_end=invalidate)
+    assert driver.stream == "the trainer's"
+    assert driver.pools == {}
+    assert not driver.drawing_refused
+    (healing,) = (
+        driver.reset
+    )  # the small capture after it; the failed graph itself is still asked by the host allocator
+    assert healing.generators == ["tracker's"]
+
+
+def test_an_error_in_python_ends_the_capture_in_order(driver):
+    def fails(context):
+        raise ValueError("no such document")
+
+    with pytest.raises(ValueError, match="no such document"):
+        capture(driver, before_the_end=fails)
+    assert (driver.stream, driver.pools, driver.reset) == ("the trainer's", {}, [])
+
+
+def test_generators_that_cannot_be_put_right_end_the_run_with_the_reason(driver):
+    def fails(context):
+        driver.heals = False
+        invalidate(context)
+
+    with pytest.raises(StateLostError, match=r"training cannot go on in this process; set graphs\.impl to none"):
+        capture(driver, before_the_end=fails)
+    assert driver.stream == "the trainer's"
+
+
+def test_a_stream_that_is_still_captured_is_ended(driver):
+    def fails(context):
+        context.stuck = True
+        invalidate(context)
+
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        capture(driver, before_the_end=fails)
+    assert driver.capturing == set()
+
+
+class FakeSlot:
+    """A slot whose pool begins anew after a failure."""
+
+    def __init__(self):
+        self.graphs, self.begun_anew = {}, 0
+
+    def held(self):
+        return tuple(self.graphs)
+
+    def begin_anew(self):
+        self.graphs.clear()
+        self.begun_anew += 1
+
+
+def captures_of(peers, *, fails=(), error=None, **options):
+    """AgreedCaptures in which `fails` fail here; `peers` answers whether the others succeeded, capture by capture."""
+    made, counted = [], []
+
+    def make(slot, bucket):
+        made.append(bucket)
+        if bucket in fails:
+            raise error or RuntimeError("operation not permitted")
+        slot.graphs[bucket] = object()
+        return 100
+
+    def agreed(succeeded):
+        return succeeded and next(peers)
+
+    captures = AgreedCaptures(
+        make, agreed=agreed, surroundings=Surroundings(**options), on_capture=lambda c: counted.append(c.bucket)
+    )
+    return captures, made, counted
+
+
+def all_succeed():
+    while True:
+        yield True
+
+
+def test_the_buckets_of_a_slot_in_which_one_failed_are_captured_again():
+    captures, made, counted = captures_of(all_succeed(), fails=[MIDDLE])
+    first, second = FakeSlot(), FakeSlot()
+    order = [bucket for _, bucket in captures.all_of([first, second], [SMALL, MIDDLE, LARGE])]
+    assert order == [LARGE, MIDDLE, SMALL] * 2
+    assert made == [LARGE, MIDDLE, LARGE, SMALL, LARGE, SMALL]  # the second slot does not try what has failed
+    assert counted == [LARGE, LARGE, SMALL, LARGE, SMALL]
+    assert first.held() == second.held() == (LARGE, SMALL)
+    assert (first.begun_anew, second.begun_anew) == (1, 0)
+    assert captures.failures == {MIDDLE: "RuntimeError: operation not permitted"}
+
+
+def test_what_failed_on_a_peer_alone_is_dropped_here():
+    captures, made, _ = captures_of(iter([True, False, True, True]))
+    slot = FakeSlot()
+    for _ in captures.all_of([slot], [SMALL, MIDDLE, LARGE]):
+        pass
+    assert made == [LARGE, MIDDLE, LARGE, SMALL]
+    assert slot.held() == (LARGE, SMALL)
+    assert captures.failures == {MIDDLE: ELSEWHERE}
+    assert not captures.has(slot, MIDDLE)
+    assert made[-1] == SMALL  # asked no more
+
+
+def test_peers_make_the_same_captures_wherever_one_fails():
+    ways = []
+    for fails, peers in (([MIDDLE], all_succeed()), ([], iter([True, False, True, True]))):
+        captures, made, _ = captures_of(peers, fails=fails)
+        for _ in captures.all_of([FakeSlot()], [SMALL, MIDDLE, LARGE]):
+            pass
+        ways.append(made)
+    assert ways[0] == ways[1]
+
+
+def test_a_failure_while_capturing_again_costs_that_bucket_too():
+    captures, _, _ = captures_of(iter([True, False, False, True]))
+    slot = FakeSlot()
+    for _ in captures.all_of([slot], [SMALL, MIDDLE, LARGE]):
+        pass
+    assert slot.held() == (SMALL,)
+    assert set(captures.failures) == {MIDDLE, LARGE}
+
+
+@pytest.mark.parametrize("communicates", [True, False])
+def test_a_failed_warm_up_is_fatal_where_ranks_communicate(communicates):
+    captures, _, _ = captures_of(all_succeed(), fails=[LARGE], error=WarmupError("half"), communicates=communicates)
+    if communicates:
+        with pytest.raises(RuntimeError, match="others communicate with it: training cannot go on"):
+            captures.has(FakeSlot(), LARGE)
+    else:
+        assert not captures.has(FakeSlot(), LARGE)
+
+
+def test_a_state_that_is_lost_ends_the_run_even_if_another_error_hides_it():
+    hiding = RuntimeError("cannot set a generator")
+    hiding.__context__ = StateLostError("training cannot go on in this process")
+    captures, _, _ = captures_of(all_succeed(), fails=[LARGE], error=hiding)
+    with pytest.raises(StateLostError, match="cannot go on in this process"):
+        captures.has(FakeSlot(), LARGE)
