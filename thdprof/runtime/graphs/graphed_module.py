@@ -16,6 +16,7 @@ from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule, FallbackError
 from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
+from thdprof.runtime.graphs.piecewise import replay_in_pieces
 from thdprof.runtime.graphs.slots import Lease
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.padding import Boundaries, PackedSequence
@@ -93,6 +94,7 @@ class GraphedModule(DispatchedModule):
         on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
         surroundings: Surroundings | None = None,
         offload: Choice | None = None,
+        cuts: Sequence[nn.Module] = (),
     ) -> None:
         """A module that will be captured for `buckets`.
 
@@ -111,13 +113,17 @@ class GraphedModule(DispatchedModule):
             on_decision: called with every decision, before the micro-batch runs.
             surroundings: the state that the module's passes change outside the module.
             offload: which activations are in host memory between forward and backward, also of eager micro-batches.
+            cuts: submodules before which passes are cut into pieces, each with graphs of its own; the module calls each
+                of them once, in this order. The parameters' hooks then run after the backward of each piece.
 
         Raises:
-            ValueError: `num_slots` is less than 1.
+            ValueError: `num_slots` is less than 1, or both `offload` and `cuts` are given.
             TypeError: the module contains a DistributedDataParallel.
         """
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
+        if offload is not None and cuts:
+            raise ValueError("offload and cuts: copies to the host span the pieces of a pass; give one of the two")
         if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module.modules()):
             raise TypeError(
                 "DistributedDataParallel reduces gradients in autograd hooks, which a replay does not run; "
@@ -136,7 +142,7 @@ class GraphedModule(DispatchedModule):
             on_decision=on_decision,
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
-        self._surroundings, self._offload = surroundings or Surroundings(), offload
+        self._surroundings, self._offload, self._cuts = surroundings or Surroundings(), offload, tuple(cuts)
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
 
@@ -198,6 +204,7 @@ class GraphedModule(DispatchedModule):
                 on_capture=self._count_capture,
                 surroundings=self._surroundings,
                 offload=self._offload,
+                cuts=self._cuts,
             ),
         )
         if self._capture == "startup":
@@ -208,13 +215,21 @@ class GraphedModule(DispatchedModule):
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         assert self._bank is not None  # `_open` has made it
+        assert self._anchor is not None
         lease = self._bank.lease(bucket)
         if isinstance(lease, FallbackReason):
             return lease
+        if self._cuts:
+            with self._timed(call.tensors, replayed=True) as outputs:
+                outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
+            return restore(outputs, lease.captured.spec)
         with self._timed(call.tensors, replayed=True) as outputs:
             parameters = lease.accumulated_elsewhere()
             outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
         return restore(outputs, lease.captured.spec)
+
+    def _before_piece(self, piece: int) -> None:
+        """Called before the forward of every piece of a replay; subclasses wait here for what its graphs read."""
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
