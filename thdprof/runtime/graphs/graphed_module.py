@@ -275,13 +275,18 @@ def graphed(
         token_dim: dimension of the first tensor that runs over tokens.
 
     Raises:
-        ValueError: the plan captures parts of Megatron's layers.
+        ValueError: the plan captures parts of Megatron's layers, or groups of them.
     """
     graphs = plan.graphs
     if graphs.modules:
         raise ValueError(
             f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which only "
             "thdprof.runtime.megatron.install can do; set it to [] to capture this module whole"
+        )
+    if graphs.layers_per_graph is not None:
+        raise ValueError(
+            f"graphs.layers_per_graph is {graphs.layers_per_graph}: only thdprof.runtime.megatron.install captures a "
+            "model's layers in groups; set it to null to capture this module whole"
         )
     graphed_module = GraphedModule(
         module,
