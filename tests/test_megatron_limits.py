@@ -223,6 +223,18 @@ CASES = {
         options=["--impl", "chunk", "--offload", "attn_proj"],
         graphs={"offload": OffloadPart(modules=["attn_proj"])},
     ),
+    ("`graphs.layers_per_graph` with graphs of another kind than `chunk`", None): Case(
+        options=["--impl", "transformer_engine", "--layers-per-graph", 2],
+        graphs={"impl": "transformer_engine", "layers_per_graph": 2},
+        config=TE,
+    ),
+    ("`graphs.layers_per_graph` with offloading", None): Case(
+        options=["--impl", "chunk", "--layers-per-graph", 2, "--offload", "all"],
+        graphs={"layers_per_graph": 2, "offload": OffloadPart()},
+    ),
+    ("`graphs.layers_per_graph` under dynamic context parallelism", None): Case(
+        options=["--impl", "chunk", "--layers-per-graph", 2], dynamic=True, graphs={"layers_per_graph": 2}
+    ),
 }
 """By the limit's name, and by the graphs that need it where it is a field that must be off."""
 
