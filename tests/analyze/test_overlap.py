@@ -144,13 +144,13 @@ def test_a_run_without_overlap_captures_whole_chunks(rows):
     made = analysis(rows, replace(SMALLER, overlap_grad_reduce=False, overlap_param_gather=False))
     assert made.overlap is None
     assert make_plan(made, impl="chunk").graphs.layers_per_graph is None
-    with pytest.raises(UsageError, match=r"--layers-per-graph 2 with --impl module: only .*; use --impl chunk"):
+    with pytest.raises(UsageError, match=r"--impl module with layers_per_graph 2: only .*; use --impl chunk"):
         make_plan(made, layers_per_graph=2)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "2.5", "few", "", "²"])
 def test_what_is_no_number_of_layers(text):
-    with pytest.raises(UsageError, match=r"--layers-per-graph .*: must be a whole number of at least 1, or all"):
+    with pytest.raises(UsageError, match=r"layers_per_graph .*: must be a whole number of at least 1, or all"):
         layers_asked(text)
 
 
@@ -167,12 +167,18 @@ def test_the_command_reads_megatrons_flags_and_writes_the_plan(thdprof, rows, tm
     shown = json.loads(done.stdout)
     assert shown["overlap"]["layers_per_graph"] > 0
     assert load_plan(tmp_path / "plan.yaml").graphs.layers_per_graph == shown["overlap"]["layers_per_graph"]
-    done = thdprof(*run, "--layers-per-graph", "all")
+    forced = tmp_path / "settings.yaml"
+    forced.write_text("layers_per_graph: 5")
+    assert thdprof(*run, "--settings", forced).returncode == 0
+    assert load_plan(tmp_path / "plan.yaml").graphs.layers_per_graph == 5
+    forced.write_text("layers_per_graph: all")
+    done = thdprof(*run, "--settings", forced)
     assert "overlap: with --impl chunk, graphs of" in done.stdout.replace("\n", " ")
     assert load_plan(tmp_path / "plan.yaml").graphs.layers_per_graph is None
-    done = thdprof(*run, "--layers-per-graph", "none")
+    forced.write_text("layers_per_graph: none")
+    done = thdprof(*run, "--settings", forced)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "thdprof: --layers-per-graph none: must be a whole number of at least 1, or all\n"
+    assert done.stderr == "thdprof: layers_per_graph none: must be a whole number of at least 1, or all\n"
 
 
 def test_a_plan_of_an_older_version_captures_whole_chunks(rows, tmp_path):

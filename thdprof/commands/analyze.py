@@ -12,7 +12,6 @@ from thdprof.commands.options import Force, Given, GraphsToCapture, Json, Launch
 from thdprof.errors import UsageError
 
 if TYPE_CHECKING:
-    from thdprof.analyze.settings.layers_choice import LayersAsked
     from thdprof.analyze.settings.request import Request
     from thdprof.offload.plan import Choice
     from thdprof.training import GraphKind
@@ -44,14 +43,6 @@ def analyze(
         str | None,
         typer.Option(help="Share of them: 0.5 or 50%.", rich_help_panel="What to capture", show_default="1"),
     ] = None,
-    layers_per_graph: Annotated[
-        str | None,
-        typer.Option(
-            help="Layers of one graph with --impl chunk, or all: more graphs overlap more communication.",
-            rich_help_panel="What to capture",
-            show_default="all, or as predicted where --overlap-grad-reduce is on",
-        ),
-    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Plan file; - for stdout.", rich_help_panel="Output")
     ] = None,
@@ -75,7 +66,6 @@ def analyze(
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.buckets.stamp_check import note_on_stamp
     from thdprof.analyze.planning import make_plan
-    from thdprof.analyze.settings.layers_choice import layers_asked
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
@@ -85,10 +75,10 @@ def analyze(
     to_stdout = output is not None and str(output) == "-"
     _check_outputs(output, profile=profile, part=part, microbatches=microbatches, json=json, force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
-    choice, layers = choice_of(offload, share), layers_asked(layers_per_graph)
+    choice = choice_of(offload, share)
     request = read_request(datasets or [], given, settings=settings, megatron_args=megatron_args)
     check_gpu(request.gpu, measured=request.cost_table is not None)
-    _check_captures(request, impl, choice, layers)
+    _check_captures(request, impl, choice)
     for note in request.notes:
         streams.say(note)
     outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
@@ -121,7 +111,7 @@ def analyze(
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
-    plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=layers)
+    plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:
@@ -168,7 +158,7 @@ def _check_outputs(
     check_targets([p for p in (None if to_stdout else output, microbatches, profile) if p is not None], force=force)
 
 
-def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None, layers: LayersAsked) -> None:
+def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:
     """Refuse, before the work and not after it, what training could not capture or move to the host."""
     from thdprof.analyze.settings.experts import captured
     from thdprof.analyze.settings.layers_choice import layers_of_plan
@@ -178,7 +168,7 @@ def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | N
     experts = request.given.get("experts", "none")
     captures, _ = captured(experts, impl, usual=request.usual_impl)
     check_settings({**request.given, "packer": None}, captures)  # only some formats are packed; make_plan looks again
-    layers_of_plan(layers, impl=captures, offloads=choice is not None)
+    layers_of_plan(request.layers_per_graph, impl=captures, offloads=choice is not None)
     if choice is not None:
         check_choice(choice, impl=captures, experts=experts)
         for note in (without_experts(choice, experts), by_megatron_core(captures, experts)):

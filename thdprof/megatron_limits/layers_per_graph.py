@@ -10,7 +10,7 @@ def _in_groups(run: Run) -> bool:
 
 
 def _option(run: Run) -> str:
-    return f"--layers-per-graph {run.layers_per_graph}"
+    return f"layers_per_graph {run.layers_per_graph}"
 
 
 def _field(run: Run) -> str:
@@ -25,8 +25,8 @@ LAYERS_PER_GRAPH_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _in_groups(run) and run.impl != "chunk",
         reason="only the graphs of a whole model chunk can be cut between layers",
         options=Words(
-            case=lambda run: f"{_option(run)} with --impl {run.impl}",
-            remedy="use --impl chunk, or --layers-per-graph all",
+            case=lambda run: f"--impl {run.impl} with {_option(run)}",
+            remedy="use --impl chunk, or layers_per_graph all",
         ),
         fields=Words(case=lambda run: f"{_field(run)} with graphs.impl {run.impl}", remedy=_NULL),
     ),
@@ -35,8 +35,8 @@ LAYERS_PER_GRAPH_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _in_groups(run) and run.impl == "chunk" and run.offload_modules is not None,
         reason="copies to the host begin in one graph and end in another one",
         options=Words(
-            case=lambda run: f"{_option(run)} with --offload",
-            remedy="leave --offload out, or use --layers-per-graph all",
+            case=lambda run: f"--offload with {_option(run)}",
+            remedy="leave --offload out, or use layers_per_graph all",
         ),
         fields=Words(
             case=lambda run: f"{_field(run)} with graphs.offload", remedy=f"{_NULL}, or graphs.offload to null"
@@ -46,9 +46,7 @@ LAYERS_PER_GRAPH_LIMITS: tuple[Limit, ...] = (
         name="`graphs.layers_per_graph` under dynamic context parallelism",
         holds=lambda run: _in_groups(run) and run.impl == "chunk" and bool(run.dynamic_cp),
         reason="graphs of several context-parallel sizes were not run in groups of layers",
-        options=Words(
-            case=lambda run: f"{_option(run)} with --packer {run.packer}", remedy="use --layers-per-graph all"
-        ),
+        options=Words(case=lambda run: f"--packer {run.packer} with {_option(run)}", remedy="use layers_per_graph all"),
         fields=Words(case=_field, remedy=_NULL),
     ),
 )

@@ -1,4 +1,4 @@
-"""How many layers a graph of a model chunk has: what `--layers-per-graph` says, and what is chosen without it."""
+"""How many layers a graph of a model chunk has: what `layers_per_graph` says, and what is chosen without it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ LayersAsked = int | Literal["all"] | None
 """Layers of one graph, "all" of a model chunk, or None: as many as the prediction chooses."""
 
 
-def layers_asked(text: str | None) -> LayersAsked:
-    """What `--layers-per-graph` says; None without it.
+def layers_asked(value: object) -> LayersAsked:
+    """What the setting `layers_per_graph` says, a number or text; None without it.
 
     Raises:
         UsageError: it is neither a whole number of at least 1 nor `all`.
     """
-    if text is None:
+    if value is None:
         return None
-    if text == "all":
+    if value == "all":
         return "all"
+    text = str(value)
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"--layers-per-graph {text}: must be a whole number of at least 1, or all")
+        raise UsageError(f"layers_per_graph {text}: must be a whole number of at least 1, or all")
     return int(text)
 
 
