@@ -3,12 +3,15 @@
     python benchmarks/trainer.py speed --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-speed.md
     python benchmarks/trainer.py exact --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-exact.md
     python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-lives.md
+    python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
 
 speed   the shape of Qwen3-0.6B on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
         the plan with --replay off; then where the time of a step by the plan goes
 exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
         alone, with deterministic kernels: steps in which loss or gradient norm differ
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
+overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
+        and graphs of 4, 2 and 1 layers; their losses must be equal
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import megatron_lm
 from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run
 from trainer_exact import ROWS, exact_data, exact_row
 from trainer_lives import LIVES, Life
+from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
 
 INSTALL_ALONE = """import runpy, sys
@@ -148,6 +152,12 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     return table([["life", "what must hold", "seen"], *lines])
 
 
+def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `overlap`."""
+    lines, chosen = overlap_lines(args.megatron_lm / "pretrain_gpt.py", directory, steps=args.steps)
+    return [chosen, "", *table(lines)]
+
+
 def named(name: str, texts: str) -> bool:
     """Whether a row is among those asked for."""
     return not texts or any(text in name for text in texts.split(","))
@@ -194,7 +204,7 @@ def heading(mode: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["speed", "exact", "lives"])
+    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap"])
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact: rows of so many GPUs: 1,2 [1]")
@@ -202,7 +212,7 @@ def arguments() -> argparse.Namespace:
         "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP,EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"speed: steps of each run [{STEPS}]")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"speed, overlap: steps of each run [{STEPS}]")
     parser.add_argument("--variants", default="eager,local,transformer_engine,full_iteration,padded,install,plan")
     parser.add_argument("--parts", action="store_true", help="speed: also profile where a step goes")
     parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
@@ -219,7 +229,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        told = {"speed": speed, "exact": exact, "lives": lives}[args.mode](args, directory)
+        told = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap}[args.mode](args, directory)
         text = "\n".join([*heading(args.mode), *told]) + "\n"
         args.out.write_text(text)
         print(text)

@@ -45,6 +45,8 @@ class Row:
     script: str = "pretrain_gpt.py"
     sft: bool = False
     """Train on conversations by --sft, not on documents."""
+    layers_per_graph: int | None = None
+    """The plan's graphs.layers_per_graph; None: whole chunks."""
 
 
 _EXPERTS = (
@@ -73,6 +75,19 @@ ROWS = (
         name="DP 2, distributed optimizer, both overlaps",
         gpus=2,
         flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+    ),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps, dropout, 1 layer a graph",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000",
+        dropout=True,
+        layers_per_graph=1,
+    ),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps, 2 layers a graph",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000",
+        layers_per_graph=2,
     ),
     Row(name="one GPU, --sft, dropout", sft=True, dropout=True),
     Row(name="TP 2, --sft", gpus=2, flags="--tensor-model-parallel-size 2", sft=True),
@@ -128,7 +143,7 @@ def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
     folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
     folder.mkdir()
     flags = exact_flags(row, directory / "data")
-    plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS)
+    plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS, layers_per_graph=row.layers_per_graph or "all")
     ran = {}
     for number, name in enumerate(("on", "off", "unchanged")):
         planned = name != "unchanged"
