@@ -28,7 +28,7 @@ class ReplayPiece(torch.autograd.Function):
         captured = lease.captured
         captured.forward.each[piece].replay()
         if piece < len(captured.completed) - 1:
-            return before.new_empty(0)
+            return before.new_empty(0, dtype=torch.float32)
         outputs = lease.copied_outputs()
         ctx.mark_non_differentiable(*(o for o, d in zip(outputs, captured.differentiable, strict=True) if not d))
         return outputs
@@ -43,7 +43,7 @@ class ReplayPiece(torch.autograd.Function):
             lease.stage_output_grads(grads)
         lease.backward_piece(piece)
         if piece > 0:
-            token = captured.outputs[0].new_empty(0)
+            token = captured.outputs[0].new_empty(0, dtype=torch.float32)
             return (None, None, token, *[None] * ctx.num_tensors)
         inputs = lease.copied_input_grads()
         lease.release()
