@@ -231,7 +231,15 @@ def without(flags: Sequence[str], *names: str) -> list[str]:
     return kept
 
 
-def plan_of(flags: Sequence[str], directory: Path, name: str, *, gpus: int = 1, caps: Sequence[float] = ()) -> Path:
+def plan_of(
+    flags: Sequence[str],
+    directory: Path,
+    name: str,
+    *,
+    gpus: int = 1,
+    caps: Sequence[float] = (),
+    layers_per_graph: int | str | None = None,
+) -> Path:
     """The plan that `thdprof analyze --megatron-args` writes for a script with these flags.
 
     Args:
@@ -240,11 +248,16 @@ def plan_of(flags: Sequence[str], directory: Path, name: str, *, gpus: int = 1, 
         name: stem of the files.
         gpus: number of ranks.
         caps: replace its buckets by one at each of these shares of micro-batches, so that the rest runs eagerly.
+        layers_per_graph: layers of one graph, or "all"; None: as `analyze` predicts that steps are shortest.
     """
     script, plan, table = (directory / f"{name}{end}" for end in (".sh", ".yaml", ".parquet"))
     script.write_text(f"torchrun --nproc-per-node {gpus} pretrain_gpt.py {shlex.join(flags)}\n")
     command = [sys.executable, "-m", "thdprof", "analyze", "--megatron-args", str(script), "--impl", "chunk"]
     command += ["--microbatches", str(table), "-o", str(plan), "--force"]
+    if layers_per_graph is not None:
+        settings = directory / f"{name}-settings.yaml"
+        settings.write_text(f"layers_per_graph: {layers_per_graph}\n")
+        command += ["--settings", str(settings)]
     printed, code = run(command, environment_here(), limit=200)
     if code:
         raise RuntimeError(f"{shlex.join(command)}: exit code {code}\n{printed}")

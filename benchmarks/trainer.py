@@ -3,6 +3,7 @@
     python benchmarks/trainer.py speed --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-speed.md
     python benchmarks/trainer.py exact --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-exact.md
     python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-lives.md
+    python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
     python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
 speed   the shape of Qwen3-0.6B on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
@@ -12,6 +13,8 @@ exact   100 steps of small models through two buckets and fallbacks, replayed be
 soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
         and the same command goes on until it is done
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
+overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
+        and graphs of 4, 2 and 1 layers; their losses must be equal
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import megatron_lm
 from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run, without
 from trainer_exact import APEX_STAND_IN, ROWS, exact_data, exact_row
 from trainer_lives import LIVES, Life
+from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
 from trainer_soak import soak
 
@@ -161,6 +165,12 @@ def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
     return soak(args.megatron_lm, directory, steps=args.steps, minutes=args.minutes)
 
 
+def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `overlap`."""
+    lines, chosen = overlap_lines(args.megatron_lm / "pretrain_gpt.py", directory, steps=args.steps)
+    return [chosen, "", *table(lines)]
+
+
 def named(name: str, texts: str) -> bool:
     """Whether a row is among those asked for."""
     return not texts or any(text in name for text in texts.split(","))
@@ -207,7 +217,7 @@ def heading(mode: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["speed", "exact", "lives", "soak"])
+    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "soak"])
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact, lives: rows of so many GPUs: 1,2 [1]")
@@ -215,7 +225,7 @@ def arguments() -> argparse.Namespace:
         "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP,EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
-    parser.add_argument("--steps", type=int, help=f"speed, soak: steps of each run [{STEPS}, {SOAKED}]")
+    parser.add_argument("--steps", type=int, help=f"speed, overlap, soak: steps of each run [{STEPS}; soak {SOAKED}]")
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
     parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
     parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
@@ -238,7 +248,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        told = {"speed": speed, "exact": exact, "lives": lives, "soak": soaked}[args.mode](args, directory)
+        modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "soak": soaked}
+        told = modes[args.mode](args, directory)
         text = "\n".join([*heading(args.mode), *told]) + "\n"
         args.out.write_text(text)
         print(text)

@@ -48,6 +48,8 @@ class Row:
     fused: bool = False
     """Add weight gradients to main_grad inside the matrix products: Transformer Engine's layers do it themselves, and
     Megatron's output layer by a module of Apex, for which a stand-in is found."""
+    layers_per_graph: int | None = None
+    """The plan's graphs.layers_per_graph; None: whole chunks."""
 
 
 APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
@@ -105,6 +107,19 @@ ROWS = (
         gpus=2,
         flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     ),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps, dropout, 1 layer a graph",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000",
+        dropout=True,
+        layers_per_graph=1,
+    ),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps, 2 layers a graph",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000",
+        layers_per_graph=2,
+    ),
     Row(name="one GPU, --sft, dropout", sft=True, dropout=True),
     Row(name="TP 2, --sft", gpus=2, flags="--tensor-model-parallel-size 2", sft=True),
     Row(name="CP 2, --sft", gpus=2, flags="--context-parallel-size 2", sft=True),
@@ -161,7 +176,7 @@ def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
     folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
     folder.mkdir()
     flags = exact_flags(row, directory / "data")
-    plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS)
+    plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS, layers_per_graph=row.layers_per_graph or "all")
     path = environment_here(*[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
     ran = {}
     for number, name in enumerate(("on", "off", "unchanged")):

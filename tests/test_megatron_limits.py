@@ -139,6 +139,7 @@ class Case:
     """A run that is accepted but for one limit, as the options of an analysis and as what `install` is given."""
 
     options: list[object]
+    settings: str = ""
     dynamic: bool = False
     graphs: dict[str, object] = field(default_factory=dict)
     training: dict[str, object] = field(default_factory=dict)
@@ -223,6 +224,20 @@ CASES = {
         options=["--impl", "chunk", "--offload", "attn_proj"],
         graphs={"offload": OffloadPart(modules=["attn_proj"])},
     ),
+    ("`graphs.layers_per_graph` with graphs of another kind than `chunk`", None): Case(
+        options=["--impl", "transformer_engine"],
+        settings="layers_per_graph: 2",
+        graphs={"impl": "transformer_engine", "layers_per_graph": 2},
+        config=TE,
+    ),
+    ("`graphs.layers_per_graph` with offloading", None): Case(
+        options=["--impl", "chunk", "--offload", "all"],
+        settings="layers_per_graph: 2",
+        graphs={"layers_per_graph": 2, "offload": OffloadPart()},
+    ),
+    ("`graphs.layers_per_graph` under dynamic context parallelism", None): Case(
+        options=["--impl", "chunk"], settings="layers_per_graph: 2", dynamic=True, graphs={"layers_per_graph": 2}
+    ),
 }
 """By the limit's name, and by the graphs that need it where it is a field that must be off."""
 
@@ -274,7 +289,8 @@ def test_analysis_and_install_refuse_it_for_the_same_reason(thdprof, documents, 
     plan = load_plan(file)
     assert lines_of_install(Case(options=[]), plan) == []
     file.unlink()
-    done = thdprof(*run, *case.options)
+    (tmp_path / "settings.yaml").write_text(case.settings or "{}")
+    done = thdprof(*run, *case.options, "--settings", tmp_path / "settings.yaml")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("thdprof: --")
     assert done.stderr.endswith(f": {limit.reason}; {limit.options.remedy}\n")

@@ -217,6 +217,10 @@ class GraphsPart(_Part):
     """How passes without gradients run while the module is in training mode; in eval mode they always run eagerly."""
     offload: OffloadPart | None = None
     """Activations that wait in host memory; null: all activations stay on the device."""
+    layers_per_graph: Count | None = None
+    """Layers of one graph, with impl chunk; null: all layers of a model chunk. After each graph of a backward the
+    data-parallel reduction of its gradients can start, and each graph of a forward waits for its own parameters alone.
+    """
 
     @field_validator("buckets")
     @classmethod

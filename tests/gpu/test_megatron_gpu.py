@@ -59,6 +59,39 @@ def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, model, buckets
     assert_same_training(ours, eager_runs(model, buckets))
 
 
+FOUR_LAYERS = "--num-layers 4 --hidden-size 256 --num-attention-heads 4"
+IN_GROUPS = [("dropout", 1), ("dropout", 2), ("dropout", 4), ("moe", 2), ("mla", 3), ("hybrid", 1)]
+"""Model of four layers, and layers of one graph."""
+
+
+@pytest.fixture(scope="module")
+def eager_runs_of_four_layers(plans, tmp_path_factory):
+    """Gives the eager run of a model of four layers, which is trained once."""
+    found = {}
+
+    def run(model):
+        if model not in found:
+            record = tmp_path_factory.mktemp("eager") / "run.jsonl"
+            found[model] = train(plans(2, model=model), record, model, replay=False, shape=FOUR_LAYERS)
+        return found[model]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"),
+    [
+        pytest.param(model, layers, marks=pytest.mark.xdist_group(f"{model} in groups"), id=f"{model}-{layers}")
+        for model, layers in IN_GROUPS
+    ],
+)
+def test_graphs_of_some_layers_equal_their_eager_twin(plans, eager_runs_of_four_layers, tmp_path, model, layers):
+    plan = plans(2, model=model, layers_per_graph=layers)
+    ours = train(plan, tmp_path / "ours.jsonl", model, shape=FOUR_LAYERS)
+    assert_as_predicted(plan, ours)
+    assert_same_training(ours, eager_runs_of_four_layers(model))
+
+
 def example(plan, directory, replay):
     """What a loop of one's own prints: a line a step."""
     command = [sys.executable, "-W", "ignore", ROOT / "examples" / "train_megatron_core.py", "--plan", plan]

@@ -36,6 +36,7 @@ class Plans:
         model: str = "dense",
         impl: str = "chunk",
         offload: dict[str, Any] | None = None,
+        layers_per_graph: int | None = None,
     ) -> Path:
         """The file of a plan with this many buckets.
 
@@ -44,6 +45,7 @@ class Plans:
             model: the model that is to be trained, by its name in `gpu_training.MODELS`.
             impl: what is captured.
             offload: fields of the plan's graphs.offload.
+            layers_per_graph: the plan's graphs.layers_per_graph.
         """
         n_seqs, caps = self.analysis.microbatches.n_seqs, CAPS[buckets]
         shares = [float(((n_seqs > low) & (n_seqs <= cap)).mean()) for low, cap in zip([0, *caps], caps, strict=False)]
@@ -52,6 +54,7 @@ class Plans:
             "impl": impl,
             "modules": ["attn", "moe_router"] if (model, impl) == ("dropless", "transformer_engine") else [],
             "offload": offload,
+            "layers_per_graph": layers_per_graph,
             "buckets": [
                 {"max_seqs": cap, "max_seqlen": TOKENS, "share": share} for cap, share in zip(caps, shares, strict=True)
             ],

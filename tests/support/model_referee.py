@@ -31,6 +31,7 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 _READ_APART = {
     "precision", "fp8_recipe", "rotary", "vocab_size", "num_moe_layers", "untie_embeddings_and_output_weights",
     "hybrid_layer_pattern", "moe_expert_capacity_factor", "use_distributed_optimizer", "recompute_modules",
+    "overlap_grad_reduce", "overlap_param_gather",
     "recompute_method", "num_query_groups", "kv_channels", "mtp_num_layers", "ffn_hidden_size", "moe_ffn_hidden_size",
     "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
     "expert_tensor_parallel_size",
@@ -43,7 +44,11 @@ def recipe_of(flags: str, monkeypatch: pytest.MonkeyPatch) -> str:
     of_args = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
     content = {
         "model": of_args(args, config).as_dict(),
-        "ddp": {"use_distributed_optimizer": args.use_distributed_optimizer},
+        "ddp": {
+            "use_distributed_optimizer": args.use_distributed_optimizer,
+            "overlap_grad_reduce": args.overlap_grad_reduce,
+            "overlap_param_gather": args.overlap_param_gather,
+        },
         "train": {"micro_batch_size": 1, "global_batch_size": 32},
     }
     with safe_yaml_representers():
@@ -79,6 +84,8 @@ def _fields(args: Any, config: Any) -> dict[str, Any]:
         "fp8_recipe": config.fp8_recipe if config.fp8 else None,
         "untie_embeddings_and_output_weights": args.untie_embeddings_and_output_weights,
         "use_distributed_optimizer": args.use_distributed_optimizer,
+        "overlap_grad_reduce": args.overlap_grad_reduce,
+        "overlap_param_gather": args.overlap_param_gather,
         "mtp_num_layers": config.mtp_num_layers or 0,
         "recompute_modules": tuple(config.recompute_modules),
         "ffn_size": config.ffn_hidden_size,

@@ -27,6 +27,7 @@ from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.modelled_costs import ModelledTimes
 from thdprof.analyze.times.of_run import FOREIGN_TABLE, gpu_of, modelled_times, why_not
+from thdprof.analyze.times.overlap import Overlap, predict_overlap
 from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
 from thdprof.analyze.times.worth import document_tokens, worth_of
 from thdprof.dispatch import Bucket
@@ -114,6 +115,9 @@ class Analysis:
     """Predicted peak memory; None where the model or its memory is not known."""
     capture: Capture | None
     """What capturing the plan's graphs takes; None without times or graphs."""
+    overlap: Overlap | None
+    """What cutting model chunks into graphs of a few layers hides of data-parallel communication; None where the run
+    overlaps none, or times are not known."""
     packing_efficiency: float | None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None
@@ -328,6 +332,16 @@ def analyze_read(
         ),
         memory=predicted_memory,
         capture=predict_capture(num_buckets=len(recommendation.buckets), slots=in_flight, costs=costs),
+        overlap=predict_overlap(
+            model,
+            settings,
+            known_gpu(costs.hardware),
+            replay_ms=times.decoder_replay_ms,
+            step_ms=recommendation.step_ms if times.origin != "none" else None,
+            num_microbatches=int(table.num_microbatches.max()),
+        )
+        if recommendation.buckets
+        else None,
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
         notes=notes,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from thdprof import __version__
 from thdprof.analyze.settings.experts import captured
+from thdprof.analyze.settings.layers_choice import LayersAsked, layers_of_plan
 from thdprof.analyze.settings.offload_choice import check_choice
 from thdprof.megatron_limits import check_plan, check_settings
 
@@ -15,7 +16,13 @@ if TYPE_CHECKING:
     from thdprof.plan import Impl, Plan
 
 
-def make_plan(analysis: Analysis, *, impl: Impl | None = None, usual: Impl = "module") -> Plan:
+def make_plan(
+    analysis: Analysis,
+    *,
+    impl: Impl | None = None,
+    usual: Impl = "module",
+    layers_per_graph: LayersAsked = None,
+) -> Plan:
     """The plan of an analysis, for graphs of the kind `impl`; without buckets, the plan's impl is "none".
 
     Args:
@@ -23,10 +30,13 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None, usual: Impl = "mo
         impl: the kind of graphs that training captures; None: the `usual` one, or with dropless experts the kind that
             captures the layers' other parts.
         usual: graphs of a torch module, or of model chunks where the run is known to be Megatron's.
+        layers_per_graph: layers of one graph of a model chunk, or "all"; None: as the analysis predicts that steps are
+            shortest.
 
     Raises:
         UsageError: `impl` cannot capture any part of a model with dropless experts, or does not move the activations
-            that the analysis counted as moved; or `thdprof.runtime.megatron` would always refuse to install the plan.
+            that the analysis counted as moved, or cannot be cut between layers; or `thdprof.runtime.megatron` would
+            always refuse to install the plan.
     """
     from thdprof.plan import Plan
 
@@ -35,6 +45,13 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None, usual: Impl = "mo
     chosen, settings, costs, offload = analysis.recommendation, analysis.settings, analysis.costs, analysis.offload
     if offload is not None:
         check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
+    layers = layers_of_plan(
+        layers_per_graph,
+        None if analysis.overlap is None else analysis.overlap.layers_per_graph,
+        impl=resolved_impl,
+        offloads=offload is not None,
+        packer=settings.packer,
+    )
     one_cap, timed = chosen.one_cap, analysis.times.origin != "none"
     plan = Plan.model_validate(
         {
@@ -75,6 +92,7 @@ def make_plan(analysis: Analysis, *, impl: Impl | None = None, usual: Impl = "mo
                     "fraction": offload.choice.fraction,
                     "min_bytes": offload.choice.min_bytes,
                 },
+                "layers_per_graph": layers if chosen.buckets else None,
             },
             "predictions": {
                 "fallback_rate": chosen.fallback_rate,

@@ -216,7 +216,7 @@ def _analysed(
             progress=progress,
             memo=memo,
         )
-        plan = make_plan(result, impl=impl, usual=request.usual_impl)
+        plan = make_plan(result, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))
     unranked = why_unranked(result.times, result.costs, n_tokens=result.graph_tokens, varied=varied)

@@ -111,7 +111,7 @@ def analyze(
         streams.say("--offload: no graphs are recommended, so nothing is moved to the host")
     if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
-    plan = make_plan(analysis, impl=impl, usual=request.usual_impl)
+    plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:
@@ -161,12 +161,14 @@ def _check_outputs(
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:
     """Refuse, before the work and not after it, what training could not capture or move to the host."""
     from thdprof.analyze.settings.experts import captured
+    from thdprof.analyze.settings.layers_choice import layers_of_plan
     from thdprof.analyze.settings.offload_choice import by_megatron_core, check_choice, without_experts
     from thdprof.megatron_limits import check_settings
 
     experts = request.given.get("experts", "none")
     captures, _ = captured(experts, impl, usual=request.usual_impl)
     check_settings({**request.given, "packer": None}, captures)  # only some formats are packed; make_plan looks again
+    layers_of_plan(request.layers_per_graph, impl=captures, offloads=choice is not None)
     if choice is not None:
         check_choice(choice, impl=captures, experts=experts)
         for note in (without_experts(choice, experts), by_megatron_core(captures, experts)):

@@ -6,7 +6,14 @@ them; and `check` is for analysis. `thdprof.runtime.megatron.refusals` reads the
 
 from __future__ import annotations
 
-from thdprof.megatron_limits.check import check_captured, check_offload, check_plan, check_run, check_settings
+from thdprof.megatron_limits.check import (
+    check_captured,
+    check_layers_per_graph,
+    check_offload,
+    check_plan,
+    check_run,
+    check_settings,
+)
 from thdprof.megatron_limits.experts import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.megatron_limits.limit import Limit, MustBeOff, Run, Words
 from thdprof.megatron_limits.offloading import moved_by_core
@@ -21,6 +28,7 @@ __all__ = [
     "Run",
     "Words",
     "check_captured",
+    "check_layers_per_graph",
     "check_offload",
     "check_plan",
     "check_run",

@@ -73,6 +73,31 @@ def check_offload(modules: Sequence[str], *, impl: Impl, experts: Experts) -> No
     )
 
 
+def check_layers_per_graph(
+    layers_per_graph: int | None, *, impl: Impl, packer: str | None = None, offloads: bool = False
+) -> None:
+    """Refuse groups of layers that graphs of kind `impl` could not capture.
+
+    Args:
+        layers_per_graph: layers of one graph; None: all of a model chunk.
+        impl: the kind of graphs.
+        packer: the packer that training uses; None: not known yet.
+        offloads: whether activations are moved to the host.
+
+    Raises:
+        UsageError: as `check_run`.
+    """
+    check_run(
+        Run(
+            impl=impl,
+            layers_per_graph=layers_per_graph,
+            packer=packer,
+            dynamic_cp=packer in DYNAMIC_CP,
+            offload_modules=("all",) if offloads and layers_per_graph is not None and impl == "chunk" else None,
+        )
+    )
+
+
 def check_plan(plan: Plan) -> None:
     """Refuse graphs of several context-parallel sizes that could not be captured.
 

@@ -40,6 +40,8 @@ class Run:
     """Parts of a layer whose activations go to the host; None also where all activations stay on the device."""
     core_offload: bool | None = None
     """Whether megatron-core itself moves activations (fine_grained_activation_offloading), and not thdprof."""
+    layers_per_graph: int | None = None
+    """Layers of one graph: `graphs.layers_per_graph` of the plan; None also where a model chunk is captured whole."""
     config: Any = None
     """The model's TransformerConfig, or an object with its fields."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from thdprof.megatron_limits.dynamic_cp import DYNAMIC_CP_LIMITS
 from thdprof.megatron_limits.experts import EXPERT_LIMITS
 from thdprof.megatron_limits.fields import ALL_GRAPHS, LOCAL_GRAPHS
+from thdprof.megatron_limits.layers_per_graph import LAYERS_PER_GRAPH_LIMITS
 from thdprof.megatron_limits.limit import Limit, Run
 from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
 from thdprof.megatron_limits.parallelism import PARALLELISM_LIMITS
@@ -18,6 +19,7 @@ LIMITS: tuple[Limit, ...] = (
     *DYNAMIC_CP_LIMITS,
     *EXPERT_LIMITS,
     *OFFLOAD_LIMITS,
+    *LAYERS_PER_GRAPH_LIMITS,
 )
 """Every limit, in the order of messages and of the reference."""
 

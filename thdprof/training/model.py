@@ -139,6 +139,10 @@ class Model:
     """Which layers full recompute computes again: all, or the first recompute_num_layers of each stage."""
     use_distributed_optimizer: Annotated[bool, _choice("Whether ranks share the optimizer's state.")] = False
     """Whether data-parallel ranks share the optimizer's state out among them."""
+    overlap_grad_reduce: Annotated[bool, _choice("Whether gradients are reduced while a backward runs.")] = False
+    """Whether Megatron reduces gradients over data-parallel ranks while the backward of other layers runs."""
+    overlap_param_gather: Annotated[bool, _choice("Whether parameters are gathered while a forward runs.")] = False
+    """Whether Megatron gathers parameters of data-parallel ranks while the forward of other layers runs."""
     gradient_accumulation_fusion: Annotated[bool, _choice("Whether weight gradients add to main_grad at once.")] = True
     """Whether the products that make weight gradients add them to main_grad (fp32) themselves."""
 

@@ -37,7 +37,9 @@ def _captures(analysis: Analysis) -> dict[str, Any] | None:
 
 
 def to_dict(analysis: Analysis) -> dict[str, Any]:
-    """The JSON object as a dict; it has the key `offload` if activations are moved to the host."""
+    """The JSON object as a dict; it has the key `offload` if activations are moved to the host, and `overlap` if
+    data-parallel communication overlaps.
+    """
     chosen, offload, timed = analysis.recommendation, analysis.offload, analysis.times.origin != "none"
     return {
         "schema": SCHEMA,
@@ -84,6 +86,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         **({} if offload is None else {"offload": asdict(offload)}),
         "memory": None if analysis.memory is None else asdict(analysis.memory),
         "capture": None if analysis.capture is None else asdict(analysis.capture),
+        **({} if analysis.overlap is None else {"overlap": asdict(analysis.overlap)}),
         "costs": {
             "name": analysis.costs.name,
             "calibrated": analysis.costs.calibrated,

@@ -12,6 +12,7 @@ from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.report.model import model_line
+from thdprof.analyze.report.overlap import overlap_sentence
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence
 from thdprof.analyze.report.words import counted, percent, percentile_name, spanned
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
@@ -94,6 +95,8 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         yield Text(memory_sentence(analysis.memory))
     if analysis.capture is not None:
         yield Text(capture_sentence(analysis.capture))
+    if analysis.overlap is not None:
+        yield Text(overlap_sentence(analysis.overlap))
 
 
 def _packing(analysis: Analysis) -> str:

@@ -86,6 +86,18 @@ class AnalysisOptions:
         Setting(help="Most graph memory of a pipeline rank, in GiB.", panel="Costs and limits", assumed="no limit"),
     ] = None
     """Most graph memory of a pipeline rank, in GiB."""
+    layers_per_graph: Annotated[
+        str | None,
+        Setting(
+            help="Layers of one graph with --impl chunk, or all.",
+            panel="What to capture",
+            everyday=False,
+            assumed="as predicted, where data-parallel communication overlaps",
+            as_text=True,
+            swept=False,
+        ),
+    ] = None
+    """Layers of one graph of a model chunk: a number, or all; None: as predicted."""
     buckets: Annotated[
         int,
         Interval(ge=1),

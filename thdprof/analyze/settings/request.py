@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from thdprof.analyze.settings.layers_choice import LayersAsked, layers_asked
 from thdprof.analyze.settings.limits import Limits, analysis_options, price_of, read_limits, whole_number
 from thdprof.analyze.settings.model.files import model_file, read_model_file
 from thdprof.analyze.settings.model.reading import ModelReading
@@ -41,6 +42,8 @@ class Request:
     """Name of the GPU that times are of; None: not given."""
     gpu_hour_price: float | None
     """Price of a GPU-hour, in the user's currency; None: not given."""
+    layers_per_graph: LayersAsked
+    """Layers of one graph of a model chunk; None: as predicted."""
     notes: list[str]
     usual_impl: GraphKind
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
@@ -118,6 +121,7 @@ def read_request(
         model_file=None if path is None else model_file(path),
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=price_of(command["gpu_hour_price"]) if "gpu_hour_price" in command else None,
+        layers_per_graph=layers_asked(command.get("layers_per_graph")),
         notes=[*notes, *resolved.notes],
         usual_impl="module" if megatron_args is None else "chunk",
     )

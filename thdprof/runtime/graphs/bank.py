@@ -56,6 +56,8 @@ class BankOptions:
     """The state that the module's passes change outside the module."""
     offload: Choice | None = None
     """Which activations are in host memory between forward and backward; None: all stay on the device."""
+    cuts: Sequence[nn.Module] = ()
+    """Submodules before which passes are cut into pieces, each with graphs of its own; none: passes stay whole."""
 
 
 class Bank:
@@ -124,6 +126,7 @@ class Bank:
                 stream=self._stream,
                 extra_state=self._options.surroundings.extra_state,
                 offload=self._offload_of(slot),
+                cuts=self._options.cuts,
             )
         return slot.passes[bucket].pool_bytes
 
@@ -155,7 +158,8 @@ class Bank:
         free = [slot for slot in self.slots if not slot.busy]
         for slot in free:
             if self.capture(slot, bucket) is not None:
-                return Lease(slot, bucket, self._gradients, self._options.surroundings.on_backward)
+                around = self._options.surroundings
+                return Lease(slot, bucket, self._gradients, around.on_backward, around.on_piece)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def changed(self) -> str:

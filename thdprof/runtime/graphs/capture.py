@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thdprof.dispatch import WARMUP_PASSES
 from thdprof.offload.plan import OffloadPlan
-from thdprof.runtime.graphs.failed_captures import register, undone_if_failed
+from thdprof.runtime.graphs.failed_captures import undone_if_failed
 from thdprof.runtime.graphs.gradients import GradientBuffers, spare_main_grads
 from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
+from thdprof.runtime.graphs.pieces import Graphs, completed, cut_before, recorded
 from thdprof.runtime.offload.passes import NoOffload, PassOffload
 
 
@@ -30,12 +31,14 @@ class WarmupError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedPass:
-    """Two graphs. Write the static inputs and replay `forward`; write the output gradients and replay `backward`."""
+    """Graphs of a pass. Write the static inputs and replay `forward`; write the output gradients and replay
+    `backward`.
+    """
 
-    forward: torch.cuda.CUDAGraph
-    """Graph of the forward."""
-    backward: torch.cuda.CUDAGraph
-    """Graph of the backward."""
+    forward: Graphs
+    """Graphs of the forward: one for every piece, in order."""
+    backward: Graphs
+    """Graphs of the backward: one for every piece, the last piece first."""
     outputs: tuple[torch.Tensor, ...]
     """The module's output tensors, in the slot's pool. Every forward replay writes them; the slot's next replay
     overwrites them.
@@ -56,6 +59,10 @@ class CapturedPass:
     """Bytes by which the slot's pool grew at this capture."""
     offload: OffloadPlan | None = None
     """Which activations are in host memory between forward and backward; None: all stay on the device."""
+    completed: tuple[tuple[bool, ...], ...] = ()
+    """For every piece, whether each parameter's gradient is complete after the piece's backward; empty: the pass is
+    one piece.
+    """
 
 
 def capture_pass(
@@ -70,6 +77,7 @@ def capture_pass(
     stream: torch.cuda.Stream,
     extra_state: Callable[[], Sequence[torch.Tensor]] = tuple,
     offload: PassOffload | None = None,
+    cuts: Sequence[nn.Module] = (),
 ) -> CapturedPass:
     """Warm up and capture one forward and one backward of `call()`, which runs `module` on static inputs.
 
@@ -84,6 +92,8 @@ def capture_pass(
         stream: side stream for warm-up and capture.
         extra_state: returns tensors, besides the module's buffers, that the passes must leave as they were.
         offload: moves activations to the host, over `stream`; None: all stay on the device.
+        cuts: submodules before which the pass is cut into pieces, each with graphs of its own; none: it stays whole.
+            `call` must call each of them once, in this order.
 
     An error leaves the current stream, the allocator and the generators as they were before.
 
@@ -108,13 +118,16 @@ def capture_pass(
         try:
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_PASSES):
-                    with moves.forward():
+                    with moves.forward(), cut_before(cuts) as joints:
                         warm_outputs = _tensors(call())
                     heads = _heads(warm_outputs)
                     del warm_outputs
                     # training runs the backward outside the forward's autocast
                     with torch.autocast("cuda", enabled=False), moves.backward():
-                        torch.autograd.backward(heads, static_output_grads(heads))
+                        for _, tensors, grads in joints.backwards(heads, static_output_grads(heads)):
+                            if tensors:
+                                torch.autograd.backward(tensors, grads)
+                            del tensors, grads
                     del heads
                     for leaf in (*inputs, *parameters):
                         leaf.grad = None
@@ -123,20 +136,32 @@ def capture_pass(
             raise WarmupError(f"{type(error).__name__}: {error}") from error
         touched = gradients.collect(parameters)
         before = pool_bytes(device, pool)
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        register(forward, generators, device)
-        register(backward, generators, device)
-        with torch.cuda.graph(forward, pool=pool, stream=stream, capture_error_mode="thread_local"), moves.forward():
+        default = torch.cuda.default_generators[device.index]
+        forward, backward = (Graphs(len(cuts) + 1, generators, default) for _ in range(2))
+        with (
+            recorded(forward.each, pool=pool, stream=stream) as next_piece,
+            moves.forward(),
+            cut_before(cuts, next_piece) as joints,
+        ):
             result = call()
         outputs, spec = _tensors(result), tree_flatten(result)[1]
         heads = _heads(outputs)
         output_grads = static_output_grads(heads)
+        in_pieces: list[set[int]] = [set() for _ in backward.each]
         with (
-            torch.cuda.graph(backward, pool=pool, stream=stream, capture_error_mode="thread_local"),
+            recorded(backward.each, pool=pool, stream=stream) as next_piece,
             torch.autocast("cuda", enabled=False),
             moves.backward(),
         ):
-            torch.autograd.backward(heads, output_grads)
+            for piece, tensors, grads in joints.backwards(heads, output_grads):
+                if piece < len(cuts):
+                    next_piece()
+                if tensors:
+                    torch.autograd.backward(tensors, grads)
+                in_pieces[piece].update(touched)
+                touched.clear()
+                del tensors, grads
+        touched.update(*in_pieces)
         captured = CapturedPass(
             forward=forward,
             backward=backward,
@@ -148,6 +173,7 @@ def capture_pass(
             touched=tuple(i in touched for i in range(len(parameters))),
             pool_bytes=pool_bytes(device, pool) - before,
             offload=moves.plan,
+            completed=completed(in_pieces, len(parameters)) if cuts else (),
         )
         for parameter in parameters:
             parameter.grad = None

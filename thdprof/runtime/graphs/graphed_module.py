@@ -19,6 +19,7 @@ from thdprof.runtime.captured import Captured, alone
 from thdprof.runtime.dispatched_module import DispatchedModule, FallbackError
 from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
+from thdprof.runtime.graphs.piecewise import replay_in_pieces
 from thdprof.runtime.graphs.random_states import with_default
 from thdprof.runtime.graphs.slots import Lease
 from thdprof.runtime.graphs.surroundings import Surroundings
@@ -101,6 +102,7 @@ class GraphedModule(DispatchedModule):
         offload: Choice | None = None,
         agreed: Callable[[bool], bool] = alone,
         say: Callable[[str], None] = logger.info,
+        cuts: Sequence[nn.Module] = (),
     ) -> None:
         """A module that will be captured for `buckets`.
 
@@ -122,13 +124,17 @@ class GraphedModule(DispatchedModule):
             agreed: whether what succeeded here has succeeded on every rank that shares collectives with the module's
                 passes; all of them call it together, after every capture.
             say: tells of every capture, in one line.
+            cuts: submodules before which passes are cut into pieces, each with graphs of its own; the module calls each
+                of them once, in this order. The parameters' hooks then run after the backward of each piece.
 
         Raises:
-            ValueError: `num_slots` is less than 1.
+            ValueError: `num_slots` is less than 1, or both `offload` and `cuts` are given.
             TypeError: the module contains a DistributedDataParallel.
         """
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
+        if offload is not None and cuts:
+            raise ValueError("offload and cuts: copies to the host span the pieces of a pass; give one of the two")
         if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in module.modules()):
             raise TypeError(
                 "DistributedDataParallel reduces gradients in autograd hooks, which a replay does not run; "
@@ -149,7 +155,7 @@ class GraphedModule(DispatchedModule):
             say=say,
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
-        self._surroundings, self._offload = surroundings or Surroundings(), offload
+        self._surroundings, self._offload, self._cuts = surroundings or Surroundings(), offload, tuple(cuts)
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
 
@@ -217,6 +223,7 @@ class GraphedModule(DispatchedModule):
                 agreed=self._succeeded_everywhere,
                 surroundings=self._surroundings,
                 offload=self._offload,
+                cuts=self._cuts,
             ),
         )
         if self._capture == "startup":
@@ -231,13 +238,21 @@ class GraphedModule(DispatchedModule):
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         assert self._bank is not None  # `_open` has made it
+        assert self._anchor is not None
         lease = self._bank.lease(bucket)
         if isinstance(lease, FallbackReason):
             return lease
+        if self._cuts:
+            with self._timed(call.tensors, replayed=True) as outputs:
+                outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
+            return restore(outputs, lease.captured.spec)
         with self._timed(call.tensors, replayed=True) as outputs:
             parameters = lease.accumulated_elsewhere()
             outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
         return restore(outputs, lease.captured.spec)
+
+    def _before_piece(self, piece: int) -> None:
+        """Called before the forward of every piece of a replay; subclasses wait here for what its graphs read."""
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
@@ -283,13 +298,18 @@ def graphed(
         token_dim: dimension of the first tensor that runs over tokens.
 
     Raises:
-        ValueError: the plan captures parts of Megatron's layers.
+        ValueError: the plan captures parts of Megatron's layers, or groups of them.
     """
     graphs = plan.graphs
     if graphs.modules:
         raise ValueError(
             f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which only "
             "thdprof.runtime.megatron.install can do; set it to [] to capture this module whole"
+        )
+    if graphs.layers_per_graph is not None:
+        raise ValueError(
+            f"graphs.layers_per_graph is {graphs.layers_per_graph}: only thdprof.runtime.megatron.install captures a "
+            "model's layers in groups; set it to null to capture this module whole"
         )
     graphed_module = GraphedModule(
         module,

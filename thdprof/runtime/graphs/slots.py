@@ -168,7 +168,14 @@ class Lease(SlotLease):
     slot: Slot
     """The slot that is held."""
 
-    def __init__(self, slot: Slot, bucket: Bucket, gradients: GradientBuffers, on_backward: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        slot: Slot,
+        bucket: Bucket,
+        gradients: GradientBuffers,
+        on_backward: Callable[[], None],
+        on_piece: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None,
+    ) -> None:
         """Hold `slot` for a micro-batch that fits `bucket`.
 
         Args:
@@ -176,18 +183,19 @@ class Lease(SlotLease):
             bucket: the shape to replay.
             gradients: the buffers that the backward adds the parameters' gradients to.
             on_backward: called after the backward, before the parameters' hooks.
+            on_piece: called after the backward of each of several pieces, before the hooks of the parameters that it
+                gets.
         """
         self.bucket, self.captured = bucket, slot.passes[bucket]
-        self._gradients, self._on_backward = gradients, on_backward
+        self._gradients, self._on_backward, self._on_piece = gradients, on_backward, on_piece
         super().__init__(slot)
 
     def forward(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> tuple[torch.Tensor, ...]:
         """Replay the forward graph; the outputs are copies, which the caller may keep."""
-        self.slot.metadata.stage(boundaries, self.bucket)
-        self.slot.stage_inputs(tensors)
+        self.stage(tensors, boundaries)
         with teardown.LAUNCH:
             self.captured.forward.replay()
-        return tuple(o.clone() for o in self.captured.outputs)
+        return self.copied_outputs()
 
     def backward(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Replay the backward graph and give the slot back; the input gradients are copies, which the caller may keep.
@@ -198,6 +206,26 @@ class Lease(SlotLease):
         Raises:
             RuntimeError: the slot no longer holds this micro-batch's activations.
         """
+        self.stage_output_grads(output_grads)
+        with teardown.LAUNCH:
+            self.captured.backward.replay()
+        input_grads = self.copied_input_grads()
+        self.release()
+        self._on_backward()
+        self._gradients.run_hooks(self.captured.touched)
+        return input_grads
+
+    def stage(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> None:
+        """Queue the copies of the micro-batch's tensors and boundaries into the static buffers."""
+        self.slot.metadata.stage(boundaries, self.bucket)
+        self.slot.stage_inputs(tensors)
+
+    def copied_outputs(self) -> tuple[torch.Tensor, ...]:
+        """Copies of the outputs, which the caller may keep."""
+        return tuple(o.clone() for o in self.captured.outputs)
+
+    def stage_output_grads(self, output_grads: Sequence[torch.Tensor | None]) -> None:
+        """Make everything ready for the first graph of the backward; the arguments are those of `backward`."""
         self.check_backward()
         differentiable = (i for i, d in enumerate(self.captured.differentiable) if d)
         for static, position in zip(self.captured.output_grads, differentiable, strict=True):
@@ -207,13 +235,28 @@ class Lease(SlotLease):
             else:
                 static.copy_(grad)
         self._gradients.attach(self.captured.touched)
+
+    def copied_input_grads(self) -> list[torch.Tensor | None]:
+        """Copies of the input gradients, which the caller may keep; None for inputs without a gradient."""
+        return [g.clone() if g is not None else None for g in self.captured.input_grads]
+
+    def backward_piece(self, piece: int) -> None:
+        """Replay the backward of one piece, the last piece first, and run the hooks of the parameters whose gradients
+        are complete.
+
+        Raises:
+            RuntimeError: the slot no longer holds this micro-batch's activations.
+        """
+        self.check_backward()
         with teardown.LAUNCH:
-            self.captured.backward.replay()
-        input_grads = [g.clone() if g is not None else None for g in self.captured.input_grads]
-        self.release()
-        self._on_backward()
-        self._gradients.run_hooks(self.captured.touched)
-        return input_grads
+            self.captured.backward.each[len(self.captured.completed) - 1 - piece].replay()
+        complete = self.captured.completed[piece]
+        self._on_piece([p for p, c in zip(self._gradients.parameters, complete, strict=True) if c])
+        self._gradients.run_hooks(complete)
+
+    def accumulated_in(self, piece: int) -> list[nn.Parameter]:
+        """Parameters whose gradient in `main_grad` is complete after the backward of `piece`."""
+        return self._gradients.with_main_grad(self.captured.completed[piece])
 
     def accumulated_elsewhere(self) -> list[nn.Parameter]:
         """Parameters whose gradient the backward adds to `main_grad`; their `.grad` stays as it is."""

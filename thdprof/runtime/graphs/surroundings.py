@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from thdprof.runtime.graphs.capture import WarmupError
 
@@ -21,6 +22,10 @@ class Surroundings:
     """Returns a context that is entered around every capture and the warm-up before it."""
     on_backward: Callable[[], None] = lambda: None
     """Called after every replayed backward, before the hooks of parameters run."""
+    on_piece: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None
+    """Called in place of `on_backward` for a pass in several pieces: after the replayed backward of each piece, with
+    the parameters whose gradients are complete, before their hooks run.
+    """
     communicates: bool = False
     """Whether passes communicate with other ranks. A pass that fails half-way on one rank then leaves the ranks out of
     step.

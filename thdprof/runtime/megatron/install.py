@@ -274,6 +274,7 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
                 decoder,
                 plan.captured,
                 num_slots=slots,
+                layers_per_graph=plan.graphs.layers_per_graph,
                 surroundings=around,
                 offload=offload_of(plan),
                 **common,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,10 +48,17 @@ def of_decoder(block: nn.Module, *, communicates: bool = False) -> Surroundings:
         for parameter in parameters:
             parameter._cudagraph_wgrad_ready_event = ready  # type: ignore[attr-defined]
 
+    def on_piece(complete: Sequence[nn.Parameter]) -> None:
+        of_piece = torch.cuda.Event()  # an event of its own: a reduction must not wait for the pieces after it
+        of_piece.record()
+        for parameter in complete:
+            parameter._cudagraph_wgrad_ready_event = of_piece  # type: ignore[attr-defined]
+
     return Surroundings(
         extra_state=expert_metrics,
         while_capturing=capturing,
         on_backward=on_backward,
+        on_piece=on_piece,
         communicates=communicates,
     )
 
@@ -87,7 +94,12 @@ def gather_parameters(module: nn.Module) -> None:
 
     A replay runs no hooks, so they are run here before it.
     """
-    for part in module.modules():
+    run_gathering_hooks(module.modules())
+
+
+def run_gathering_hooks(parts: Iterable[nn.Module]) -> None:
+    """Run these hooks of `parts` alone, and not those of modules inside them."""
+    for part in parts:
         for hook in tuple(part._forward_pre_hooks.values()):
             hook(part, ())
 

@@ -59,6 +59,12 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
+        name="TransformerBlock.forward, HybridStack.forward: layers, each called once a pass, in order",
+        checked=MEGATRON,
+        why="graphs.layers_per_graph cuts a pass before layers, at the tensors that they are called with",
+    ),
+    Reliance(
+        package="megatron-core",
         name="GraphableMegatronModule._should_call_local_cudagraph",
         checked=MEGATRON,
         why="an attribute of that name on a layer leads a micro-batch without a graph past its graphs",

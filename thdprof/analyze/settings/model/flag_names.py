@@ -46,6 +46,8 @@ SWITCHES = {
     "--sequence-parallel": ("sequence_parallel", True),
     "--use-distributed-optimizer": ("use_distributed_optimizer", True),
     "--use-megatron-fsdp": ("use_distributed_optimizer", True),
+    "--overlap-grad-reduce": ("overlap_grad_reduce", True),
+    "--overlap-param-gather": ("overlap_param_gather", True),
     "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
     "--fp16": ("precision", "fp16"),
     "--bf16": ("precision", "bf16"),

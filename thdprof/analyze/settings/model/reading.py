@@ -27,6 +27,8 @@ OF_THE_RUN = frozenset(
         "recompute_num_layers",
         "recompute_method",
         "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
         "gradient_accumulation_fusion",
     )
 )

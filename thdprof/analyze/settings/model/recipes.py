@@ -33,6 +33,8 @@ _READ_APART = frozenset(
         "moe_expert_capacity_factor",
         "normalization",
         "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
         "gated_linear_unit",
         "num_experts",
         "add_bias_linear",
@@ -214,6 +216,9 @@ class _Recipe:
             place = self.content.get(part)
             if isinstance(place, dict) and place.get("use_distributed_optimizer") is True:
                 self.values["use_distributed_optimizer"] = True
+            for overlap in ("overlap_grad_reduce", "overlap_param_gather"):
+                if isinstance(place, dict) and place.get(overlap) is True:
+                    self.values[overlap] = True
             if isinstance(place, dict) and place.get("name") == "distributed_fused_adam":
                 self.values["use_distributed_optimizer"] = True
 

@@ -38,6 +38,7 @@ def refusals(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
         experts=_experts_of(config),
         offload_modules=None if offload is None else tuple(offload.modules),
         core_offload=uses_core(config),
+        layers_per_graph=graphs.layers_per_graph if captures else None,
         config=config,
     )
     return (limit.in_fields(run) for limit in limits_of(run))
