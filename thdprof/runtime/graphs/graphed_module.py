@@ -12,6 +12,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
+from thdprof.runtime.agreement import Largest
 from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule, FallbackError
 from thdprof.runtime.graphs.bank import Bank, BankOptions
@@ -93,6 +94,7 @@ class GraphedModule(DispatchedModule):
         on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
         surroundings: Surroundings | None = None,
         offload: Choice | None = None,
+        agree_on: Largest | None = None,
     ) -> None:
         """A module that will be captured for `buckets`.
 
@@ -111,6 +113,9 @@ class GraphedModule(DispatchedModule):
             on_decision: called with every decision, before the micro-batch runs.
             surroundings: the state that the module's passes change outside the module.
             offload: which activations are in host memory between forward and backward, also of eager micro-batches.
+            agree_on: returns the largest of each value over the ranks whose captured passes share collectives, such as
+                `thdprof.runtime.megatron.peers.Peers.largest`: they decide alike about every micro-batch. None: this
+                rank decides by its own micro-batch.
 
         Raises:
             ValueError: `num_slots` is less than 1.
@@ -134,6 +139,7 @@ class GraphedModule(DispatchedModule):
             token_shards=token_shards,
             sample_every=sample_every,
             on_decision=on_decision,
+            agree_on=agree_on,
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
         self._surroundings, self._offload = surroundings or Surroundings(), offload
@@ -203,12 +209,18 @@ class GraphedModule(DispatchedModule):
         if self._capture == "startup":
             self._bank.capture_all(_show_captures)
 
+    def _busy_slots(self) -> Sequence[bool]:
+        return [slot.busy for slot in self._bank.slots] if self._bank is not None else [False] * self._num_slots
+
+    def _failed(self) -> Sequence[bool]:
+        return [self._bank is not None and bucket in self._bank.failures for bucket in self._dispatcher.buckets]
+
     def _count_capture(self) -> None:
         self._stats.captures += 1
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         assert self._bank is not None  # `_open` has made it
-        lease = self._bank.lease(bucket)
+        lease = self._bank.lease(bucket, call.slot)
         if isinstance(lease, FallbackReason):
             return lease
         with self._timed(call.tensors, replayed=True) as outputs:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -26,6 +27,7 @@ from thdprof.runtime.megatron.graphs import chunk, local
 from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs
 from thdprof.runtime.megatron.offload import groups
 from thdprof.runtime.megatron.offload.layers import Offloading, SavedTensors
+from thdprof.runtime.megatron.peers import DEFAULT_TIMEOUT, peers_of
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
 from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
@@ -65,6 +67,9 @@ class Installation:
 
     def check_decisions(self) -> None:
         """With `debug`, make sure that all ranks of the model-parallel group decided alike; costs one all-reduce.
+
+        So must ranks with other micro-batches whose captured passes share collectives, as with expert parallelism; they
+        are asked from host to host.
 
         Call it on every rank, for example once a step.
 
@@ -161,6 +166,7 @@ def install(
     *,
     replay: bool = True,
     debug: bool = False,
+    host_timeout: timedelta | None = DEFAULT_TIMEOUT,
 ) -> Installation:
     """Make training follow `plan`. Call it after the model is built and wrapped, before the first step.
 
@@ -175,6 +181,9 @@ def install(
         config: the models' TransformerConfig.
         replay: False: pad as the plan says but run eagerly, for a run to compare with.
         debug: whether `Installation.check_decisions` compares the ranks.
+        host_timeout: how long ranks wait for each other where captured passes share collectives and micro-batches
+            differ, as with expert parallelism: they agree on every micro-batch over a gloo group, which is made here,
+            on all ranks together. None where no gloo group may be made.
 
     Raises:
         SettingsError: settings that graphs cannot serve, each with the value to use.
@@ -193,7 +202,8 @@ def install(
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
         warn_of_other_surroundings(plan)
-    decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan))
+    peers = peers_of(config, plan, host_timeout)
+    decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan), peers=peers)
     groups = [groups_of(plan, model.decoder) for model in models]
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
@@ -206,6 +216,7 @@ def install(
             "overflow": plan.graphs.overflow,
             "token_shards": shards,
             "on_decision": decisions.recorder(number),
+            "agree_on": None if peers is None else peers.largest,
         }
         if replay:
             run = runner_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)

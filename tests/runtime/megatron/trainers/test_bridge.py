@@ -50,7 +50,7 @@ def run(monkeypatch):
         monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
         setattr(of_run, child, module)
 
-    def install(model, plan, config, *, replay):
+    def install(model, plan, config, *, replay, host_timeout):
         if of_run.breaks is not None:
             raise of_run.breaks
         if of_run.refuses is not None:

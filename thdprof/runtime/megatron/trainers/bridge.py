@@ -134,7 +134,13 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         for line in (line for changes, line in told if changes == "prediction"):
             _say(f"WARNING: thdprof: {line}")
         try:
-            installation = install(context.model, self._plan, get_model_config(context.model[0]), replay=self._replay)
+            installation = install(
+                context.model,
+                self._plan,
+                get_model_config(context.model[0]),
+                replay=self._replay,
+                host_timeout=bridge_settings.host_timeout(config),
+            )
         except SettingsError as error:
             raise bridge_refusals.joined(lines, error) from None
         except Exception as error:

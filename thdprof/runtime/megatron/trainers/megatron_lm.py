@@ -76,7 +76,9 @@ class _Loop:
 
         self.end()  # a run that was restarted in this process
         model, optimizer, scheduler = self._own_setup(*args, **kwargs)
-        installation = install(model, self._plan, get_model_config(model[0]), replay=self._replay)
+        installation = install(
+            model, self._plan, get_model_config(model[0]), replay=self._replay, host_timeout=self.peer_timeout()
+        )
         self._installation = installation
         self._observer = Observer(installation, self._plan, stats=self._stats, say=self._training.print_rank_0)
         return model, optimizer, scheduler
