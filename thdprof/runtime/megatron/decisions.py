@@ -53,6 +53,7 @@ class Decisions:
         """
         if not self._enabled:
             return
+        self._check_peers()
         import torch
         from megatron.core import parallel_state
 
@@ -68,7 +69,6 @@ class Decisions:
                 "ranks of one model-parallel group decided differently about the same micro-batches: give all of them "
                 "the same boundaries and max_seqlen"
             )
-        self._check_peers()
 
     def _check_peers(self) -> None:
         """Compare the digests of all chunks with those of the ranks that share captured collectives.
