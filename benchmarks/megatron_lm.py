@@ -267,14 +267,16 @@ def plan_of(
 
 
 def with_caps(plan: Path, table: Path, shares: Sequence[float]) -> None:
-    """Give a plan one bucket at each of these shares of the micro-batches of `table`."""
+    """Give a plan one bucket at each of these shares of the micro-batches of `table`, as ranks decide on them."""
     import numpy as np
     import pyarrow.parquet as pq
 
     from thdprof.plan import BucketPart, load_plan
 
     loaded = load_plan(plan)
-    n_seqs = pq.read_table(table, columns=["n_seqs"])["n_seqs"].to_numpy()
+    counted = pq.read_table(table, columns=["step", "dp_rank", "microbatch", "n_seqs"]).to_pandas()
+    ranks = counted["dp_rank"] // loaded.training.shared_capture_ranks
+    n_seqs = counted.groupby([counted["step"], ranks, counted["microbatch"]])["n_seqs"].transform("max").to_numpy()
     caps = sorted({int(cap) for cap in np.quantile(n_seqs, shares, method="inverted_cdf")})
     longest, buckets, below = loaded.training.seq_length * loaded.training.micro_batch_size, [], 0
     cp_size = loaded.training.context_parallel_size

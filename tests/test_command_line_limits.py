@@ -226,3 +226,10 @@ def test_plans_for_plain_modules_are_held_to_the_limits_of_chunks():
     assert refused(plan=of_modules) == []
     (line,) = refused("--cuda-graph-impl", "local", plan=of_modules)
     assert line.startswith("Megatron's graphs are local: the plan's graphs.impl module needs 'none'")
+
+
+def test_ranks_that_share_experts_inside_graphs_need_groups_on_the_host():
+    training = dataclasses.replace(PLAN.training, data_parallel_size=2, shared_capture_ranks=2)
+    (line,) = refused("--disable-gloo-process-groups", plan=PLAN.model_copy(update={"training": training}))
+    assert line.startswith("--disable-gloo-process-groups: ranks that share experts inside graphs agree")
+    assert refused("--disable-gloo-process-groups") == []

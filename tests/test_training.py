@@ -19,7 +19,7 @@ from thdprof.training import TrainingSettings, definitions, definitions_of, show
 
 DEFINED = definitions_of(TrainingSettings)
 ADDED_LATER = {"microbatch_group_size", "experts", "max_seqlen_per_dp_cp_rank"}
-ADDED_LATER |= {"tokenizer_model", "sft_tokenizer_prompt_format"}
+ADDED_LATER |= {"shared_capture_ranks", "tokenizer_model", "sft_tokenizer_prompt_format"}
 """Settings that plans of the first versions lack."""
 
 

@@ -31,6 +31,7 @@ MEGATRON_DEFAULTS: Mapping[str, Any] = {
     "micro_batch_size": 1,
     "pipeline_parallel_size": 1,
     "seed": 1234,
+    "shared_capture_ranks": 1,
     "split": "969,30,1",
     "virtual_pipeline_size": None,
     "weights": None,

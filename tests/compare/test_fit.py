@@ -57,6 +57,7 @@ PREDICTION = {
     "train_samples": 4000,
     "weights": (0.3, 0.7),
     "add_extra_token": False,
+    "shared_capture_ranks": 2,
 }
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,12 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from support.random_states import FakeDefault, FakeGenerator  # noqa: E402
-from support.unpinned_staging import UnpinnedStaging  # noqa: E402
+from support.replayed_passes import capture_pass, stand_ins  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack, teardown  # noqa: E402
-from thdprof.runtime.graphs import bank, static_metadata  # noqa: E402
-from thdprof.runtime.graphs.capture import CapturedPass  # noqa: E402
+from thdprof.runtime.graphs import bank  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
@@ -36,47 +33,10 @@ class Weighted(nn.Module):
         return self.linear(x) * (1 + document[:, None])
 
 
-def capture_pass(module, call, *, inputs, static_output_grads, gradients, **_):
-    """A pass over the static buffers whose graphs run the module again."""
-    y = call()
-    outputs, (output_grad,) = (torch.zeros_like(y).detach(),), static_output_grads([y])
-    input_grads = tuple(torch.zeros_like(x) for x in inputs)
-    ran = []
-
-    def forward():
-        with torch.enable_grad():
-            ran[:] = [call()]
-        outputs[0].copy_(ran[0].detach())
-
-    def backward():
-        grads = torch.autograd.grad(ran[0], [*inputs, *gradients.parameters], output_grad)
-        for target, grad in zip(input_grads, grads, strict=False):
-            target.copy_(grad)
-        for target, grad in zip(gradients.buffers, grads[len(inputs) :], strict=True):
-            target.add_(grad)
-
-    return CapturedPass(
-        forward=SimpleNamespace(replay=forward, reset=lambda: None),
-        backward=SimpleNamespace(replay=backward, reset=lambda: None),
-        outputs=outputs,
-        differentiable=(True,),
-        spec=torch.utils._pytree.tree_flatten(y)[1],
-        input_grads=input_grads,
-        output_grads=(output_grad,),
-        touched=(True,) * len(gradients.parameters),
-        pool_bytes=1000,
-    )
-
-
 @pytest.fixture(autouse=True)
 def _as_if_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(FakeDefault))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
-    monkeypatch.setattr(bank, "capture_pass", capture_pass)
+    for owner, name, value in stand_ins():
+        monkeypatch.setattr(owner, name, value)
 
 
 @pytest.fixture

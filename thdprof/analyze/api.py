@@ -16,6 +16,7 @@ from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, price_of
 from thdprof.analyze.settings.model.files import read_model
 from thdprof.analyze.settings.model.resolve import experts_of
+from thdprof.analyze.settings.request import shared_captures
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset
@@ -74,6 +75,8 @@ def analyze_dataset(
         check_model(known)
         if given.get("experts") is None:
             given["experts"] = experts_of(known)
+        if given.get("shared_capture_ranks") is None:
+            given.update(shared_captures(given, known))
     dataset = _dataset(locations, format, given)
     return analyze_read(
         dataset,

@@ -77,6 +77,12 @@ def caveats(
             "costs of context parallelism were not measured: a micro-batch costs what the table says for its number of "
             "documents, whatever its tokens and its context-parallel size"
         )
+    if table.shared_capture_ranks > 1:
+        sentences.append(
+            f"{table.shared_capture_ranks} neighbouring data-parallel ranks share experts inside graphs and decide "
+            "together: they replay one bucket that holds all of their micro-batches, or all run eagerly; shares and "
+            "fallbacks are counted so"
+        )
     n_tokens = int(table.n_tokens.max()) // (1 if table.groups is not None else settings.context_parallel_size)
     if costs.calibrated and table.groups is None and abs(n_tokens / costs.n_tokens - 1) > _OTHER_TOKENS:
         sentences.append(

@@ -213,9 +213,12 @@ def dispatch(table: MicrobatchTable, plan: Plan, *, padded: bool = False) -> Dec
     """
     cp_size = _cp_size(table, plan)
     rank_tokens = (table.n_tokens[:1] if table.n_tokens.strides == (0,) else table.n_tokens) // cp_size
+    if table.shared_capture_ranks > 1:
+        fewest, most = -table.joint(-rank_tokens), table.joint(rank_tokens)
+        rank_tokens = np.where(fewest == plan.graph_tokens, most, fewest)
     shapes = Shapes(
-        n_seqs=table.n_seqs,
-        max_seqlen=table.max_seqlen,
+        n_seqs=table.joint(table.n_seqs),
+        max_seqlen=table.joint(table.max_seqlen),
         n_tokens=np.maximum(rank_tokens, plan.graph_tokens) if padded else rank_tokens,
         cp_size=cp_size,
     )

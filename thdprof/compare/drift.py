@@ -10,8 +10,9 @@ of a false alarm in a whole run, however long it is, stays under FALSE_ALARMS_PE
 1 / (i * (i + 1)) of it, shared evenly among its spans, its counts, and too few or too many.
 
 Micro-batches that are made together (one step of a packer for whole steps, the rows that Megatron-Bridge collates for a
-step of a rank) count as one, for they resemble each other. Where rows are read in the file's order, early shares tell
-nothing of the whole. Then an alarm needs more micro-batches of a kind than the whole plan has.
+step of a rank) count as one, for they resemble each other, and so do those that ranks decide on together. Where rows
+are read in the file's order, early shares tell nothing of the whole. Then an alarm needs more micro-batches of a kind
+than the whole plan has.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class DriftTest:
             self._together = together / run.data_parallel_size
         else:
             self._together = 1.0
+        self._together = max(self._together, float(run.shared_capture_ranks))
         self._seen: list[list[int]] = [[0] * (len(self._shares) + 1)]
 
     def moved(self, replays: Mapping[Bucket, int], *, by_shape: int, undecided: int) -> Moved | None:

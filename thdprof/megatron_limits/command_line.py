@@ -125,6 +125,7 @@ def refused_arguments(
         return list(_of_packing(given, script))
     impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
     lines = [*_of_table(plan, given, impl, replay=replay), *_of_packing(given, script), *_of_attention(given)]
+    lines += _of_shared_captures(plan, given)
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 
 
@@ -230,6 +231,15 @@ def _of_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
         shown = "--cuda-graph-impl is missing" if chosen is None else f"Megatron's graphs are {chosen}"
         remedy = "leave --cuda-graph-impl out" if wanted == "none" else f"give --cuda-graph-impl {wanted}"
         yield f"{shown}: the plan's graphs.impl {plan.graphs.impl} needs {wanted!r}; {remedy}"
+
+
+def _of_shared_captures(plan: Plan, given: Arguments) -> Iterator[str]:
+    """A process group that ranks which share experts inside graphs cannot do without."""
+    if plan.training.shared_capture_ranks > 1 and "--disable-gloo-process-groups" in given:
+        yield (
+            "--disable-gloo-process-groups: ranks that share experts inside graphs agree on every micro-batch from "
+            "host to host, over gloo; leave it out"
+        )
 
 
 def _around(given: Arguments, impl: Impl, environment: Mapping[str, str]) -> Iterator[str]:

@@ -28,6 +28,8 @@ class Call:
     """The host-side integers by which a bucket is chosen."""
     tensors: tuple[torch.Tensor, ...]
     """The tensors among the arguments, in order."""
+    slot: int | None = None
+    """Index of the slot that all ranks which share collectives use; None: the first free one."""
 
     def substitute(self, tensors: Sequence[torch.Tensor], packed: PackedSequence) -> tuple[list[Any], dict[str, Any]]:
         """The arguments with `tensors` in place of their tensors, in order, and `packed` in place of their metadata."""

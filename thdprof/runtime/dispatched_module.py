@@ -10,6 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, Self
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime import teardown
+from thdprof.runtime.agreement import Agreed, Largest, Proposal, agree
 from thdprof.runtime.call import Call, describe_argument, difference
 from thdprof.runtime.captured import Captured, alone
 from thdprof.runtime.padding import PackedSequence, boundaries_of, shape_of, to_device
@@ -56,8 +58,14 @@ class DispatchedModule(nn.Module):
         on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None,
         agreed: Callable[[bool], bool] = alone,
         say: Callable[[str], None] = logger.info,
+        agree_on: Largest | None = None,
     ) -> None:
-        """A module that will be captured for `buckets`; the arguments are those of `GraphedModule`."""
+        """A module that will be captured for `buckets`; the arguments are those of `GraphedModule`, and one more.
+
+        Args:
+            agree_on: returns the largest of each value over the ranks whose captured passes share collectives; they
+                then decide alike about every micro-batch. None: this rank decides by its own micro-batch.
+        """
         super().__init__()
         self.module = module
         self.enabled = True
@@ -67,6 +75,7 @@ class DispatchedModule(nn.Module):
         self._policy, self._overflow, self._capture, self._no_grad = tail_policy, overflow, capture, no_grad
         self._token_dim, self._token_shards, self._sample_every = token_dim, token_shards, sample_every
         self._on_decision, self._succeeded_everywhere, self._say = on_decision, agreed, say
+        self._agree_on = agree_on
         self._opening_ahead = self._presumed = False
         self._signature: tuple[Any, ...] | None = None
         self._takes_grad: tuple[bool, ...] = ()
@@ -130,21 +139,22 @@ class DispatchedModule(nn.Module):
             return None
         if self._presumed:
             self._confirm(call)
-        choice = self._decide(call)
+        choice, taken = (self._decide(call), call) if self._agree_on is None else self._decide_together(call)
         self._on_decision(choice)
         if isinstance(choice, Bucket):
-            result = self._replay(choice, call)
+            result = self._replay(choice, taken)
             if not isinstance(result, FallbackReason):
                 self._stats.replays[choice] += 1
                 return result
             choice = result
-        self._note_fallback(choice, call.shape)
+        self._note_fallback(choice, taken.shape)
         return self._run_eagerly(call)
 
     def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function`, a pass of a micro-batch without packed-sequence metadata. It is neither dispatched nor
         counted.
         """
+        self._run_alike_without_boundaries()
         return function(*args, **kwargs)
 
     def lengths(self) -> frozenset[int]:
@@ -193,6 +203,47 @@ class DispatchedModule(nn.Module):
         elif isinstance(choice, Bucket) and self._differs(call):
             return FallbackReason.input_differs
         return choice
+
+    def _decide_together(self, call: Call) -> tuple[Bucket | FallbackReason, Call]:
+        """The decision of all ranks that share collectives, and `call` with their joint shape and slot."""
+        agreed = self._agreed(call)
+        if agreed.opens:
+            if self._signature is not None:
+                self.recapture()  # another rank has dropped its graphs
+            self._begin(call)
+            agreed = self._agreed(call)
+        return agreed.choice, replace(call, shape=agreed.shape, slot=agreed.slot)
+
+    def _agreed(self, call: Call | None) -> Agreed:
+        """What all ranks that share collectives do with their micro-batches; None: this one's has no boundaries."""
+        assert self._agree_on is not None
+        failed, busy = self._failed(), self._busy_slots()
+        proposal = Proposal(shape=None, failed=failed, busy=busy)
+        if call is not None:
+            refusal, captured = self._refusal(call), self._signature is not None
+            proposal = Proposal(
+                shape=call.shape,
+                refusal=refusal,
+                captured=captured,
+                differs=refusal is None and captured and self._differs(call),
+                gradients=torch.is_grad_enabled(),
+                failed=failed,
+                busy=busy,
+            )
+        return agree(proposal, self._dispatcher, self._agree_on, opens_at=self._opens_at)
+
+    def _run_alike_without_boundaries(self) -> None:
+        """Let the ranks that share collectives know of a micro-batch without boundaries, so that all run eagerly."""
+        if self._agree_on is not None:
+            self._agreed(None)
+
+    def _busy_slots(self) -> Sequence[bool]:
+        """Whether each slot waits for its backward, as many as there will be; empty where there are no slots."""
+        return ()
+
+    def _failed(self) -> Sequence[bool]:
+        """Whether the capture of each bucket failed; empty where no capture can."""
+        return ()
 
     def _refusal(self, call: Call) -> FallbackReason | None:
         """Why the call must run eagerly whatever its shape; None where nothing is in the way."""
@@ -337,7 +388,8 @@ class DispatchedModule(nn.Module):
         self._stats.fallback_sizes[reason, shape.cp_size] += 1
         if reason not in self._explained:
             self._explained.add(reason)
-            logger.warning("%s", advice(reason, shape, self._dispatcher.buckets))
+            together = "" if self._agree_on is None else "; ranks that share captured collectives decide together"
+            logger.warning("%s%s", advice(reason, shape, self._dispatcher.buckets), together)
         if self._overflow == "error" and (reason in BY_SHAPE or reason is FallbackReason.capture_failed):
             raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
 

@@ -26,6 +26,7 @@ from thdprof.training.settings import (
     shown,
     to_give,
 )
+from thdprof.training.shared_captures import shared_capture_ranks
 
 __all__ = [
     "DEFAULT_PROMPT_FORMAT",
@@ -52,6 +53,7 @@ __all__ = [
     "definitions",
     "definitions_of",
     "model_definitions",
+    "shared_capture_ranks",
     "shown",
     "to_give",
 ]

@@ -236,6 +236,19 @@ class TrainingSettings:
         ),
     ] = "none"
     """Whether the model has experts, and whether each takes as many tokens as its capacity or all that come to it."""
+    shared_capture_ranks: Annotated[
+        int,
+        _RANKS,
+        Setting(
+            help="Data-parallel ranks that share experts inside graphs.",
+            panel="What to capture",
+            everyday=False,
+            in_every_plan=False,
+            swept=False,
+        ),
+    ] = 1
+    """Neighbouring data-parallel ranks whose captured passes share collectives, as experts padded to capacity do under
+    expert parallelism: they replay one bucket together, which holds all of their micro-batches, or all run eagerly."""
     data_sharding: Annotated[
         bool,
         Setting(help="Whether the cyclic sampler shuffles within ranks.", panel="Data loader", everyday=False),
@@ -420,6 +433,7 @@ class TrainingOptions(TypedDict, total=False):
     microbatch_group_size: int | None
     loader: Loader | None
     experts: Experts
+    shared_capture_ranks: int
     data_sharding: bool
     drop_last: bool
     seed: int

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.statistics import PERCENTILES, Profile, upper_bound
+from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram, Profile, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
@@ -166,9 +166,10 @@ def recommend(
     Raises:
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
-    caps = curve_caps(profile, costs)
     run_cp_size = min(longest_possible)
-    profiles = {run_cp_size: profile} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
+    asked = _asked(table, profile)
+    caps = sorted({*curve_caps(profile, costs), *curve_caps(asked, costs)})
+    profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
     shapes = {
         cp_size: [
             Bucket(n, s, n_tokens_per_rank, cp_size)
@@ -211,7 +212,10 @@ def recommend(
     curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
-    rounded = set(candidate_caps(profile, costs))  # between steps of the costs, the largest cap is as quick as any
+    rounded = {
+        *candidate_caps(profile, costs),
+        *candidate_caps(asked, costs),
+    }  # between steps of the costs, the largest cap is as quick as any
     singles = [
         c
         for c in curve
@@ -224,6 +228,7 @@ def recommend(
         chosen = ()
     step_ms = float(step_costs.step_ms([chosen])[0])
     rate = step_costs.fallback_rate(chosen)
+    independent = max(1, independent // table.shared_capture_ranks)
     return Recommendation(
         buckets=tuple(chosen),
         shares=step_costs.shares(chosen),
@@ -238,6 +243,14 @@ def recommend(
         unlimited_relative_step_time=float(times.min()) / eager_ms if stride == 1 else step_ms / eager_ms,
         steps_searched=-(-table.num_steps // stride),
     )
+
+
+def _asked(table: MicrobatchTable, profile: Profile) -> Profile:
+    """The profile of what ranks that decide together ask for; `profile` where every rank decides for itself."""
+    if table.shared_capture_ranks == 1:
+        return profile
+    n_seqs, max_seqlen = table.joint(table.n_seqs), table.joint(table.max_seqlen)
+    return Profile(n_seqs=Histogram.of(n_seqs), max_seqlen=Histogram.of(max_seqlen))
 
 
 def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:

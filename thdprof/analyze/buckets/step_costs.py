@@ -31,8 +31,9 @@ class StepCosts:
     """Expected step times of any buckets made of given caps, from counts of micro-batches in classes.
 
     A class holds the micro-batches with equal context-parallel sizes that are fitted by equal smallest values of
-    max_seqs and max_seqlen; all of a class replay one bucket. Every micro-batch is counted as padded to the tokens of
-    the graphs.
+    max_seqs and max_seqlen; all of a class replay one bucket. Where ranks decide together, the class of a micro-batch
+    is that of the largest values among those that are decided on with it. Every micro-batch is counted as padded to the
+    tokens of the graphs.
     """
 
     def __init__(
@@ -62,10 +63,10 @@ class StepCosts:
         width, height = len(lengths) + 1, len(caps) + 1
         numbers = np.arange(int(table.n_seqs.max()) + 1)
         dtype: np.dtype[np.signedinteger] = np.dtype(np.int16 if table.groups is None else np.int32)
-        pair = (np.searchsorted(caps, numbers) * width).astype(dtype)[table.n_seqs]
+        pair = (np.searchsorted(caps, numbers) * width).astype(dtype)[table.joint(table.n_seqs)]
         if int(table.max_seqlen.max()) > lengths[0]:
             sizes = np.arange(int(table.max_seqlen.max()) + 1)
-            pair += np.searchsorted(lengths, sizes).astype(dtype)[table.max_seqlen]
+            pair += np.searchsorted(lengths, sizes).astype(dtype)[table.joint(table.max_seqlen)]
         cp_sizes = np.array([cp_size])
         if table.groups is not None:
             cp_sizes, index = np.unique(table.groups.cp_size, return_inverse=True)

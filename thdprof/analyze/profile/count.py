@@ -168,6 +168,11 @@ def _whole_run(table: MicrobatchTable) -> list[pd.DataFrame]:
         counted.append(_joint("microbatch", table.n_seqs[chosen], table.max_seqlen[chosen], size or 0))
     counted.append(_joint("rank_step_max", n_seqs.reshape(-1), max_seqlen.reshape(-1)))
     counted.append(_joint("step_max", n_seqs.max(axis=1), max_seqlen.max(axis=1)))
+    if table.shared_capture_ranks > 1:
+        of_group = table.joint(table.n_seqs), table.joint(table.max_seqlen)
+        counted.append(_joint("joint_microbatch", *of_group))
+        n_seqs, max_seqlen = (_largest_by_rank(table, values).reshape(-1) for values in of_group)
+        counted.append(_joint("joint_rank_step_max", n_seqs, max_seqlen))
     return counted
 
 

@@ -37,9 +37,19 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SCHEMA: Literal["thdprof.profile/1"] = "thdprof.profile/1"
-KINDS = ("microbatch", "rank_step_max", "step_max", "segment_microbatch", "segment_step_max")
+KINDS = (
+    "microbatch",
+    "rank_step_max",
+    "step_max",
+    "segment_microbatch",
+    "segment_step_max",
+    "joint_microbatch",
+    "joint_rank_step_max",
+)
 """Units that are counted. Micro-batches are counted by documents and longest document; pairs of rank and step, and
-steps, by the largest of each measure among their micro-batches; those of a segment by documents alone."""
+steps, by the largest of each measure among their micro-batches; those of a segment by documents alone. Where ranks
+decide together (`shared_capture_ranks`), there are joint kinds as well: every micro-batch counts by the largest of each
+measure among those that are decided on with it."""
 SEGMENTS = 64
 """Parts of equal length into which a run is cut: step s of n lies in segment 64 * s // n, both counted from 0. A run of
 n < 64 steps has one step in each of n segments, and leaves the others out."""

@@ -96,9 +96,9 @@ class RunProfile:
 
     def fallback_rate(self, cap: int, *, part: str | None = None) -> FallbackRate:
         """The three fallback rates, exact, if micro-batches of more than `cap` documents run eagerly."""
-        micro, pair, step = (
-            share_over(self.histogram(kind, part=part), cap) for kind in ("microbatch", "rank_step_max", "step_max")
-        )
+        joint = "joint_" if self.training.shared_capture_ranks > 1 else ""
+        kinds = (f"{joint}microbatch", f"{joint}rank_step_max", "step_max")
+        micro, pair, step = (share_over(self.histogram(kind, part=part), cap) for kind in kinds)
         return FallbackRate(microbatch=micro, rank_step=pair, step=step)
 
     @property

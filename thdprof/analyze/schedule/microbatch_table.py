@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,8 @@ class MicrobatchTable:
     ranks, shape [micro-batches]: attention's work grows with it. None: not known. `record_batches` leaves it out."""
     groups: RankGroups | None = None
     """The groups of ranks that run the micro-batches; None: every rank has micro-batches of its own."""
+    shared_capture_ranks: int = 1
+    """Neighbouring ranks that replay one bucket together, or all run eagerly; 1 with `groups`."""
 
     def __len__(self) -> int:
         """Number of micro-batches over all ranks and steps."""
@@ -76,6 +78,35 @@ class MicrobatchTable:
             return False
         counts = self.num_microbatches
         return counts.strides == (0,) or bool((counts == counts[0]).all())
+
+    def joint(self, values: NDArray[Any]) -> NDArray[Any]:
+        """The largest of `values` among the micro-batches that ranks decide on together, shape [micro-batches].
+
+        These are the i-th micro-batches of a step on `shared_capture_ranks` neighbouring ranks.
+
+        Args:
+            values: one for each micro-batch, or one for all of them, with shape [1].
+        """
+        size = self.shared_capture_ranks
+        if size == 1 or len(values) != len(self):
+            return values
+        if self.uniform:
+            counts = int(self.num_microbatches[0])
+            grouped = values.reshape(-1, size, counts)
+            return np.repeat(grouped.max(axis=1, keepdims=True), size, axis=1).reshape(-1)
+        counts_of_step = self.num_microbatches.astype(np.int64)
+        of_group = np.repeat(counts_of_step, self.data_parallel_size // size)
+        starts = np.cumsum(of_group * size) - of_group * size
+        first = np.repeat(starts, of_group) + np.arange(of_group.sum())
+        first -= np.repeat(np.cumsum(of_group) - of_group, of_group)
+        stride = np.repeat(of_group, of_group)
+        largest = values[first]
+        for rank in range(1, size):
+            np.maximum(largest, values[first + rank * stride], out=largest)
+        joined = np.empty_like(values)
+        for rank in range(size):
+            joined[first + rank * stride] = largest
+        return joined
 
     def per_rank_step(self, values: NDArray[np.generic], reduce: np.ufunc) -> NDArray[np.generic]:
         """Reduce `values` [micro-batches, ...] over the micro-batches of a rank and step: shape [steps, ranks, ...]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
@@ -87,6 +87,9 @@ def replay(
     )
     tick(0.0)
     schedule = build_schedule(dataset, settings, tick, memo)
+    if settings.shared_capture_ranks > 1 and schedule.table.groups is None:
+        together = replace(schedule.table, shared_capture_ranks=settings.shared_capture_ranks)
+        schedule = replace(schedule, table=together)
     return Replay(kind=kind, settings=settings, assumptions=assumptions, schedule=schedule, notes=vain)
 
 

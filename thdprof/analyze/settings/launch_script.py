@@ -11,6 +11,7 @@ from typing import Any
 
 from thdprof.analyze.settings.batch_schedule import read_schedule, refused_sizes, told
 from thdprof.analyze.settings.megatron_flags import (
+    BALANCING,
     BATCH_SCHEDULE,
     CHUNKS_PER_RANK,
     CONVERSATIONS,
@@ -24,6 +25,7 @@ from thdprof.analyze.settings.megatron_flags import (
     MICROBATCH_GROUP_SIZE,
     NO_DATA_SHARDING,
     NODES,
+    OVER_ALL_RANKS,
     PADDED_EXPERTS,
     PROMPT_FORMAT,
     RANKS_PER_NODE,
@@ -38,11 +40,17 @@ from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.script_flags import ScriptFlags
 from thdprof.analyze.settings.shell import UnclosedQuoteError, Value, read_shell
 from thdprof.errors import UsageError
-from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions
+from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions, shared_capture_ranks
 
 _MOST_CHARACTERS = 4 << 20
 _FORMAT, _SFT_TOKENIZER = "megatron-sft", "SFTTokenizer"
 """The format of conversations, and the only tokenizer that megatron-core has for them."""
+_SIZES = {
+    TENSOR_PARALLEL_SIZE: "tensor_model_parallel_size",
+    "--expert-model-parallel-size": "expert_model_parallel_size",
+    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
+}
+"""Flags that decide which ranks share experts, and the sizes that they give."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -63,6 +71,8 @@ class MegatronArgs:
     """What the script says of the model."""
     format: str | None
     """Name of the format of the datasets; None where the script does not tell it."""
+    global_aux_loss: bool = False
+    """Whether routers add up their loads over all data-parallel ranks."""
 
 
 def parse_megatron_args(
@@ -97,6 +107,7 @@ def parse_megatron_args(
     conversations = _read_conversations(flags, settings)
     paths, weights = _read_blend(flags, settings)
     model = read_model_flags(flags)
+    global_aux_loss = _read_shared_captures(flags, settings)
     if flags.defaults_of:
         names = ", ".join(sorted(flags.defaults_of))
         flags.notes.append(f"{where}: the script's own defaults are taken for {names}")
@@ -108,6 +119,7 @@ def parse_megatron_args(
         notes=notes,
         model=model,
         format=_FORMAT if conversations else None,
+        global_aux_loss=global_aux_loss,
     )
 
 
@@ -143,6 +155,37 @@ def _read_experts(flags: ScriptFlags, settings: dict[str, Any]) -> None:
             settings["experts"] = "padded" if flags.has(PADDED_EXPERTS, "experts") else "dropless"
     except UsageError as error:
         flags.notes.append(f"{error}; a model without experts is taken")
+
+
+def _read_shared_captures(flags: ScriptFlags, settings: dict[str, Any]) -> bool:
+    """Add how many data-parallel ranks share collectives inside graphs; returns whether routers add up over all.
+
+    A flag that is not settled gives a note, no error, and counts as absent.
+    """
+    name = "shared_capture_ranks"
+
+    def words(flag: str) -> list[str]:
+        try:
+            found = flags.one(flag, name)
+        except UsageError as error:
+            flags.notes.append(str(error))
+            found = None
+        return [] if found is None else [word.text for word in found.values]
+
+    experts = flags.from_caller.get("experts", settings.get("experts", "none"))
+    over_all = OVER_ALL_RANKS in words(BALANCING)
+    if name in flags.from_caller or experts == "none" or not (experts == "padded" or over_all):
+        return over_all
+    sizes = {"context_parallel_size": flags.parallel_size(settings, "context_parallel_size")}
+    for flag, size in _SIZES.items() if experts == "padded" else ():
+        text = str(flags.from_caller[size]) if size in flags.from_caller else "".join(words(flag)[:1])
+        if text.isascii() and text.isdigit() and int(text) > 0:
+            sizes[size] = int(text)
+    ranks = flags.parallel_size(settings, "data_parallel_size")
+    ranks = shared_capture_ranks(data_parallel_size=ranks, global_aux_loss=over_all, **sizes)
+    if ranks > 1:
+        settings[name] = ranks
+    return over_all
 
 
 def _read_interleaving(flags: ScriptFlags, settings: dict[str, Any]) -> None:

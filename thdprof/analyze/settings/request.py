@@ -14,7 +14,7 @@ from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.model.resolve import experts_of, read_settings, resolve_model
 from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.errors import DataError, UsageError
-from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions
+from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions, shared_capture_ranks
 from thdprof.training.model_fields import read_field
 
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
@@ -74,6 +74,7 @@ def read_request(
     file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
     said: ModelReading | None = None
+    global_aux_loss = False
     usual_format = "auto"
     if megatron_args is not None:
         from thdprof.analyze.settings.launch_script import parse_megatron_args
@@ -88,6 +89,7 @@ def read_request(
             given={**stronger, **_ranks(file), **own, **known},
         )
         given, notes, said = dict(script.settings), script.notes, script.model
+        global_aux_loss = script.global_aux_loss
         if not found:
             found, usual_format = script.data_paths, script.format or "auto"
             if script.weights is not None:
@@ -109,6 +111,9 @@ def read_request(
     if decides and experts is not None and (experts != "none" or "experts" in given):
         given["experts"] = experts
     _override(given, stronger)
+    if "shared_capture_ranks" not in stronger and resolved.model is not None:
+        given.pop("shared_capture_ranks", None)
+        given.update(shared_captures(given, resolved.model, global_aux_loss=global_aux_loss))
     return Request(
         locations=found,
         given=given,
@@ -125,6 +130,28 @@ def read_request(
         notes=[*notes, *resolved.notes],
         usual_impl="module" if megatron_args is None else "chunk",
     )
+
+
+def shared_captures(given: Mapping[str, Any], model: Model, *, global_aux_loss: bool = False) -> dict[str, int]:
+    """The setting `shared_capture_ranks` of a run of `model`, where several ranks share collectives inside graphs.
+
+    Args:
+        given: the training settings.
+        model: the model that the run trains.
+        global_aux_loss: whether routers add up their loads over all data-parallel ranks.
+    """
+    experts, data, context = (given.get(name) for name in ("experts", "data_parallel_size", "context_parallel_size"))
+    if experts in (None, "none") or not isinstance(data, int) or not (experts == "padded" or global_aux_loss):
+        return {}
+    ranks = shared_capture_ranks(
+        data_parallel_size=data,
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        context_parallel_size=context if isinstance(context, int) else 1,
+        expert_model_parallel_size=model.expert_model_parallel_size if experts == "padded" else 1,
+        expert_tensor_parallel_size=model.expert_tensor_parallel_size if experts == "padded" else None,
+        global_aux_loss=global_aux_loss,
+    )
+    return {"shared_capture_ranks": ranks} if ranks > 1 else {}
 
 
 def _ranks(file: ModelReading | None) -> dict[str, Any]:

@@ -148,6 +148,12 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
         )
     _check_batch(settings)
     _check_pipeline(settings)
+    shared = settings.shared_capture_ranks
+    if settings.data_parallel_size % shared:
+        raise UsageError(
+            f"{shown('shared_capture_ranks', shared)}: --data-parallel-size {settings.data_parallel_size} is not a "
+            "multiple of it"
+        )
     if settings.packer in DYNAMIC_CP:
         _check_dynamic_cp(settings)
     if settings.context_parallel_size > 1 and settings.seq_length % (2 * settings.context_parallel_size):

@@ -145,8 +145,12 @@ class Bank:
             progress(done, total)
         progress(total, total)
 
-    def lease(self, bucket: Bucket) -> Lease | FallbackReason:
+    def lease(self, bucket: Bucket, slot: int | None = None) -> Lease | FallbackReason:
         """A lease of a free slot for `bucket`, or the reason why there is none.
+
+        Args:
+            bucket: the shape to replay.
+            slot: index of the slot; None: the first that is free.
 
         Raises:
             RuntimeError: a parameter or buffer moved in memory since the captures, or was frozen or unfrozen; or a
@@ -155,11 +159,11 @@ class Bank:
         if self._placement is not None:
             self._placement.check()
         self._check_states()
-        free = [slot for slot in self.slots if not slot.busy]
-        for slot in free:
-            if self.capture(slot, bucket) is not None:
+        free = [one for one in (self.slots if slot is None else self.slots[slot : slot + 1]) if not one.busy]
+        for one in free:
+            if self.capture(one, bucket) is not None:
                 around = self._options.surroundings
-                return Lease(slot, bucket, self._gradients, around.on_backward, around.on_piece)
+                return Lease(one, bucket, self._gradients, around.on_backward, around.on_piece)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def changed(self) -> str:

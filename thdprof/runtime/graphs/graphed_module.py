@@ -14,6 +14,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
+from thdprof.runtime.agreement import Largest
 from thdprof.runtime.call import Call
 from thdprof.runtime.captured import Captured, alone
 from thdprof.runtime.dispatched_module import DispatchedModule, FallbackError
@@ -103,6 +104,7 @@ class GraphedModule(DispatchedModule):
         agreed: Callable[[bool], bool] = alone,
         say: Callable[[str], None] = logger.info,
         cuts: Sequence[nn.Module] = (),
+        agree_on: Largest | None = None,
     ) -> None:
         """A module that will be captured for `buckets`.
 
@@ -126,6 +128,9 @@ class GraphedModule(DispatchedModule):
             say: tells of every capture, in one line.
             cuts: submodules before which passes are cut into pieces, each with graphs of its own; the module calls each
                 of them once, in this order. The parameters' hooks then run after the backward of each piece.
+            agree_on: returns the largest of each value over the ranks whose captured passes share collectives, such as
+                `thdprof.runtime.megatron.peers.Peers.largest`: they decide alike about every micro-batch. None: this
+                rank decides by its own micro-batch.
 
         Raises:
             ValueError: `num_slots` is less than 1, or both `offload` and `cuts` are given.
@@ -153,6 +158,7 @@ class GraphedModule(DispatchedModule):
             on_decision=on_decision,
             agreed=agreed,
             say=say,
+            agree_on=agree_on,
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
         self._surroundings, self._offload, self._cuts = surroundings or Surroundings(), offload, tuple(cuts)
@@ -236,10 +242,16 @@ class GraphedModule(DispatchedModule):
     def _changed(self) -> str:
         return self._bank.changed() if self._bank is not None else ""
 
+    def _busy_slots(self) -> Sequence[bool]:
+        return [slot.busy for slot in self._bank.slots] if self._bank is not None else [False] * self._num_slots
+
+    def _failed(self) -> Sequence[bool]:
+        return [self._bank is not None and bucket in self._bank.failures for bucket in self._dispatcher.buckets]
+
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         assert self._bank is not None  # `_open` has made it
         assert self._anchor is not None
-        lease = self._bank.lease(bucket)
+        lease = self._bank.lease(bucket, call.slot)
         if isinstance(lease, FallbackReason):
             return lease
         if self._cuts:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from thdprof.dispatch import Bucket, FallbackReason
+
+if TYPE_CHECKING:
+    from thdprof.runtime.megatron.peers import Peers
 
 _MODULUS = (1 << 61) - 1
 _REASONS = tuple(FallbackReason)
@@ -13,17 +17,20 @@ _REASONS = tuple(FallbackReason)
 class Decisions:
     """A running digest of every model chunk's decisions, in order; one all-reduce compares it between ranks."""
 
-    def __init__(self, num_chunks: int, *, enabled: bool, across_context: bool = True) -> None:
+    def __init__(
+        self, num_chunks: int, *, enabled: bool, across_context: bool = True, peers: Peers | None = None
+    ) -> None:
         """No decisions yet.
 
         Args:
             num_chunks: model chunks of this rank.
             enabled: whether `check` compares the ranks.
             across_context: whether context-parallel ranks must decide alike, too.
+            peers: ranks with other micro-batches that must decide alike, too; None: there are none.
         """
         self.digests = [0] * num_chunks
         """One digest for each chunk; equal on ranks that decided alike."""
-        self._enabled, self._across_context = enabled, across_context
+        self._enabled, self._across_context, self._peers = enabled, across_context, peers
 
     def recorder(self, chunk: int) -> Callable[[Bucket | FallbackReason], None]:
         """The callback that records each decision of `chunk`."""
@@ -36,6 +43,8 @@ class Decisions:
     def check(self) -> None:
         """Compare the digest with those of the tensor-, context- and pipeline-parallel group's other ranks, if enabled.
 
+        Ranks with other micro-batches that share captured collectives are compared, too, with all their chunks.
+
         Without `across_context`, the context-parallel group is left out: under dynamic context parallelism its ranks
         run micro-batches of different context-parallel sizes.
 
@@ -44,6 +53,7 @@ class Decisions:
         """
         if not self._enabled:
             return
+        self._check_peers()
         import torch
         from megatron.core import parallel_state
 
@@ -58,6 +68,22 @@ class Decisions:
             raise RuntimeError(
                 "ranks of one model-parallel group decided differently about the same micro-batches: give all of them "
                 "the same boundaries and max_seqlen"
+            )
+
+    def _check_peers(self) -> None:
+        """Compare the digests of all chunks with those of the ranks that share captured collectives.
+
+        Raises:
+            RuntimeError: another rank took other decisions.
+        """
+        if self._peers is None:
+            return
+        both = self._peers.largest([*self.digests, *(-digest for digest in self.digests)])
+        most, least = both[: len(self.digests)], both[len(self.digests) :]
+        if any(one != -other for one, other in zip(most, least, strict=True)):
+            raise RuntimeError(
+                f"ranks {', '.join(map(str, self._peers.ranks))} share captured collectives and decided differently: "
+                "run all of their micro-batches through the installed decoders, as many on each rank"
             )
 
 

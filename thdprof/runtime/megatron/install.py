@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -27,6 +28,7 @@ from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs
 from thdprof.runtime.megatron.offload import groups
 from thdprof.runtime.megatron.offload.layers import Offloading, SavedTensors
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead, takes_gradient
+from thdprof.runtime.megatron.peers import DEFAULT_TIMEOUT, peers_of
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
 from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
@@ -66,6 +68,9 @@ class Installation:
 
     def check_decisions(self) -> None:
         """With `debug`, make sure that all ranks of the model-parallel group decided alike; costs one all-reduce.
+
+        So must ranks with other micro-batches whose captured passes share collectives, as with expert parallelism; they
+        are asked from host to host.
 
         Call it on every rank, for example once a step.
 
@@ -165,6 +170,7 @@ def install(
     capture_now: bool = True,
     form: MetadataForm | None = None,
     say: Callable[[str], None] = logger.info,
+    host_timeout: timedelta | None = DEFAULT_TIMEOUT,
 ) -> Installation:
     """Make training follow `plan`. Call it on all ranks, after the model is built, wrapped and loaded, before the first
     step.
@@ -188,6 +194,9 @@ def install(
             micro-batch of each model chunk captures.
         form: the form of training's PackedSeqParams; None: as `packed_seq_params` makes them of unpadded documents.
         say: tells of the captures line by line, and how long they took; called on every rank.
+        host_timeout: how long ranks wait for each other where captured passes share collectives and micro-batches
+            differ, as with expert parallelism: they agree on every micro-batch over a gloo group, which is made here,
+            on all ranks together. None where no gloo group may be made.
 
     Raises:
         SettingsError: settings that graphs cannot serve, each with the value to use.
@@ -206,12 +215,15 @@ def install(
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
         warn_of_other_surroundings(plan)
-    decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan))
+    peers = peers_of(config, plan, host_timeout)
+    decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan), peers=peers)
     groups = [groups_of(plan, model.decoder) for model in models]
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
-    surroundings.prepare_experts(config, next(models[0].parameters()).device)
-    agreed = capture_agreement.of_model_parallel_ranks(next(models[0].parameters()).device, dynamic=is_dynamic(plan))
+    device = next(models[0].parameters()).device
+    surroundings.prepare_experts(config, device)
+    of_replicas = capture_agreement.of_model_parallel_ranks(device, dynamic=is_dynamic(plan))
+    agreed = of_replicas if peers is None else peers.all  # which are all of those ranks, and more
     decoders, runs = [], []
     for number, model in enumerate(models):
         decoder = Decoder(model.decoder, rope_of(model))
@@ -220,6 +232,7 @@ def install(
             "overflow": plan.graphs.overflow,
             "token_shards": shards,
             "on_decision": decisions.recorder(number),
+            "agree_on": None if peers is None else peers.largest,
         }
         if replay:
             common |= {"say": said_of(number, len(models), say), "agreed": agreed}

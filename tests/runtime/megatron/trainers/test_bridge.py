@@ -51,7 +51,7 @@ def run(monkeypatch):
         monkeypatch.setattr(sys.modules[parent], child, module, raising=False)
         setattr(of_run, child, module)
 
-    def install(model, plan, config, *, replay, capture_now, form, say):
+    def install(model, plan, config, *, replay, capture_now, form, say, host_timeout):
         of_run.captures, of_run.form, of_run.say = capture_now, form, say
         if of_run.breaks is not None:
             raise of_run.breaks

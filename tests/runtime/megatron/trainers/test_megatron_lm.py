@@ -46,7 +46,7 @@ def loop(monkeypatch):
             raise fakes.ends_with
         return fakes.steps, 0
 
-    def install(model, plan, config, *, replay, form, say):
+    def install(model, plan, config, *, replay, form, say, host_timeout):
         fakes.form, fakes.say = form, say
         seen.append(f"installed {plan.graphs.impl} replay={replay}")
         return FakeInstallation(seen)
@@ -58,7 +58,9 @@ def loop(monkeypatch):
         "print_rank_last": fakes.lines.append,
         "get_tensorboard_writer": lambda: fakes.tensorboard,
         "get_wandb_writer": lambda: fakes.wandb,
-        "get_args": lambda: types.SimpleNamespace(tensorboard_log_interval=2),
+        "get_args": lambda: types.SimpleNamespace(
+            tensorboard_log_interval=2, use_gloo_process_groups=True, distributed_timeout_minutes=10
+        ),
     }.items():
         monkeypatch.setattr(training, name, value)
     monkeypatch.setattr(megatron_lm, "install", install)
@@ -164,7 +166,12 @@ def test_graphs_are_captured_anew_when_the_rerun_machine_takes_random_states_bac
 def test_the_loop_runs_without_graphs_of_its_own_and_with_boundaries_on_the_host(loop, megatron_plan, monkeypatch):
     from megatron.core import utils
 
-    args = types.SimpleNamespace(cuda_graph_impl="transformer_engine", tensorboard_log_interval=1)
+    args = types.SimpleNamespace(
+        cuda_graph_impl="transformer_engine",
+        tensorboard_log_interval=1,
+        use_gloo_process_groups=True,
+        distributed_timeout_minutes=10,
+    )
     own_batch, seen = utils.get_batch_on_this_tp_rank, []
 
     def train(*_):

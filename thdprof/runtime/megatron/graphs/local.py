@@ -123,6 +123,7 @@ class LocalGraphs(DispatchedModule):
         """Run a micro-batch without packed-sequence metadata past Megatron's managers, which have recorded no such
         call.
         """
+        self._run_alike_without_boundaries()
         with self._past_managers():
             return function(*args, **kwargs)
 
@@ -137,6 +138,9 @@ class LocalGraphs(DispatchedModule):
             for layer in self._layers:
                 if not self._closed:
                     layer.__dict__.pop(ASKED, None)
+
+    def _busy_slots(self) -> Sequence[bool]:
+        return [self._in_flight()]
 
     def _created(self) -> bool:
         from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord

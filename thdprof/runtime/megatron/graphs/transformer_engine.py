@@ -164,7 +164,7 @@ class LayerGraphs(DispatchedModule):
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         self._refuse_megatrons_own()
-        lease = self._lease(bucket)
+        lease = self._lease(bucket, call.slot)
         if isinstance(lease, FallbackReason):
             return lease
         lease.slot.stage(call, bucket)
@@ -192,15 +192,21 @@ class LayerGraphs(DispatchedModule):
         with self._offload.eagerly() if self._offload is not None and self._buckets else nullcontext():
             return super()._run_eagerly(call, timed=timed)
 
-    def _lease(self, bucket: Bucket) -> LayerLease | FallbackReason:
+    def _busy_slots(self) -> Sequence[bool]:
+        return [slot.busy for slot in self._slots] or [False] * self._num_slots
+
+    def _failed(self) -> Sequence[bool]:
+        return [bucket in self._captures.failures for bucket in self._dispatcher.buckets]
+
+    def _lease(self, bucket: Bucket, slot: int | None = None) -> LayerLease | FallbackReason:
         assert self._anchor is not None
         self._check_states()
         if self._placement is not None:
             self._placement.check()
-        free = [slot for slot in self._slots if not slot.busy]
-        for slot in free:
-            if self._captures.has(slot, bucket):
-                return LayerLease(slot, bucket, self._anchor)
+        free = [one for one in (self._slots if slot is None else self._slots[slot : slot + 1]) if not one.busy]
+        for one in free:
+            if self._captures.has(one, bucket):
+                return LayerLease(one, bucket, self._anchor)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def _new_captures(self, together: int = 0) -> AgreedCaptures[LayerSlot]:

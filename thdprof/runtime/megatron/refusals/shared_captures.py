@@ -1,4 +1,4 @@
-"""Ranks that see other micro-batches but communicate inside the decoder: they must capture at the same moment."""
+"""Ranks that see other micro-batches but communicate inside the decoder: they capture together, and decide alike."""
 
 from __future__ import annotations
 
@@ -7,6 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
+
+
+def shared_by(config: Any, plan: Plan) -> tuple[str, ...]:
+    """The settings by which such ranks communicate inside what the plan captures; empty where they do not.
+
+    Args:
+        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
+        plan: the plan that training is to follow.
+    """
+    tensor_size = config.tensor_model_parallel_size
+    shared = []
+    experts_captured = "moe_router" not in plan.graphs.modules
+    if experts_captured and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1:
+        shared.append(f"expert_model_parallel_size is {config.expert_model_parallel_size}")
+    if experts_captured and (getattr(config, "expert_tensor_parallel_size", None) or tensor_size) > tensor_size:
+        shared.append(f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}")
+    if averages_over_all_ranks(config):
+        shared.append("moe_router_load_balancing_type has global_aux_loss")
+    return tuple(shared)
+
+
+def averages_over_all_ranks(config: Any) -> bool:
+    """Whether routers add up their loads over all data-parallel ranks, by Megatron's global_aux_loss."""
+    balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
+    return "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing)
 
 
 def refusals(config: Any, plan: Plan) -> Iterator[str]:
@@ -18,16 +43,7 @@ def refusals(config: Any, plan: Plan) -> Iterator[str]:
     """
     if plan.graphs.impl not in ("chunk", "transformer_engine"):
         return
-    tensor_size = config.tensor_model_parallel_size
-    balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
-    shared = []
-    experts_captured = "moe_router" not in plan.graphs.modules
-    if experts_captured and getattr(config, "expert_model_parallel_size", 1) > 1:
-        shared.append(f"expert_model_parallel_size is {config.expert_model_parallel_size}")
-    if experts_captured and (getattr(config, "expert_tensor_parallel_size", None) or tensor_size) > tensor_size:
-        shared.append(f"expert_tensor_parallel_size is {config.expert_tensor_parallel_size}")
-    if "global_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing):
-        shared.append("moe_router_load_balancing_type has global_aux_loss")
+    shared = shared_by(config, plan)
     if not shared:
         return
     if plan.graphs.capture != "startup":

@@ -143,6 +143,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
                 capture_now=not lines,
                 form=MetadataForm(padded=bridge_settings.pads_documents(config)),
                 say=lambda line: _say(f"thdprof: {line}"),
+                host_timeout=bridge_settings.host_timeout(config),
             )
         except SettingsError as error:
             raise bridge_refusals.joined(lines, error) from None

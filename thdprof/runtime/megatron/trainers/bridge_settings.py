@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from thdprof.compare.fit import Misfit, misfits
+from thdprof.training import shared_capture_ranks
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -19,6 +21,7 @@ FIELDS: Mapping[str, str] = {
     "context_parallel_size": "model.context_parallel_size",
     "pipeline_parallel_size": "model.pipeline_model_parallel_size",
     "virtual_pipeline_size": "model.virtual_pipeline_model_parallel_size",
+    "shared_capture_ranks": "data-parallel ranks that share experts (model.expert_model_parallel_size)",
     "loader": "dataset.dataloader_type",
     "data_sharding": "dataset.data_sharding",
     "drop_last": "dataset.drop_last",
@@ -59,6 +62,15 @@ def settings_of(config: Any) -> dict[str, Any]:
         "pipeline_parallel_size": model.pipeline_model_parallel_size,
         "virtual_pipeline_size": model.virtual_pipeline_model_parallel_size,
     }
+    if getattr(model, "num_moe_experts", None) and getattr(model, "moe_pad_expert_input_to_capacity", False):
+        settings["shared_capture_ranks"] = shared_capture_ranks(
+            data_parallel_size=config.data_parallel_size,
+            tensor_model_parallel_size=model.tensor_model_parallel_size,
+            context_parallel_size=model.context_parallel_size,
+            expert_model_parallel_size=model.expert_model_parallel_size,
+            expert_tensor_parallel_size=model.expert_tensor_parallel_size,
+            global_aux_loss="global_aux_loss" in _listed(model.moe_router_load_balancing_type),
+        )
     if not getattr(train, "rampup_batch_size", None):
         settings["global_batch_size"] = train.global_batch_size
         if train.train_iters:
@@ -85,6 +97,16 @@ def settings_of(config: Any) -> dict[str, Any]:
     if specs is None and getattr(dataset, "blend", None):
         settings["weights"] = dataset.blend[1]
     return settings
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else [*(value or ())]
+
+
+def host_timeout(config: Any) -> timedelta | None:
+    """How long ranks wait for each other on the host; None where the run makes no gloo groups."""
+    dist = config.dist
+    return timedelta(minutes=dist.distributed_timeout_minutes) if dist.use_gloo_process_groups else None
 
 
 def data_paths_of(config: Any) -> list[str] | None:

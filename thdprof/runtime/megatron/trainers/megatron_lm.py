@@ -84,6 +84,7 @@ class _Loop:
             replay=self._replay,
             form=MetadataForm(tokens_per_sample=getattr(self._training.get_args(), "seq_length", None)),
             say=lambda line: self._training.print_rank_0(f"thdprof: {line}"),
+            host_timeout=self.peer_timeout(),
         )
         self._installation = installation
         self._observer = Observer(installation, self._plan, stats=self._stats, say=self._training.print_rank_0)

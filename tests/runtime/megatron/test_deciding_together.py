@@ -1,0 +1,146 @@
+"""Ranks whose captured passes share collectives decide alike, whatever each of them trains on: three processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from support import deciding_ranks
+from support.deciding_ranks import MICROBATCHES, SCENARIOS, expected
+from support.paths import ROOT
+
+from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.runtime.megatron.decisions import Decisions
+from thdprof.runtime.megatron.peers import joined
+
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What every rank saw, by scenario: a list with an entry for each rank."""
+    store = tmp_path_factory.mktemp("ranks") / "store"
+    command = [sys.executable, str(Path(deciding_ranks.__file__)), "RANK", str(WORLD), str(store)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [str(rank) if word == "RANK" else word for word in command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(WORLD)
+    ]
+    ended = [process.communicate(timeout=400) for process in started]
+    assert [process.returncode for process in started] == [0] * WORLD, "\n".join(error for _, error in ended)
+    printed = [json.loads(out) for out, _ in ended]
+    return {name: [rank[name] for rank in printed] for name in SCENARIOS}
+
+
+def told(ranks):
+    """Decisions and slots of every rank."""
+    return [[entry[:2] for entry in rank["told"]] for rank in ranks]
+
+
+def test_alone_they_would_replay_different_graphs(seen):
+    first, *others = told(seen["alone"])
+    assert any(first != other for other in others)
+
+
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name not in ("alone", "reasons")])
+def test_all_ranks_take_one_decision_and_one_slot(seen, scenario):
+    first, *others = told(seen[scenario])
+    assert len(first) == MICROBATCHES
+    assert {slot for _, slot in first} >= {0, 1}
+    for other in others:
+        assert other == first
+
+
+def test_the_decision_is_the_smallest_bucket_that_holds_every_ranks_micro_batch(seen):
+    decisions = [entry[0] for entry in seen["shapes"][0]["told"]]
+    assert decisions == [expected(WORLD, number) for number in range(MICROBATCHES)]
+    assert {"too_many_seqs", "6x24"} <= {*decisions} or {"document_too_long", "6x24"} <= {*decisions}
+    replayed = [entry for entry in seen["shapes"][0]["told"] if entry[1] is not None]
+    for decision, _, boundaries in replayed:  # the module itself saw the same static shape on all ranks
+        assert boundaries == [int(decision.split("x")[0]) + 1] * WORLD
+    assert len(replayed) > MICROBATCHES // 4
+
+
+def test_one_ranks_reason_is_every_ranks_reason(seen):
+    first, second, third = told(seen["reasons"])
+    assert first == third
+    differing = [number for number in range(MICROBATCHES) if first[number] != second[number]]
+    assert differing == [6]  # there rank 1 has no boundaries, and decides nothing
+    decisions = [decision for decision, _ in first]
+    assert decisions[2:4] == ["disabled_by_user"] * 2
+    assert decisions[6] == "input_differs"
+    assert decisions[10:12] == ["not_training"] * 2
+    of_shape = [expected(WORLD, number) for number in range(MICROBATCHES)]
+    assert decisions[4] == ("input_differs" if "x" in of_shape[4] else of_shape[4])
+    others = [n for n in range(MICROBATCHES) if n not in (2, 3, 4, 6, 10, 11)]
+    assert [decisions[n] for n in others] == [of_shape[n] for n in others]
+
+
+def test_they_capture_when_all_of_them_can(seen):
+    ranks = seen["late"]
+    assert {rank["captures"] for rank in ranks} == {8}
+    assert [entry[0] for entry in ranks[0]["told"][:3]] == ["disabled_by_user"] * 3
+    assert ranks[0]["told"][3][0] == expected(WORLD, 3)
+
+
+def test_a_bucket_that_one_rank_could_not_capture_runs_eagerly_on_all(seen):
+    ranks = seen["failed"]
+    failed = [rank["fallbacks"].get("capture_failed", 0) for rank in ranks]
+    assert failed[0] > 0
+    assert len({*failed}) == 1
+    hits = [n for n in range(MICROBATCHES) if expected(WORLD, n) == "6x24"]
+    assert [n for n, entry in enumerate(ranks[0]["told"]) if entry[0] == "capture_failed"] == hits
+
+
+def test_without_a_slot_that_is_free_on_all_ranks_all_run_eagerly(seen):
+    without = [rank["fallbacks"].get("no_free_slot", 0) for rank in seen["crowded"]]
+    assert without[0] > 0
+    assert len({*without}) == 1
+
+
+def test_ranks_that_reach_each_other_through_others_decide_together():
+    # tensor parallelism of 2 over (0, 1), (2, 3), ...; experts over (0, 2), (1, 3), ...
+    tensor = [(0, 1), (2, 3), (4, 5), (6, 7)]
+    experts = [(0, 2), (1, 3), (4, 6), (5, 7)]
+    neighbours = [{other for group in (*tensor, *experts) if rank in group for other in group} for rank in range(8)]
+    assert [joined(neighbours, rank) for rank in range(8)] == [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 4
+    assert joined([{0}, {1}], 1) == (1,)
+
+
+class Other:
+    """Stands for the group of ranks: the other one has digests of its own."""
+
+    ranks = (0, 1)
+
+    def __init__(self, decisions):
+        self.decisions = decisions
+
+    def largest(self, values):
+        theirs = self.decisions.digests
+        return [max(pair) for pair in zip(values, [*theirs, *(-digest for digest in theirs)], strict=True)]
+
+
+def test_ranks_that_decided_differently_are_found_in_every_chunk():
+    theirs = Decisions(2, enabled=True)
+    ours = Decisions(2, enabled=True, peers=Other(theirs))
+    for decisions in (ours, theirs):
+        decisions.recorder(0)(Bucket(2, 8, 8))
+    ours.recorder(1)(Bucket(4, 8, 8))
+    theirs.recorder(1)(FallbackReason.too_many_seqs)
+    with pytest.raises(RuntimeError, match=r"^ranks 0, 1 share captured collectives and decided differently: "):
+        ours.check()
+    Decisions(2, enabled=False, peers=Other(theirs)).check()
