@@ -108,7 +108,7 @@ def train(rank: int, scenario: str, peers: Peers | None) -> dict[str, object]:
         num_slots=SLOTS,
         on_decision=decisions.append,
         sample_every=0,
-        agree_on=None if peers is None else peers.largest,
+        **({} if peers is None else {"agree_on": peers.largest, "agreed": peers.all}),
     )
     told, in_flight = [], deque()
     odd = rank == 1 and scenario == "reasons"

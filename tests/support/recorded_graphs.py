@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from support.random_states import FakeDefault
 
 
 class _Recorder(TorchDispatchMode):
@@ -59,10 +61,17 @@ def _is_tensor(value):
     return isinstance(value, torch.Tensor)
 
 
-@contextmanager
-def _capture(graph, **_):
-    with graph.capture():
-        yield
+class _Capture:
+    """Stands for torch.cuda.graph."""
+
+    def __init__(self, graph, *, pool, stream, capture_error_mode):
+        self._recorder = graph.capture()
+
+    def __enter__(self):
+        self._recorder.__enter__()
+
+    def __exit__(self, *error):
+        self._recorder.__exit__(*error)
 
 
 def put_in_place(monkeypatch):
@@ -76,14 +85,15 @@ def put_in_place(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     for name, stand_in in {
         "CUDAGraph": RecordedGraph,
-        "graph": _capture,
+        "graph": _Capture,
         "graph_pool_handle": lambda: (0, 0),
         "synchronize": lambda *_: None,
-        "default_generators": defaultdict(lambda: torch.default_generator),
+        "default_generators": defaultdict(FakeDefault),
         "Stream": lambda *_: stream,
         "Event": lambda *_: event,
         "stream": lambda _: nullcontext(),
         "current_stream": lambda *_: stream,
+        "set_stream": lambda _: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(capture, "pool_bytes", lambda *_: 0)

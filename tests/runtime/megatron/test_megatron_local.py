@@ -479,6 +479,7 @@ def a_plan(**changes):
             slots=[[1]] * changes.get("pipeline_parallel_size", 1),
             no_grad="eager",
             offload=None,
+            layers_per_graph=None,
         ),
     )
 
