@@ -217,6 +217,14 @@ class GraphsPart(_Part):
     """How passes without gradients run while the module is in training mode; in eval mode they always run eagerly."""
     offload: OffloadPart | None = None
     """Activations that wait in host memory; null: all activations stay on the device."""
+    verify: Annotated[str, Field(pattern=r"^1/[1-9][0-9]*$")] | None = None
+    """Share of the micro-batches that are replayed and also run eagerly to compare the numbers, such as 1/4096; null:
+    none. Graphs of layers are not verified."""
+
+    @property
+    def verify_every(self) -> int:
+        """One in so many micro-batches is verified; 0: none."""
+        return 0 if self.verify is None else int(self.verify.removeprefix("1/"))
 
     @field_validator("buckets")
     @classmethod

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.dispatch import BY_SHAPE, WRONG_GRAPHS, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime.call import Call, describe_argument
 from thdprof.runtime.padding import PackedSequence, boundaries_of, shape_of, to_device
 from thdprof.runtime.stats import Stats
@@ -262,7 +262,7 @@ class DispatchedModule(nn.Module):
         if reason not in self._explained:
             self._explained.add(reason)
             logger.warning("%s", advice(reason, shape, self._dispatcher.buckets))
-        if self._overflow == "error" and (reason in BY_SHAPE or reason is FallbackReason.capture_failed):
+        if self._overflow == "error" and (reason in BY_SHAPE or reason in WRONG_GRAPHS):
             raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
 
     @property

@@ -60,6 +60,10 @@ class Stats:
     """Number of micro-batches that ran eagerly, by reason and context-parallel size."""
     captures: int = 0
     """Number of forward/backward pairs that were captured."""
+    verified: Counter[Bucket] = field(default_factory=Counter)
+    """Number of replayed micro-batches that were compared with an eager run, by bucket."""
+    mismatches: Counter[Bucket] = field(default_factory=Counter)
+    """Number of those that gave other numbers, by bucket."""
     replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Milliseconds of forward plus backward, of a sample of the replayed micro-batches."""
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
@@ -74,7 +78,8 @@ class Stats:
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
-        """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once.
+        """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once;
+        mismatches are counted on each rank that found one.
 
         Under context parallelism the ranks that share a micro-batch have all counted it, and have decided alike.
         """
@@ -83,8 +88,11 @@ class Stats:
             total.replays.update(rank.replays)
             fallbacks.update(rank.fallback_sizes)
             total.captures += rank.captures
+            total.verified.update(rank.verified)
+            total.mismatches.update(rank.mismatches)
             total.prediction = total.prediction or rank.prediction
         total.replays = Counter({bucket: n // bucket.cp_size for bucket, n in total.replays.items()})
+        total.verified = Counter({bucket: n // bucket.cp_size for bucket, n in total.verified.items()})
         total.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})
         for (reason, _), n in total.fallback_sizes.items():
             total.fallbacks[reason] += n
@@ -147,6 +155,8 @@ class Stats:
             "fallbacks": _fallbacks(self.fallbacks),
             "decided": decided,
             "captures": self.captures,
+            "verified": _replays(self.verified),
+            "mismatches": _replays(self.mismatches),
             "replay_ms": fmean(self.replay_ms) if self.replay_ms else None,
             "eager_ms": fmean(self.eager_ms) if self.eager_ms else None,
         }
@@ -190,6 +200,9 @@ class Stats:
         for reason, n in sorted(self.fallbacks.items()):
             yield f"eager/{reason}", n
         yield "captures", self.captures
+        if self.verified:
+            yield "verified", self.verified.total()
+            yield "mismatches", self.mismatches.total()
         if self.shape_fallback_rate is not None:
             yield "shape_fallback_rate/observed", self.shape_fallback_rate
         if self.prediction is not None:
@@ -212,6 +225,8 @@ class Stats:
             )
         for reason, n in sorted(self.fallbacks.items()):
             lines.append(f"  eager, {reason}: {n} ({n / total:.1%})")
+        if self.verified:
+            lines.append(f"  verified: {self.verified.total()}, mismatches: {self.mismatches.total()}")
         if plan is not None:
             rate = self.shape_fallback_rate
             seen = "none dispatched" if rate is None else f"{rate:.1%}"

@@ -8,7 +8,7 @@ forward to the end of its backward: until then the pool holds the activations th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -127,6 +127,21 @@ class Slot(SlotMemory):
             static.detach().copy_(tensor)
 
 
+class Witness(Protocol):
+    """What a lease tells of a replayed backward to whoever verifies it."""
+
+    def backward_begins(self, gradients: GradientBuffers, touched: Sequence[bool]) -> None:
+        """Called before the backward graph adds to `gradients`."""
+
+    def backward_ended(
+        self,
+        gradients: GradientBuffers,
+        output_grads: Sequence[torch.Tensor | None],
+        input_grads: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Called after the backward graph, before the parameters' hooks."""
+
+
 class Lease(SlotLease):
     """A lease of a slot of whole passes: replays the forward and the backward of one micro-batch."""
 
@@ -144,6 +159,8 @@ class Lease(SlotLease):
         """
         self.bucket, self.captured = bucket, slot.passes[bucket]
         self._gradients, self._on_backward = gradients, on_backward
+        self.witness: Witness | None = None
+        """Who verifies the micro-batch; None: nobody."""
         super().__init__(slot)
 
     def forward(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> tuple[torch.Tensor, ...]:
@@ -171,9 +188,13 @@ class Lease(SlotLease):
             else:
                 static.copy_(grad)
         self._gradients.attach(self.captured.touched)
+        if self.witness is not None:
+            self.witness.backward_begins(self._gradients, self.captured.touched)
         self.captured.backward.replay()
         input_grads = [g.clone() if g is not None else None for g in self.captured.input_grads]
         self.release()
+        if self.witness is not None:
+            self.witness.backward_ended(self._gradients, output_grads, input_grads)
         self._on_backward()
         self._gradients.run_hooks(self.captured.touched)
         return input_grads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -189,6 +189,7 @@ def install(
         settings.check(config, plan, facts_of(chunks, models))
     else:
         settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
+    every = verified_every(plan) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
@@ -208,7 +209,15 @@ def install(
             "on_decision": decisions.recorder(number),
         }
         if replay:
-            run = runner_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
+            run = runner_of(
+                decoder,
+                plan,
+                config,
+                slots=plan.graphs.slots[rank][number],
+                common=common,
+                verify_every=every,
+                name=f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}",
+            )
         else:
             run = PaddedEager(decoder, plan.captured, **common)
         run.stats().prediction = Prediction.of(plan)
@@ -222,7 +231,17 @@ def install(
     return Installation(decoders, runs, decisions)
 
 
-def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
+def runner_of(
+    decoder: Decoder,
+    plan: Plan,
+    config: Any,
+    *,
+    slots: int,
+    common: dict[str, Any],
+    verify_every: int = 0,
+    name: str = "",
+    agreed: Callable[[bool], bool] | None = None,
+) -> DispatchedModule:
     """The DispatchedModule that runs the decoder as the plan's `graphs.impl` says.
 
     Args:
@@ -231,6 +250,10 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
         config: the model's TransformerConfig.
         slots: number of slots of this model chunk.
         common: arguments that every kind of DispatchedModule takes.
+        verify_every: one in so many micro-batches of chunk graphs is verified; 0: none.
+        name: the model chunk's name in what is logged of verified micro-batches.
+        agreed: returns whether its argument is true on all ranks that communicate inside the decoder's passes; None:
+            they have no way to ask each other.
 
     Raises:
         SettingsError: `graphs.impl` is not known.
@@ -241,7 +264,7 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
         config.context_parallel_size,
         getattr(config, "expert_model_parallel_size", 1) or 1,
     )
-    around = surroundings.of_decoder(decoder.block, communicates=max(sizes) > 1)
+    around = surroundings.of_decoder(decoder.block, communicates=max(sizes) > 1, agreed=agreed)
     match plan.graphs.impl:
         case "chunk" | "none":
             return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
@@ -250,6 +273,8 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
                 num_slots=slots,
                 surroundings=around,
                 offload=offload_of(plan),
+                verify_every=verify_every,
+                name=name,
                 **common,
             )
         case "local":
@@ -269,6 +294,18 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
             )
         case other:
             raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
+
+
+def verified_every(plan: Plan) -> int:
+    """One in so many micro-batches is verified; 0, with a warning, where the plan's graphs cannot be."""
+    asked, why = plan.graphs.verify_every, ""
+    if is_dynamic(plan):
+        why = "ranks run micro-batches of several context-parallel sizes"
+    elif plan.graphs.impl in ("local", "transformer_engine"):
+        why = f"graphs.impl is {plan.graphs.impl}, and only graphs of whole chunks are verified"
+    if asked and plan.captured and why:
+        logger.warning("graphs.verify %s: no micro-batch is verified: %s", plan.graphs.verify, why)
+    return 0 if why else asked
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
@@ -337,6 +374,10 @@ def has_graph_safe_rng() -> bool:
 
     tracker = get_cuda_rng_tracker()
     return bool(getattr(tracker, "use_cudagraphable_rng", type(tracker).__name__ == "TECudaRNGStatesTracker"))
+
+
+def _global_rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _as_chunk(plan: Plan) -> Plan:
