@@ -32,6 +32,7 @@ def capture_pass(module, call, *, inputs, static_output_grads, gradients, genera
     outputs, (output_grad,) = (torch.zeros_like(y).detach(),), static_output_grads([y])
     input_grads = tuple(torch.zeros_like(x) if x.requires_grad else None for x in inputs)
     leaves = [*(x for x in inputs if x.requires_grad), *(p for p in weights.values() if p.requires_grad)]
+    used = torch.autograd.grad(y, leaves, output_grad, allow_unused=True)[len(leaves) - len(gradients.parameters) :]
     ran = []
 
     def forward():
@@ -40,12 +41,13 @@ def capture_pass(module, call, *, inputs, static_output_grads, gradients, genera
         outputs[0].copy_(ran[0].detach())
 
     def backward():
-        grads = list(torch.autograd.grad(ran[0], leaves, output_grad, retain_graph=True))
+        grads = list(torch.autograd.grad(ran[0], leaves, output_grad, retain_graph=True, allow_unused=True))
         for target in input_grads:
             if target is not None:
                 target.copy_(grads.pop(0))
         for target, grad in zip(gradients.buffers, grads, strict=True):
-            target.add_(grad)
+            if grad is not None:
+                target.add_(grad)
 
     return CapturedPass(
         forward=SimpleNamespace(replay=forward, reset=lambda: None),
@@ -55,7 +57,7 @@ def capture_pass(module, call, *, inputs, static_output_grads, gradients, genera
         spec=torch.utils._pytree.tree_flatten(y)[1],
         input_grads=input_grads,
         output_grads=(output_grad,),
-        touched=(True,) * len(gradients.parameters),
+        touched=tuple(grad is not None for grad in used),
         pool_bytes=1000,
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -292,8 +293,15 @@ class GraphedModule(DispatchedModule):
             return None
         metadata = bank.metadata_of(call.boundaries, lease.bucket)
         slot = bank.slots.index(lease.slot)
-        lease.witness = watched = watch.begin(bank.subject(), call.tensors, metadata, lease.bucket, slot)
+        subject = replace(bank.subject(), as_in_forward=self._as_now())
+        lease.witness = watched = watch.begin(subject, call.tensors, metadata, lease.bucket, slot)
         return watched
+
+    def _as_now(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns a function that returns a context, in which the module runs the micro-batch that it runs now, even
+        where it reads more than its arguments.
+        """
+        return nullcontext
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""

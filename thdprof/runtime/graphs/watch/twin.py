@@ -38,6 +38,8 @@ class Subject:
     """Returns the tensors that a pass changes besides the module's buffers and gradients."""
     around_forward: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda tensors: nullcontext()
     """Returns a context for an eager forward of these tensors."""
+    as_in_forward: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context in which the module runs the micro-batch that it ran when this was made."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,6 +192,7 @@ class Twin:
             stack.enter_context(torch.autocast("cuda", dtype=self._autocast, cache_enabled=False))
         elif torch.is_autocast_enabled("cuda"):
             stack.enter_context(torch.autocast("cuda", enabled=False))
+        stack.enter_context(self._subject.as_in_forward())
         stack.enter_context(self._subject.around_forward(inputs))
         return stack
 
