@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -182,7 +183,9 @@ class Watch:
 
     def graphs_dropped(self) -> None:
         """Forget what was found of graphs that are gone: buckets that were refused are captured anew."""
-        self.read(wait=True)
+        with suppress(RuntimeError):  # the GPU may be gone: whoever ends the run tells why
+            self.read(wait=True)
+        self._waiting.clear()
         self._suspects.clear()
         self._quarantined.clear()
 
