@@ -7,7 +7,8 @@
     python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
 speed   the shape of Qwen3-0.6B on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
-        the plan with --replay off; then where the time of a step by the plan goes
+        the plan with --replay off, the plan without verified micro-batches and with one in 16; then where the time of a
+        step by the plan goes
 exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
         alone, with deterministic kernels: steps in which loss or gradient norm differ
 soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
@@ -37,6 +38,8 @@ from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
 from trainer_soak import soak
 
+from thdprof.plan import load_plan
+
 INSTALL_ALONE = """import runpy, sys
 sys.path[:0] = [{folder!r}]
 from megatron.core.utils import get_model_config
@@ -57,8 +60,12 @@ sys.argv[0] = {script!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
 """`install` in the same script by a launcher, without what thdprof.run changes besides: what was there before it."""
+COUNTERS = ("thdprof/replayed", "thdprof/eager/", "thdprof/verified", "thdprof/mismatches")
+"""Scalars of a run that a table shows, by the beginnings of their names."""
 STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
 """Megatron's own graph settings, and what each asks for besides."""
+VERIFY = {"unverified": None, "verified": "1/16"}
+"""Runs by the plan with another rate of verified micro-batches: the plan's own is too low for so few steps."""
 STEPS, WARM, SOAKED = 40, 10, 20_000
 
 
@@ -89,7 +96,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     runs: list[tuple[str, Ran]] = []
     for name in args.variants:
         stats = directory / f"{name}.jsonl"
-        by_plan = name in ("plan", "padded")
+        by_plan = name in ("plan", "padded", *VERIFY)
         more = ["--cuda-graph-impl", name, *shlex.split(STOCK[name])] if name in STOCK else []
         if name == "install":
             launcher = directory / "install_alone.py"
@@ -97,8 +104,8 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
         ran = script_run(
             launcher if name == "install" else script,
             [*flags, *more],
-            plan=plan if by_plan else None,
-            replay=name == "plan",
+            plan=(verifying(plan, VERIFY[name]) if name in VERIFY else plan) if by_plan else None,
+            replay=name == "plan" or name in VERIFY,
             stats=stats if by_plan else None,
             tensorboard=directory / f"tensorboard-{name}",
             environment={"PYTHONPATH": path},
@@ -112,15 +119,14 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     names = {
         "eager": "eager (unchanged)",
         "plan": "by the plan (thdprof.run)",
+        **{name: f"by the plan, graphs.verify {rate or 'null'}" for name, rate in VERIFY.items()},
         "padded": "by the plan, --replay off",
         "install": "`install` alone, boundaries and losses read back from the GPU",
     }
     for name, ran in runs:
         ms = ran.step_ms(after=WARM) if ran.code == 0 else None
         validation = list(ran.scalars.get("lm loss validation", {}).values())
-        counters = {
-            k: max(v.values()) for k, v in ran.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager/"))
-        }
+        counters = {k: max(v.values()) for k, v in ran.scalars.items() if k.startswith(COUNTERS)}
         lines.append(
             [
                 names.get(name, f"--cuda-graph-impl {name}"),
@@ -132,11 +138,34 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
                 ", ".join(f"{k.removeprefix('thdprof/')}: {v:.0f}" for k, v in counters.items()),
             ]
         )
-    told = [f"Caps: {', '.join(str(b) for b in caps_of(plan))}.", "", *table(lines)]
+    told = [f"Caps: {', '.join(str(b) for b in caps_of(plan))}.", "", *table(lines), *share_of_verifying(runs, plan)]
     if args.parts:
         told += ["", "## Where a step by the plan goes", ""]
         told += table(parts_of_a_step(script, flags, plan, directory))
     return told
+
+
+def share_of_verifying(runs: Sequence[tuple[str, Ran]], plan: Path) -> list[str]:
+    """What verified micro-batches cost at the plan's own rate, from runs without them and with one in 16."""
+    ms = {name: ran.step_ms(after=WARM) for name, ran in runs if name in VERIFY and ran.code == 0}
+    loaded = load_plan(plan)
+    every, without, often = loaded.graphs.verify_every, ms.get("unverified"), ms.get("verified")
+    if not every or without is None or often is None:
+        return []
+    share = (often / without - 1) * 16 / every
+    return [
+        "",
+        f"One verified micro-batch in 16 makes a step {often / without - 1:.2%} longer; at the plan's rate, "
+        f"{loaded.graphs.verify}, that is {share:.3%}.",
+    ]
+
+
+def verifying(plan: Path, rate: str | None) -> Path:
+    """A copy of a plan that verifies so many micro-batches."""
+    loaded, path = load_plan(plan), plan.with_name(f"{plan.stem}-verify-{(rate or 'none').replace('/', '-')}.yaml")
+    graphs = loaded.graphs.model_copy(update={"verify": rate})
+    loaded.model_copy(update={"graphs": graphs}).save(path, force=True)
+    return path
 
 
 def lives(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -178,8 +207,6 @@ def named(name: str, texts: str) -> bool:
 
 def caps_of(plan: Path) -> list[int]:
     """Documents of each bucket of a plan."""
-    from thdprof.plan import load_plan
-
     return [bucket.max_seqs for bucket in load_plan(plan).graphs.buckets]
 
 
@@ -229,7 +256,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
     parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
     parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
-    parser.add_argument("--variants", default="eager,local,transformer_engine,full_iteration,padded,install,plan")
+    parser.add_argument(
+        "--variants", default="eager,local,transformer_engine,full_iteration,padded,install,unverified,verified,plan"
+    )
     parser.add_argument("--parts", action="store_true", help="speed: also profile where a step goes")
     parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
     args = parser.parse_args()

@@ -177,6 +177,8 @@ ADVICE = {
     "bucket",
     FallbackReason.capture_failed: "runs eagerly (capture_failed): its graph could not be captured; the first failure "
     "was logged with its cause",
+    FallbackReason.quarantined: "runs eagerly (quarantined): a replay of its bucket gave other numbers than the eager "
+    "run; the mismatch was logged",
     FallbackReason.no_cuda: "runs eagerly (no_cuda): no CUDA device, or the inputs are not on it",
 }
 

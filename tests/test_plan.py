@@ -14,7 +14,7 @@ import yaml
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.errors import DataError
 from thdprof.files import replacing
-from thdprof.plan import load_plan, parse_plan
+from thdprof.plan import Plan, load_plan, parse_plan
 
 
 @pytest.fixture
@@ -142,3 +142,25 @@ def test_a_part_that_is_there_twice_is_refused(plan, tmp_path):
     (tmp_path / "plan.yaml").write_text(text + text[text.index("graphs:") : text.index("predictions:")])
     with pytest.raises(DataError, match="graphs is given twice in one mapping"):
         load_plan(tmp_path / "plan.yaml")
+
+
+@pytest.mark.parametrize(("text", "every"), [("1/4096", 4096), ("1/1", 1), (None, 0)])
+def test_the_rate_of_verified_micro_batches(plan, tmp_path, text, every):
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"]["verify"] = text
+    path = tmp_path / "plan.yaml"
+    Plan.model_validate(values).save(path)
+    assert load_plan(path).graphs.verify_every == every
+    assert load_plan(path).identity == plan.identity  # the same shares are predicted
+    del values["graphs"]["verify"]  # a plan of an earlier version
+    assert Plan.model_validate(values).graphs.verify_every == 0
+
+
+@pytest.mark.parametrize("wrong", ["1/0", "4096", "0.1", "2/5", "1/-3", 0.25, "1/4096\n"])
+def test_a_rate_that_cannot_be_is_refused(plan, tmp_path, wrong):
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"]["verify"] = wrong
+    path = tmp_path / "plan.yaml"
+    path.write_text(yaml.safe_dump(values))
+    with pytest.raises(DataError, match=r"graphs\.verify"):
+        load_plan(path)

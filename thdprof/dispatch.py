@@ -36,6 +36,7 @@ class FallbackReason(StrEnum):
     not_training = "not_training"
     disabled_by_user = "disabled_by_user"
     capture_failed = "capture_failed"
+    quarantined = "quarantined"
     no_cuda = "no_cuda"
 
 
@@ -58,6 +59,9 @@ SHAPE_NOT_ASKED = frozenset(
     }
 )
 """Reasons that are found before the shape is looked at, so that its own decision is not known."""
+
+WRONG_GRAPHS = frozenset({FallbackReason.capture_failed, FallbackReason.quarantined})
+"""Reasons that lie in a bucket's graphs: there are none, or they gave wrong numbers."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -234,6 +238,8 @@ def advice(reason: FallbackReason, shape: Shape, buckets: Sequence[Bucket]) -> s
             detail = "graphs are switched off, or the plan has no bucket"
         case FallbackReason.capture_failed:
             detail = "its graph could not be captured; the first failure was logged with its cause"
+        case FallbackReason.quarantined:
+            detail = "a replay of its bucket gave other numbers than the eager run; the mismatch was logged"
         case FallbackReason.no_cuda:
             detail = "no CUDA device, or the inputs are not on it"
     return f"runs eagerly ({reason}): {detail}"

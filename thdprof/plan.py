@@ -221,6 +221,14 @@ class GraphsPart(_Part):
     """Layers of one graph, with impl chunk; null: all layers of a model chunk. After each graph of a backward the
     data-parallel reduction of its gradients can start, and each graph of a forward waits for its own parameters alone.
     """
+    verify: Annotated[str, Field(pattern=r"^1/[1-9][0-9]*$")] | None = None
+    """Share of the micro-batches that are replayed and also run eagerly to compare the numbers, such as 1/4096; null:
+    none. Graphs of layers are not verified."""
+
+    @property
+    def verify_every(self) -> int:
+        """One in so many micro-batches is verified; 0: none."""
+        return 0 if self.verify is None else int(self.verify.removeprefix("1/"))
 
     @field_validator("buckets")
     @classmethod

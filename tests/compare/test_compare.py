@@ -91,6 +91,14 @@ def test_a_share_past_the_tolerance(thdprof, plan, stats):
     assert json.loads(asjson.stdout)["holds"] is False
 
 
+def test_verified_micro_batches_and_mismatches_are_shown(thdprof, plan, stats):
+    path = stats(line(replays(6, 1), verified=replays(3, 1), mismatches=replays(0, 2)))
+    done = thdprof("compare", plan, path, "--tolerance", 0)
+    assert done.returncode == 0
+    assert "\nverified: 4 micro-batches, 2 mismatches\n" in done.stdout
+    assert "verified" not in thdprof("compare", plan, stats(line(replays(6, 1)))).stdout
+
+
 def test_json(thdprof, plan, stats):
     done = thdprof("compare", plan, stats(line(replays(6, 1))), "--tolerance", 0, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -108,6 +116,8 @@ def test_json(thdprof, plan, stats):
         "observed_fallback_rate": 0.125,
         "fallbacks": {"too_many_seqs": 1},
         "other_fallbacks": {},
+        "verified": 0,
+        "mismatches": 0,
         "buckets": [
             {**bucket, "max_seqs": 2, "predicted_share": 0.75, "observed_share": 0.75},
             {**bucket, "max_seqs": 3, "predicted_share": 0.125, "observed_share": 0.125},

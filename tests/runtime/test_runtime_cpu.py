@@ -306,8 +306,8 @@ def test_json_lines_are_what_compare_reads(tmp_path):
     ]
     assert first == {
         "schema": "thdprof.stats/1", "microbatches": 10, "replays": replays,
-        "fallbacks": {"not_training": 2, "too_many_seqs": 1}, "decided": None, "captures": 2, "replay_ms": 1.5,
-        "eager_ms": None, "step": 0,
+        "fallbacks": {"not_training": 2, "too_many_seqs": 1}, "decided": None, "captures": 2, "verified": [],
+        "mismatches": [], "replay_ms": 1.5, "eager_ms": None, "step": 0,
     }  # fmt: skip
     assert last["decided"] == {"replays": [{**replays[0], "count": 9}], "fallbacks": {"document_too_long": 1}}
     assert (last["step"], last["loss"], last["grad_norm"]) == (1, 0.5, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,7 @@ def make_plan(
                 else {"max_seqs": one_cap.max_seqs, "fallback_rate": one_cap.fallback_rate},
                 "slots": analysis.slots,
                 "tail_policy": settings.tail_policy,
+                "verify": _verify(analysis, resolved_impl) if chosen.buckets else None,
                 "offload": None
                 if offload is None
                 else {
@@ -123,3 +125,30 @@ def make_plan(
     )
     check_plan(plan)
     return plan
+
+
+def _verify(analysis: Analysis, impl: Impl) -> str | None:
+    """The plan's `graphs.verify`; None for graphs that are not verified."""
+    settings = analysis.settings
+    if impl not in ("chunk", "module") or settings.max_seqlen_per_dp_cp_rank is not None:
+        return None
+    relative = analysis.times.relative_step_time
+    return f"1/{verified_every(settings.pipeline_parallel_size, relative[0] if relative else None)}"
+
+
+def verified_every(pipeline_size: int, relative_step_time: float | None) -> int:
+    """One in so many micro-batches is verified, so that it costs less than 1% of the step time; a power of two.
+
+    A verified micro-batch makes two eager passes besides its own, one where algorithms are deterministic. Every
+    pipeline stage verifies the same micro-batch, in its backward, for which the stages before it wait: at worst all
+    their eager passes come one after the other. That is `2 * pipeline_size` eager micro-batches, each of them
+    `1 / relative_step_time` times the step's share of one micro-batch, and half as much again for the copies and the
+    comparison.
+
+    Args:
+        pipeline_size: number of pipeline stages.
+        relative_step_time: step time by the plan divided by that of an eager step, the lowest expected; None where it
+            is not known, which counts as a third.
+    """
+    eager = 1 / relative_step_time if relative_step_time else 3.0
+    return int(2 ** math.ceil(math.log2(100 * 1.5 * 2 * pipeline_size * max(eager, 1.0))))

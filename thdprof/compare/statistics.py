@@ -61,6 +61,10 @@ class Observed(_Decisions):
     """Number of micro-batches that the run has counted."""
     decided: _Decisions | None = None
     """Decisions by shape alone, if the run counted them."""
+    verified: list[_Replays] = []
+    """Replayed micro-batches that were compared with an eager run, one entry a bucket."""
+    mismatches: list[_Replays] = []
+    """Those that gave other numbers, one entry a bucket, counted on every rank that found one."""
     replay_ms: Milliseconds | None = None
     """Mean milliseconds of a replayed micro-batch's forward and backward."""
     eager_ms: Milliseconds | None = None
@@ -109,6 +113,10 @@ class Comparison:
     """Number of fallbacks that the data alone explains, by reason."""
     other_fallbacks: dict[FallbackReason, int]
     """Number of fallbacks that no plan predicts, by reason."""
+    verified: int
+    """Number of replayed micro-batches that were compared with an eager run."""
+    mismatches: int
+    """Number of those that gave other numbers, counted on every rank that found one."""
     buckets: tuple[BucketShares, ...]
     """The shares of every bucket of the plan or the run, in ascending order."""
     replay_ms: float | None
@@ -219,6 +227,8 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
             for reason, n in sorted(observed.fallbacks.items())
             if n and reason not in by_shape and reason is not FallbackReason.not_training
         },
+        verified=sum(entry.count for entry in observed.verified),
+        mismatches=sum(entry.count for entry in observed.mismatches),
         buckets=_shares(plan, decisions, dispatched),
         replay_ms=observed.replay_ms,
         eager_ms=observed.eager_ms,

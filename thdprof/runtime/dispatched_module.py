@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.dispatch import BY_SHAPE, Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.dispatch import BY_SHAPE, WRONG_GRAPHS, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime import teardown
 from thdprof.runtime.agreement import Agreed, Largest, Proposal, agree
 from thdprof.runtime.call import Call, describe_argument, difference
@@ -390,7 +390,7 @@ class DispatchedModule(nn.Module):
             self._explained.add(reason)
             together = "" if self._agree_on is None else "; ranks that share captured collectives decide together"
             logger.warning("%s%s", advice(reason, shape, self._dispatcher.buckets), together)
-        if self._overflow == "error" and (reason in BY_SHAPE or reason is FallbackReason.capture_failed):
+        if self._overflow == "error" and (reason in BY_SHAPE or reason in WRONG_GRAPHS):
             raise FallbackError(advice(reason, shape, self._dispatcher.buckets))
 
     @property

@@ -62,6 +62,10 @@ class Stats:
     """Number of forward/backward pairs that were captured."""
     capture_s: float = 0.0
     """Seconds that the captures of this rank took, the warm-up passes before them included."""
+    verified: Counter[Bucket] = field(default_factory=Counter)
+    """Number of replayed micro-batches that were compared with an eager run, by bucket."""
+    mismatches: Counter[Bucket] = field(default_factory=Counter)
+    """Number of those that gave other numbers, by bucket."""
     replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Milliseconds of forward plus backward, of a sample of the replayed micro-batches."""
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
@@ -76,7 +80,8 @@ class Stats:
 
     @classmethod
     def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
-        """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once.
+        """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once;
+        mismatches are counted on each rank that found one.
 
         Under context parallelism the ranks that share a micro-batch have all counted it, and have decided alike.
         """
@@ -86,8 +91,11 @@ class Stats:
             fallbacks.update(rank.fallback_sizes)
             total.captures += rank.captures
             total.capture_s = max(total.capture_s, rank.capture_s)
+            total.verified.update(rank.verified)
+            total.mismatches.update(rank.mismatches)
             total.prediction = total.prediction or rank.prediction
         total.replays = Counter({bucket: n // bucket.cp_size for bucket, n in total.replays.items()})
+        total.verified = Counter({bucket: n // bucket.cp_size for bucket, n in total.verified.items()})
         total.fallback_sizes = Counter({(reason, size): n // size for (reason, size), n in fallbacks.items()})
         for (reason, _), n in total.fallback_sizes.items():
             total.fallbacks[reason] += n
@@ -150,6 +158,8 @@ class Stats:
             "fallbacks": _fallbacks(self.fallbacks),
             "decided": decided,
             "captures": self.captures,
+            "verified": _replays(self.verified),
+            "mismatches": _replays(self.mismatches),
             "replay_ms": fmean(self.replay_ms) if self.replay_ms else None,
             "eager_ms": fmean(self.eager_ms) if self.eager_ms else None,
         }
@@ -193,6 +203,9 @@ class Stats:
         for reason, n in sorted(self.fallbacks.items()):
             yield f"eager/{reason}", n
         yield "captures", self.captures
+        if self.verified:
+            yield "verified", self.verified.total()
+            yield "mismatches", self.mismatches.total()
         if self.shape_fallback_rate is not None:
             yield "shape_fallback_rate/observed", self.shape_fallback_rate
         if self.prediction is not None:
@@ -215,6 +228,8 @@ class Stats:
             )
         for reason, n in sorted(self.fallbacks.items()):
             lines.append(f"  eager, {reason}: {n} ({n / total:.1%})")
+        if self.verified:
+            lines.append(f"  verified: {self.verified.total()}, mismatches: {self.mismatches.total()}")
         if plan is not None:
             rate = self.shape_fallback_rate
             seen = "none dispatched" if rate is None else f"{rate:.1%}"

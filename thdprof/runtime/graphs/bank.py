@@ -20,11 +20,13 @@ from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates
 from thdprof.runtime.graphs.slots import Lease, Slot
-from thdprof.runtime.graphs.static_metadata import sample_boundaries
+from thdprof.runtime.graphs.static_metadata import Metadata, sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.graphs.watch.room import missing_bytes
+from thdprof.runtime.graphs.watch.twin import COPIES, PARAMETER_BYTES, Subject
 from thdprof.runtime.offload.copies import CudaMover
 from thdprof.runtime.offload.passes import EagerOffload, PassOffload
-from thdprof.runtime.padding import PackedSequence
+from thdprof.runtime.padding import Boundaries, PackedSequence
 
 RunModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
 """The type of a function that runs the module on static tensors and static metadata."""
@@ -182,6 +184,35 @@ class Bank:
     def _check_states(self) -> None:
         now = self._options.generators_now
         self._states.check(self._options.generators if now is None else now())
+
+    def subject(self) -> Subject:
+        """The module as its graphs were captured, for an eager run that a replay must agree with."""
+        return Subject(
+            module=self._module,
+            call=self._call,
+            generators=self._options.generators,
+            extra_state=self._options.surroundings.extra_state,
+            around_forward=self.eager_offload,
+        )
+
+    def missing_for_eager(self, slot: Slot) -> int:
+        """Bytes of GPU memory that are missing to run a micro-batch of `slot` eagerly, and to compare; 0 if it fits."""
+        slot_bytes = sum(p.pool_bytes for p in slot.passes.values())
+        largest = max((b.nbytes for b in self._gradients.buffers), default=0)
+        return missing_bytes(
+            slot.inputs[0].device, slot_bytes=slot_bytes, others=COPIES * max(largest, PARAMETER_BYTES)
+        )
+
+    def metadata_of(self, boundaries: Boundaries, bucket: Bucket) -> PackedSequence:
+        """One micro-batch's metadata as the graphs of `bucket` read it, in memory of its own."""
+        metadata = Metadata(
+            [bucket],
+            with_padded=self._options.with_padded,
+            with_seq_idx=self._options.with_seq_idx,
+            device=self.slots[0].inputs[0].device,
+        )
+        metadata.stage(boundaries, bucket)
+        return metadata.packed(bucket)
 
     def _offload_of(self, slot: Slot) -> PassOffload | None:
         if self._options.offload is None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.dispatch import Bucket, FallbackReason, Shape
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime.agreement import Largest
 from thdprof.runtime.call import Call
@@ -24,8 +25,9 @@ from thdprof.runtime.graphs.piecewise import replay_in_pieces
 from thdprof.runtime.graphs.random_states import with_default
 from thdprof.runtime.graphs.slots import Lease
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.graphs.watch.watch import Agreement, Watch, Watched
 from thdprof.runtime.padding import Boundaries, PackedSequence
-from thdprof.runtime.stats import Prediction
+from thdprof.runtime.stats import Prediction, Stats
 from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
@@ -105,6 +107,8 @@ class GraphedModule(DispatchedModule):
         say: Callable[[str], None] = logger.info,
         cuts: Sequence[nn.Module] = (),
         agree_on: Largest | None = None,
+        verify_every: int = 0,
+        name: str = "",
     ) -> None:
         """A module that will be captured for `buckets`.
 
@@ -131,6 +135,8 @@ class GraphedModule(DispatchedModule):
             agree_on: returns the largest of each value over the ranks whose captured passes share collectives, such as
                 `thdprof.runtime.megatron.peers.Peers.largest`: they decide alike about every micro-batch. None: this
                 rank decides by its own micro-batch.
+            verify_every: one in so many micro-batches is also run eagerly, and compared; 0: none.
+            name: the module's name in what is logged of verified micro-batches.
 
         Raises:
             ValueError: `num_slots` is less than 1, or both `offload` and `cuts` are given.
@@ -164,6 +170,62 @@ class GraphedModule(DispatchedModule):
         self._surroundings, self._offload, self._cuts = surroundings or Surroundings(), offload, tuple(cuts)
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
+        self._watch = self._watch_of(verify_every, name)
+
+    def _watch_of(self, verify_every: int, name: str) -> Watch | None:
+        around = self._surroundings
+        agreement = Agreement(communicates=around.communicates, agreed=around.agreed)
+        if not verify_every or not self._buckets:
+            return None
+        if self._cuts:  # parameters' hooks run between the pieces, and may change gradients before they are compared
+            logger.warning("no micro-batch is verified (graphs.verify): graphs.layers_per_graph cuts the passes")
+            return None
+        if not agreement.possible:
+            logger.warning(
+                "no micro-batch is verified (graphs.verify): ranks communicate inside the module, and have no way to "
+                "agree on which ones"
+            )
+            return None
+        return Watch(
+            verify_every,
+            self._buckets,
+            agreement=agreement,
+            deterministic=around.deterministic,
+            stats=lambda: self._stats,
+            name=name,
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch, replayed or eagerly; returns the module's own output.
+
+        Raises:
+            TypeError, ValueError, FallbackError: as `DispatchedModule.forward`.
+            RuntimeError: the eager run of a verified micro-batch failed while other ranks communicated with it.
+        """
+        if self._watch is not None and not self._opening_ahead:
+            self._watch.next_microbatch()
+        return super().forward(*args, **kwargs)
+
+    def stats(self) -> Stats:
+        """The counters so far; times and findings are those of passes that the GPU has ended."""
+        if self._watch is not None:
+            self._watch.read(wait=False)
+        return super().stats()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """As `DispatchedModule.rehearsal`; the micro-batches are not verified."""
+        watch, self._watch = self._watch, None
+        try:
+            with super().rehearsal():
+                yield
+        finally:
+            self._watch = watch
+
+    def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:
+        if self._watch is not None:
+            self._watch.verifies(replays=False)  # ranks that replay it must know, before this one runs it
+        super()._note_fallback(reason, shape)
 
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in the graphs' memory pools and in their static inputs."""
@@ -251,6 +313,8 @@ class GraphedModule(DispatchedModule):
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         assert self._bank is not None  # `_open` has made it
         assert self._anchor is not None
+        if self._watch is not None and self._watch.refuses(bucket):
+            return FallbackReason.quarantined
         lease = self._bank.lease(bucket, call.slot)
         if isinstance(lease, FallbackReason):
             return lease
@@ -258,16 +322,41 @@ class GraphedModule(DispatchedModule):
             with self._timed(call.tensors, replayed=True) as outputs:
                 outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
             return restore(outputs, lease.captured.spec)
-        with self._timed(call.tensors, replayed=True) as outputs:
+        watched = self._watched(lease, call)
+        with self._timed(() if watched else call.tensors, replayed=True) as outputs:
             parameters = lease.accumulated_elsewhere()
             outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
+        if watched is not None:
+            watched.forward_ended(outputs)
         return restore(outputs, lease.captured.spec)
 
     def _before_piece(self, piece: int) -> None:
         """Called before the forward of every piece of a replay; subclasses wait here for what its graphs read."""
 
+    def _watched(self, lease: Lease, call: Call) -> Watched | None:
+        """What verifies the micro-batch that is about to be replayed; None: it is not verified."""
+        watch, bank = self._watch, self._bank
+        if watch is None or bank is None or not watch.is_due:
+            return None
+        missing = bank.missing_for_eager(lease.slot) if torch.is_grad_enabled() else 0
+        if not watch.verifies(replays=torch.is_grad_enabled(), missing_bytes=missing):
+            return None
+        metadata = bank.metadata_of(call.boundaries, lease.bucket)
+        slot = bank.slots.index(lease.slot)
+        subject = replace(bank.subject(), as_in_forward=self._as_now())
+        lease.witness = watched = watch.begin(subject, call.tensors, metadata, lease.bucket, slot)
+        return watched
+
+    def _as_now(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns a function that returns a context, in which the module runs the micro-batch that it runs now, even
+        where it reads more than its arguments.
+        """
+        return nullcontext
+
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
+        if self._watch is not None:
+            self._watch.graphs_dropped()
         if self._bank is not None:
             self._bank.close()
         self._bank = None
@@ -334,6 +423,7 @@ def graphed(
         generators=generators,
         token_dim=token_dim,
         offload=offload_of(plan),
+        verify_every=graphs.verify_every,
     )
     graphed_module.stats().prediction = Prediction.of(plan)
     return graphed_module

@@ -8,7 +8,7 @@ forward to the end of its backward: until then the pool holds the activations th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -162,6 +162,21 @@ class Slot(SlotMemory):
             static.detach().copy_(tensor)
 
 
+class Witness(Protocol):
+    """What a lease tells of a replayed backward to whoever verifies it."""
+
+    def backward_begins(self, gradients: GradientBuffers, touched: Sequence[bool]) -> None:
+        """Called before the backward graph adds to `gradients`."""
+
+    def backward_ended(
+        self,
+        gradients: GradientBuffers,
+        output_grads: Sequence[torch.Tensor | None],
+        input_grads: Sequence[torch.Tensor | None],
+    ) -> None:
+        """Called after the backward graph, before the parameters' hooks."""
+
+
 class Lease(SlotLease):
     """A lease of a slot of whole passes: replays the forward and the backward of one micro-batch."""
 
@@ -188,6 +203,8 @@ class Lease(SlotLease):
         """
         self.bucket, self.captured = bucket, slot.passes[bucket]
         self._gradients, self._on_backward, self._on_piece = gradients, on_backward, on_piece
+        self.witness: Witness | None = None
+        """Who verifies the micro-batch; None: nobody."""
         super().__init__(slot)
 
     def forward(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> tuple[torch.Tensor, ...]:
@@ -207,10 +224,14 @@ class Lease(SlotLease):
             RuntimeError: the slot no longer holds this micro-batch's activations.
         """
         self.stage_output_grads(output_grads)
+        if self.witness is not None:
+            self.witness.backward_begins(self._gradients, self.captured.touched)
         with teardown.LAUNCH:
             self.captured.backward.replay()
         input_grads = self.copied_input_grads()
         self.release()
+        if self.witness is not None:
+            self.witness.backward_ended(self._gradients, output_grads, input_grads)
         self._on_backward()
         self._gradients.run_hooks(self.captured.touched)
         return input_grads

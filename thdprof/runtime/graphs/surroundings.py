@@ -30,6 +30,12 @@ class Surroundings:
     """Whether passes communicate with other ranks. A pass that fails half-way on one rank then leaves the ranks out of
     step.
     """
+    agreed: Callable[[bool], bool] | None = None
+    """Returns whether its argument is true on all ranks that communicate inside passes; all of them call it as often,
+    in the same order. None: they have no way to agree.
+    """
+    deterministic: Callable[[], bool] = torch.are_deterministic_algorithms_enabled
+    """Returns whether two passes over the same numbers give the same numbers bit for bit."""
 
 
 def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:

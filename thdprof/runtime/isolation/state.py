@@ -34,29 +34,14 @@ def unchanged(
         extra: returns tensors outside the module that its passes change; those that the block makes are set to zero.
         random_states: functions that set further random states to what they are now.
     """
-    states = [*_random_states(device, generators), *random_states]
-    buffers = [
-        (owner._buffers, name, buffer, buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    others = [(tensor, tensor.detach().clone()) for tensor in extra()]
+    states = [*states_of(device, generators), *random_states]
+    kept = KeptTensors(module, extra)
     gradients = [_Gradient(parameter) for parameter in module.parameters()]
 
     def put_back() -> None:
         for put in states:
             put()
-        with torch.no_grad():
-            for table, name, buffer, saved in buffers:
-                buffer.copy_(saved)
-                table[name] = buffer
-            for tensor, saved in others:
-                tensor.copy_(saved)
-            known = {id(tensor) for tensor, _ in others}
-            for tensor in extra():
-                if id(tensor) not in known:
-                    tensor.zero_()
+        kept.put_back()
 
     try:
         yield put_back
@@ -66,8 +51,51 @@ def unchanged(
             gradient.put_back()
 
 
-def _random_states(device: torch.device, generators: Sequence[torch.Generator]) -> list[Callable[[], object]]:
-    """Functions that set each random state to what it is now: Python's, NumPy's, torch's, and those of `generators`."""
+class KeptTensors:
+    """The values that a module's buffers, and tensors outside it, have when this is made."""
+
+    def __init__(self, module: nn.Module, extra: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """Copy the values.
+
+        Args:
+            module: the module whose buffers are kept.
+            extra: returns tensors outside the module that its passes change.
+        """
+        self._extra = extra
+        self._buffers = [
+            (owner._buffers, name, f"{prefix}.{name}".lstrip("."), buffer, buffer.detach().clone())
+            for prefix, owner in module.named_modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        self._others = [(tensor, tensor.detach().clone()) for tensor in extra()]
+
+    def put_back(self) -> None:
+        """Give all tensors these values again; tensors that `extra` returns only since then are set to zero."""
+        with torch.no_grad():
+            for table, name, _, buffer, saved in self._buffers:
+                buffer.copy_(saved)
+                table[name] = buffer
+            for tensor, saved in self._others:
+                tensor.copy_(saved)
+            known = {id(tensor) for tensor, _ in self._others}
+            for tensor in self._extra():
+                if id(tensor) not in known:
+                    tensor.zero_()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """The copies, by the name of the buffer, or by the number of the tensor outside the module."""
+        others = {f"outside the module, tensor {i}": saved for i, (_, saved) in enumerate(self._others)}
+        return {**{path: saved for _, _, path, _, saved in self._buffers}, **others}
+
+
+def states_of(device: torch.device, generators: Sequence[torch.Generator]) -> list[Callable[[], object]]:
+    """Functions that set each random state to what it is now: Python's, NumPy's, torch's, and those of `generators`.
+
+    Args:
+        device: the device whose default generator is meant, besides the host's.
+        generators: further generators.
+    """
     python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
     found: list[Callable[[], object]] = [
         lambda: random.setstate(python),

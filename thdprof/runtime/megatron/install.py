@@ -211,6 +211,7 @@ def install(
         settings.check(config, plan, facts_of(chunks, models))
     else:
         settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
+    every = verified_every(plan) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
@@ -236,7 +237,15 @@ def install(
         }
         if replay:
             common |= {"say": said_of(number, len(models), say), "agreed": agreed}
-            run = runner_of(decoder, plan, config, slots=plan.graphs.slots[rank][number], common=common)
+            run = runner_of(
+                decoder,
+                plan,
+                config,
+                slots=plan.graphs.slots[rank][number],
+                common=common,
+                verify_every=every,
+                name=f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}",
+            )
         else:
             run = PaddedEager(decoder, plan.captured, **common)
         run.stats().prediction = Prediction.of(plan)
@@ -265,7 +274,16 @@ def said_of(chunk: int, num_chunks: int, say: Callable[[str], None]) -> Callable
     return say if num_chunks == 1 else lambda line: say(f"model chunk {chunk}: {line}")
 
 
-def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: dict[str, Any]) -> DispatchedModule:
+def runner_of(
+    decoder: Decoder,
+    plan: Plan,
+    config: Any,
+    *,
+    slots: int,
+    common: dict[str, Any],
+    verify_every: int = 0,
+    name: str = "",
+) -> DispatchedModule:
     """The DispatchedModule that runs the decoder as the plan's `graphs.impl` says.
 
     Args:
@@ -274,13 +292,15 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
         config: the model's TransformerConfig.
         slots: number of slots of this model chunk.
         common: arguments that every kind of DispatchedModule takes.
+        verify_every: one in so many micro-batches of chunk graphs is verified; 0: none.
+        name: the model chunk's name in what is logged of verified micro-batches.
 
     Raises:
         SettingsError: `graphs.impl` is not known.
     """
     common = {**common, "capture": plan.graphs.capture}
     together = surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size)
-    around = surroundings.of_decoder(decoder.block, communicates=together)
+    around = surroundings.of_decoder(decoder.block, communicates=together, agreed=common.get("agreed"))
     match plan.graphs.impl:
         case "chunk" | "none":
             return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
@@ -290,6 +310,8 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
                 layers_per_graph=plan.graphs.layers_per_graph,
                 surroundings=around,
                 offload=offload_of(plan),
+                verify_every=verify_every,
+                name=name,
                 **common,
             )
         case "local":
@@ -309,6 +331,18 @@ def runner_of(decoder: Decoder, plan: Plan, config: Any, *, slots: int, common: 
             )
         case other:
             raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
+
+
+def verified_every(plan: Plan) -> int:
+    """One in so many micro-batches is verified; 0, with a warning, where the plan's graphs cannot be."""
+    asked, why = plan.graphs.verify_every, ""
+    if is_dynamic(plan):
+        why = "ranks run micro-batches of several context-parallel sizes"
+    elif plan.graphs.impl in ("local", "transformer_engine"):
+        why = f"graphs.impl is {plan.graphs.impl}, and only graphs of whole chunks are verified"
+    if asked and plan.captured and why:
+        logger.warning("graphs.verify %s: no micro-batch is verified: %s", plan.graphs.verify, why)
+    return 0 if why else asked
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
@@ -377,6 +411,10 @@ def has_graph_safe_rng() -> bool:
 
     tracker = get_cuda_rng_tracker()
     return bool(getattr(tracker, "use_cudagraphable_rng", type(tracker).__name__ == "TECudaRNGStatesTracker"))
+
+
+def _global_rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def _as_chunk(plan: Plan) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,14 +33,17 @@ def prepare_experts(config: Any, device: torch.device) -> None:
         MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
 
 
-def of_decoder(block: nn.Module, *, communicates: bool = False) -> Surroundings:
+def of_decoder(
+    block: nn.Module, *, communicates: bool = False, agreed: Callable[[bool], bool] | None = None
+) -> Surroundings:
     """The surroundings of the decoder `block`: the experts' metrics, and the event that gradient reduction waits for.
 
     Args:
         block: a TransformerBlock or HybridStack.
         communicates: whether its passes communicate with other ranks.
+        agreed: returns whether its argument is true on all of those ranks; None: they cannot ask each other.
     """
-    ready = torch.cuda.Event()
+    ready, config = torch.cuda.Event(), getattr(block, "config", None)
     parameters = [p for p in block.parameters() if p.requires_grad]
 
     def on_backward() -> None:
@@ -60,6 +63,8 @@ def of_decoder(block: nn.Module, *, communicates: bool = False) -> Surroundings:
         on_backward=on_backward,
         on_piece=on_piece,
         communicates=communicates,
+        agreed=agreed,
+        deterministic=lambda: is_deterministic(config),
     )
 
 
@@ -87,6 +92,11 @@ def communicates(config: Any, *, data_parallel_size: int) -> bool:
     if getattr(config, "num_moe_experts", None) and "global_aux_loss" in kinds:
         sizes.append(data_parallel_size)
     return max(sizes) > 1
+
+
+def is_deterministic(config: Any) -> bool:
+    """Whether two passes over the same numbers give the same numbers bit for bit: torch and Megatron were told so."""
+    return torch.are_deterministic_algorithms_enabled() and bool(getattr(config, "deterministic_mode", True))
 
 
 def gather_parameters(module: nn.Module) -> None:

@@ -115,6 +115,25 @@ def test_the_log_line_says_what_was_counted_since_the_last_one(observer, install
     assert observer.log_text() == " thdprof replayed: 0 |"
 
 
+def test_verified_micro_batches_and_mismatches_are_told(observer, installed, plan, lines, tmp_path):
+    small, large = sorted(plan.shares)
+    installed.count([(small, 700), (large, 300)])
+    installed.counters.verified.update({small: 3, large: 1})
+    assert observer.log_text() == " thdprof replayed: 1000 | thdprof verified: 4 |"
+    installed.counters.verified[large] += 1
+    installed.counters.mismatches[large] += 1
+    assert observer.log_text() == " thdprof replayed: 0 | thdprof verified: 1 | thdprof mismatches: 1 |"
+    assert observer.log_text() == " thdprof replayed: 0 |"
+    scalars = observer.scalars()
+    assert (scalars["thdprof/verified"], scalars["thdprof/mismatches"]) == (5, 1)
+    observer.after_step(100)
+    observer.after_step(101)
+    assert ", verified 5, mismatches 1" in lines[0]
+    observer.finish(together=True)
+    found = compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=1.0)
+    assert (found.verified, found.mismatches) == (5, 1)
+
+
 def test_every_100_steps_one_line_tells_observed_and_predicted_shares(observer, installed, plan, lines):
     train(observer, installed, plan, SHARES, steps=range(1, COMPARED_EVERY + 1))
     assert lines == []  # the sums are read one step later, so that nobody waits
@@ -250,6 +269,7 @@ def test_micro_batches_that_ranks_share_are_counted_once(tmp_path):
 def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed, monkeypatch):
     small, _ = sorted(plan.shares)
     installed.count([(small, 90)], too_many_seqs=10)
+    installed.counters.verified[small], installed.counters.mismatches[small] = 7, 1
     sent = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
@@ -262,6 +282,7 @@ def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed,
         totals.begin(installed.stats(), peak=peak)
     added, largest = totals.end()
     assert (added.replays[small], added.fallbacks["too_many_seqs"], largest) == (270, 30, 5)
+    assert (added.verified, added.mismatches) == ({small: 21}, {small: 3})
 
 
 @pytest.mark.parametrize(("rank", "lines_written"), [(0, 1), (1, 0)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -213,6 +213,22 @@ class Decoder(nn.Module):
         if length not in self._kept:
             self._kept[length] = self._rope(length)
         return self._kept[length]
+
+    def as_now(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns a function that returns a context, in which the decoder runs the micro-batch that it runs now: later
+        ones may have set other fields of PackedSeqParams.
+        """
+        like = self._like
+
+        @contextmanager
+        def as_then() -> Iterator[None]:
+            now, self._like = self._like, like
+            try:
+                yield
+            finally:
+                self._like = now
+
+        return as_then
 
     def renew_tables(self) -> None:
         """Copy the kept rotary embeddings, for callers that tell micro-batches apart by the identity of their

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from thdprof.dispatch import Bucket
 from thdprof.runtime.call import Call
 from thdprof.runtime.graphs.graphed_module import GraphedModule
+from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_groups import WHOLE, layer_groups
 from thdprof.runtime.megatron.surroundings import gather_parameters, generators, run_gathering_hooks
 
@@ -57,6 +59,9 @@ class ChunkGraphs(GraphedModule):
 
     def _before_piece(self, piece: int) -> None:
         run_gathering_hooks(self._groups.parts[piece])
+
+    def _as_now(self) -> Callable[[], AbstractContextManager[None]]:
+        return self.module.as_now() if isinstance(self.module, Decoder) else super()._as_now()
 
     def close(self) -> None:
         """Free all graphs; the decoder runs eagerly from here on. Call it before destroying process groups."""

@@ -38,6 +38,7 @@ class Observer:
         self._rank, self._num_ranks = rank_and_size()  # an exit may destroy the process groups first
         self._drift, self._totals = DriftTest(plan), RankTotals(plan)
         self._logged = self._counts()
+        self._logged_checks = Counter[str]()
         self._iteration: int | None = None
         self._awaited: int | None = None
         self._pool: tuple[int, int] | None = None
@@ -57,12 +58,12 @@ class Observer:
         """The counters since the last call as a part of Megatron's log line, which separates its parts by ` |`.
 
         For example ` thdprof replayed: 318 | thdprof eager too_many_seqs: 2 |`. Counters of this rank alone, as in
-        `scalars`; reasons that did not occur are left out.
+        `scalars`; reasons that did not occur are left out, and so are verified micro-batches and mismatches.
         """
         now = self._counts()
         since, self._logged = now - self._logged, now
         eager = "".join(f" thdprof eager {reason}: {n} |" for reason, n in sorted(since.items()) if reason)
-        return f" thdprof replayed: {since['']} |{eager}"
+        return f" thdprof replayed: {since['']} |{eager}{self._checks_text()}"
 
     def after_step(self, iteration: int) -> None:
         """Compare the observed shares with the plan's after every COMPARED_EVERY steps, and say how they differ.
@@ -137,6 +138,13 @@ class Observer:
             self._pool = captures, self._installation.pool_bytes()
         return self._pool[1]
 
+    def _checks_text(self) -> str:
+        """Verified micro-batches and mismatches since the last call, as `log_text` tells them."""
+        stats = self._installation.stats()
+        now = Counter({"verified": stats.verified.total(), "mismatches": stats.mismatches.total()})
+        since, self._logged_checks = now - self._logged_checks, now
+        return "".join(f" thdprof {name}: {n} |" for name, n in since.items())
+
     def _counts(self) -> Counter[str]:
         """Micro-batches of this rank so far: replayed ones by the name "", eager ones by reason."""
         stats = self._installation.stats()
@@ -167,5 +175,7 @@ def compared(totals: Stats, plan: Plan) -> str:
         f"{bucket_name(bucket)} {totals.replays.get(bucket, 0) / asked:.2%} (plan {share:.2%})"
         for bucket, share in sorted(prediction.shares.items())
     ]
+    if totals.verified:
+        shares.append(f"verified {totals.verified.total():,}, mismatches {totals.mismatches.total():,}")
     text = f"{trained}; {', '.join(shares)}"
     return f"{text}; eager for other reasons: {others}" if others else text

@@ -1,0 +1,449 @@
+"""The watch tells every injected fault, is silent without one, and changes no number of the run; no GPU is needed."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.cpu_graphs import as_if_on_a_gpu  # noqa: E402
+from torch import nn  # noqa: E402
+
+from thdprof.runtime import Bucket, FallbackError, FallbackReason, GraphedModule, pack  # noqa: E402
+from thdprof.runtime.graphs import bank, slots, static_metadata  # noqa: E402
+from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+from thdprof.runtime.graphs.watch.findings import Difference, Verified  # noqa: E402
+from thdprof.runtime.graphs.watch.readback import Compared, Readback  # noqa: E402
+from thdprof.runtime.graphs.watch.sampling import EARLY, is_sampled  # noqa: E402
+from thdprof.runtime.graphs.watch.twin import sample_of  # noqa: E402
+from thdprof.runtime.graphs.watch.watch import SETTLED_AFTER  # noqa: E402
+
+TOKENS, HIDDEN = 12, 4
+SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
+BOUNDS = ([0, 12], [0, 5, 12], [0, 1, 7, 12], [0, 3, 6, 9, 12])
+
+
+class Layered(nn.Module):
+    """Two layers with dropout between; outputs depend on each token's document, and every pass counts documents."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.first, self.second = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.dropout = dropout
+        self.register_buffer("passes", torch.zeros(2))
+        self.loss = torch.zeros(1)
+
+    def forward(self, x, packed):
+        document = torch.searchsorted(packed.cu_seqlens[1:].contiguous(), torch.arange(len(x)), right=True)
+        hidden = torch.tanh(self.first(x) * (1 + document[:, None]))
+        self.passes += 1
+        self.loss += hidden.detach().square().sum()
+        return self.second(nn.functional.dropout(hidden, self.dropout, self.training))
+
+
+@pytest.fixture(autouse=True)
+def _on_a_gpu(monkeypatch):
+    as_if_on_a_gpu(monkeypatch)
+
+
+def graphed(plain, **options):
+    module = copy.deepcopy(plain)
+    exact = options.pop("exact", True)
+    around = {"extra_state": lambda: [module.loss], "deterministic": lambda: exact, **options.pop("around", {})}
+    options = {"verify_every": 1, "num_slots": 2, "sample_every": 0, **options}
+    return GraphedModule(module, [SMALL, LARGE], surroundings=Surroundings(**around), **options)
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(1)
+    return Layered()
+
+
+def draw(seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(TOKENS, HIDDEN)).astype(np.float32))
+
+
+def train(model, count=8, *, step=0.0):
+    """Forwards and backwards in 1F1B order, two in flight; returns inputs' gradients."""
+    held, grads = [], []
+
+    def back():
+        x, y = held.pop(0)
+        y.square().sum().backward()
+        grads.append(x.grad)
+
+    for seed in range(count):
+        x = draw(seed).requires_grad_()
+        held.append((x, model(x, pack(BOUNDS[seed % len(BOUNDS)]))))
+        if len(held) == 2:
+            back()
+        if step:
+            with torch.no_grad():
+                for p in model.parameters():
+                    if p.grad is not None:
+                        p -= step * p.grad
+    while held:
+        back()
+    return grads
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("main_grad", [True, False])
+def test_a_watch_changes_no_number_of_the_run_and_is_silent(dropout, exact, main_grad):
+    torch.manual_seed(1)
+    results, fired = [], []
+    for every in (0, 1):
+        torch.manual_seed(2)
+        model = graphed(Layered(dropout), verify_every=every, exact=exact)
+        fired.append([])
+        for p in model.parameters():
+            if main_grad:
+                p.main_grad = torch.full_like(p, 0.25)
+            p.register_post_accumulate_grad_hook(lambda p, seen=fired[-1]: seen.append(p.shape))
+        torch.manual_seed(3)
+        grads = train(model)
+        inner = model.module
+        state = [inner.passes, inner.loss, torch.get_rng_state()]
+        sums = [p.main_grad if main_grad else p.grad for p in model.parameters()]
+        results.append([*grads, *sums, *state])
+        assert model.stats().replays.total() == 8
+        assert model.stats().verified.total() == 8 * every
+        assert not model.stats().mismatches
+    assert len(results[0]) == 8 + 4 + 3
+    for without, watched in zip(*results, strict=True):
+        assert torch.equal(without, watched)
+    assert fired[0] == fired[1] != []
+
+
+def mismatches(model, caplog):
+    """The mismatches that were logged, after all results were read."""
+    model.stats()
+    return [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+
+
+def test_a_stale_boundary_buffer_is_found(plain, caplog, monkeypatch):
+    class OfSlots(static_metadata.Metadata):
+        stale = False
+
+        def stage(self, boundaries, bucket):
+            if not OfSlots.stale:
+                super().stage(boundaries, bucket)
+
+    monkeypatch.setattr(slots, "Metadata", OfSlots)
+    model = graphed(plain)
+    train(model, 4)
+    assert not mismatches(model, caplog)
+    OfSlots.stale = True
+    train(model, 4)
+    (told, *_) = mismatches(model, caplog)
+    assert "micro-batch 4, replayed in slot" in told
+    assert "output 0: " in told
+    assert model.stats().mismatches.total() >= 1
+
+
+def test_a_slot_given_back_too_early_is_found(plain, caplog, monkeypatch):
+    model = graphed(plain, num_slots=1)
+    forward = slots.Lease.forward
+
+    def gives_back(self, tensors, boundaries):
+        outputs = forward(self, tensors, boundaries)
+        self.slot.busy = False
+        return outputs
+
+    train(graphed(plain, num_slots=2), 4)
+    assert not mismatches(model, caplog)
+    monkeypatch.setattr(slots.Lease, "forward", gives_back)
+    first, second = draw(0).requires_grad_(), draw(1).requires_grad_()
+    one, two = model(first, pack(BOUNDS[0])), model(second, pack(BOUNDS[0]))
+    one.sum().backward()
+    two.sum().backward()
+    told = mismatches(model, caplog)
+    assert len(told) == 1
+    assert "micro-batch 0" in told[0]
+    assert "gradient of input 0" in told[0]
+    assert "output 0" not in told[0]
+
+
+def test_a_weight_that_moved_is_found(plain, caplog, monkeypatch):
+    class NoPlacement:
+        def __init__(self, module):
+            pass
+
+        def check(self):
+            """Sees nothing."""
+
+    monkeypatch.setattr(bank, "Placement", NoPlacement)
+    model = graphed(plain)
+    train(model, 2)
+    moved = model.module.first.weight
+    moved.data = moved.data.clone()
+    train(model, 2)
+    assert not mismatches(model, caplog)  # the old memory still holds the same numbers
+    with torch.no_grad():
+        moved.mul_(1.5)
+    train(model, 2)
+    told = mismatches(model, caplog)
+    assert "output 0" in told[0]
+    assert model.stats().mismatches.total() == len(told) >= 1
+
+
+@pytest.mark.parametrize("fault", ["draws the same numbers", "does not advance"])
+def test_a_generator_that_does_not_advance_is_found(caplog, monkeypatch, fault):
+    torch.manual_seed(1)
+    model = graphed(Layered(dropout=0.5))
+    train(model, 2)
+    assert not mismatches(model, caplog)
+    captured = torch.get_rng_state()
+    forward = slots.Lease.forward
+
+    def frozen(self, tensors, boundaries):
+        before = torch.get_rng_state()
+        if fault == "draws the same numbers":
+            torch.set_rng_state(captured)
+        outputs = forward(self, tensors, boundaries)
+        after = torch.get_rng_state()
+        torch.set_rng_state(before if fault == "does not advance" else after)
+        return outputs
+
+    monkeypatch.setattr(slots.Lease, "forward", frozen)
+    torch.rand(3)
+    train(model, 2)
+    told = mismatches(model, caplog)
+    assert "random state 0" in told[0]
+    assert ("output 0" in told[0]) == (fault == "draws the same numbers")
+
+
+def test_a_buffer_that_a_replay_does_not_change_is_found(plain, caplog, monkeypatch):
+    model = graphed(plain)
+    forward = slots.Lease.forward
+
+    def forgets(self, tensors, boundaries):
+        outputs = forward(self, tensors, boundaries)
+        model.module.passes -= 1
+        return outputs
+
+    monkeypatch.setattr(slots.Lease, "forward", forgets)
+    train(model, 2)
+    assert "passes: 2 of 2 values, by up to 1" in mismatches(model, caplog)[0]
+
+
+def wrong_backward(monkeypatch, bucket=LARGE, by=1.0):
+    """Let replays of `bucket` give the inputs wrong gradients."""
+    backward = slots.Lease.backward
+
+    def wrong(self, output_grads):
+        for grad in self.captured.input_grads:
+            if self.bucket == bucket:
+                before = self.captured.backward.replay
+                self.captured.backward.replay = lambda: (before(), grad.add_(by))  # noqa: B023
+                try:
+                    return backward(self, output_grads)
+                finally:
+                    self.captured.backward.replay = before
+        return backward(self, output_grads)
+
+    monkeypatch.setattr(slots.Lease, "backward", wrong)
+
+
+def test_a_mismatch_puts_its_bucket_alone_into_quarantine(plain, caplog, monkeypatch):
+    wrong_backward(monkeypatch)
+    model = graphed(plain)
+    train(model, 12)
+    stats = model.stats()
+    assert stats.mismatches == {LARGE: 2}  # the second was in flight when the first was found
+    assert stats.replays[LARGE] == 2
+    assert stats.replays[SMALL] == 6
+    assert stats.fallbacks == {FallbackReason.quarantined: 4}
+    told = mismatches(model, caplog)
+    assert len(told) == 2
+    assert "graphs for 4 documents of 12 tokens" in told[0]
+    assert "gradient of input 0: 48 of 48 values, by up to 1" in told[0]
+    assert "must be equal" in told[0]
+    assert [r for r in caplog.records if "runs eagerly (quarantined)" in r.getMessage()]
+
+
+def test_graphs_that_are_captured_anew_are_tried_again(plain, monkeypatch):
+    with monkeypatch.context() as patched:
+        wrong_backward(patched)
+        model = graphed(plain)
+        train(model, 12)
+    model.recapture()
+    with model.stats().expect(replays=4, captures=4):
+        train(model, 4)
+
+
+def test_where_the_plan_forbids_eager_micro_batches_a_quarantine_ends_training(plain, monkeypatch):
+    wrong_backward(monkeypatch)
+    with pytest.raises(FallbackError, match="quarantined"):
+        train(graphed(plain, overflow="error"), 12)
+
+
+def test_differences_within_eagers_own_spread_are_no_mismatch(plain, monkeypatch):
+    noise = np.random.default_rng(1)
+
+    class Noisy(Layered):
+        def forward(self, x, packed):
+            return super().forward(x * torch.from_numpy(1 + 1e-4 * noise.normal(size=x.shape)).float(), packed)
+
+    torch.manual_seed(1)
+    for exact, wrong in ((False, 0), (True, 1)):
+        model = graphed(Noisy(), exact=exact)
+        train(model, 8 if not exact else 1)
+        assert model.stats().verified.total() == (8 if not exact else 1)
+        assert model.stats().mismatches.total() == wrong
+    wrong_backward(monkeypatch, by=0.05)
+    model = graphed(Noisy(), exact=False)
+    train(model, 8)
+    assert model.stats().mismatches[LARGE] == 2
+
+
+def test_nan_and_infinity_equal_themselves_alone(plain, caplog):
+    model = graphed(plain)
+    for value in (float("nan"), float("inf"), float("-inf")):
+        x = draw()
+        x[3, 1] = value
+        model(x.requires_grad_(), pack(BOUNDS[1])).sum().backward()
+    assert model.stats().verified.total() == 3
+    assert not mismatches(model, caplog)
+    nan, inf = math.nan, math.inf
+    for ours, theirs, unequal in (
+        ([nan, 1, inf], [nan, 1, inf], 0),
+        ([nan, 1, 2], [1, nan, 2], 2),
+        ([inf, 1, 2], [-inf, 1, 2], 1),
+        ([0.0, 1, 2], [-0.0, 1, nan], 1),
+    ):
+        pair = Compared(name="x", replayed=torch.tensor(ours), eager=torch.tensor(theirs))
+        (found,) = Readback([pair]).differences()
+        assert (found.unequal, found.largest) == (unequal, inf if unequal else 0.0)
+        told = Verified(number=0, bucket=SMALL, slot=0, exact=False, differences=[found])
+        assert bool(told.wrong) == bool(unequal)
+
+
+def test_ranks_that_communicate_verify_together_and_refuse_together(plain, monkeypatch):
+    asked, answers = [], {}
+
+    def agreed(mine):
+        asked.append(mine)
+        return answers.get(len(asked) - 1, mine)
+
+    model = graphed(plain, verify_every=1000, around={"communicates": True, "agreed": agreed})
+    answers[1] = False  # another rank runs micro-batch 1 eagerly: an eager pass here would hang
+    train(model, 4)
+    assert asked == [True] * 3  # micro-batches 0, 1 and 2
+    assert model.stats().verified.total() == 2
+    train(model, 28)
+    assert len(asked) == 3 + 3  # 4, 8, 16
+    answers[7] = answers[9] = False  # asked at 32; at 64 what micro-batch 0 gave: another rank found LARGE wrong
+    train(model, 36)
+    assert model.stats().fallbacks == {FallbackReason.quarantined: 2}
+    assert asked[7:11] == [True] * 4  # nothing wrong here; SMALL; LARGE; micro-batch 64
+    assert not model.stats().mismatches
+    assert SETTLED_AFTER == 64
+
+
+def test_an_eager_rank_tells_the_others_before_it_runs(plain):
+    asked = []
+    model = graphed(plain, around={"communicates": True, "agreed": lambda mine: asked.append(mine) or mine})
+    with torch.no_grad():
+        model(draw(), pack(BOUNDS[0]))
+    model(draw().requires_grad_(), pack([0, 1, 2, 3, 4, 5, 12])).sum().backward()
+    model(draw().requires_grad_(), pack(BOUNDS[0])).sum().backward()
+    assert asked == [False, False, True]
+
+
+def test_ranks_that_cannot_agree_verify_nothing(plain, caplog):
+    model = graphed(plain, around={"communicates": True})
+    train(model, 4)
+    assert not model.stats().verified
+    assert "have no way to agree" in caplog.text
+
+
+class Fails(Layered):
+    """A module whose passes fail while `error` is set, after they have changed buffers and random states."""
+
+    error: Exception | None = None
+
+    def forward(self, x, packed):
+        y = super().forward(x, packed)
+        if self.error is not None:
+            raise self.error
+        return y
+
+
+def test_an_eager_run_that_fails_ends_the_watch_and_not_the_training(caplog):
+    results = []
+    for error in (None, torch.OutOfMemoryError("no memory for an eager micro-batch")):
+        torch.manual_seed(1)
+        model = graphed(Fails(dropout=0.5))
+        train(model, 1)
+        x = draw(5).requires_grad_()
+        y = model(x, pack(BOUNDS[0]))
+        model.module.error = error
+        y.square().sum().backward()
+        model.module.error = None
+        grads = train(model, 3)
+        assert model.stats().verified.total() == (5 if error is None else 1)
+        state = [model.module.passes, model.module.loss, torch.get_rng_state()]
+        results.append([x.grad, *grads, *(p.grad for p in model.parameters()), *state])
+    assert len(results[0]) == 1 + 3 + 4 + 3
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+    assert "no more micro-batches are verified" in caplog.text
+    assert "OutOfMemoryError: no memory for an eager micro-batch" in caplog.text
+
+
+def test_an_eager_run_that_fails_among_ranks_ends_training():
+    model = graphed(Fails(), around={"communicates": True, "agreed": lambda mine: mine})
+    y = model(draw().requires_grad_(), pack(BOUNDS[0]))
+    model.module.error = ValueError("a broken pass")
+    with pytest.raises(RuntimeError, match="others communicate with it: training cannot go on"):
+        y.sum().backward()
+
+
+def test_a_proof_of_isolation_is_not_watched(plain):
+    model = graphed(plain)
+    train(model, 2)
+    with model.rehearsal():
+        train(model, 2)
+    assert model.stats().verified.total() == 2
+
+
+@pytest.mark.parametrize("every", [1, 2, 7, 100, 4096])
+def test_one_micro_batch_of_each_block_is_sampled_at_scattered_places(every):
+    blocks = range(EARLY // every + 1, EARLY // every + 41)
+    places = [[n for n in range(every) if is_sampled(b * every + n, every)] for b in blocks]
+    assert [len(found) for found in places] == [1] * 40
+    assert every < 100 or len({found[0] for found in places}) > 20
+    assert [n for n in range(EARLY + 1) if is_sampled(n, 10**6)] == [0, 1, 2, 4, 8, 16, 32, 64]
+
+
+def test_all_parameters_have_their_turn_within_the_limit():
+    sizes, seen = [10, 200, 30, 40, 5], set()
+    for number in range(100):
+        chosen = sample_of(sizes, number, 60)
+        assert chosen
+        assert len(chosen) == 1 or sum(sizes[i] for i in chosen) <= 60
+        seen |= set(chosen)
+    assert seen == {0, 1, 2, 3, 4}
+    assert sample_of([], 0, 60) == []
+
+
+def test_what_is_allowed_where_algorithms_are_not_deterministic():
+    one = Difference(name="x", elements=9, unequal=3, largest=0.5, spread=0.1, scale=2.0, rounding=0.2)
+    for largest, wrong in ((0.5, False), (0.6, False), (0.61, True), (math.inf, True)):
+        changed = Difference(**{**{n: getattr(one, n) for n in one.__slots__}, "largest": largest})
+        found = Verified(number=3, bucket=SMALL, slot=1, exact=False, differences=[changed])
+        assert bool(found.wrong) == wrong
+        assert Verified(number=3, bucket=SMALL, slot=1, exact=True, differences=[changed]).wrong == [changed]
+    assert found.told() == (
+        "micro-batch 3, replayed in slot 1 by the graphs for 2 documents of 12 tokens, differs from the same "
+        "micro-batch run eagerly in 1 of 1 tensors: x: 3 of 9 values, by up to inf (largest value 2, eager runs "
+        "differ by 0.1)"
+    )

@@ -1,0 +1,87 @@
+"""Stands for captured graphs on a machine without a GPU: replays read the memory that was there at the capture."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from types import SimpleNamespace
+
+import torch
+
+from support.unpinned_staging import UnpinnedStaging
+from thdprof.runtime.graphs import bank, static_metadata
+from thdprof.runtime.graphs.capture import CapturedPass
+
+
+def capture_pass(module, call, *, inputs, static_output_grads, gradients, generators, **_):
+    """A pass over static buffers whose graphs run the module on the memory of the weights at the time of the capture.
+
+    As in a captured graph, the activations of a slot's last forward are all that its backward finds.
+    """
+    weights = {name: p.detach().requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
+
+    def run():
+        with _weights_of(module, weights):
+            return call()
+
+    states = [g.get_state() for g in generators]
+    with torch.enable_grad():
+        y = run()
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+    outputs, (output_grad,) = (torch.zeros_like(y).detach(),), static_output_grads([y])
+    input_grads = tuple(torch.zeros_like(x) if x.requires_grad else None for x in inputs)
+    leaves = [*(x for x in inputs if x.requires_grad), *(p for p in weights.values() if p.requires_grad)]
+    used = torch.autograd.grad(y, leaves, output_grad, allow_unused=True)[len(leaves) - len(gradients.parameters) :]
+    ran = []
+
+    def forward():
+        with torch.enable_grad():
+            ran[:] = [run()]
+        outputs[0].copy_(ran[0].detach())
+
+    def backward():
+        grads = list(torch.autograd.grad(ran[0], leaves, output_grad, retain_graph=True, allow_unused=True))
+        for target in input_grads:
+            if target is not None:
+                target.copy_(grads.pop(0))
+        for target, grad in zip(gradients.buffers, grads, strict=True):
+            if grad is not None:
+                target.add_(grad)
+
+    return CapturedPass(
+        forward=SimpleNamespace(replay=forward, reset=lambda: None),
+        backward=SimpleNamespace(replay=backward, reset=lambda: None),
+        outputs=outputs,
+        differentiable=(True,),
+        spec=torch.utils._pytree.tree_flatten(y)[1],
+        input_grads=input_grads,
+        output_grads=(output_grad,),
+        touched=tuple(grad is not None for grad in used),
+        pool_bytes=1000,
+    )
+
+
+@contextlib.contextmanager
+def _weights_of(module, weights):
+    """Let the module read `weights` inside the block."""
+    own = [(m, n, p) for m in module.modules() for n, p in m._parameters.items() if p is not None]
+    names = {id(p): name for name, p in module.named_parameters()}
+    try:
+        for home, name, parameter in own:
+            home._parameters[name] = weights[names[id(parameter)]]
+        yield
+    finally:
+        for home, name, parameter in own:
+            home._parameters[name] = parameter
+
+
+def as_if_on_a_gpu(monkeypatch) -> None:
+    """Let tensors say that they are on a GPU, and graphs be those of `capture_pass`."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
+    monkeypatch.setattr(bank, "capture_pass", capture_pass)
