@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from support.random_states import FakeDefault
 from support.unpinned_staging import UnpinnedStaging
 from thdprof.runtime.graphs import bank, static_metadata
 from thdprof.runtime.graphs.capture import CapturedPass
@@ -81,7 +82,7 @@ def as_if_on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator))
+    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(FakeDefault))
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace())
     monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
     monkeypatch.setattr(bank, "capture_pass", capture_pass)

@@ -91,7 +91,8 @@ def test_graphs_are_installed_when_the_model_is_ready_and_closed_after_the_loop(
 
 
 def test_graphs_are_captured_for_the_metadata_that_megatrons_scripts_make(loop, megatron_plan, monkeypatch):
-    monkeypatch.setattr(training, "get_args", lambda: types.SimpleNamespace(seq_length=16, tensorboard_log_interval=2))
+    own = training.get_args
+    monkeypatch.setattr(training, "get_args", lambda: types.SimpleNamespace(**vars(own()), seq_length=16))
     monkeypatch.setattr(training, "print_rank_0", loop.lines.append)
     run(megatron_plan)
     assert loop.form == MetadataForm(padded=False, pad_between_seqs=None, tokens_per_sample=16)
