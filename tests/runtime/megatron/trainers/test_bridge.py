@@ -221,6 +221,7 @@ def test_graphs_are_captured_for_the_metadata_that_bridge_makes(run, plan):
     assert (run.captures, run.form) == (True, MetadataForm(padded=False, pad_between_seqs=None, tokens_per_sample=None))
     run.say("captured 1 of 2")
     assert run.said[-1] == "thdprof: captured 1 of 2"
+    run.fire("on_train_end")
     specs = run.config.dataset.offline_packing_specs
     specs.pad_seq_to_mult = 4
     assert bridge_settings.pads_documents(run.config)
