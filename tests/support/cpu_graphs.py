@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from types import SimpleNamespace
 
 import torch
 
-from support.random_states import FakeDefault
-from support.unpinned_staging import UnpinnedStaging
-from thdprof.runtime.graphs import bank, static_metadata
+from support.replayed_passes import stand_ins
 from thdprof.runtime.graphs.capture import CapturedPass
 
 
@@ -79,10 +76,5 @@ def _weights_of(module, weights):
 
 def as_if_on_a_gpu(monkeypatch) -> None:
     """Let tensors say that they are on a GPU, and graphs be those of `capture_pass`."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", defaultdict(FakeDefault))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
-    monkeypatch.setattr(bank, "capture_pass", capture_pass)
+    for owner, name, value in stand_ins(capture_pass):
+        monkeypatch.setattr(owner, name, value)
