@@ -14,7 +14,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.own_loop import VOCABULARY, config_of, process_groups, wrapped
+from support.own_loop import VOCABULARY, config_of, process_groups, small_gpt, wrapped
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
@@ -75,20 +75,10 @@ def load(model: Any, state: tuple[Any, ...]) -> None:
 
 def loaded(impl: str) -> None:
     """After `recapture` the steps since the save repeat themselves bit for bit, dropout included."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
     with tempfile.TemporaryDirectory() as name, process_groups():
         graphs = "none" if impl == "chunk" else impl
         config = config_of(hidden_dropout=0.1, attention_dropout=0.1, cuda_graph_impl=graphs)
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
-            vocab_size=VOCABULARY,
-            max_sequence_length=TOKENS,
-            position_embedding_type="rope",
-        )
-        chunk = wrapped(model, config)
+        chunk = wrapped(small_gpt(config, tokens=TOKENS), config)
         with install(chunk, small_plan(Path(name), impl), config) as installation:
             before = [step(chunk, number) for number in range(STEPS)]
             state = saved(chunk)

@@ -185,9 +185,7 @@ def megatron_decoder() -> None:
     """A decoder of Transformer Engine's layers with dropout, by chunk graphs and by layer graphs, wrapped as training
     wraps it. The same decoder is found out when something on the way to it drops the boundaries.
     """
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-    from support.own_loop import VOCABULARY, config_of, process_groups, wrapped
+    from support.own_loop import config_of, process_groups, small_gpt, wrapped
     from support.plans import plan_of_shares
 
     from thdprof.runtime.megatron import install, packed_seq_params
@@ -200,13 +198,7 @@ def megatron_decoder() -> None:
         for impl in ("chunk", "transformer_engine"):
             own = {"cuda_graph_impl": impl} if impl != "chunk" else {}
             config = config_of(attention_dropout=0.1, hidden_dropout=0.1, **own)
-            inner = GPTModel(
-                config=config,
-                transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
-                vocab_size=VOCABULARY,
-                max_sequence_length=tokens,
-                position_embedding_type="rope",
-            )
+            inner = small_gpt(config, tokens=tokens)
             model = wrapped(inner, config)
             chosen = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
             hidden = torch.randn(tokens, 1, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)

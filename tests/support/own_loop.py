@@ -52,6 +52,20 @@ def config_of(**changes: Any) -> TransformerConfig:
     return TransformerConfig(**{**values, **changes})
 
 
+def small_gpt(config: TransformerConfig, *, tokens: int) -> Any:
+    """A GPT of Transformer Engine's layers for rows of so many tokens, on the host."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=tokens,
+        position_embedding_type="rope",
+    )
+
+
 def wrapped(model: torch.nn.Module, config: TransformerConfig) -> Any:
     """The model in bf16 on this rank's GPU, as Megatron's training wraps it."""
     module = Float16Module(config, model.cuda())

@@ -12,7 +12,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Run
-from thdprof.megatron_limits.middle_stages import middle_stages_without_data, virtual_stages
+from thdprof.megatron_limits.middle_stages import (
+    COUNTED_AS_LAYERS,
+    LAYOUT,
+    middle_stages_without_data,
+    virtual_stages,
+)
 from thdprof.megatron_limits.parallelism import WITHOUT_LAYERS
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
@@ -57,11 +62,6 @@ SHARDS: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Arguments whose quotient Megatron-LM writes into a field; the second is --tensor-model-parallel-size if missing."""
-_LAYOUT = "--pipeline-model-parallel-layout"
-_COUNTED = {
-    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
-    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
-}
 
 _READ_BY = ("pretrain_gpt.py", "pretrain_hybrid.py")
 """Megatron-LM's own scripts, whose batches have boundaries with the next arguments alone; others may pack otherwise."""
@@ -171,7 +171,7 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
             remedy = "leave it out" if own or limit.name in SHARDS else limit.fields.remedy
             yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
         elif limit.name == WITHOUT_LAYERS:
-            flag = _LAYOUT if _LAYOUT in given else next(flag for flag in _COUNTED.values() if flag in given)
+            flag = next(flag for flag in (LAYOUT, *COUNTED_AS_LAYERS) if flag in given)
             yield f"{given.shown(flag)}: {limit.reason}; {limit.fields.remedy}"
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
             yield (
@@ -182,11 +182,11 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
 
 def _set_pipeline(config: SimpleNamespace, given: Arguments) -> None:
     """Add the fields that say how layers are spread over the pipeline."""
-    config.pipeline_model_parallel_layout = given.value(_LAYOUT)
+    config.pipeline_model_parallel_layout = given.value(LAYOUT)
     config.num_layers = given.count("--num-layers")
     config.virtual_pipeline_model_parallel_size = virtual_stages(given)
-    for field, flag in _COUNTED.items():
-        setattr(config, field, flag in given)
+    for flag in COUNTED_AS_LAYERS:
+        setattr(config, flag.removeprefix("--").replace("-", "_"), flag in given)
 
 
 def _experts(given: Arguments) -> Experts:

@@ -11,10 +11,13 @@ import re
 from typing import Protocol
 
 _RANKS, _PATTERN = "--pipeline-model-parallel-size", "--hybrid-layer-pattern"
-_LAYOUT, _CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"
+LAYOUT = "--pipeline-model-parallel-layout"
+"""The argument that gives every stage its layers."""
+_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 _LAYERS_PER_CHUNK, _LAYERS = "--num-layers-per-virtual-pipeline-stage", "--num-layers"
-_COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
-FLAGS = (_RANKS, _PATTERN, _LAYOUT, _CHUNKS, _LAYERS_PER_CHUNK, _LAYERS, *_COUNTED_AS_LAYERS)
+COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+"""Arguments that let a pipeline count something else as a layer."""
+FLAGS = (_RANKS, _PATTERN, LAYOUT, _CHUNKS, _LAYERS_PER_CHUNK, _LAYERS, *COUNTED_AS_LAYERS)
 """The arguments that this module reads."""
 
 
@@ -54,8 +57,8 @@ def _stages(given: Given, ranks: int) -> tuple[str | None, list[str]]:
     """The argument that tells virtual stages, and the layers of each stage as letters: `m` for multi-token prediction,
     anything where its layers do not matter.
     """
-    if (layout := given.value(_LAYOUT)) is not None:
-        return _LAYOUT, _unrolled(layout).split("|")
+    if (layout := given.value(LAYOUT)) is not None:
+        return LAYOUT, _unrolled(layout).split("|")
     if (pattern := given.value(_PATTERN)) is not None:
         segments = pattern.partition("/")[0].split("|")
         return _PATTERN, [""] * (len(segments) if len(segments) > 1 else ranks)
@@ -63,7 +66,7 @@ def _stages(given: Given, ranks: int) -> tuple[str | None, list[str]]:
         return _CHUNKS, [""] * (ranks * chunks)
     of_chunk, layers = given.count(_LAYERS_PER_CHUNK), given.count(_LAYERS)
     if of_chunk is not None and layers is not None:
-        layers += sum(flag in given for flag in _COUNTED_AS_LAYERS)
+        layers += sum(flag in given for flag in COUNTED_AS_LAYERS)
         return _LAYERS_PER_CHUNK, [""] * max(ranks, layers // of_chunk)
     return None, [""] * ranks
 
