@@ -279,3 +279,20 @@ def test_the_plan_decides_the_groups(plan):
     block = Block()
     run = runner_of(Decoder(block), planned(plan, layers_per_graph=3), config(), slots=1, common={"sample_every": 0})
     assert run._cuts == (block.layers[3],)
+
+
+@pytest.mark.parametrize(
+    ("changes", "graphs", "common", "why"),
+    [
+        ({}, {}, {}, ""),
+        ({"tensor_model_parallel_size": 2}, {}, {"agreed": lambda succeeded: succeeded}, ""),
+        ({"tensor_model_parallel_size": 2}, {}, {}, "ranks communicate inside the module, and have no way to agree"),
+        ({}, {"layers_per_graph": 3}, {}, "graphs.layers_per_graph cuts the passes"),
+    ],
+)
+def test_what_cannot_be_verified_is_said(plan, caplog, changes, graphs, common, why):
+    given = config(**changes)
+    runner_of(Decoder(Block()), planned(plan, **graphs), given, slots=1, common=common, verify_every=4)
+    said = [line for line in caplog.messages if "no micro-batch is verified" in line]
+    assert len(said) == bool(why)
+    assert all(why in line for line in said)
