@@ -82,22 +82,27 @@ def script_run(
     environment: Mapping[str, str] | None = None,
     limit: float = 300,
     log: Path | None = None,
+    launcher: Path | None = None,
 ) -> Ran:
-    """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one."""
+    """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one.
+
+    `launcher` is a script that stands for thdprof.run.
+    """
     command = [sys.executable, "-W", "ignore"]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if gpus > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(port)]
         alone = {}
     if plan is not None:
-        command += ["-m", "thdprof.run", "--plan", str(plan), "--replay", "on" if replay else "off"]
+        command += [str(launcher)] if launcher else ["-m", "thdprof.run"]
+        command += ["--plan", str(plan), "--replay", "on" if replay else "off"]
         command += ["--stats", str(stats)] if stats is not None else []
     command += [str(script), *flags]
     command += ["--tensorboard-dir", str(tensorboard), "--tensorboard-log-interval", "1"] if tensorboard else []
     began = time.perf_counter()
     printed, code = run(
         command,
-        {**environment_here(), **alone, **(environment or {}), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        {**environment_here(), **alone, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **(environment or {})},
         limit=limit,
     )
     if log is not None:

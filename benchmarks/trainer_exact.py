@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,8 @@ class Row:
     Megatron's output layer by a module of Apex, for which a stand-in is found."""
     layers_per_graph: int | None = None
     """The plan's graphs.layers_per_graph; None: whole chunks."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables beside those of all rows."""
 
 
 APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
@@ -59,6 +61,9 @@ _EXPERTS = (
     "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2"
 )
+_USER_BUFFERS = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+_BY_IPC = {"UB_SKIPMC": "1"}
+"""Lets Transformer Engine's user buffers do without multicast of NVLink."""
 ROWS = (
     Row(name="one GPU"),
     Row(name="one GPU, dropout", dropout=True),
@@ -134,6 +139,23 @@ ROWS = (
         script="pretrain_hybrid.py",
         flags="--hybrid-layer-pattern *-*-*-*- --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
     ),
+    Row(name="TP 2, user buffers", gpus=2, flags=_USER_BUFFERS, environment=_BY_IPC),
+    Row(name="TP 2, user buffers, dropout", gpus=2, flags=_USER_BUFFERS, environment=_BY_IPC, dropout=True),
+    Row(name="CP 2, all to all", gpus=2, flags="--context-parallel-size 2 --cp-comm-type a2a", multiple=4),
+    Row(name="CP 2, all gather", gpus=2, flags="--context-parallel-size 2 --cp-comm-type all_gather", multiple=4),
+    Row(name="CP 2, all gather, --sft", gpus=2, flags="--context-parallel-size 2 --cp-comm-type all_gather", sft=True),
+    Row(
+        name="CP 4, rings of all to all",
+        gpus=4,
+        flags="--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        multiple=8,
+    ),
+    Row(
+        name="PP 2, deferred weight gradients of the output layer",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute",
+        fused=True,
+    ),
 )
 
 
@@ -190,7 +212,7 @@ def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
             gpus=row.gpus,
             port=port + number,
             tensorboard=folder / name,
-            environment={**EXACT, "PYTHONPATH": path},
+            environment={**EXACT, **row.environment, "PYTHONPATH": path},
             limit=400,
             log=folder / f"{name}.log",
         )
