@@ -120,7 +120,7 @@ def flags_of(case: Case, data: Path, steps: int) -> list[str]:
     return [*flags, "--data-path", str(data / f"documents-{case.multiple}")]
 
 
-def line_of(case: Case, number: int, scripts: Path, directory: Path, steps: int, limit: float) -> list[str]:
+def line_of(case: Case, scripts: Path, directory: Path, steps: int, limit: float) -> list[str]:
     """The line of a case."""
     folder = directory / "".join(c if c.isalnum() else "-" for c in case.name)
     folder.mkdir()
@@ -130,7 +130,7 @@ def line_of(case: Case, number: int, scripts: Path, directory: Path, steps: int,
     plan = None if case.alone else plan_of(planned, folder, "plan", gpus=case.gpus, caps=CAPS, layers_per_graph="all")
     path = environment_here(*[APEX_STAND_IN] * case.fused)["PYTHONPATH"]
 
-    def ran(place: int, name: str) -> Ran:
+    def ran(name: str) -> Ran:
         return script_run(
             scripts / "pretrain_gpt.py",
             flags,
@@ -138,16 +138,15 @@ def line_of(case: Case, number: int, scripts: Path, directory: Path, steps: int,
             replay=name == "on",
             stats=None if name == "unchanged" else folder / f"{name}.jsonl",
             gpus=case.gpus,
-            port=29900 + 10 * number + place,
             tensorboard=folder / name,
             environment={**EXACT, **case.environment, "PYTHONPATH": path},
             limit=limit,
             log=folder / f"{name}.log",
-            launcher=LAUNCHER,
+            by=LAUNCHER,
         )
 
     with ThreadPoolExecutor(3) as pool:
-        unchanged, *by_plan = pool.map(ran, range(3), kinds)
+        unchanged, *by_plan = pool.map(ran, kinds)
     return [case.name, *cells(unchanged, *by_plan)]
 
 
@@ -183,10 +182,7 @@ def main() -> None:
         for multiple in {case.multiple for case in cases}:
             write_documents(directory / "data" / f"documents-{multiple}", tokens=2_000_000, mean=90, multiple=multiple)
         with ThreadPoolExecutor(args.jobs) as pool:
-            jobs = [
-                pool.submit(line_of, case, CASES.index(case), args.megatron_lm, directory, args.steps, args.limit)
-                for case in cases
-            ]
+            jobs = [pool.submit(line_of, case, args.megatron_lm, directory, args.steps, args.limit) for case in cases]
             lines = [job.result() for job in jobs]
     head = ["case", "exit codes (on, off, unchanged)", "losses; norms differ, on from off", "off from unchanged"]
     head += ["micro-batches replayed, eager", "last errors (on / off / unchanged)"]
