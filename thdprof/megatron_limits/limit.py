@@ -42,6 +42,16 @@ class Run:
     """Whether megatron-core itself moves activations (fine_grained_activation_offloading), and not thdprof."""
     layers_per_graph: int | None = None
     """Layers of one graph: `graphs.layers_per_graph` of the plan; None also where a model chunk is captured whole."""
+    position_embedding: str | None = None
+    """The model's position embedding: rope, yarn, mrope, learned_absolute or none."""
+    layers: tuple[str, ...] | None = None
+    """Kinds of layers besides attention, MLP, experts and MambaLayers, such as gated_delta_net; `install` looks at the
+    layers themselves.
+    """
+    model: str | None = None
+    """The kind of a model that has no decoder as GPTModel and HybridModel have one: vision-language or diffusion."""
+    wrapper: str | None = None
+    """Name of the class that wraps the model; empty: none does."""
     config: Any = None
     """The model's TransformerConfig, or an object with its fields."""
 

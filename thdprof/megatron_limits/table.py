@@ -9,6 +9,7 @@ from thdprof.megatron_limits.experts import EXPERT_LIMITS
 from thdprof.megatron_limits.fields import ALL_GRAPHS, LOCAL_GRAPHS
 from thdprof.megatron_limits.layers_per_graph import LAYERS_PER_GRAPH_LIMITS
 from thdprof.megatron_limits.limit import Limit, Run
+from thdprof.megatron_limits.models import MODEL_LIMITS
 from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
 from thdprof.megatron_limits.parallelism import PARALLELISM_LIMITS
 
@@ -16,6 +17,7 @@ LIMITS: tuple[Limit, ...] = (
     *ALL_GRAPHS,
     *PARALLELISM_LIMITS,
     *LOCAL_GRAPHS,
+    *MODEL_LIMITS,
     *DYNAMIC_CP_LIMITS,
     *EXPERT_LIMITS,
     *OFFLOAD_LIMITS,

@@ -281,7 +281,7 @@ def test_every_complaint_is_told_at_once(plan):
         ),
         ({"foreign_layers": ("GatedDeltaNet",)}, "the decoder has GatedDeltaNet: only attention, MLP, experts and"),
         ({"mamba_outside": True}, "multi-token prediction has MambaLayers, which run outside the decoder"),
-        ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
+        ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel: it moves parameters, whose"),
         ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
     ],
 )
