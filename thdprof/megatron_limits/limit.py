@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,8 @@ class Run:
     """The kind of a model that has no decoder as GPTModel and HybridModel have one: vision-language or diffusion."""
     wrapper: str | None = None
     """Name of the class that wraps the model; empty: none does."""
+    trainer: Mapping[str, Any] | None = None
+    """Settings of the trainer by dotted names, such as `ddp.overlap_grad_reduce`; `peft` is the kind of adapters."""
     config: Any = None
     """The model's TransformerConfig, or an object with its fields."""
 

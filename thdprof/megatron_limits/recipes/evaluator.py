@@ -76,7 +76,7 @@ class Evaluator:
         """Set an attribute, or make it unknown where the assignment may not happen."""
         before = owner.values.get(name)
         if self._uncertain and not certain and (isinstance(before, Settings) or before != value):
-            value = Unknown(f"{name}: {before!r} or {value!r}")
+            value = Unknown(f"{before!r} or {value!r}", (*_options(before), *_options(value)))
         owner.values[name] = value
         for one, other in _TIED.items():
             if owner.kind == "MixedPrecisionConfig" and name in (one, other):
@@ -201,6 +201,10 @@ class Evaluator:
             for element in elements:
                 self._set(statement.target, element, scope)
                 self._run(statement.body, scope)
+
+
+def _options(value: Any) -> tuple[Any, ...]:
+    return value.options if isinstance(value, Unknown) and value.options else (value,)
 
 
 def _loaded(target: ast.expr) -> ast.expr:

@@ -14,6 +14,8 @@ class Unknown:
 
     text: str
     """The expression, for readers."""
+    options: tuple[Any, ...] = ()
+    """The values of which it is one, where these are known."""
 
     def __repr__(self) -> str:
         return f"<{self.text}>"
