@@ -249,7 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact, lives: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
-        "--rows", default="", help="exact, lives: only rows with one of these texts in their name: "CP;EP""
+        "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP;EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
     parser.add_argument("--steps", type=int, help=f"speed, overlap, soak: steps of each run [{STEPS}; soak {SOAKED}]")
