@@ -1,8 +1,9 @@
 """What Megatron's graphs cannot serve: one table, read by `thdprof analyze` and by `install`. No torch in here.
 
-`limit` has the types. `fields`, `parallelism`, `models`, `dynamic_cp`, `experts`, `offloading` and `layers_per_graph` have
-the rows; `table` joins them. `check` is for analysis, `command_line` for the arguments of Megatron-LM's scripts, `recipes`
-for Megatron-Bridge's performance recipes. `served` and `proved` say of what is not refused which GPU rows proved it.
+`limit` has the types. `fields`, `parallelism`, `models`, `dynamic_cp`, `experts`, `offloading` and `layers_per_graph`
+have the rows; `table` joins them. `check` is for analysis, `command_line` for the arguments of Megatron-LM's scripts,
+`recipes` for Megatron-Bridge's performance recipes. `served` and `proved` say of what is not refused which GPU rows
+proved it.
 `thdprof.runtime.megatron.refusals` reads the same table when training starts.
 """
 

@@ -1,4 +1,4 @@
-"""What graphs cannot serve of the model itself, and of what wraps it: positions, attention, dispatchers, kinds of models."""
+"""What graphs cannot serve of the model itself, and of what wraps it: attention, dispatchers, kinds of models."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ BY_NAME: Mapping[str, Mapping[str, Any]] = {
     },
     "nvidia/NVIDIA-Nemotron-3": _HYBRID,
 }
-"""Fields of TransformerConfig by the beginning of a model's name, the longest that fits. `kind` and `layers` are those of
-`Run.model` and `Run.layers`.
+"""Fields of TransformerConfig by the beginning of a model's name, the longest that fits. `kind` and `layers` are those
+of `Run.model` and `Run.layers`.
 """
 BY_CLASS: Mapping[str, Mapping[str, Any]] = {
     "HybridModelProvider": {**_EXPERTS, "position_embedding_type": "none"},

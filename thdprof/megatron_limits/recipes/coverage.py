@@ -1,7 +1,8 @@
-"""How many recipes could train by a plan: each one's verdict, by the table of limits and the register of what is proved."""
+"""How many recipes could train by a plan: each one's verdict, by the table of limits and what GPU rows proved."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -167,4 +168,4 @@ def _unreadable(name: str) -> Verdict:
 def _gpu(name: str) -> str:
     """The part of a recipe's name behind the number of GPUs."""
     parts = name.split("_")
-    return next((after for part, after in zip(parts, parts[1:], strict=False) if part.endswith("gpu")), "")
+    return next((after for part, after in itertools.pairwise(parts) if part.endswith("gpu")), "")

@@ -251,5 +251,6 @@ class Scope:
         if isinstance(owner, Class) and method.name.startswith("from_"):
             return Settings("AutoBridge", {"of": positional[0] if positional else Unknown(ast.unparse(node))})
         if isinstance(owner, dict | list | str | set | tuple) and not any(isinstance(p, Unknown) for p in positional):
-            return getattr(owner, method.name)(*positional, **named)
+            result = getattr(owner, method.name)(*positional, **named)
+            return list(result) if method.name in ("items", "keys", "values") else result
         return Unknown(ast.unparse(node))
