@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 import copy
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from thdprof.megatron_limits.recipes.values import Class, Function, Method, Settings, Unknown
-
-if TYPE_CHECKING:
-    from thdprof.megatron_limits.recipes.evaluator import Evaluator
 
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -53,10 +50,26 @@ _PLAIN: Mapping[str, Callable[..., Any]] = {
 """Functions of Python that are called where all arguments are known."""
 
 
+class Caller(Protocol):
+    """What follows names and calls out of an expression."""
+
+    def of_module(self, file: Path, name: str) -> Any:
+        """What a name means at the top of a module."""
+
+    def call(self, function: Function, positional: Sequence[Any], named: dict[str, Any]) -> Any:
+        """What a function returns for these arguments."""
+
+    def instance(self, of: Class, positional: Sequence[Any], named: dict[str, Any]) -> Settings:
+        """An object of a class."""
+
+    def assign(self, owner: Settings, name: str, value: Any) -> None:
+        """Set an attribute."""
+
+
 class Scope:
     """The names of one call, and the module around them."""
 
-    def __init__(self, evaluator: Evaluator, file: Path, names: dict[str, Any] | None = None) -> None:
+    def __init__(self, evaluator: Caller, file: Path, names: dict[str, Any] | None = None) -> None:
         self.evaluator, self.file, self.names = evaluator, file, {} if names is None else names
 
     def value(self, node: ast.expr) -> Any:
