@@ -75,6 +75,10 @@ CASES = (
     Case(name="all to all", flags="--context-parallel-size 2 --cp-comm-type a2a", multiple=4),
     Case(name="all gather", flags="--context-parallel-size 2 --cp-comm-type all_gather", multiple=4),
     Case(
+        name="a last stage without layers",
+        flags="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttt|L",
+    ),
+    Case(
         name="deferred weight gradients of the output layer",
         flags="--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute",
         fused=True,

@@ -151,6 +151,11 @@ ROWS = (
         multiple=8,
     ),
     Row(
+        name="PP 2, a last stage without layers",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttt|L",
+    ),
+    Row(
         name="PP 2, deferred weight gradients of the output layer",
         gpus=2,
         flags="--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute",

@@ -101,14 +101,6 @@ def test_a_run_that_graphs_serve_is_not_refused():
             ["--expert-tensor-parallel-num-weight-shards", "2"],
             "--expert-tensor-parallel-num-weight-shards 2: weights are gathered",
         ),
-        (
-            [*PP_2, "--pipeline-model-parallel-layout", "E|t*2,L"],
-            "--pipeline-model-parallel-layout E|t*2,L: a model chunk then has no decoder layer, and a graph of nothing",
-        ),
-        (
-            [*PP_2, "--account-for-embedding-in-pipeline-split", "--num-layers", "1"],
-            "--account-for-embedding-in-pipeline-split: a model chunk then has no decoder layer",
-        ),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp: it moves parameters"),
     ],
 )

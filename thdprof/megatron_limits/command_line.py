@@ -12,13 +12,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Run
-from thdprof.megatron_limits.middle_stages import (
-    COUNTED_AS_LAYERS,
-    LAYOUT,
-    middle_stages_without_data,
-    virtual_stages,
-)
-from thdprof.megatron_limits.parallelism import WITHOUT_LAYERS
+from thdprof.megatron_limits.middle_stages import middle_stages_without_data
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -154,7 +148,6 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         if (shards := given.count(flag)) is not None:
             flags[field] = flag
             setattr(config, field, shards // size)
-    _set_pipeline(config, given)
     run = Run(
         impl=impl,
         modules=tuple(plan.graphs.modules) if replay else None,
@@ -170,23 +163,11 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
             own = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
             remedy = "leave it out" if own or limit.name in SHARDS else limit.fields.remedy
             yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
-        elif limit.name == WITHOUT_LAYERS:
-            flag = next(flag for flag in (LAYOUT, *COUNTED_AS_LAYERS) if flag in given)
-            yield f"{given.shown(flag)}: {limit.reason}; {limit.fields.remedy}"
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
             yield (
                 f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity: {limit.reason}; analyse "
                 "with --experts dropless (graphs.impl transformer_engine), or add it with --moe-expert-capacity-factor"
             )
-
-
-def _set_pipeline(config: SimpleNamespace, given: Arguments) -> None:
-    """Add the fields that say how layers are spread over the pipeline."""
-    config.pipeline_model_parallel_layout = given.value(LAYOUT)
-    config.num_layers = given.count("--num-layers")
-    config.virtual_pipeline_model_parallel_size = virtual_stages(given)
-    for flag in COUNTED_AS_LAYERS:
-        setattr(config, flag.removeprefix("--").replace("-", "_"), flag in given)
 
 
 def _experts(given: Arguments) -> Experts:

@@ -143,7 +143,7 @@ class Installation:
 
 class PaddedEager(DispatchedModule):
     """Pads micro-batches as their graphs would have them, and runs them eagerly: the run to compare a replaying run
-    with.
+    with, and a decoder without layers in a replaying run.
     """
 
     why_no_rehearsal = "the installation pads and runs eagerly (replay=False)"
@@ -235,7 +235,7 @@ def install(
             "on_decision": decisions.recorder(number),
             "agree_on": None if peers is None else peers.largest,
         }
-        if replay:
+        if replay and has_layers(model.decoder):
             common |= {"say": said_of(number, len(models), say), "agreed": agreed}
             run = runner_of(
                 decoder,
@@ -259,14 +259,25 @@ def install(
     installation = Installation(decoders, runs, decisions)
     if replay and capture_now:
         try:
-            takes_grad = [takes_gradient(model) for model in models]
             openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
-            capture_ahead(decoders, runs, openings, takes_grad, say=say)
+            with_graphs = [number for number, model in enumerate(models) if has_layers(model.decoder)]
+            capture_ahead(
+                [decoders[number] for number in with_graphs],
+                [runs[number] for number in with_graphs],
+                openings,
+                [takes_gradient(models[number]) for number in with_graphs],
+                say=say,
+            )
         except BaseException:
             with suppress(Exception):  # the first error is the one to show
                 installation.close()
             raise
     return installation
+
+
+def has_layers(block: Any) -> bool:
+    """Whether a decoder has anything to capture: a pipeline's layout may give a chunk the output layer alone."""
+    return len(block.layers) > 0
 
 
 def said_of(chunk: int, num_chunks: int, say: Callable[[str], None]) -> Callable[[str], None]:
