@@ -29,6 +29,7 @@ TEXTS: Mapping[str, str] = {
     "fp8": "--fp8-format",
     "fp4": "--fp4-format",
     "recompute_granularity": "--recompute-granularity",
+    "moe_router_force_biased": "--moe-router-force-biased",
 }
 COUNTS: Mapping[str, str] = {
     "cpu_offloading": "--cpu-offloading-num-layers",
@@ -52,6 +53,7 @@ SWITCHES: Mapping[str, str] = {
 LISTS: Mapping[str, str] = {
     "cp_comm_type": "--cp-comm-type",
     "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
+    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
 }
 """Arguments with several values by the field that they set."""
 SHARDS: Mapping[str, tuple[str, str]] = {
@@ -227,7 +229,7 @@ def _of_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
     """Megatron's own switches for graphs, where they are for others than the plan's."""
     chosen = next((kind for flag, kind in _GRAPH_IMPL.items() if flag in given), given.value("--cuda-graph-impl"))
     wanted = "none" if impl == "chunk" else impl
-    if (chosen or "none") != wanted:
+    if (chosen or "none") not in (wanted, "none" if impl == "transformer_engine" else wanted):
         shown = "--cuda-graph-impl is missing" if chosen is None else f"Megatron's graphs are {chosen}"
         remedy = "leave --cuda-graph-impl out" if wanted == "none" else f"give --cuda-graph-impl {wanted}"
         yield f"{shown}: the plan's graphs.impl {plan.graphs.impl} needs {wanted!r}; {remedy}"
@@ -244,7 +246,8 @@ def _of_shared_captures(plan: Plan, given: Arguments) -> Iterator[str]:
 
 def _around(given: Arguments, impl: Impl, environment: Mapping[str, str]) -> Iterator[str]:
     """The RNG tracker, the wrapper and the allocator."""
-    graphs = impl in ("local", "transformer_engine")  # with these Megatron turns the tracker on itself
+    built = given.value("--cuda-graph-impl") not in (None, "none") or any(flag in given for flag in _GRAPH_IMPL)
+    graphs = impl in ("local", "transformer_engine") and built  # Megatron turns the tracker on itself for these
     if not graphs and "--te-rng-tracker" not in given:
         yield "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
     for flag in _FSDP:
