@@ -11,6 +11,7 @@ from pathlib import PurePath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.middle_stages import (
     COUNTED_AS_LAYERS,
@@ -219,7 +220,7 @@ def _of_attention(given: Arguments) -> Iterator[str]:
     if rotates and "--no-rope-fusion" in given:
         yield "--no-rope-fusion: without fusion RoPE reads the boundaries on the host; leave it out"
     if positions == "mrope":
-        yield "--position-embedding-type mrope: its table differs between micro-batches; use rope"
+        yield f"--position-embedding-type mrope: {WHY_NO_MROPE}; use rope"
     variant = given.value("--experimental-attention-variant")
     if latent and variant is not None:
         yield f"--experimental-attention-variant {variant}: it was not checked in a graph; leave it out"

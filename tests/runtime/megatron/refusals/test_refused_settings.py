@@ -235,6 +235,8 @@ def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
     assert complaints(plan, LATENT) == []
     layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
     assert complaints(layers, {**LATENT, "cuda_graph_impl": "transformer_engine"}) == []
+    own = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "local"})})
+    assert complaints(own, {**LATENT, "cuda_graph_impl": "local"}) == []
 
 
 @pytest.mark.parametrize(
