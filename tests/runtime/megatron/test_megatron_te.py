@@ -373,6 +373,37 @@ def test_other_layers_run_eagerly_between(where):
     assert graphed.layers[where].seen[-4:] == [SMALL, LARGE, LARGE, SMALL]  # unpadded, as in an eager run
 
 
+def delta_net(attention):
+    """`attention` as one that reads the boundaries on the host, which are those of an eager run then."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    class Net(GatedDeltaNet):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self.inner, self.seen = attention, []
+
+        def forward(self, hidden_states, attention_mask, packed_seq_params, **given):
+            self.seen.append(packed_seq_params.cu_seqlens_q.tolist())
+            return self.inner(hidden_states, attention_mask, packed_seq_params=packed_seq_params, **given)
+
+    return Net()
+
+
+def test_a_layer_with_a_gated_delta_net_runs_eagerly_between():
+    plain, graphed, engine = make_block(), make_block(), FakeEngine()
+    for block in (plain, graphed):
+        block.layers[1].self_attention = delta_net(block.layers[1].self_attention)
+    run = graphs_of(graphed, engine)
+    batches = list(zip(inputs(4), [SMALL, LARGE, LARGE, SMALL], strict=True))
+    found = [train(block, batches, one_f_one_b(4)) for block in (plain, graphed)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for a, b in zip(plain.parameters(), graphed.parameters(), strict=True):
+        assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
+    assert len(engine.replays) == 4 * (LAYERS - 1)
+    assert run.stats().replays.total() == 4
+    assert graphed.layers[1].self_attention.seen[-4:] == [SMALL, LARGE, LARGE, SMALL]
+
+
 def test_parameters_are_gathered_layer_by_layer():
     block, engine = make_block(), FakeEngine()
     graphs_of(block, engine)

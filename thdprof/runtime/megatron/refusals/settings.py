@@ -49,7 +49,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         lines += [*layers.refused_impl(config, impl), *attention.refusals(config, facts)]
         lines += [*layers.refused_by_local(config, plan, facts), *layers.refused_by_transformer_engine(config, plan)]
         lines += [*mamba.refusals(config, facts), *mamba.refusals_of_plan(plan, facts)]
-        lines += surroundings.refusals(facts, environment)
+        lines += surroundings.refusals(facts, environment, impl)
         if facts.replay:
             lines += [*offloading.refusals(config, plan)]
             lines += [*shared_captures.refusals(config, plan), *first_use.refusals(config, plan)]
