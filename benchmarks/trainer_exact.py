@@ -97,6 +97,13 @@ DROPLESS = (
     ),
     _dropless("group-limited routing, expert bias, seq_aux_loss", _GROUPS),
     _dropless(
+        "EP 2, group-limited routing, expert bias, seq_aux_loss, z-loss, dropout, shared experts overlapped",
+        f"{_GROUPS} {_EP_2} --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 256 "
+        "--moe-shared-expert-overlap",
+        gpus=2,
+        dropout=True,
+    ),
+    _dropless(
         "two samples a micro-batch, seq_aux_loss",
         f"{_DROPLESS} --micro-batch-size 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2",
     ),
