@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Limit, Run, Words
 
-ALLTOALL, ALLGATHER = "alltoall", "allgather"
 _UNCHECKED = "it was not checked in a graph"
 _READS_BOUNDARIES = "without it RoPE reads the boundaries on the host"
 _OTHER_KINDS = {
@@ -18,11 +18,6 @@ _OTHER_KINDS = {
 
 def _captures(run: Run) -> bool:
     return run.impl not in (None, "none")
-
-
-def _replays(run: Run) -> bool:
-    """Whether graphs are captured; False where micro-batches are padded for them and run eagerly."""
-    return _captures(run) and run.modules is not None
 
 
 def _latent(run: Run) -> bool:
@@ -37,20 +32,6 @@ def _unfused(run: Run) -> bool:
     if run.field("apply_rope_fusion") is not False:
         return False
     return _rope_type(run) == "yarn" if _latent(run) else run.position_embedding in ("rope", "yarn")
-
-
-def _dispatcher(experts: str, allowed: tuple[str, ...]) -> Limit:
-    return Limit(
-        name=f"token dispatchers of {experts} experts",
-        holds=lambda run: (
-            _replays(run) and run.experts == experts and run.field("moe_token_dispatcher_type") not in (None, *allowed)
-        ),
-        reason=_UNCHECKED,
-        fields=Words(
-            case=lambda run: f"moe_token_dispatcher_type is {run.field('moe_token_dispatcher_type')!r}",
-            remedy=f"set it to {' or '.join(map(repr, allowed))}",
-        ),
-    )
 
 
 MODEL_LIMITS: tuple[Limit, ...] = (
@@ -86,27 +67,21 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         ),
     ),
     Limit(
-        name="latent attention with `local`",
-        holds=lambda run: _latent(run) and run.impl == "local",
-        reason="it was not checked in Megatron's own layer graphs",
-        fields=Words(
-            case=lambda run: "multi_latent_attention is True",
-            remedy="set graphs.impl to chunk or transformer_engine",
-        ),
-    ),
-    Limit(
         name="positions in several dimensions (`mrope`)",
         holds=lambda run: _captures(run) and run.position_embedding == "mrope",
-        reason="its table differs between micro-batches",
+        reason=WHY_NO_MROPE,
         fields=Words(case=lambda run: "position_embedding_type is 'mrope'", remedy="set it to 'rope'"),
     ),
     Limit(
-        name="gated delta nets",
-        holds=lambda run: run.layers is not None and "gated_delta_net" in run.layers and _captures(run),
-        reason="only attention, MLP, experts and MambaLayers were checked in a graph",
+        name="gated delta nets in graphs of whole chunks",
+        holds=lambda run: (
+            _captures(run) and run.impl != "transformer_engine" and "gated_delta_net" in (run.layers or ())
+        ),
+        reason="they read the boundaries on the host in every pass",
         fields=Words(
             case=lambda run: "the decoder has gated delta nets",
-            remedy="set graphs.impl to none and graphs.buckets to []",
+            remedy="analyse with --impl transformer_engine, whose graphs of the other layers leave those that have "
+            "one to run eagerly",
         ),
     ),
     Limit(
@@ -118,8 +93,6 @@ MODEL_LIMITS: tuple[Limit, ...] = (
             remedy="set graphs.impl to none and graphs.buckets to []",
         ),
     ),
-    _dispatcher("padded", (ALLTOALL,)),
-    _dispatcher("dropless", (ALLTOALL, ALLGATHER)),
     Limit(
         name="wrappers other than DistributedDataParallel",
         holds=lambda run: _captures(run) and run.wrapper not in (None, "", "DistributedDataParallel"),

@@ -272,11 +272,18 @@ def test_settings_of_bridge_are_refused_by_their_names(plan, changes, named):
     assert "set it to" in line
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_graphs_that_bridge_would_capture_itself_are_refused(plan, impl):
-    other = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
-    assert bridge_refusals.refusals(configuration(), other) == [
-        f"graphs.impl is {impl}, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk"
+def test_graphs_that_bridge_would_capture_itself_are_refused(plan):
+    def of_impl(impl):
+        return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
+
+    assert bridge_refusals.refusals(configuration(), of_impl("local")) == [
+        "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
+        "transformer_engine"
+    ]
+    layers = of_impl("transformer_engine")
+    assert bridge_refusals.refusals(configuration(model_cuda_graph_impl="none"), layers) == []
+    assert bridge_refusals.refusals(configuration(model_cuda_graph_impl="transformer_engine"), layers) == [
+        "cuda_graph_impl is 'transformer_engine': Megatron-Bridge would capture the layers itself; set it to 'none'"
     ]
 
 

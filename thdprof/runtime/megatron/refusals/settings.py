@@ -48,7 +48,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         lines += [*layers.refused_impl(config, impl)]
         lines += [*layers.refused_by_local(config, plan, facts), *layers.refused_by_transformer_engine(config, plan)]
         lines += [*mamba.refusals(config, facts), *mamba.refusals_of_plan(plan, facts)]
-        lines += surroundings.refusals(facts, environment)
+        lines += surroundings.refusals(facts, environment, impl)
         if facts.replay:
             lines += [*offloading.refusals(config, plan)]
             lines += [*shared_captures.refusals(config, plan), *first_use.refusals(config, plan)]
