@@ -1,7 +1,7 @@
 """Communication inside graphs, on two ranks: `torchrun --nproc-per-node 2 tests/gpu/communication_cases.py NAME...`.
 
-Each case trains a small model by micro-batches of other shapes, padded eagerly and then replayed, and prints a line. The
-weights follow the gradients, so that a wrong one shows in all later losses.
+Each case trains a small model by micro-batches of other shapes, padded eagerly and then replayed, and prints a line.
+The weights follow the gradients, so that a wrong one shows in all later losses.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def plan_of(case: Case) -> Any:
     values = plan.model_dump(mode="json", by_alias=True)
     values["graphs"] |= {"slots": [[2 if case.config.get("overlap_moe_expert_parallel_comm") else 1]], **case.plan}
     for bucket in values["graphs"]["buckets"]:
-        bucket |= {"max_seqlen": TOKENS, "n_tokens": TOKENS // context}
-    values["microbatches"] |= {"n_tokens_max": TOKENS // context}
+        bucket["max_seqlen"] = TOKENS
+    values["microbatches"]["n_tokens_max"] = TOKENS
     return type(plan).model_validate(values)
 
 
