@@ -196,7 +196,7 @@ def plan_of(case: Case) -> Any:
         experts="none" if case.experts is None else "dropless",
     )
     values = plan.model_dump(mode="json", by_alias=True)
-    values["graphs"] |= {"slots": [[2 if case.config.get("overlap_moe_expert_parallel_comm") else 1]], **case.plan}
+    values["graphs"] |= {**case.plan}
     for bucket in values["graphs"]["buckets"]:
         bucket["max_seqlen"] = TOKENS
     values["microbatches"]["n_tokens_max"] = TOKENS

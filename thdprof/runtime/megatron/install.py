@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from thdprof.plan import Plan
+    from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,14 @@ logger = logging.getLogger(__name__)
 class Installation:
     """The changes that `install` made to the model chunks of this rank; `close` takes them back."""
 
-    def __init__(self, decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], decisions: Decisions) -> None:
-        self._decoders, self._runs, self._decisions = tuple(decoders), tuple(runs), decisions
+    def __init__(
+        self,
+        decoders: Sequence[Decoder],
+        runs: Sequence[DispatchedModule],
+        decisions: Decisions,
+        plans: Sequence[SchedulePlans] = (),
+    ) -> None:
+        self._decoders, self._runs, self._decisions, self._plans = tuple(decoders), tuple(runs), decisions, tuple(plans)
 
     def stats(self, chunk: int = 0) -> Stats:
         """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
@@ -130,6 +137,8 @@ class Installation:
     def close(self) -> None:
         """Free all graphs and give the decoders their own forward back. Call it before destroying process groups."""
         with ExitStack() as stack:  # runs every callback, even after one fails
+            for plans in self._plans:
+                stack.callback(plans.detach)
             for run, decoder in zip(self._runs, self._decoders, strict=True):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
@@ -256,7 +265,10 @@ def install(
         decoders, runs, groups, strict=True
     ):  # changes begin only here, after all that can fail
         decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
-    installation = Installation(decoders, runs, decisions)
+    plans = schedule_plans(models, decoders, runs)
+    for schedule in plans:
+        schedule.attach()
+    installation = Installation(decoders, runs, decisions, plans)
     if replay and capture_now:
         try:
             openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
@@ -278,6 +290,19 @@ def install(
 def has_layers(block: Any) -> bool:
     """Whether a decoder has anything to capture: a pipeline's layout may give a chunk the output layer alone."""
     return len(block.layers) > 0
+
+
+def schedule_plans(
+    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule]
+) -> list[SchedulePlans]:
+    """What leads the nodes of Megatron's schedules to graphs, for the model chunks that have such graphs."""
+    from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
+
+    return [
+        SchedulePlans(model, decoder, run)
+        for model, decoder, run in zip(models, decoders, runs, strict=True)
+        if isinstance(run, OverlappedLayerGraphs)
+    ]
 
 
 def said_of(chunk: int, num_chunks: int, say: Callable[[str], None]) -> Callable[[str], None]:
@@ -328,12 +353,14 @@ def runner_of(
         case "local":
             return local.LocalGraphs(decoder, plan.captured, generators=surroundings.generators, **common)
         case "transformer_engine":
+            from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs
             from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
-            return LayerGraphs(
+            overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+            return (OverlappedLayerGraphs if overlaps else LayerGraphs)(
                 decoder,
                 plan.captured,
-                num_slots=slots,
+                num_slots=slots + overlaps,  # a micro-batch's forward begins before the backward of the one before
                 modules=plan.graphs.modules,
                 generators=surroundings.generators,
                 surroundings=around,

@@ -196,6 +196,16 @@ class Decoder(nn.Module):
         with self._given(hidden):
             self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
 
+    def decide(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        """What is attached returns for one packed micro-batch of a schedule that does not call the block itself.
+
+        Args:
+            hidden: hidden states of the first layer, shape [tokens of this rank, 1, hidden size].
+            arguments: the block's other arguments.
+        """
+        with self._given(hidden):
+            return self.block.forward(hidden_states=hidden, **arguments)
+
     def detach(self) -> None:
         """Give the decoder its own forward back, and its layers' rotary modules their own tables."""
         self.block.__dict__.pop("forward", None)

@@ -1,0 +1,179 @@
+"""Graphs of layers in Megatron's schedule that overlaps expert communication (`overlap_moe_expert_parallel_comm`).
+
+In that schedule nothing calls the decoder's forward: Megatron cuts every layer into nodes, and runs those of one
+micro-batch's forward between those of another's backward. A layer's first node is what a graph up to the router holds.
+Here every micro-batch is decided on in its first layer's first node; these nodes then replay, or run eagerly, while
+tokens are exchanged and experts run as Megatron does it.
+
+Delayed weight gradients (`delay_wgrad_compute`) of what is captured are computed in the backward's graph. Those of
+experts go on being delayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.runtime.call import Call
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.graphs.layer_slots import LayerLease
+from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.graphs.up_to_router import UpToRouter
+
+
+class OverlappedLayerGraphs(LayerGraphs):
+    """Layer graphs that a schedule's nodes replay; a forward of the whole decoder, as in evaluation, runs as before."""
+
+    def __init__(self, decoder: Decoder, *args: Any, **options: Any) -> None:
+        """As `LayerGraphs`."""
+        super().__init__(decoder, *args, **options)
+        self._deciding = False
+        self._delayed = [
+            store
+            for split in self._splits
+            for part in split.parts()
+            for module in part.modules()
+            if (store := getattr(module, "wgrad_store", None)) is not None and store.delay_wgrad_compute()
+        ]
+        for store in self._delayed:
+            store.disable_delay_wgrad_compute()
+
+    def number_of(self, layer: nn.Module) -> int | None:
+        """The place of a layer among those that are captured; None for another one."""
+        return next((number for number, own in enumerate(self._layers) if own is layer), None)
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Inside the block, a call only decides: it returns the micro-batch's lease, or None where it runs eagerly."""
+        self._deciding = True
+        try:
+            yield
+        finally:
+            self._deciding = False
+
+    def replayed(self, number: int, lease: LayerLease, own: Callable[[], Any], hidden: torch.Tensor) -> Any:
+        """What the first node of layer `number` returns, from its graph.
+
+        Args:
+            number: the layer's place among those that are captured.
+            lease: the micro-batch's lease.
+            own: runs Megatron's own node.
+            hidden: the layer's hidden states.
+        """
+        split = self._splits[number]
+        split.gather()
+        last = number == len(self._layers) - 1
+
+        def graph(inputs: torch.Tensor) -> Any:
+            outputs = lease.run(number, inputs)
+            if not last:
+                return outputs
+            if isinstance(outputs, torch.Tensor):
+                return lease.leave(outputs)
+            return (*outputs[:-1], lease.leave(outputs[-1]))
+
+        if not isinstance(split, UpToRouter):
+            return graph(hidden)
+        with split.standing_for(graph, int(hidden.shape[0])):
+            return own()
+
+    def _replay(self, bucket: Bucket, call: Call) -> Any:
+        if not self._deciding:
+            return FallbackReason.not_training  # Megatron trains by its schedule's nodes alone
+        lease = self._lease(bucket, call.slot)
+        if not isinstance(lease, FallbackReason):
+            lease.slot.stage(call, bucket)
+        return lease
+
+    def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
+        return None if self._deciding else super()._run_eagerly(call, timed=timed)
+
+    def close(self) -> None:
+        """Free all graphs, and let weight gradients be delayed as before."""
+        super().close()
+        for store in self._delayed:
+            store.enable_delay_wgrad_compute()
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """One micro-batch of the schedule."""
+
+    lease: LayerLease | None = None
+    """Its slot; None where it runs eagerly, and before its first layer."""
+
+
+class SchedulePlans:
+    """Lets the nodes of a model chunk's schedule replay its graphs, until `detach`."""
+
+    def __init__(self, model: Any, decoder: Decoder, run: OverlappedLayerGraphs) -> None:
+        """Nodes of a model chunk.
+
+        Args:
+            model: a GPTModel, whose `build_schedule_plan` makes the nodes of a micro-batch.
+            decoder: its decoder, to which `run` is attached.
+            run: decides about micro-batches, and holds the graphs.
+        """
+        self._model, self._decoder, self._run = model, decoder, run
+
+    def attach(self) -> None:
+        """Lead the nodes of every micro-batch from here on."""
+        own = self._model.build_schedule_plan
+
+        def build_schedule_plan(*args: Any, **kwargs: Any) -> Any:
+            plan = own(*args, **kwargs)
+            if plan.state.packed_seq_params is not None:
+                self._lead(plan)
+            return plan
+
+        self._model.build_schedule_plan = build_schedule_plan
+
+    def detach(self) -> None:
+        """Give the model its own function back."""
+        vars(self._model).pop("build_schedule_plan", None)
+
+    def _lead(self, plan: Any) -> None:
+        micro_batch = _MicroBatch()
+        for place in range(plan.num_layers()):
+            of_layer = plan.get_layer(place)
+            number = self._run.number_of(of_layer.layer)
+            first = of_layer.pre_dispatch_computation
+            first.submodule = self._first_node(micro_batch, number, first.submodule, decides=place == 0)
+            if number is not None and not getattr(of_layer.layer, "is_moe_layer", False):
+                of_layer.mlp.submodule = _passed_on(micro_batch, of_layer.mlp.submodule)
+
+    def _first_node(
+        self, micro_batch: _MicroBatch, number: int | None, own: Callable[..., Any], *, decides: bool
+    ) -> Callable[..., Any]:
+        def submodule(node: Any, hidden: torch.Tensor) -> Any:
+            if decides:
+                micro_batch.lease = self._decided(node.chunk_state, hidden)
+            if micro_batch.lease is None or number is None:
+                return own(node, hidden)
+            return self._run.replayed(number, micro_batch.lease, lambda: own(node, hidden), hidden)
+
+        return submodule
+
+    def _decided(self, state: Any, hidden: torch.Tensor) -> LayerLease | None:
+        """The lease of a micro-batch, whose decision is made by the arguments that its decoder would get."""
+        given = {name: getattr(state, name, None) for name in ("rotary_pos_emb", "packed_seq_params", "padding_mask")}
+        with self._run.deciding():
+            lease: LayerLease | None = self._decoder.decide(
+                hidden, attention_mask=state.attention_mask, **{k: v for k, v in given.items() if v is not None}
+            )
+        return lease
+
+
+def _passed_on(micro_batch: _MicroBatch, own: Callable[..., Any]) -> Callable[..., Any]:
+    """The node of a dense layer's MLP, which the layer's graph has run already."""
+
+    def submodule(node: Any, hidden: torch.Tensor) -> Any:
+        return own(node, hidden) if micro_batch.lease is None else hidden
+
+    return submodule
