@@ -13,10 +13,10 @@ from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans  # noqa: E4
 
 
 class Model:
-    """Makes schedule plans of two layers: one with a dense MLP, one with experts."""
+    """Makes schedule plans of three layers: one with a dense MLP, two with experts."""
 
     def __init__(self):
-        self.layers = [SimpleNamespace(is_moe_layer=False), SimpleNamespace(is_moe_layer=True)]
+        self.layers = [object(), object(), object()]
         self.calls = []
 
     def build_schedule_plan(self, params):
@@ -33,17 +33,17 @@ class Model:
             SimpleNamespace(layer=layer, pre_dispatch_computation=node(f"first {i}"), mlp=node(f"mlp {i}"))
             for i, layer in enumerate(self.layers)
         ]
-        return SimpleNamespace(state=state, num_layers=lambda: 2, get_layer=planned.__getitem__)
+        return SimpleNamespace(state=state, num_layers=lambda: 3, get_layer=planned.__getitem__)
 
 
 class Run:
-    """Captures both layers; gives every other micro-batch no slot."""
+    """Captures the layers with experts."""
 
     def __init__(self, model):
         self.model, self.decided, self.replays = model, 0, []
 
     def number_of(self, layer):
-        return self.model.layers.index(layer)
+        return self.model.layers.index(layer) - 1 if layer is not self.model.layers[0] else None
 
     def deciding(self):
         from contextlib import nullcontext
@@ -84,9 +84,9 @@ def test_a_micro_batch_with_a_slot_replays_the_first_node_of_every_layer(led):
     model, run, asked, _ = led
     plan = model.build_schedule_plan("metadata")
     assert asked == []  # nothing is decided before the schedule comes to it
-    assert run_of(plan) == 101  # 1 * 10, past the dense MLP, * 10, and the experts' own node
+    assert run_of(plan) == 311  # 1 + 2 in the dense layer; * 10 + 1, twice
     assert run.replays == [("slot 1", 0), ("slot 1", 1)]
-    assert model.calls == ["mlp 1"]
+    assert model.calls == ["first 0", "mlp 0", "mlp 1", "mlp 2"]
     assert asked == [["attention_mask", "packed_seq_params", "rotary_pos_emb"]]
 
 
@@ -95,15 +95,15 @@ def test_a_micro_batch_without_a_slot_runs_megatrons_own_nodes(led):
     first, second = model.build_schedule_plan("metadata"), model.build_schedule_plan("metadata")
     run_of(first)
     model.calls.clear()
-    assert run_of(second) == 5
-    assert model.calls == ["first 0", "mlp 0", "first 1", "mlp 1"]
+    assert run_of(second) == 7
+    assert model.calls == [f"{name} {layer}" for layer in range(3) for name in ("first", "mlp")]
     assert len(run.replays) == 2
     assert len(asked) == 2
 
 
 def test_without_boundaries_or_after_the_end_nothing_is_led(led):
     model, run, asked, plans = led
-    assert run_of(model.build_schedule_plan(None)) == 5
+    assert run_of(model.build_schedule_plan(None)) == 7
     plans.detach()
-    assert run_of(model.build_schedule_plan("metadata")) == 5
+    assert run_of(model.build_schedule_plan("metadata")) == 7
     assert (asked, run.replays) == ([], [])

@@ -2,8 +2,8 @@
 
 In that schedule nothing calls the decoder's forward: Megatron cuts every layer into nodes, and runs those of one
 micro-batch's forward between those of another's backward. A layer's first node is what a graph up to the router holds.
-Here every micro-batch is decided on in its first layer's first node; these nodes then replay, or run eagerly, while
-tokens are exchanged and experts run as Megatron does it.
+Here every micro-batch is decided on in the first node of its first layer with experts; such nodes then replay, or run
+eagerly, while tokens are exchanged and experts run as Megatron does it.
 
 Delayed weight gradients (`delay_wgrad_compute`) of what is captured are computed in the backward's graph. Those of
 experts go on being delayed.
@@ -25,24 +25,37 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerLease
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.graphs.up_to_router import UpToRouter
+from thdprof.runtime.megatron.refusals.settings import SettingsError
 
 
 class OverlappedLayerGraphs(LayerGraphs):
-    """Layer graphs that a schedule's nodes replay; a forward of the whole decoder, as in evaluation, runs as before."""
+    """Graphs of the layers with experts, up to their routers, which a schedule's nodes replay.
+
+    Other layers run eagerly, and so does everything where the decoder's own forward is called, as in evaluation.
+    """
 
     def __init__(self, decoder: Decoder, *args: Any, **options: Any) -> None:
         """As `LayerGraphs`."""
         super().__init__(decoder, *args, **options)
         self._deciding = False
-        self._delayed = [
-            store
+        self._delaying: list[Any] = [
+            module
             for split in self._splits
             for part in split.parts()
             for module in part.modules()
             if (store := getattr(module, "wgrad_store", None)) is not None and store.delay_wgrad_compute()
         ]
-        for store in self._delayed:
-            store.disable_delay_wgrad_compute()
+        for module in self._delaying:
+            _delay_no_more(module)
+
+    def _graphed(self, block: Any) -> tuple[nn.Module, ...]:
+        layers = tuple(layer for layer in super()._graphed(block) if getattr(layer, "is_moe_layer", False))
+        if not layers:
+            raise SettingsError(
+                "overlap_moe_expert_parallel_comm is True, and this model chunk has no layer with experts, whose first "
+                "nodes are captured: set it to False"
+            )
+        return layers
 
     def number_of(self, layer: nn.Module) -> int | None:
         """The place of a layer among those that are captured; None for another one."""
@@ -72,14 +85,9 @@ class OverlappedLayerGraphs(LayerGraphs):
 
         def graph(inputs: torch.Tensor) -> Any:
             outputs = lease.run(number, inputs)
-            if not last:
-                return outputs
-            if isinstance(outputs, torch.Tensor):
-                return lease.leave(outputs)
-            return (*outputs[:-1], lease.leave(outputs[-1]))
+            return (*outputs[:-1], lease.leave(outputs[-1])) if last else outputs
 
-        if not isinstance(split, UpToRouter):
-            return graph(hidden)
+        assert isinstance(split, UpToRouter)  # no other layers are captured
         with split.standing_for(graph, int(hidden.shape[0])):
             return own()
 
@@ -97,8 +105,23 @@ class OverlappedLayerGraphs(LayerGraphs):
     def close(self) -> None:
         """Free all graphs, and let weight gradients be delayed as before."""
         super().close()
-        for store in self._delayed:
-            store.enable_delay_wgrad_compute()
+        for module in self._delaying:
+            vars(module).pop("backward_dw", None)
+            module.wgrad_store.enable_delay_wgrad_compute()
+
+
+def _delay_no_more(module: Any) -> None:
+    """Let a module of Transformer Engine compute its weight gradient in the backward, and only tell of it later.
+
+    Megatron's gradient reduction waits for the module's `backward_dw`, after the backward of the same node.
+    """
+
+    def backward_dw() -> None:
+        for hook in module.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    module.wgrad_store.disable_delay_wgrad_compute()
+    vars(module)["backward_dw"] = backward_dw
 
 
 @dataclass(slots=True)
@@ -143,18 +166,15 @@ class SchedulePlans:
         for place in range(plan.num_layers()):
             of_layer = plan.get_layer(place)
             number = self._run.number_of(of_layer.layer)
-            first = of_layer.pre_dispatch_computation
-            first.submodule = self._first_node(micro_batch, number, first.submodule, decides=place == 0)
-            if number is not None and not getattr(of_layer.layer, "is_moe_layer", False):
-                of_layer.mlp.submodule = _passed_on(micro_batch, of_layer.mlp.submodule)
+            if number is not None:
+                node = of_layer.pre_dispatch_computation
+                node.submodule = self._first_node(micro_batch, number, node.submodule)
 
-    def _first_node(
-        self, micro_batch: _MicroBatch, number: int | None, own: Callable[..., Any], *, decides: bool
-    ) -> Callable[..., Any]:
+    def _first_node(self, micro_batch: _MicroBatch, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
         def submodule(node: Any, hidden: torch.Tensor) -> Any:
-            if decides:
+            if number == 0:
                 micro_batch.lease = self._decided(node.chunk_state, hidden)
-            if micro_batch.lease is None or number is None:
+            if micro_batch.lease is None:
                 return own(node, hidden)
             return self._run.replayed(number, micro_batch.lease, lambda: own(node, hidden), hidden)
 
@@ -168,12 +188,3 @@ class SchedulePlans:
                 hidden, attention_mask=state.attention_mask, **{k: v for k, v in given.items() if v is not None}
             )
         return lease
-
-
-def _passed_on(micro_batch: _MicroBatch, own: Callable[..., Any]) -> Callable[..., Any]:
-    """The node of a dense layer's MLP, which the layer's graph has run already."""
-
-    def submodule(node: Any, hidden: torch.Tensor) -> Any:
-        return own(node, hidden) if micro_batch.lease is None else hidden
-
-    return submodule

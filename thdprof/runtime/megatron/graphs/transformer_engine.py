@@ -91,7 +91,7 @@ class LayerGraphs(DispatchedModule):
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
         super().__init__(decoder, buckets, **options)
-        self._layers = _graphed_layers(decoder.block)
+        self._layers = self._graphed(decoder.block)
         self._splits = splits(self._layers, modules)
         self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
         self._num_slots, self._find_generators = num_slots, generators
@@ -104,6 +104,10 @@ class LayerGraphs(DispatchedModule):
         self._states: RegisteredStates | None = None
         self._anchor: torch.Tensor | None = None
         self._layer_capture: LayerCapture | None = None
+
+    def _graphed(self, block: Any) -> tuple[nn.Module, ...]:
+        """The layers that are captured."""
+        return _graphed_layers(block)
 
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in the graphs' memory pools and in their static inputs, of which every layer has its

@@ -71,8 +71,8 @@ def refused_by_transformer_engine(config: Any, plan: Plan) -> Iterator[str]:
         yield f"cuda_graph_modules is {modules}: {plan_captures}; set it to {planned}"
     if getattr(config, "overlap_moe_expert_parallel_comm", False) and plan.training.micro_batch_size > 1:
         yield (
-            f"overlap_moe_expert_parallel_comm is True, and a micro-batch has {plan.training.micro_batch_size} samples: "
-            "the nodes of its schedule give routers no samples behind a graph; set micro_batch_size to 1"
+            f"overlap_moe_expert_parallel_comm is True, and a micro-batch has {plan.training.micro_batch_size} "
+            "samples: the nodes of its schedule give routers no samples behind a graph; set micro_batch_size to 1"
         )
     if getattr(config, "cuda_graph_retain_backward_graph", False):
         yield (
