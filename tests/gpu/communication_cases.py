@@ -249,9 +249,7 @@ def batches(step: int, config: Any) -> Iterator[dict[str, Any]]:
 def forward_step(data: Iterator[dict[str, Any]], model: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
     """What Megatron's schedules call for a micro-batch."""
     batch = next(data)
-    bounds = batch["bounds"]
-    padded = {"cu_seqlens_padded": bounds} if parallel_state.get_context_parallel_world_size() > 1 else {}
-    params = packed_seq_params(bounds, **padded)
+    params = packed_seq_params(batch["bounds"])
 
     def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = output.float().mean()
