@@ -126,6 +126,20 @@ def refused_arguments(
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 
 
+def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
+    """A line for every argument that the table of limits refuses, for whoever only analyses a run.
+
+    Args:
+        plan: the plan that a run with these arguments would follow.
+        words: the arguments of a Megatron-LM script.
+    """
+    if plan.graphs.impl == "none":
+        return []
+    impl: Impl = plan.graphs.impl if plan.graphs.impl != "module" else "chunk"
+    given = Arguments(words)
+    return [*_of_table(plan, given, impl, replay=True), *_of_attention(given)]
+
+
 def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iterator[str]:
     """The rows of the table of limits that the arguments meet."""
     flags: dict[str, str] = {}

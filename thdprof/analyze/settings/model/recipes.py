@@ -72,6 +72,22 @@ def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading:
     return _Recipe(content, source).read()
 
 
+def settings_of_recipe(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of TransformerConfig that a recipe trains with, by name; None where it is no recipe.
+
+    Those of its precision, of its overlap of communication and of its wrapper stand beside the model's.
+    """
+    path = _architecture(content)
+    if path is None:
+        return None
+    beside = [content.get(part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
+    fields: dict[str, Any] = {}
+    for place in (*reversed(list(_beside(content))), path[0], *beside):
+        if isinstance(place, dict):
+            fields |= {name: value for name, value in place.items() if value is not None}
+    return fields
+
+
 def _architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
     """The mapping with num_layers and hidden_size that is least deep, and the mappings around it, innermost first."""
     level: list[list[Mapping[str, Any]]] = [[content]]
