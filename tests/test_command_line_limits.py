@@ -72,7 +72,6 @@ def test_a_run_that_graphs_serve_is_not_refused():
         (["--recompute-granularity", "full"], "--recompute-granularity full: graphs keep activations"),
         (["--recompute-activations"], "--recompute-activations: graphs keep activations"),
         (["--cpu-offloading-num-layers", "2"], "--cpu-offloading-num-layers 2: megatron-core refuses it with graphs"),
-        (["--tp-comm-overlap"], "--tp-comm-overlap: its buffers were not checked in a graph; leave it out"),
         (["--qk-clip"], "--qk-clip: it keeps a maximum in Python; leave it out"),
         (
             ["--num-experts", "8"],
@@ -86,8 +85,8 @@ def test_a_run_that_graphs_serve_is_not_refused():
         (["--position-embedding-type", "rope", "--no-rope-fusion"], "--no-rope-fusion: without fusion RoPE reads"),
         (["--position-embedding-type", "mrope"], "--position-embedding-type mrope: its table differs"),
         (
-            ["--context-parallel-size", "2", "--cp-comm-type", "p2p", "a2a"],
-            "--cp-comm-type p2p a2a: of context parallelism only rings were checked in a graph; leave it out",
+            ["--context-parallel-size", "2", "--cp-comm-type", "p2p", "a2a+p2p"],
+            "--cp-comm-type p2p a2a+p2p: of context parallelism rings, all-to-all and all-gather were checked in a",
         ),
         (
             ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"],

@@ -41,7 +41,6 @@ SWITCHES: Mapping[str, str] = {
     "moe_paged_stash": "--moe-paged-stash",
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
-    "tp_comm_overlap": "--tp-comm-overlap",
     "multi_latent_attention": "--multi-latent-attention",
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""

@@ -11,11 +11,13 @@ from thdprof.megatron_limits.layers_per_graph import LAYERS_PER_GRAPH_LIMITS
 from thdprof.megatron_limits.limit import Limit, Run
 from thdprof.megatron_limits.models import MODEL_LIMITS
 from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
+from thdprof.megatron_limits.overlap import OVERLAP_LIMITS
 from thdprof.megatron_limits.parallelism import PARALLELISM_LIMITS
 
 LIMITS: tuple[Limit, ...] = (
     *ALL_GRAPHS,
     *PARALLELISM_LIMITS,
+    *OVERLAP_LIMITS,
     *LOCAL_GRAPHS,
     *MODEL_LIMITS,
     *DYNAMIC_CP_LIMITS,

@@ -30,7 +30,12 @@ class Model:
             return SimpleNamespace(submodule=submodule, chunk_state=state)
 
         planned = [
-            SimpleNamespace(layer=layer, pre_dispatch_computation=node(f"first {i}"), mlp=node(f"mlp {i}"))
+            SimpleNamespace(
+                layer=layer,
+                pre_dispatch_computation=node(f"first {i}"),
+                moe_dispatch=SimpleNamespace(free_input=True),
+                mlp=node(f"mlp {i}"),
+            )
             for i, layer in enumerate(self.layers)
         ]
         return SimpleNamespace(state=state, num_layers=lambda: 3, get_layer=planned.__getitem__)
@@ -40,7 +45,7 @@ class Run:
     """Captures the layers with experts."""
 
     def __init__(self, model):
-        self.model, self.decided, self.replays = model, 0, []
+        self.model, self.holds_preprocessing, self.replays = model, True, []
 
     def number_of(self, layer):
         return self.model.layers.index(layer) - 1 if layer is not self.model.layers[0] else None
@@ -87,6 +92,8 @@ def test_a_micro_batch_with_a_slot_replays_the_first_node_of_every_layer(led):
     assert run_of(plan) == 311  # 1 + 2 in the dense layer; * 10 + 1, twice
     assert run.replays == [("slot 1", 0), ("slot 1", 1)]
     assert model.calls == ["first 0", "mlp 0", "mlp 1", "mlp 2"]
+    freed = [plan.get_layer(place).moe_dispatch.free_input for place in range(3)]
+    assert freed == [True, False, False]  # Megatron would give back memory of the graph
     assert asked == [["attention_mask", "packed_seq_params", "rotary_pos_emb"]]
 
 

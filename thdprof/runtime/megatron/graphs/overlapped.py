@@ -37,6 +37,8 @@ class OverlappedLayerGraphs(LayerGraphs):
     def __init__(self, decoder: Decoder, *args: Any, **options: Any) -> None:
         """As `LayerGraphs`."""
         super().__init__(decoder, *args, **options)
+        self.holds_preprocessing = "moe_preprocess" in options.get("modules", ())
+        """Whether the dispatcher's preprocessing is captured, so that what it sends is memory of the graph."""
         self._deciding = False
         self._delaying: list[Any] = [
             module
@@ -169,6 +171,8 @@ class SchedulePlans:
             if number is not None:
                 node = of_layer.pre_dispatch_computation
                 node.submodule = self._first_node(micro_batch, number, node.submodule)
+                if self._run.holds_preprocessing:
+                    of_layer.moe_dispatch.free_input = False
 
     def _first_node(self, micro_batch: _MicroBatch, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
         def submodule(node: Any, hidden: torch.Tensor) -> Any:
