@@ -51,16 +51,12 @@ OVERLAP_LIMITS: tuple[Limit, ...] = (
         fields=Words(case=lambda run: f"{_OVERLAP} is True in a hybrid model", remedy=f"set {_OVERLAP} to False"),
     ),
     Limit(
-        name="overlapped expert communication with recomputed norms",
-        holds=lambda run: (
-            _overlaps(run)
-            and run.field("recompute_granularity") == "selective"
-            and "layernorm" in (run.field("recompute_modules") or ())
-        ),
-        reason="the experts' node would recompute a norm that the graph has run",
+        name="overlapped expert communication with FP8 or FP4",
+        holds=lambda run: _overlaps(run) and bool(run.field("fp8") or run.field("fp4")),
+        reason="what quantized weights and scales keep was not checked between its nodes",
         fields=Words(
-            case=lambda run: f"{_OVERLAP} is True, and recompute_modules has layernorm",
-            remedy="take layernorm out of recompute_modules",
+            case=lambda run: f"{_OVERLAP} is True with {'fp8' if run.field('fp8') else 'fp4'}",
+            remedy=f"set {_OVERLAP} to False",
         ),
     ),
 )

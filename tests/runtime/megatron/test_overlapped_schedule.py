@@ -12,11 +12,17 @@ pytest.importorskip("megatron.core")
 from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans  # noqa: E402
 
 
+class Layer:
+    """A layer whose norm before the experts is recomputed."""
+
+    recompute_pre_mlp_layernorm = True
+
+
 class Model:
     """Makes schedule plans of three layers: one with a dense MLP, two with experts."""
 
     def __init__(self):
-        self.layers = [object(), object(), object()]
+        self.layers = [Layer() for _ in range(3)]
         self.calls = []
 
     def build_schedule_plan(self, params):
@@ -24,7 +30,9 @@ class Model:
 
         def node(name):
             def submodule(node, hidden):
-                self.calls.append(name)
+                number = int(name[-1])
+                norm = "mlp" in name and number and self.layers[number].recompute_pre_mlp_layernorm
+                self.calls.append(f"{name} with its norm" if norm else name)
                 return hidden + 1
 
             return SimpleNamespace(submodule=submodule, chunk_state=state)
@@ -103,7 +111,9 @@ def test_a_micro_batch_without_a_slot_runs_megatrons_own_nodes(led):
     run_of(first)
     model.calls.clear()
     assert run_of(second) == 7
-    assert model.calls == [f"{name} {layer}" for layer in range(3) for name in ("first", "mlp")]
+    ends = ["", " with its norm", " with its norm"]
+    nodes = [(f"first {layer}", f"mlp {layer}{end}") for layer, end in enumerate(ends)]
+    assert model.calls == [name for pair in nodes for name in pair]
     assert len(run.replays) == 2
     assert len(asked) == 2
 

@@ -96,10 +96,7 @@ class OverlappedLayerGraphs(LayerGraphs):
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         if not self._deciding:
             return FallbackReason.not_training  # Megatron trains by its schedule's nodes alone
-        lease = self._lease(bucket, call.slot)
-        if not isinstance(lease, FallbackReason):
-            lease.slot.stage(call, bucket)
-        return lease
+        return self._leased(bucket, call)
 
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
         return None if self._deciding else super()._run_eagerly(call, timed=timed)
@@ -171,6 +168,7 @@ class SchedulePlans:
             if number is not None:
                 node = of_layer.pre_dispatch_computation
                 node.submodule = self._first_node(micro_batch, number, node.submodule)
+                of_layer.mlp.submodule = _of_experts(micro_batch, of_layer.layer, of_layer.mlp.submodule)
                 if self._run.holds_preprocessing:
                     of_layer.moe_dispatch.free_input = False
 
@@ -192,3 +190,19 @@ class SchedulePlans:
                 hidden, attention_mask=state.attention_mask, **{k: v for k, v in given.items() if v is not None}
             )
         return lease
+
+
+def _of_experts(micro_batch: _MicroBatch, layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    """The experts' node of a layer, which recomputes no norm that the layer's graph has run."""
+
+    def submodule(node: Any, hidden: torch.Tensor) -> Any:
+        recomputes = getattr(layer, "recompute_pre_mlp_layernorm", False)
+        if micro_batch.lease is None or not recomputes:
+            return own(node, hidden)
+        layer.recompute_pre_mlp_layernorm = False
+        try:
+            return own(node, hidden)
+        finally:
+            layer.recompute_pre_mlp_layernorm = True
+
+    return submodule

@@ -169,10 +169,9 @@ class LayerGraphs(DispatchedModule):
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         self._refuse_megatrons_own()
-        lease = self._lease(bucket, call.slot)
+        lease = self._leased(bucket, call)
         if isinstance(lease, FallbackReason):
             return lease
-        lease.slot.stage(call, bucket)
         packed = lease.slot.metadata.packed(bucket)
         if not self._all_graphed:  # layers that run eagerly may keep the metadata beyond the lease
             n_tokens = call.shape.n_tokens * call.packed.cp_size
@@ -202,6 +201,13 @@ class LayerGraphs(DispatchedModule):
 
     def _failed(self) -> Sequence[bool]:
         return [bucket in self._captures.failures for bucket in self._dispatcher.buckets]
+
+    def _leased(self, bucket: Bucket, call: Call) -> LayerLease | FallbackReason:
+        """A slot for a micro-batch, with all in place that its graphs read, or why there is none."""
+        lease = self._lease(bucket, call.slot)
+        if not isinstance(lease, FallbackReason):
+            lease.slot.stage(call, bucket)
+        return lease
 
     def _lease(self, bucket: Bucket, slot: int | None = None) -> LayerLease | FallbackReason:
         assert self._anchor is not None
