@@ -24,13 +24,12 @@ from megatron_lm import (
     SMALL,
     Ran,
     different_steps,
-    environment_here,
     plan_of,
     script_run,
     without,
     write_documents,
 )
-from trainer_exact import APEX_STAND_IN, CAPS
+from trainer_exact import CAPS
 
 LAUNCHER = Path(__file__).parent / "lifted_run.py"
 
@@ -45,12 +44,6 @@ class Case:
     unplanned: tuple[str, ...] = ()
     """Those of them that the plan is made without, because `analyze` refuses them."""
     gpus: int = 2
-    multiple: int = 1
-    """Documents have a multiple of so many tokens."""
-    fused: bool = False
-    """Fuse gradient accumulation, with a stand-in for the module of Apex that this asks for."""
-    dropped: tuple[str, ...] = ()
-    """Arguments of all cases that this one is without."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables beside those of all cases."""
     alone: bool = False
@@ -61,40 +54,10 @@ _EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2 --expert-model-parallel-size 2"
 )
-_PADDED = "--moe-token-dispatcher-type alltoall --moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity"
-_OVERLAPPED = "--overlap-moe-expert-parallel-comm"
 _FSDP = "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
 _STASH = "--moe-paged-stash --moe-expert-rank-capacity-factor 1.5 --moe-token-dispatcher-type flex"
 _MANY = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
 CASES = (
-    Case(
-        name="user buffers",
-        flags="--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap",
-        environment={"UB_SKIPMC": "1"},
-    ),
-    Case(name="all to all", flags="--context-parallel-size 2 --cp-comm-type a2a", multiple=4),
-    Case(name="all gather", flags="--context-parallel-size 2 --cp-comm-type all_gather", multiple=4),
-    Case(
-        name="a last stage without layers",
-        flags="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttt|L",
-    ),
-    Case(
-        name="deferred weight gradients of the output layer",
-        flags="--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute",
-        fused=True,
-    ),
-    Case(
-        name="expert communication overlapped",
-        flags=f"{_EXPERTS} {_PADDED} {_OVERLAPPED}",
-        unplanned=(_OVERLAPPED,),
-        environment=_MANY,
-    ),
-    Case(
-        name="expert communication overlapped, weight gradients delayed",
-        flags=f"{_EXPERTS} {_PADDED} {_OVERLAPPED} --delay-wgrad-compute",
-        unplanned=(_OVERLAPPED, "--delay-wgrad-compute"),
-        environment=_MANY,
-    ),
     *(
         Case(
             name=f"Megatron-FSDP, {strategy}",
@@ -118,10 +81,9 @@ CASES = (
 
 def flags_of(case: Case, data: Path, steps: int) -> list[str]:
     """Megatron's arguments of a case."""
-    flags = without(shlex.split(f"{SMALL} {COMMON} {NO_DROPOUT} {case.flags}"), *case.dropped)
+    flags = shlex.split(f"{SMALL} {COMMON} {NO_DROPOUT} {case.flags}")
     flags += ["--train-iters", str(steps), "--log-interval", "10", "--eval-interval", "1000", "--eval-iters", "1"]
-    flags = without(flags, "--no-gradient-accumulation-fusion") if case.fused else flags
-    return [*flags, "--data-path", str(data / f"documents-{case.multiple}")]
+    return [*flags, "--data-path", str(data / "documents")]
 
 
 def line_of(case: Case, scripts: Path, directory: Path, steps: int, limit: float) -> list[str]:
@@ -132,7 +94,6 @@ def line_of(case: Case, scripts: Path, directory: Path, steps: int, limit: float
     kinds = ("unchanged",) if case.alone else ("unchanged", "off", "on")
     planned = without(flags, *case.unplanned)
     plan = None if case.alone else plan_of(planned, folder, "plan", gpus=case.gpus, caps=CAPS, layers_per_graph="all")
-    path = environment_here(*[APEX_STAND_IN] * case.fused)["PYTHONPATH"]
 
     def ran(name: str) -> Ran:
         return script_run(
@@ -143,7 +104,7 @@ def line_of(case: Case, scripts: Path, directory: Path, steps: int, limit: float
             stats=None if name == "unchanged" else folder / f"{name}.jsonl",
             gpus=case.gpus,
             tensorboard=folder / name,
-            environment={**EXACT, **case.environment, "PYTHONPATH": path},
+            environment={**EXACT, **case.environment},
             limit=limit,
             log=folder / f"{name}.log",
             by=LAUNCHER,
@@ -183,8 +144,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = (args.keep or Path(temporary)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        for multiple in {case.multiple for case in cases}:
-            write_documents(directory / "data" / f"documents-{multiple}", tokens=2_000_000, mean=90, multiple=multiple)
+        write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
         with ThreadPoolExecutor(args.jobs) as pool:
             jobs = [pool.submit(line_of, case, args.megatron_lm, directory, args.steps, args.limit) for case in cases]
             lines = [job.result() for job in jobs]

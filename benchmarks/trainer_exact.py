@@ -74,6 +74,9 @@ _DROPLESS = (
     "alltoall"
 )
 _BALANCED = f"{_DROPLESS} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+_OVERLAPPED = "--overlap-moe-expert-parallel-comm"
+_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""As Megatron wants it for communication that overlaps passes."""
 _PREPROCESSED = ("attn", "moe_router", "moe_preprocess")
 _EP_2 = "--expert-model-parallel-size 2"
 _LATENT = (
@@ -127,6 +130,13 @@ DROPLESS = (
         f"{_BALANCED} {_EP_2} --moe-permute-fusion",
         gpus=2,
         modules=_PREPROCESSED,
+    ),
+    _dropless("EP 2, overlapped communication", f"{_BALANCED} {_EP_2} {_OVERLAPPED}", gpus=2, environment=_CONNECTIONS),
+    _dropless(
+        "EP 2, overlapped communication, delayed weight gradients",
+        f"{_BALANCED} {_EP_2} {_OVERLAPPED} --delay-wgrad-compute",
+        gpus=2,
+        environment=_CONNECTIONS,
     ),
     _dropless("forced load balancing", f"{_BALANCED} --moe-router-force-load-balancing"),
     _dropless(
