@@ -224,7 +224,7 @@ def plan_of(case: Case) -> Any:
     values = plan.model_dump(mode="json", by_alias=True)
     values["graphs"] |= {"slots": [[stages - rank] for rank in range(stages)], **case.plan}
     for bucket in values["graphs"]["buckets"]:
-        bucket["max_seqlen"] = TOKENS
+        bucket |= {"max_seqlen": TOKENS, "cp_size": context}
     values["microbatches"]["n_tokens_max"] = TOKENS
     return type(plan).model_validate(values)
 
