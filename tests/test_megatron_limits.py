@@ -331,7 +331,11 @@ OVERLAPS = {"overlap_moe_expert_parallel_comm": True, "num_moe_experts": 8, "moe
 TO_ROUTER = {"impl": "transformer_engine", "modules": ("attn", "moe_router"), "experts": "dropless"}
 OVERLAPPED = [
     (TO_ROUTER, {}, None),
-    (TO_ROUTER, {"delay_wgrad_compute": True}, None),
+    (
+        TO_ROUTER,
+        {"delay_wgrad_compute": True},
+        "weight gradients that come after a backward pass were not run beside eager's",
+    ),
     ({"impl": "none"}, {"mtp_num_layers": 1}, None),
     ({"impl": "chunk", "modules": (), "experts": "padded"}, {}, "its schedule goes past the decoder's forward"),
     (TO_ROUTER, {"mtp_num_layers": 1}, "megatron-core takes no packed input there"),

@@ -29,11 +29,11 @@ _DROPLESS = "analyse with --experts dropless, whose graphs its nodes replay, or 
 
 OVERLAP_LIMITS: tuple[Limit, ...] = (
     _off(_OVERLAP, False, "its schedule goes past the decoder's forward", remedy=_DROPLESS),
-    _off(
+    must_be_off(
         "delay_wgrad_compute",
         False,
-        "its weight gradients are not part of a backward pass",
-        remedy=_DROPLESS,
+        "weight gradients that come after a backward pass were not run beside eager's",
+        applies=_captures,
     ),
     Limit(
         name="overlapped expert communication with multi-token prediction",

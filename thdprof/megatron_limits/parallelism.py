@@ -7,7 +7,6 @@ from functools import partial
 from thdprof.megatron_limits.limit import Limit, Run, must_be_off
 
 _RING = "p2p"
-_SERVED = (_RING, "a2a", "all_gather")
 
 
 def _captures(run: Run) -> bool:
@@ -19,9 +18,9 @@ def _of_one_size(run: Run) -> bool:
     return _captures(run) and not run.dynamic_cp and (run.context_parallel_size or 1) > 1
 
 
-def _of_two_levels(run: Run) -> bool:
+def _other_than_rings(run: Run) -> bool:
     kinds = run.field("cp_comm_type") or _RING
-    return any(kind not in _SERVED for kind in ([kinds] if isinstance(kinds, str) else kinds))
+    return any(kind != _RING for kind in ([kinds] if isinstance(kinds, str) else kinds))
 
 
 _off = partial(must_be_off, applies=_captures)
@@ -47,10 +46,9 @@ PARALLELISM_LIMITS: tuple[Limit, ...] = (
     must_be_off(
         "cp_comm_type",
         _RING,
-        "of context parallelism rings, all-to-all and all-gather were checked in a graph, each by itself",
+        "of context parallelism only rings were checked in a graph",
         applies=_of_one_size,
-        is_on=_of_two_levels,
-        remedy="set it to 'p2p', 'a2a' or 'all_gather'",
+        is_on=_other_than_rings,
     ),
     must_be_off(
         "hierarchical_context_parallel_sizes",

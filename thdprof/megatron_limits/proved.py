@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
+_COMMUNICATION = "communication.md"
 
 PROVED: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
@@ -19,6 +20,9 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "padded experts, alltoall": (f"{_EXACT}: one GPU, experts padded to capacity", f"{_OWN_LOOP}: exact-moe"),
     "dropless experts, alltoall": (f"{_BEYOND}: exact-moe-dropless",),
     "expert_model_parallel_size, padded": (f"{_EXACT}: EP 2", f"{_OWN_LOOP}: exact-pp2-ep2-moe"),
+    "expert_model_parallel_size, dropless": (f"{_COMMUNICATION}: dropless experts, EP 2",),
+    "overlap_moe_expert_parallel_comm": (f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped",),
+    "tp_comm_overlap": (f"{_COMMUNICATION}: TP 2, sequence parallel, user buffers",),
     "moe_grouped_gemm": (f"{_EXACT}: EP 2",),
     "moe_router_load_balancing_type aux_loss": (f"{_EXACT}: EP 2",),
     "multi_latent_attention": (f"{_BEYOND}: exact-mla",),

@@ -5,8 +5,8 @@ micro-batch's forward between those of another's backward. A layer's first node 
 Here every micro-batch is decided on in the first node of its first layer with experts; such nodes then replay, or run
 eagerly, while tokens are exchanged and experts run as Megatron does it.
 
-Delayed weight gradients (`delay_wgrad_compute`) of what is captured are computed in the backward's graph. Those of
-experts go on being delayed.
+Delayed weight gradients (`delay_wgrad_compute`) of what is captured are computed in the backward's graph, and those of
+experts go on being delayed; `install` refuses them until that was run beside eager.
 """
 
 from __future__ import annotations
