@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from packaging.version import Version
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -42,23 +40,6 @@ from thdprof.runtime.megatron.refusals.settings import SettingsError
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 
 MODULES = ["attn", "moe_router"]
-
-
-@pytest.fixture
-def _engine_can_be_imported(monkeypatch):
-    """megatron-core's own replay imports Transformer Engine, and asks nothing of it."""
-    from megatron.core import utils
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    stream = SimpleNamespace(
-        wait_stream=lambda other: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
-    )
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
 
 
 def make_experts(
