@@ -35,8 +35,10 @@ from pathlib import Path
 import megatron_lm
 from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run, without
 from trainer_exact import APEX_STAND_IN, ROWS, exact_data, exact_row
-from trainer_experts import RUNS, experts_lines
+from trainer_experts import RUNS as OF_EXPERTS
+from trainer_experts import experts_lines
 from trainer_lives import LIVES, Life
+from trainer_overlap import RUNS as OVERLAPS
 from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
 from trainer_soak import soak
@@ -199,14 +201,15 @@ def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
 
 def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `overlap`."""
-    lines, chosen = overlap_lines(args.megatron_lm / "pretrain_gpt.py", directory, steps=args.steps)
+    names = [name for name in OVERLAPS if named(name, args.rows)]
+    lines, chosen = overlap_lines(args.megatron_lm / "pretrain_gpt.py", directory, steps=args.steps, names=names)
     return [chosen, "", *table(lines)]
 
 
 def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     """The tables of `experts`."""
     script, told = args.megatron_lm / "pretrain_gpt.py", []
-    runs = [name for name in RUNS if named(name, args.rows)]
+    runs = [name for name in OF_EXPERTS if named(name, args.rows)]
     for gpus in args.gpus:
         lines = experts_lines(script, directory, gpus=gpus, runs=runs, steps=args.steps, parts=args.parts)
         told += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *table(lines), ""]
@@ -262,7 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact, lives, experts: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
-        "--rows", default="", help="exact, lives, experts: only rows with one of these texts in their name: CP;EP"
+        "--rows", default="", help="exact, lives, overlap, experts: only rows with one of these texts: CP;EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
     parser.add_argument(
