@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 from support.gpu_training import assert_as_predicted, assert_same_training, train
+from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -35,6 +39,26 @@ def test_dropless_experts_train_as_they_do_eagerly(plans, tmp_path, name):
     ours = train(plan, tmp_path / "ours.jsonl", "dropless", *more)
     assert_as_predicted(plan, ours)
     assert_same_training(ours, train(plan, tmp_path / "eager.jsonl", "dropless", *more, replay=False))
+
+
+SMALL = (
+    "router", "preprocess", "fusions", "groups", "shared", "overlapped", "samples", "masked", "global", "forced", "latent",
+)  # fmt: skip
+"""Cases of gpu_experts_cases.py."""
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_micro_batches_of_dropless_experts_give_the_numbers_of_eager_ones(name):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "tests/gpu/gpu_experts_cases.py", name],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mamba_ssm") is None, reason="needs mamba_ssm")
