@@ -41,9 +41,8 @@ def test_dropless_experts_train_as_they_do_eagerly(plans, tmp_path, name):
     assert_same_training(ours, train(plan, tmp_path / "eager.jsonl", "dropless", *more, replay=False))
 
 
-SMALL = (
-    "router", "preprocess", "fusions", "groups", "shared", "overlapped", "samples", "masked", "global", "forced", "latent",
-)  # fmt: skip
+SMALL = ("router", "preprocess", "fusions", "groups", "shared", "overlapped", "samples", "masked", "global", "forced")
+SMALL += ("latent",)
 """Cases of gpu_experts_cases.py."""
 
 
