@@ -61,12 +61,13 @@ class Seen:
     """Calls by which the host launched the others, and graphs."""
 
 
-def built(*, experts: int = 128, ranks: int = 1) -> tuple[Any, Any]:
+def built(*, experts: int = 128, ranks: int = 1, fused: bool = True) -> tuple[Any, Any]:
     """The model as Megatron's training wraps it, and its configuration.
 
     Args:
         experts: number of experts.
         ranks: ranks that share them.
+        fused: whether matrix products add gradients of weights to main_grad themselves, as Megatron-LM has them do.
     """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -110,6 +111,9 @@ def built(*, experts: int = 128, ranks: int = 1) -> tuple[Any, Any]:
         max_sequence_length=TOKENS,
         position_embedding_type="rope",
     )
+    for part in model.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = fused
     return wrapped(model, config), config
 
 
@@ -226,12 +230,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--passes", type=int, default=20, help="measured passes of each way [20]")
     parser.add_argument("--experts", type=int, default=128, help="experts of a layer [128]")
+    parser.add_argument("--unfused", action="store_true", help="add each weight's gradient to main_grad by itself")
     args = parser.parse_args()
     ranks, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     seen: dict[str, Seen] = {}
     with tempfile.TemporaryDirectory() as folder, process_groups(expert_model_parallel_size=ranks):
         torch._dynamo.config.disable = False  # Megatron compiles some functions in training
-        model, config = built(experts=args.experts, ranks=ranks)
+        model, config = built(experts=args.experts, ranks=ranks, fused=not args.unfused)
         given = batches(rank)
         for name, modules in KINDS.items():
             plan = plan_of(Path(folder), modules, ranks=ranks)
