@@ -326,3 +326,15 @@ def test_parameters_before_the_experts_are_gathered_for_the_graph_and_experts_by
     asked = Counter(name for name in reduction.gathered if name.startswith("layers.0."))
     assert set(asked) == {f"layers.0.{name}" for name, _ in block.layers[0].named_parameters()}
     assert {n for name, n in asked.items() if "experts" in name} == {1}
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_a_latent_projection_in_the_preprocessing_is_gathered_with_it():
+    layer = make_experts(graphs=False).layers[0]
+    layer.mlp.fc1_latent_proj = torch.nn.Linear(HIDDEN, 4)
+    asked = []
+    layer.mlp.fc1_latent_proj.register_forward_pre_hook(lambda part, _: asked.append(part))
+    UpToRouter(layer, MODULES).gather()
+    assert asked == []  # it runs eagerly, with its own hook
+    UpToRouter(layer, [*MODULES, "moe_preprocess"]).gather()
+    assert asked == [layer.mlp.fc1_latent_proj]

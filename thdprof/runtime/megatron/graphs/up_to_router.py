@@ -84,7 +84,9 @@ class UpToRouter:
         hooks.
         """
         with self._split():
-            parts = self.layer._get_submodules_under_cudagraphs()
+            parts = [*self.layer._get_submodules_under_cudagraphs()]
+        if self._sizes is not None and hasattr(self.layer.mlp, "fc1_latent_proj"):
+            parts.append(self.layer.mlp.fc1_latent_proj)  # runs in the dispatcher's preprocessing
         for part in parts:
             gather_parameters(part)
 
