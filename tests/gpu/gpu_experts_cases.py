@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,17 +192,16 @@ def compared(name: str, directory: Path) -> None:
 def main() -> int:
     """Run the cases that are named, or all, and tell how each went."""
     failed = 0
-    for name in sys.argv[1:] or CASES:
-        with ExitStack() as stack:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            stack.enter_context(process_groups())
+    with process_groups():
+        for name in sys.argv[1:] or CASES:
             try:
-                compared(name, directory)
+                with tempfile.TemporaryDirectory() as directory:
+                    compared(name, Path(directory))
                 verdict = "ok"
             except Exception as error:
                 failed += 1
                 verdict = f"FAILED {type(error).__name__}: {error}"[:1500]
-        print(f"{name}: {verdict}", flush=True)
+            print(f"{name}: {verdict}", flush=True)
     return failed
 
 
