@@ -144,6 +144,7 @@ DROPLESS = (
         f"{_GROUPS} {_EP_2} {_LATENT} --moe-shared-expert-intermediate-size 256",
         gpus=2,
     ),
+    _dropless("EP 2, multi-token prediction", f"{_BALANCED} {_EP_2} --mtp-num-layers 1", gpus=2),
     _dropless(
         "TP 2, EP 2, sequence parallel",
         f"{_BALANCED} {_EP_2} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
@@ -197,6 +198,16 @@ ROWS = (
         "--overlap-param-gather",
     ),
     Row(name="PP 2", gpus=2, flags="--pipeline-model-parallel-size 2"),
+    Row(
+        name="PP 2, uneven layers",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL",
+    ),
+    Row(
+        name="PP 2, uneven layers, multi-token prediction",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL --mtp-num-layers 1",
+    ),
     Row(name="PP 2, dropout", gpus=2, flags="--pipeline-model-parallel-size 2", dropout=True),
     Row(name="CP 2", gpus=2, flags="--context-parallel-size 2", multiple=4),
     Row(name="CP 2, dropout", gpus=2, flags="--context-parallel-size 2", multiple=4, dropout=True),

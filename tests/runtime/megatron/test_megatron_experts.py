@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-from packaging.version import Version
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -42,23 +40,6 @@ from thdprof.runtime.megatron.refusals.settings import SettingsError
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 
 MODULES = ["attn", "moe_router"]
-
-
-@pytest.fixture
-def _engine_can_be_imported(monkeypatch):
-    """megatron-core's own replay imports Transformer Engine, and asks nothing of it."""
-    from megatron.core import utils
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    stream = SimpleNamespace(
-        wait_stream=lambda other: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
-    )
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
 
 
 def make_experts(
@@ -178,6 +159,71 @@ def test_experts_that_fail_leave_no_trace_in_their_layer():
     assert torch.equal(forward(block, x, SMALL), good)
 
 
+@pytest.fixture
+def _hybrid_ep_can_be_imported(monkeypatch):
+    """HybridEP's two functions on one rank: tokens in the order of their experts, and their sums."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    own_zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **more: own_zeros(*shape, **more))
+
+    def dispatch(*, x, routing_map, probs, **_):
+        _, token = routing_map.T.nonzero(as_tuple=True)
+        return x[token], probs.T[routing_map.T], None, routing_map.sum(0), (token, len(x))
+
+    def combine(*, x, handle, **_):
+        token, count = handle
+        return own_zeros(count, x.shape[-1]).index_add(0, token, x)
+
+    monkeypatch.setattr(token_dispatcher, "hybrid_ep_dispatch", dispatch)
+    monkeypatch.setattr(token_dispatcher, "hybrid_ep_combine", combine)
+
+
+@pytest.fixture
+def _streams_can_be_awaited(monkeypatch):
+    """Overlapped shared experts run on a stream of their own, for which their output waits."""
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+    stream, own = SimpleNamespace(wait_stream=lambda other: None), SharedExpertMLP.get_output
+
+    def get_output(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+            return own(self)
+
+    monkeypatch.setattr(SharedExpertMLP, "get_output", get_output)
+
+
+FLEX = {"moe_flex_dispatcher_backend": "hybridep", "moe_router_dtype": "fp32"}
+OVERLAPPED = {"shared": 4, "moe_shared_expert_overlap": True}
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "modules", "settings"),
+    [
+        ("flex", MODULES, FLEX),
+        ("flex", [*MODULES, "moe_preprocess"], FLEX),
+        ("flex", MODULES, {**FLEX, **OVERLAPPED}),
+        ("flex", [*MODULES, "moe_preprocess"], {**FLEX, **OVERLAPPED}),
+        ("alltoall", MODULES, OVERLAPPED),
+        ("allgather", [*MODULES, "moe_preprocess"], {}),
+    ],
+)
+@pytest.mark.usefixtures("_engine_can_be_imported", "_hybrid_ep_can_be_imported", "_streams_can_be_awaited")
+def test_other_dispatchers_and_overlapped_shared_experts_go_on_from_the_graph(dispatcher, modules, settings):
+    found = []
+    batches = list(zip(inputs(4), [SMALL, LARGE, OVER, SMALL], strict=True))
+    for graphs in (False, True):
+        block = make_experts(graphs=False, dispatcher=dispatcher, **settings)
+        run = graphs_of(block, modules=modules) if graphs else None
+        Reduction(block).zero(resets_flags=True)
+        seen = train(block, batches, one_f_one_b(len(batches)))
+        found.append([*seen, *(p.main_grad.clone() for p in block.parameters())])
+    assert run.stats().replays.total() == 3
+    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 1}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def several_samples(x, bounds, mask=None):
     """Arguments of a block for a micro-batch of two samples, with the padding mask of its tokens."""
     params = packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu")
@@ -280,3 +326,15 @@ def test_parameters_before_the_experts_are_gathered_for_the_graph_and_experts_by
     asked = Counter(name for name in reduction.gathered if name.startswith("layers.0."))
     assert set(asked) == {f"layers.0.{name}" for name, _ in block.layers[0].named_parameters()}
     assert {n for name, n in asked.items() if "experts" in name} == {1}
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_a_latent_projection_in_the_preprocessing_is_gathered_with_it():
+    layer = make_experts(graphs=False).layers[0]
+    layer.mlp.fc1_latent_proj = torch.nn.Linear(HIDDEN, 4)
+    asked = []
+    layer.mlp.fc1_latent_proj.register_forward_pre_hook(lambda part, _: asked.append(part))
+    UpToRouter(layer, MODULES).gather()
+    assert asked == []  # it runs eagerly, with its own hook
+    UpToRouter(layer, [*MODULES, "moe_preprocess"]).gather()
+    assert asked == [layer.mlp.fc1_latent_proj]

@@ -536,7 +536,9 @@ def test_settings():
     from megatron.core.transformer.enums import CudaGraphModule
 
     plan = SimpleNamespace(graphs=SimpleNamespace(impl="transformer_engine", modules=[]))
-    good = SimpleNamespace(cuda_graph_modules=[], cuda_graph_retain_backward_graph=False)
+    good = SimpleNamespace(
+        cuda_graph_impl="transformer_engine", cuda_graph_modules=[], cuda_graph_retain_backward_graph=False
+    )
     assert list(refused_by_transformer_engine(good, plan)) == []
     assert list(refused_by_transformer_engine(make_block().config, plan)) == []
     bad = copy.copy(good)
@@ -550,6 +552,9 @@ def test_settings():
         "cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
         "'moe_router']"
     ]
+    built_for_none = copy.copy(good)
+    built_for_none.cuda_graph_impl = "none"
+    assert list(refused_by_transformer_engine(built_for_none, plan)) == []
     good.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.attn]
     assert list(refused_by_transformer_engine(good, plan)) == []
     plan.graphs.impl = "chunk"

@@ -300,6 +300,24 @@ def test_settings_have_the_names_of_analyze():
     assert not {"global_batch_size", "train_samples"} & set(ramped)
 
 
+@pytest.mark.parametrize(
+    ("padded", "balancing", "together"),
+    [(True, "aux_loss", 2), (False, "aux_loss", None), (False, ["aux_loss", "global_aux_loss"], 4)],
+)
+def test_ranks_that_share_collectives_of_experts_in_graphs_are_counted(padded, balancing, together):
+    config = configuration(data_parallel_size=4)
+    for name, value in {
+        "num_moe_experts": 8,
+        "moe_pad_expert_input_to_capacity": padded,
+        "moe_router_load_balancing_type": balancing,
+        "tensor_model_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }.items():
+        setattr(config.model, name, value)
+    assert bridge_settings.settings_of(config).get("shared_capture_ranks") == together
+
+
 @pytest.mark.parametrize("weights", [None, [0.3, 0.7]])
 def test_the_weights_of_a_blend_are_compared(weights):
     dataset = SimpleNamespace(enable_offline_packing=False, blend=(["a", "b"], weights), random_seed=1234)

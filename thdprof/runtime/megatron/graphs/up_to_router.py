@@ -90,7 +90,9 @@ class UpToRouter:
     def parts(self) -> Sequence[nn.Module]:
         """The modules before the experts."""
         with self._split():
-            parts: Sequence[nn.Module] = self.layer._get_submodules_under_cudagraphs()
+            parts = [*self.layer._get_submodules_under_cudagraphs()]
+        if self._sizes is not None and hasattr(self.layer.mlp, "fc1_latent_proj"):
+            parts.append(self.layer.mlp.fc1_latent_proj)  # runs in the dispatcher's preprocessing
         return parts
 
     def replay(self, graph: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,10 @@ def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
         config: Bridge's ConfigContainer after its validation, so that its data-parallel size is set.
         plan: the plan that the run is to follow.
     """
-    return misfits(plan, settings_of(config), data_paths=data_paths_of(config))
+    settings = settings_of(config)
+    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
+        settings.pop("shared_capture_ranks", None)
+    return misfits(plan, settings, data_paths=data_paths_of(config))
 
 
 def settings_of(config: Any) -> dict[str, Any]:
