@@ -13,7 +13,7 @@ from thdprof.megatron_limits.middle_stages import FLAGS as MIDDLE_STAGE_FLAGS
 
 PLAN = plan_of_shares((0.9,), count=800, steps=100)
 COMMAND = ["pretrain_gpt.py", "--dataloader-inter-document-masking", "--te-rng-tracker", "--num-layers", "2"]
-NOT_YET_TOLD = {"use_kitchen", "quant_recipe"}
+NOT_YET_TOLD = {"use_kitchen", "quant_recipe", "fp8_dot_product_attention", "fp8_multi_head_attention"}
 """Fields of the table that no argument, or none of an installation without Kitchen, turns on by itself."""
 
 

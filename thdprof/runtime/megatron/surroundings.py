@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.megatron.quantized import quantization
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -44,6 +46,7 @@ def of_decoder(
         agreed: returns whether its argument is true on all of those ranks; None: they cannot ask each other.
     """
     ready, config = torch.cuda.Event(), getattr(block, "config", None)
+    quantized = quantization.of_block(block, config)
     parameters = [p for p in block.parameters() if p.requires_grad]
 
     def on_backward() -> None:
@@ -57,7 +60,7 @@ def of_decoder(
         for parameter in complete:
             parameter._cudagraph_wgrad_ready_event = of_piece  # type: ignore[attr-defined]
 
-    return Surroundings(
+    around = Surroundings(
         extra_state=expert_metrics,
         while_capturing=capturing,
         on_backward=on_backward,
@@ -65,6 +68,32 @@ def of_decoder(
         communicates=communicates,
         agreed=agreed,
         deterministic=lambda: is_deterministic(config),
+    )
+    return around if quantized is None else with_quantization(around, quantized)
+
+
+def with_quantization(around: Surroundings, quantized: quantization.Quantization) -> Surroundings:
+    """The surroundings `around` of a decoder whose matrix products are `quantized`."""
+
+    def extra_state() -> Sequence[torch.Tensor]:
+        return [*around.extra_state(), *quantized.state()]
+
+    @contextmanager
+    def while_capturing() -> Iterator[None]:
+        with around.while_capturing(), quantized.while_capturing():
+            yield
+
+    return replace(
+        around,
+        extra_state=extra_state,
+        while_capturing=while_capturing,
+        before_forward=quantized.before_forward,
+        after_forward=quantized.after_forward,
+        after_backward=quantized.after_backward,
+        backward_state=quantized.backward_state,
+        repeating=quantized.repeating,
+        changed=quantized.changed,
+        forget=quantized.forget,
     )
 
 

@@ -1,0 +1,262 @@
+"""FP8 around captures and replays: scales, amax histories and quantized weights stay as they are eagerly."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support import quantized_layers, recorded_graphs  # noqa: E402
+from support.quantized_layers import Decoder, Manager  # noqa: E402
+
+from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
+from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+from thdprof.runtime.megatron.quantized.quantization import Quantization  # noqa: E402
+from thdprof.runtime.megatron.surroundings import with_quantization  # noqa: E402
+
+TOKENS, SIZE = 12, 4
+SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(3, TOKENS, TOKENS)
+BOUNDS = {1: [0, 12], 2: [0, 5, 12], 3: [0, 1, 7, 12], 4: [0, 3, 6, 9, 12]}
+"""Boundaries by number of documents; four fit no bucket."""
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch):
+    recorded_graphs.put_in_place(monkeypatch)
+    Manager.reset()
+
+
+def capturing() -> bool:
+    """Whether a recorder is on top of torch's modes."""
+    return bool(torch.utils._python_dispatch._get_current_dispatch_mode_stack())
+
+
+class Trained:
+    """A decoder that is trained step by step, by graphs or eagerly."""
+
+    def __init__(self, *, graphs: bool, num_slots: int = 1, seed: int = 0, **options):
+        torch.manual_seed(seed)
+        self.decoder = Decoder(SIZE, capturing=capturing)
+        self.run = self.decoder
+        if graphs:
+            self.quantization = Quantization(self.decoder, Manager, is_capturing=capturing)
+            around = with_quantization(Surroundings(), self.quantization)
+            self.run = GraphedModule(
+                self.decoder, [SMALL, LARGE], sample_every=0, num_slots=num_slots, surroundings=around, **options
+            )
+        self.data = np.random.default_rng(seed)
+        self.trace = []
+
+    def input(self):
+        return torch.from_numpy(self.data.normal(size=(TOKENS, SIZE)).astype(np.float32)).requires_grad_()
+
+    def step(self, documents, *, in_flight=1):
+        """Micro-batches with so many documents each, then an optimizer step."""
+        self.decoder.begin_step()
+        held = []
+
+        def back():
+            x, y = held.pop(0)
+            y.square().mean().backward()
+            self.trace += [y.detach().clone(), x.grad.clone()]
+
+        for count in documents:
+            x = self.input()
+            held.append((x, self.run(x, pack(BOUNDS[count]))))
+            if len(held) == in_flight:
+                back()
+        while held:
+            back()
+        with torch.no_grad():
+            for p in self.decoder.parameters():
+                p -= 0.01 * p.grad
+                p.grad.zero_()
+        self.trace += [tensor.clone() for tensor in self.decoder.states().values()]
+
+    def evaluate(self):
+        self.decoder.begin_step()  # Megatron marks the first micro-batch of an evaluation, too
+        self.decoder.eval()
+        with torch.no_grad():
+            self.trace.append(self.run(self.input(), pack(BOUNDS[2])).clone())
+        self.decoder.train()
+
+
+def trained(work, **options):
+    """The traces of a run with graphs and of an eager one, after `work` on each."""
+    traces = []
+    for graphs in (True, False):
+        Manager.reset()
+        run = Trained(graphs=graphs, **options) if graphs else Trained(graphs=False, seed=options.get("seed", 0))
+        work(run)
+        traces.append((run, run.trace, list(Manager.made)))
+    return traces
+
+
+def assert_alike(work, **options):
+    (ours, traced, made), (_, expected, eagerly) = trained(work, **options)
+    assert len(traced) == len(expected) > 20
+    differing = [i for i, (a, b) in enumerate(zip(traced, expected, strict=True)) if not torch.equal(a, b)]
+    assert not differing, f"{len(differing)} of {len(traced)}, the first is {differing[0]}"
+    assert made == eagerly
+    return ours
+
+
+MIXES = {
+    "replays alone": [[1, 2, 3], [3, 2], [1, 1, 3, 2]],
+    "an eager micro-batch first": [[4, 2, 3], [4, 3], [2, 4]],
+    "an eager micro-batch between replays": [[2, 4, 3], [3, 4, 4, 1], [1, 4, 3]],
+    "eager steps between": [[2, 3], [4, 4], [3, 1], [4], [4, 2]],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_states_after_every_step_are_those_of_an_eager_run(mix, in_flight):
+    def work(run):
+        for documents in MIXES[mix]:
+            run.step(documents, in_flight=in_flight)
+
+    run = assert_alike(work, num_slots=2)
+    assert run.run.stats().replays.total() > 0
+
+
+def test_an_evaluation_between_steps_changes_nothing():
+    def work(run):
+        for documents in ([2, 3], [3, 4, 1], [1]):
+            run.step(documents)
+            run.evaluate()
+
+    assert_alike(work)
+
+
+def test_replays_without_the_updates_train_otherwise(monkeypatch):
+    monkeypatch.setattr(Quantization, "after_forward", lambda self: None)
+    with pytest.raises(AssertionError, match="the first is"):
+        assert_alike(lambda run: [run.step(documents) for documents in MIXES["replays alone"]])
+
+
+def test_replays_that_never_quantize_train_otherwise(monkeypatch):
+    monkeypatch.setattr(Quantization, "before_forward", lambda self: self._skip.fill_(1.0))
+    with pytest.raises(AssertionError, match="the first is"):
+        assert_alike(lambda run: [run.step(documents) for documents in MIXES["replays alone"]])
+
+
+def test_weights_are_quantized_once_a_step():
+    run = Trained(graphs=True)
+    run.step([2, 3, 2])
+    skip = run.quantization._skip
+    seen = []
+    own = Quantization.after_forward
+
+    def after_forward(self):
+        seen.append(skip.item())
+        own(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Quantization, "after_forward", after_forward)
+        run.run._surroundings = with_quantization(Surroundings(), run.quantization)
+        run.step([2, 3, 2])
+    assert seen == [0.0, 1.0, 1.0]
+
+
+def test_captures_leave_no_trace():
+    run = Trained(graphs=True)
+    for _ in range(2):
+        for layer in run.decoder.layers:
+            layer.fp8_meta.clear()
+        Manager.reset()
+        with run.quantization.while_capturing():
+            y = run.decoder(run.input(), pack(BOUNDS[2]))
+            y.sum().backward()
+        states = run.decoder.states()
+        assert all((states[f"{n} {key} scale"] == 1).all() for n in (0, 1) for key in ("scaling_fwd", "scaling_bwd"))
+        assert not any(states[f"{n} {key} amax"].any() for n in (0, 1) for key in ("scaling_fwd", "scaling_bwd"))
+        assert all(layer.is_first_microbatch for layer in run.decoder.layers)
+        assert Manager.made == []
+        assert Manager.quantization_state.skip_fp8_weight_update_tensor is None
+
+
+def test_a_warm_up_in_the_middle_of_a_step_leaves_its_quantized_weights():
+    run = Trained(graphs=True)
+    run.step([2, 3])
+    run.decoder.begin_step()
+    run.run(run.input(), pack(BOUNDS[2])).sum().backward()
+    before = {name: tensor.clone() for name, tensor in run.decoder.states().items()}
+    with torch.no_grad():
+        for p in run.decoder.parameters():
+            p += 1
+    with run.quantization.while_capturing():
+        run.decoder(run.input(), pack(BOUNDS[2]))
+    after = run.decoder.states()
+    kept = [name for name in before if "data" in name or "inverse" in name]
+    assert len(kept) == 4
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+
+
+def test_a_capture_that_fails_leaves_no_trace():
+    run = Trained(graphs=True)
+    Manager.quantization_state.fp8_tensors_recompute_buffer.append(quantized_layers.queue("waiting"))
+    own = vars(Manager)["reduce_and_update_fp8_tensors"]
+    with pytest.raises(ZeroDivisionError), run.quantization.while_capturing():
+        run.decoder(run.input(), pack(BOUNDS[2]))
+        assert not Manager.quantization_state.fp8_tensors_recompute_buffer[0]
+        raise ZeroDivisionError
+    assert all(layer.is_first_microbatch for layer in run.decoder.layers)
+    assert all((layer.fp8_meta["scaling_fwd"].scale == 1).all() for layer in run.decoder.layers)
+    assert not any(layer.fp8_meta["scaling_fwd"].amax_history.any() for layer in run.decoder.layers)
+    assert [*Manager.quantization_state.fp8_tensors_recompute_buffer[0]] == ["waiting"]
+    assert vars(Manager)["reduce_and_update_fp8_tensors"] is own
+
+
+def test_a_weight_quantized_elsewhere_is_put_back_and_quantized_anew():
+    def work(run):
+        run.step([2, 3])
+        for layer in run.decoder.layers:  # as where an evaluation finds that the old one lacks what it needs
+            layer._fp8_workspaces["weight"] = copy.deepcopy(layer._fp8_workspaces["weight"])
+        run.step([2, 4, 3])
+
+    run = assert_alike(work)
+    kept = run.decoder.layers[0]._fp8_workspaces["weight"]
+    run.decoder.layers[0]._fp8_workspaces["weight"] = copy.deepcopy(kept)
+    kept._data.zero_()
+    run.run(run.input(), pack(BOUNDS[2])).sum().backward()
+    assert run.decoder.layers[0]._fp8_workspaces["weight"] is kept
+    assert kept._data.any()
+
+
+def test_scales_that_were_replaced_are_noticed():
+    run = Trained(graphs=True)
+    run.step([2, 3])
+    state = run.decoder.layers[1].fp8_meta["scaling_bwd"]
+    state.amax_history = state.amax_history.clone()
+    with pytest.raises(RuntimeError, match="amax histories of delayed scaling were replaced .*; call recapture"):
+        run.step([2, 3])
+    run.run.recapture()
+    run.step([2, 3])
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_watch_agrees_with_every_replay(in_flight, caplog):
+    def work(run):
+        for documents in ([2, 3], [3, 4, 1, 2], [1, 2]):
+            run.step(documents, in_flight=in_flight)
+
+    run = assert_alike(work, num_slots=2, verify_every=1)
+    stats = run.run.stats()
+    assert stats.verified.total() == stats.replays.total() > 4
+    assert not stats.mismatches.total(), caplog.text
+
+
+def test_layers_in_pieces_update_once():
+    torch.manual_seed(0)
+    decoder = Decoder(SIZE, capturing=capturing)
+    quantization = Quantization(decoder, Manager, is_capturing=capturing)
+    around = with_quantization(Surroundings(), quantization)
+    run = GraphedModule(decoder, [SMALL], sample_every=0, surroundings=around, cuts=[decoder.layers[1]])
+    for _ in range(3):
+        x = torch.randn(TOKENS, SIZE, requires_grad=True)
+        run(x, pack(BOUNDS[2])).sum().backward()
+    assert Manager.made == ["forward", "backward"] * 3
