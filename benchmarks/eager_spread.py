@@ -85,7 +85,6 @@ def main() -> int:
                     replay=number == args.runs,
                     stats=folder / f"{name}.jsonl",
                     gpus=GPUS,
-                    port=29700 + number,
                     tensorboard=folder / name,
                     limit=200,
                     log=folder / f"{name}.log",

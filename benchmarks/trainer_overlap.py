@@ -37,7 +37,7 @@ def overlap_lines(script: Path, directory: Path, *, steps: int = STEPS) -> tuple
     flags = overlap_flags(directory / "documents", steps)
     chosen = plan_of(flags, directory, "chosen", gpus=GPUS)
     ran: dict[str, Ran] = {}
-    for number, (name, layers) in enumerate(RUNS.items()):
+    for name, layers in RUNS.items():
         plan = (
             None if layers is None else plan_of(flags, directory, f"plan-{layers}", gpus=GPUS, layers_per_graph=layers)
         )
@@ -47,7 +47,6 @@ def overlap_lines(script: Path, directory: Path, *, steps: int = STEPS) -> tuple
             plan=plan,
             stats=None if plan is None else directory / f"stats-{layers}.jsonl",
             gpus=GPUS,
-            port=29700 + number,
             tensorboard=directory / f"tensorboard-{layers}",
             environment=EXACT,
             limit=150,
