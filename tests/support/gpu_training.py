@@ -58,6 +58,12 @@ class Run:
     """By how much graphs are smaller, by the tensors that passes saved."""
     peak_bytes: int
     """Memory that the allocator reserved at most."""
+    states: list[dict[str, str]]
+    """After every step a digest of each kind of state: gradients, weights, and those of FP8."""
+    verified: int
+    """Micro-batches that were also run eagerly, and compared."""
+    mismatches: int
+    """Those of them that differed."""
 
 
 def arguments_of(plan: Plan, model: str, *, impl: str, cache: Path, shape: str = SHAPE) -> list[str]:
@@ -127,6 +133,9 @@ def train(
         host_bytes=memory["host_bytes"],
         freed_bytes=memory["offload_freed_bytes"],
         peak_bytes=memory["peak_bytes"],
+        states=[step["states"] for step in steps],
+        verified=sum(one["count"] for one in counted["verified"]),
+        mismatches=sum(one["count"] for one in counted["mismatches"]),
     )
 
 
@@ -171,4 +180,8 @@ def assert_same_training(run: Run, other: Run, *, steps: int = 12) -> None:
     assert len(run.losses) == len(other.losses) == steps
     assert run.losses == other.losses
     assert run.grad_norms == other.grad_norms
+    for number, (ours, theirs) in enumerate(zip(run.states, other.states, strict=True)):
+        assert ours == theirs, (
+            f"after step {number}: {[k for k in ours.keys() | theirs if ours.get(k) != theirs.get(k)]}"
+        )
     assert len(set(run.losses)) > 1, "a loss that stays the same proves nothing"

@@ -3,8 +3,8 @@
     python -m thdprof.run --plan plan.yaml tests/support/pretrain.py --record run.jsonl MEGATRON'S ARGUMENTS
 
 It calls what pretrain_gpt.py and pretrain_hybrid.py of Megatron-LM call, in their order, and imports the functions that
-form a micro-batch by name as they do. The last rank records every step's loss and gradient norm, exactly, and at the
-end what the run's graphs hold.
+form a micro-batch by name as they do. The last rank records every step's loss and gradient norm, exactly, with digests of
+what the step left behind, and at the end what the run's graphs hold.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from training_states import digests  # beside this script, whose folder comes first
 
 from thdprof.runtime.megatron import Installation
 
@@ -156,7 +157,8 @@ def record(path: Path) -> None:
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         told = step_of(*args, **kwargs)
-        write(loss=float(told[0]["lm loss"]).hex() if told[0] else None, grad_norm=float(told[5]).hex())
+        loss = float(told[0]["lm loss"]).hex() if told[0] else None
+        write(loss=loss, grad_norm=float(told[5]).hex(), states=digests(args[2]))
         return told
 
     def close_installation(self: Installation) -> None:

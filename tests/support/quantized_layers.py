@@ -1,4 +1,4 @@
-"""Stands for Transformer Engine's quantization on a CPU: a global manager, and layers that quantize as its layers do."""
+"""Stands for Transformer Engine's quantization on a CPU: a global manager, and layers that quantize as its do."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ class QuantizedLinear(nn.Module):
         first, self.is_first_microbatch = self.is_first_microbatch, False
         workspace, state = self._fp8_workspaces.get("weight"), self.fp8_meta["scaling_fwd"]
         if workspace is None:
-            self._fp8_workspaces["weight"] = workspace = Workspace(*(t.clone() for t in quantized(self.weight, state, 1)))
+            self._fp8_workspaces["weight"] = workspace = Workspace(
+                *(t.clone() for t in quantized(self.weight, state, 1))
+            )
         elif skip is not None:  # as the kernels do
             history = state.amax_history[0][1]
             amax = torch.maximum(history, self.weight.detach().abs().max())
@@ -106,7 +108,9 @@ class QuantizedLinear(nn.Module):
             workspace._data.copy_(torch.where(skip[0] == 1, workspace._data, data))
             workspace._scale_inv.copy_(torch.where(skip[0] == 1, workspace._scale_inv, 1 / state.scale[1]))
         elif first:
-            for target, value in zip((workspace._data, workspace._scale_inv), quantized(self.weight, state, 1), strict=True):
+            for target, value in zip(
+                (workspace._data, workspace._scale_inv), quantized(self.weight, state, 1), strict=True
+            ):
                 target.copy_(value)
         return _Product.apply(x, self.weight, self, workspace)
 

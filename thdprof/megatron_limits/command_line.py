@@ -129,7 +129,11 @@ def refused_arguments(
     if plan.graphs.impl == "none":
         return list(_of_packing(given, script))
     impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
-    lines = [*_of_table(plan, given, impl, environment, replay=replay), *_of_packing(given, script), *_of_attention(given)]
+    lines = [
+        *_of_table(plan, given, impl, environment, replay=replay),
+        *_of_packing(given, script),
+        *_of_attention(given),
+    ]
     lines += _of_shared_captures(plan, given)
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 

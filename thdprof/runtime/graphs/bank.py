@@ -165,9 +165,7 @@ class Bank:
         for one in free:
             if self.capture(one, bucket) is not None:
                 around = self._options.surroundings
-                return Lease(
-                    one, bucket, self._gradients, around.on_backward, around.on_piece, around.after_backward
-                )
+                return Lease(one, bucket, self._gradients, around.on_backward, around.on_piece, around.after_backward)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def changed(self) -> str:

@@ -22,9 +22,8 @@ class Scales:
 
     def __init__(self, module: nn.Module) -> None:
         """The states inside `module`; its forward makes them when it first runs."""
-        self._metas: list[dict[str, Any]] = [
-            part.fp8_meta for part in module.modules() if isinstance(getattr(part, "fp8_meta", None), dict)
-        ]
+        metas = [getattr(part, "fp8_meta", None) for part in module.modules()]
+        self._metas = [meta for meta in metas if isinstance(meta, dict)]
         self._read: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []
 
     def tensors(self) -> list[torch.Tensor]:

@@ -31,11 +31,8 @@ class Workspaces:
 
     def __init__(self, module: nn.Module) -> None:
         """The workspaces inside `module`; its forward makes them when it first runs."""
-        self._tables: list[dict[str, Any]] = [
-            part._fp8_workspaces
-            for part in module.modules()
-            if isinstance(getattr(part, "_fp8_workspaces", None), dict)
-        ]
+        tables = [getattr(part, "_fp8_workspaces", None) for part in module.modules()]
+        self._tables = [table for table in tables if isinstance(table, dict)]
         self._kept: list[tuple[dict[str, Any], str, Any, Mapping[str, torch.Tensor]]] = []
 
     def keep(self) -> None:
