@@ -67,8 +67,20 @@ def test_a_run_that_graphs_serve_is_not_refused():
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["--fp8-format", "hybrid"], "--fp8-format hybrid: scales are not kept across replays of packed graphs; leave"),
-        (["--fp8-format=e4m3"], "--fp8-format e4m3: scales are not kept"),
+        (
+            ["--fp8-format=e4m3", "--fp8-recipe", "mxfp8"],
+            "--fp8-recipe mxfp8: its graphs are made as those of other recipes, but no GPU that has it was there to "
+            "measure them; with THDPROF_UNMEASURED=allow in the environment it is taken all the same",
+        ),
+        (["--fp4-format", "e2m1"], "--fp4-format e2m1: its graphs are made as those of other recipes"),
+        (
+            ["--fp8-format", "hybrid", "--fp8-recipe", "custom", "--fp8-quantizer-factory", "mine.make"],
+            "--fp8-quantizer-factory mine.make: what its quantizers keep between passes is not known; leave it out",
+        ),
+        (
+            ["--fp8-format", "hybrid", "--use-transformer-engine-op-fuser"],
+            "--use-transformer-engine-op-fuser: its operations keep scales in places of their own; leave it out",
+        ),
         (["--recompute-granularity", "full"], "--recompute-granularity full: graphs keep activations"),
         (["--recompute-activations"], "--recompute-activations: graphs keep activations"),
         (["--cpu-offloading-num-layers", "2"], "--cpu-offloading-num-layers 2: megatron-core refuses it with graphs"),
@@ -171,7 +183,31 @@ def test_a_pipeline_whose_stages_all_have_data_is_not(more):
 
 
 def test_everything_is_told_at_once():
-    assert len(refused("--qk-clip", "--fp8-format", "hybrid", "--use-torch-fsdp2", command=["pretrain_gpt.py"])) == 5
+    assert len(refused("--qk-clip", "--tp-comm-overlap", "--use-torch-fsdp2", command=["pretrain_gpt.py"])) == 5
+
+
+FP8 = "--fp8-format hybrid --fp8-recipe {} --fp8-param-gather --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_fp8_as_hopper_has_it_is_served_by_graphs_of_whole_chunks(recipe):
+    flags = FP8.format(recipe).split()
+    assert refused(*flags) == []
+    assert refused("--fp8-format", "hybrid") == []  # Megatron's own recipe is delayed scaling
+    assert refused("--fp8-recipe", recipe) == []
+    for impl in ("local", "transformer_engine"):
+        assert refused(*flags, "--cuda-graph-impl", impl, plan=of_impl(impl)) == [
+            "--fp8-format hybrid: graphs of single layers do not keep its scales and quantized weights; set "
+            "graphs.impl to chunk"
+        ]
+
+
+def test_what_was_not_measured_is_taken_where_the_user_says_so():
+    allowed = {"THDPROF_UNMEASURED": "allow"}
+    assert refused("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", environment=allowed) == []
+    assert refused("--fp4-format", "e2m1", environment=allowed) == []
+    assert len(refused("--fp4-format", "e2m1", environment={"THDPROF_UNMEASURED": "1"})) == 1
+    assert len(refused("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8")) == 1
 
 
 @pytest.mark.parametrize(

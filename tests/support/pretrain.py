@@ -3,8 +3,8 @@
     python -m thdprof.run --plan plan.yaml tests/support/pretrain.py --record run.jsonl MEGATRON'S ARGUMENTS
 
 It calls what pretrain_gpt.py and pretrain_hybrid.py of Megatron-LM call, in their order, and imports the functions that
-form a micro-batch by name as they do. The last rank records every step's loss and gradient norm, exactly, with digests of
-what the step left behind, and at the end what the run's graphs hold.
+form a micro-batch by name as they do. The last rank records every step's loss and gradient norm, exactly, with digests
+of what the step left behind, and at the end what the run's graphs hold.
 """
 
 from __future__ import annotations

@@ -137,8 +137,11 @@ def on_the_model(
         sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
     refused = [
         words
-        for words, on in (("FP8", model.fp8_recipe), ("recomputed activations", model.recompute_granularity))
-        if on is not None
+        for words, on in (
+            ("MXFP8", model.fp8_recipe == "mxfp8"),
+            ("recomputed activations", model.recompute_granularity is not None),
+        )
+        if on
     ]
     if graphs and refused:
         sentences.append(

@@ -14,7 +14,9 @@ from support.quantized_layers import Decoder, Manager  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
-from thdprof.runtime.megatron.quantized.quantization import Quantization  # noqa: E402
+from thdprof.runtime.megatron.quantized.quantization import Quantization, of_block  # noqa: E402
+from thdprof.runtime.megatron.quantized.updates import Updates  # noqa: E402
+from thdprof.runtime.megatron.quantized.weights import QuantizedParameters, Workspaces  # noqa: E402
 from thdprof.runtime.megatron.surroundings import with_quantization  # noqa: E402
 
 TOKENS, SIZE = 12, 4
@@ -200,10 +202,15 @@ def test_a_capture_that_fails_leaves_no_trace():
     run = Trained(graphs=True)
     Manager.quantization_state.fp8_tensors_recompute_buffer.append(quantized_layers.queue("waiting"))
     own = vars(Manager)["reduce_and_update_fp8_tensors"]
-    with pytest.raises(ZeroDivisionError), run.quantization.while_capturing():
-        run.decoder(run.input(), pack(BOUNDS[2]))
-        assert not Manager.quantization_state.fp8_tensors_recompute_buffer[0]
-        raise ZeroDivisionError
+
+    def fails():
+        with run.quantization.while_capturing():
+            run.decoder(run.input(), pack(BOUNDS[2]))
+            assert not Manager.quantization_state.fp8_tensors_recompute_buffer[0]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     assert all(layer.is_first_microbatch for layer in run.decoder.layers)
     assert all((layer.fp8_meta["scaling_fwd"].scale == 1).all() for layer in run.decoder.layers)
     assert not any(layer.fp8_meta["scaling_fwd"].amax_history.any() for layer in run.decoder.layers)
@@ -232,7 +239,7 @@ def test_scales_that_were_replaced_are_noticed():
     run.step([2, 3])
     state = run.decoder.layers[1].fp8_meta["scaling_bwd"]
     state.amax_history = state.amax_history.clone()
-    with pytest.raises(RuntimeError, match="amax histories of delayed scaling were replaced .*; call recapture"):
+    with pytest.raises(RuntimeError, match=r"amax histories of delayed scaling were replaced .*; call recapture"):
         run.step([2, 3])
     run.run.recapture()
     run.step([2, 3])
@@ -260,3 +267,111 @@ def test_layers_in_pieces_update_once():
         x = torch.randn(TOKENS, SIZE, requires_grad=True)
         run(x, pack(BOUNDS[2])).sum().backward()
     assert Manager.made == ["forward", "backward"] * 3
+
+
+class Recomputing(torch.autograd.Function):
+    """A part that runs again in the backward, after which Transformer Engine updates the forward's factors again."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        Manager.reduce_and_update_fp8_tensors(forward=True)
+        return grad * 2
+
+
+def test_a_replay_makes_the_updates_of_its_pass_as_often():
+    captures = [True]
+    updates = Updates(Manager, is_capturing=lambda: captures[0])
+
+    def run():
+        x = torch.ones(2, requires_grad=True)
+        y = Recomputing.apply(Recomputing.apply(x))
+        Manager.reduce_and_update_fp8_tensors(forward=True)
+        y.sum().backward()
+        Manager.reduce_and_update_fp8_tensors(forward=False)
+
+    with updates.held_back(record=True):
+        captures[0] = False
+        run()  # a warm-up counts for nothing
+        captures[0] = True
+        run()
+    assert Manager.made == []
+    updates.after_forward()
+    assert Manager.made == ["forward", "backward"]  # called outside of a backward, as in this test
+    updates.after_backward()
+    assert Manager.made == ["forward", "backward", "forward", "forward"]
+    with updates.held_back():
+        run()
+    assert len(Manager.made) == 4
+    with torch.no_grad():
+        updates.after_forward()
+    assert len(Manager.made) == 4
+
+
+class QuantizedParameter:
+    """Stands for a parameter in FP8, whose transpose an optimizer step makes stale."""
+
+    shape = (2, 2)
+
+    def __init__(self):
+        self._data, self._transpose, self._stale = torch.eye(2), None, True
+
+    def get_metadata(self):
+        return {"data": self._data, "data_transpose": self._transpose}
+
+    def get_usages(self):
+        return {"rowwise": True, "columnwise": not self._stale}
+
+    def update_usage(self, *, rowwise_usage, columnwise_usage):
+        assert rowwise_usage
+        assert columnwise_usage
+        if self._transpose is None:
+            self._transpose = torch.empty(2, 2)
+        self._transpose.copy_(self._data.T)
+        self._stale = False
+
+
+def test_parameters_in_fp8_are_complete_before_captures_and_replays():
+    parameter = QuantizedParameter()
+    module = type("Module", (), {"parameters": lambda self: [parameter, torch.nn.Parameter(torch.ones(1))]})()
+    parameters = QuantizedParameters(module)
+    parameters.complete()
+    parameters.keep()
+    transpose = parameter._transpose
+    assert torch.equal(transpose, torch.eye(2))
+    parameter._data.fill_(3.0)
+    parameter._stale = True
+    parameters.complete()
+    assert parameter._transpose is transpose
+    assert (transpose == 3).all()
+    assert parameters.changed() == ""
+    parameter._data = parameter._data.clone()
+    assert "the data of a quantized parameter of shape (2, 2) moved in memory" in parameters.changed()
+    parameters.forget()
+    assert parameters.changed() == ""
+
+
+def test_a_weight_that_a_second_capture_made_anew_is_an_error():
+    run = Trained(graphs=True)
+    run.decoder(run.input(), pack(BOUNDS[2]))
+    workspaces = Workspaces(run.decoder)
+    workspaces.keep()
+    workspaces.keep()
+    run.decoder.layers[0]._fp8_workspaces["weight"] = copy.deepcopy(run.decoder.layers[0]._fp8_workspaces["weight"])
+    with pytest.raises(RuntimeError, match="a quantized weight was made anew"):
+        workspaces.keep()
+
+
+def test_a_decoder_without_quantized_products_needs_nothing():
+    assert of_block(torch.nn.Linear(2, 2), type("Config", (), {"fp8": None})()) is None
+
+
+def test_weights_that_are_not_kept_are_quantized_in_every_replay():
+    run = Trained(graphs=True)
+    quantization = Quantization(run.decoder, Manager, keeps_weights=False, is_capturing=capturing)
+    with quantization.while_capturing():
+        assert Manager.quantization_state.skip_fp8_weight_update_tensor is None
+    quantization.before_forward()
