@@ -5,6 +5,7 @@ Compared after every step are loss, gradients, weights, scaling factors, amax hi
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -45,7 +46,7 @@ CASES = {
         f"{CURRENT} --fp8-param-gather --use-distributed-optimizer", kinds=("quantized parameters",)
     ),
     "current, a layer a graph": Case(CURRENT, layers=1),
-    "delayed": Case(DELAYED, kinds=SCALES),
+    "delayed": Case(DELAYED, kinds=("scaling_bwd, factors", "quantized weights")),
     "delayed, a history, dropout": Case(HISTORY, "dropout", kinds=SCALES, verify="1/4"),
     "delayed, a layer a graph": Case(HISTORY, kinds=SCALES, layers=1),
     "delayed, parameters gathered in FP8": Case(
@@ -59,13 +60,23 @@ CASES = {
 }
 
 
+def both(plan, directory, model, *options, ranks=1):
+    """The run by a plan and its eager twin, at the same time."""
+
+    def run(replay):
+        record = directory / f"{'ours' if replay else 'theirs'}.jsonl"
+        return train(plan, record, model, *options, replay=replay, ranks=ranks)
+
+    with ThreadPoolExecutor(2) as pool:
+        return [*pool.map(run, (True, False))]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_in_fp8_equals_its_eager_twin(plans, tmp_path, name):
     case = CASES[name]
     plan = plans(2, model=case.model, layers_per_graph=case.layers, verify=case.verify)
     options = case.flags.split()
-    ours = train(plan, tmp_path / "ours.jsonl", case.model, *options)
-    theirs = train(plan, tmp_path / "theirs.jsonl", case.model, *options, replay=False)
+    ours, theirs = both(plan, tmp_path, case.model, *options)
     assert_as_predicted(plan, ours)
     assert {*case.kinds, "gradients", "weights"} <= {*ours.states[-1]}, ours.states[-1].keys()
     assert_same_training(ours, theirs)
@@ -73,3 +84,24 @@ def test_a_run_in_fp8_equals_its_eager_twin(plans, tmp_path, name):
     assert {*case.kinds} - {"scaling_fwd, factors"} <= {*changing}, "a state that stays the same proves nothing"
     assert ours.mismatches == 0
     assert bool(ours.verified) is (case.verify is not None)
+
+
+RANKS = {
+    "tensor and sequence parallel, delayed, dropout": Case(
+        f"{HISTORY} --tensor-model-parallel-size 2 --sequence-parallel", "dropout", kinds=SCALES
+    ),
+    "pipeline, delayed": Case(f"{HISTORY} --pipeline-model-parallel-size 2", kinds=SCALES),
+}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("name", RANKS)
+def test_two_ranks_in_fp8_equal_their_eager_twins(plans, tmp_path, name):
+    case = RANKS[name]
+    plan = plans(2, model=case.model, stages=2 if "pipeline" in name else 1)
+    ours, theirs = both(plan, tmp_path, case.model, *case.flags.split(), ranks=2)
+    assert {*case.kinds} <= {*ours.states[-1]}, ours.states[-1].keys()
+    assert_same_training(ours, theirs)
+    assert sum(ours.replays.values()) > 20
+    assert sum(ours.fallbacks.values()) > 0
+    assert ours.mismatches == 0

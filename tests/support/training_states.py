@@ -9,6 +9,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+BLOCK = 128
+"""Rows and columns of a weight that share a factor under blockwise scaling."""
+
 
 def digests(models: Iterable[nn.Module]) -> dict[str, str]:
     """A digest of each kind of state: of parameters and their `main_grad`, and of FP8's states where there are any.
@@ -40,10 +43,17 @@ def digests(models: Iterable[nn.Module]) -> dict[str, str]:
 
 
 def quantized(tensor: object) -> list[torch.Tensor]:
-    """The tensors inside one of Transformer Engine's quantized tensors: its data and scales, not their transposes."""
+    """The tensors inside one of Transformer Engine's quantized tensors: its data and scales, not their transposes.
+
+    Scales of blocks are stored in fours, whose last ones are never written.
+    """
     if not hasattr(tensor, "get_metadata"):
         return []
-    named = tensor.get_metadata().items()
-    return [
-        t for name, t in named if isinstance(t, torch.Tensor) and "transpose" not in name and "columnwise" not in name
+    named = tensor.get_metadata()
+    found = [
+        t for name, t in named.items() if isinstance(t, torch.Tensor) and not name.startswith(("columnwise", "data_t"))
     ]
+    data = named.get("rowwise_data")
+    if data is None:
+        return found
+    return [t if t is data else t[: -(-data.shape[0] // BLOCK), : -(-data.shape[1] // BLOCK)] for t in found]
