@@ -43,6 +43,10 @@ class State:
         self.scale, self.amax_history = torch.ones(number), torch.zeros(3, number)
 
 
+class Stateless:
+    """Stands for the state of current and blockwise scaling, of MXFP8 and of NVFP4: nothing stays between passes."""
+
+
 class Workspace:
     """A quantized weight."""
 
@@ -54,7 +58,10 @@ class Workspace:
 
 
 def quantized(x, state, position):
-    """`x` in whole numbers, and what gives back its size; the amax goes to the history."""
+    """`x` in whole numbers, and what gives back its size; under delayed scaling the amax goes to the history."""
+    if not hasattr(state, "scale"):
+        scale = LARGEST / x.detach().abs().max()
+        return torch.round(x.detach() * scale).clamp(-LARGEST, LARGEST), 1 / scale
     amax = state.amax_history[0][position]
     amax.copy_(torch.maximum(amax, x.detach().abs().max()))
     scale = state.scale[position]
@@ -81,8 +88,9 @@ class _Product(torch.autograd.Function):
 class QuantizedLinear(nn.Module):
     """A layer without bias, under delayed scaling; its weight is quantized at the first micro-batch of a step."""
 
-    def __init__(self, size, *, capturing):
+    def __init__(self, size, *, capturing, delayed):
         super().__init__()
+        self.delayed = delayed
         self.weight = nn.Parameter(torch.randn(size, size))
         self.fp8_meta, self._fp8_workspaces = {}, {}
         self.is_first_microbatch, self.is_first = True, False
@@ -90,7 +98,9 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x):
         if not self.fp8_meta:
-            self.fp8_meta |= {"scaling_fwd": State(2), "scaling_bwd": State(1)}
+            made = (State(2), State(1)) if self.delayed else (Stateless(), Stateless())
+            self.fp8_meta |= dict(zip(("scaling_fwd", "scaling_bwd"), made, strict=True))
+        if self.delayed and self.fp8_meta["scaling_fwd"] not in Manager.quantization_state.states[True]:
             for forward, key in ((True, "scaling_fwd"), (False, "scaling_bwd")):
                 Manager.quantization_state.states[forward].append(self.fp8_meta[key])
         skip = Manager.quantization_state.skip_fp8_weight_update_tensor if self._capturing() else None
@@ -101,12 +111,12 @@ class QuantizedLinear(nn.Module):
                 *(t.clone() for t in quantized(self.weight, state, 1))
             )
         elif skip is not None:  # as the kernels do
-            history = state.amax_history[0][1]
-            amax = torch.maximum(history, self.weight.detach().abs().max())
-            history.copy_(torch.where(skip[0] == 1, history, amax))
-            data = torch.round(self.weight.detach() * state.scale[1]).clamp(-LARGEST, LARGEST)
+            before = state.amax_history[0][1].clone() if self.delayed else None
+            data, inverse = quantized(self.weight, state, 1)
+            if before is not None:
+                state.amax_history[0][1].copy_(torch.where(skip[0] == 1, before, state.amax_history[0][1]))
             workspace._data.copy_(torch.where(skip[0] == 1, workspace._data, data))
-            workspace._scale_inv.copy_(torch.where(skip[0] == 1, workspace._scale_inv, 1 / state.scale[1]))
+            workspace._scale_inv.copy_(torch.where(skip[0] == 1, workspace._scale_inv, inverse))
         elif first:
             for target, value in zip(
                 (workspace._data, workspace._scale_inv), quantized(self.weight, state, 1), strict=True
@@ -118,9 +128,9 @@ class QuantizedLinear(nn.Module):
 class Decoder(nn.Module):
     """Two quantized layers with dropout-free residuals; its output depends on the document of every token."""
 
-    def __init__(self, size, *, capturing=lambda: False):
+    def __init__(self, size, *, capturing=lambda: False, delayed=True):
         super().__init__()
-        self.layers = nn.ModuleList([QuantizedLinear(size, capturing=capturing) for _ in range(2)])
+        self.layers = nn.ModuleList([QuantizedLinear(size, capturing=capturing, delayed=delayed) for _ in range(2)])
         self.layers[0].is_first = True  # the last one in a backward
 
     def forward(self, x, packed):
@@ -140,7 +150,7 @@ class Decoder(nn.Module):
         """Every scaling factor and history, and every quantized weight."""
         found = {}
         for number, layer in enumerate(self.layers):
-            for key, state in layer.fp8_meta.items():
+            for key, state in layer.fp8_meta.items() if layer.delayed else ():
                 found[f"{number} {key} scale"], found[f"{number} {key} amax"] = state.scale, state.amax_history
             for workspace in layer._fp8_workspaces.values():
                 found[f"{number} data"], found[f"{number} inverse"] = workspace._data, workspace._scale_inv

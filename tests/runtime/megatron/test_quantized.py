@@ -39,9 +39,9 @@ def capturing() -> bool:
 class Trained:
     """A decoder that is trained step by step, by graphs or eagerly."""
 
-    def __init__(self, *, graphs: bool, num_slots: int = 1, seed: int = 0, **options):
+    def __init__(self, *, graphs: bool, num_slots: int = 1, seed: int = 0, delayed: bool = True, **options):
         torch.manual_seed(seed)
-        self.decoder = Decoder(SIZE, capturing=capturing)
+        self.decoder = Decoder(SIZE, capturing=capturing, delayed=delayed)
         self.run = self.decoder
         if graphs:
             self.quantization = Quantization(self.decoder, Manager, is_capturing=capturing)
@@ -91,7 +91,9 @@ def trained(work, **options):
     traces = []
     for graphs in (True, False):
         Manager.reset()
-        run = Trained(graphs=graphs, **options) if graphs else Trained(graphs=False, seed=options.get("seed", 0))
+        run = (
+            Trained(graphs=graphs, **options) if graphs else Trained(graphs=False, delayed=options.get("delayed", True))
+        )
         work(run)
         traces.append((run, run.trace, list(Manager.made)))
     return traces
@@ -116,12 +118,13 @@ MIXES = {
 
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_states_after_every_step_are_those_of_an_eager_run(mix, in_flight):
+@pytest.mark.parametrize("delayed", [True, False])
+def test_states_after_every_step_are_those_of_an_eager_run(mix, in_flight, delayed):
     def work(run):
         for documents in MIXES[mix]:
             run.step(documents, in_flight=in_flight)
 
-    run = assert_alike(work, num_slots=2)
+    run = assert_alike(work, num_slots=2, delayed=delayed)
     assert run.run.stats().replays.total() > 0
 
 

@@ -46,7 +46,7 @@ class Quantization:
         self._updates = Updates(manager, is_capturing=is_capturing)
         self._skip: torch.Tensor | None = None
         self._skips: bool | None = None
-        self._quantized = False
+        self._was_first = False
 
     def state(self) -> Sequence[torch.Tensor]:
         """The tensors that a pass changes: scaling factors and amax histories of delayed scaling."""
@@ -83,11 +83,11 @@ class Quantization:
         self._scales.remember()
 
     def repeating(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that returns a context, in which an eager pass quantizes what the last replay did.
+        """Returns a function that returns a context: an eager pass in it quantizes weights if the last replay had to.
 
         It is no part of training: it makes no updates, and `state` is put back before and after it.
         """
-        return partial(self._repeated, first=self._quantized)
+        return partial(self._repeated, first=self._was_first)
 
     @contextmanager
     def _repeated(self, *, first: bool) -> Iterator[None]:
@@ -109,8 +109,8 @@ class Quantization:
             raise RuntimeError(f"{moved}; call recapture()")
         self._parameters.complete()
         stale = self._workspaces.put_back()
-        self._quantized = self._first.take() or stale
-        skips = not self._quantized
+        self._was_first = self._first.take()
+        skips = not (self._was_first or stale)
         if self._skip is not None and skips is not self._skips:
             self._skip.fill_(float(skips))
             self._skips = skips
