@@ -195,11 +195,29 @@ def test_fp8_as_hopper_has_it_is_served_by_graphs_of_whole_chunks(recipe):
     assert refused(*flags) == []
     assert refused("--fp8-format", "hybrid") == []  # Megatron's own recipe is delayed scaling
     assert refused("--fp8-recipe", recipe) == []
-    for impl in ("local", "transformer_engine"):
-        assert refused(*flags, "--cuda-graph-impl", impl, plan=of_impl(impl)) == [
-            "--fp8-format hybrid: graphs of single layers do not keep its scales and quantized weights; set "
-            "graphs.impl to chunk"
+    assert refused(*flags, "--cuda-graph-impl", "local", plan=of_impl("local")) == [
+        "--fp8-format hybrid: Megatron's own layer graphs were not checked with it; set graphs.impl to chunk"
+    ]
+
+
+def test_graphs_of_single_layers_serve_fp8_without_states_over_parameters_in_bf16():
+    def lines(*more):
+        own = ("--cuda-graph-impl", "transformer_engine", "--fp8-format", "hybrid", *more)
+        return refused(*own, plan=of_impl("transformer_engine"))
+
+    delayed = "graphs of single layers do not keep the states of delayed scaling"
+    for recipe in ("tensorwise", "blockwise"):
+        assert lines("--fp8-recipe", recipe) == []
+        assert lines("--fp8-recipe", recipe, "--fp8-param-gather") == [
+            "--fp8-param-gather: parameters that are quantized themselves were not checked as arguments of graphs of "
+            "single layers; set graphs.impl to chunk"
         ]
+    assert lines("--fp8-recipe", "delayed") == [
+        f"--fp8-recipe delayed: {delayed}; set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
+    ]
+    assert lines() == [
+        f"--fp8-format hybrid: {delayed}; set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
+    ]
 
 
 def test_what_was_not_measured_is_taken_where_the_user_says_so():

@@ -31,6 +31,7 @@ class Case(NamedTuple):
     """Kinds of FP8's states that must be among those that are compared."""
     layers: int | None = None
     verify: str | None = None
+    impl: str = "chunk"
 
 
 SCALES = ("scaling_fwd, factors", "scaling_fwd, histories", "scaling_bwd, factors", "scaling_bwd, histories")
@@ -46,6 +47,8 @@ CASES = {
         f"{CURRENT} --fp8-param-gather --use-distributed-optimizer", kinds=("quantized parameters",)
     ),
     "current, a layer a graph": Case(CURRENT, layers=1),
+    "current, layer graphs": Case(CURRENT, "dropout", impl="transformer_engine"),
+    "current, dropless experts, layer graphs": Case(CURRENT, "dropless", impl="transformer_engine"),
     "delayed": Case(DELAYED, kinds=("scaling_bwd, factors", "quantized weights")),
     "delayed, a history, dropout": Case(HISTORY, "dropout", kinds=SCALES, verify="1/4"),
     "delayed, a layer a graph": Case(HISTORY, kinds=SCALES, layers=1),
@@ -54,8 +57,9 @@ CASES = {
     ),
     "blockwise": Case(BLOCKWISE),
     "blockwise, dropout": Case(BLOCKWISE, "dropout", verify="1/4"),
+    "blockwise, layer graphs": Case(BLOCKWISE, "dropout", impl="transformer_engine"),
     "blockwise, parameters gathered in FP8": Case(
-        f"{BLOCKWISE} --fp8-param-gather --use-distributed-optimizer", kinds=("quantized parameters",)
+        f"{BLOCKWISE} --fp8-param-gather --use-distributed-optimizer", kinds=("weights",)
     ),
 }
 
@@ -74,7 +78,7 @@ def both(plan, directory, model, *options, ranks=1):
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_in_fp8_equals_its_eager_twin(plans, tmp_path, name):
     case = CASES[name]
-    plan = plans(2, model=case.model, layers_per_graph=case.layers, verify=case.verify)
+    plan = plans(2, model=case.model, impl=case.impl, layers_per_graph=case.layers, verify=case.verify)
     options = case.flags.split()
     ours, theirs = both(plan, tmp_path, case.model, *options)
     assert_as_predicted(plan, ours)

@@ -10,6 +10,7 @@ of what the step left behind, and at the end what the run's graphs hold.
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from functools import partial
@@ -41,7 +42,6 @@ from megatron.training.argument_utils import (
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
-from training_states import digests  # beside this script, whose folder comes first
 
 from thdprof.runtime.megatron import Installation
 
@@ -148,6 +148,9 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 def record(path: Path) -> None:
     """Write a line for every step of this process's training, and one for its graphs before they are closed."""
+    sys.path.append(str(Path(__file__).parent))
+    from training_states import digests
+
     step_of, close = training.train_step, Installation.close
 
     def write(**told: Any) -> None:

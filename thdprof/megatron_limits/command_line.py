@@ -51,6 +51,8 @@ SWITCHES: Mapping[str, str] = {
     "log_max_attention_logit": "--log-max-attention-logit",
     "tp_comm_overlap": "--tp-comm-overlap",
     "multi_latent_attention": "--multi-latent-attention",
+    "fp8_param": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
@@ -152,6 +154,7 @@ def _of_table(
         if given.value(flag) is not None:
             flags[field] = flag
             setattr(config, field, given.value(flag))
+    flags.setdefault("fp8_recipe", TEXTS["fp8"])  # which then means Megatron's own recipe
     for field, flag in COUNTS.items():
         if (count := given.count(flag)) is not None:
             flags[field] = flag

@@ -7,6 +7,7 @@ from functools import partial
 
 from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
 
+_USE_CHUNK = "set graphs.impl to chunk"
 UNMEASURED = "THDPROF_UNMEASURED"
 """Environment variable; the value `allow` accepts quantization that has graphs but was never measured."""
 _MEASURED = ("delayed", "tensorwise", "blockwise")
@@ -28,12 +29,16 @@ def _captures(run: Run) -> bool:
     return run.impl not in (None, "none")
 
 
-def _in_layer_graphs(run: Run) -> bool:
-    return run.impl in ("local", "transformer_engine")
+def _in_local(run: Run) -> bool:
+    return run.impl == "local"
+
+
+def _in_layers(run: Run) -> bool:
+    return run.impl == "transformer_engine" and bool(run.field("fp8") or run.field("fp4"))
 
 
 def _otherwise(run: Run) -> bool:
-    return _captures(run) and not _in_layer_graphs(run)
+    return _captures(run) and not _in_local(run)
 
 
 def _quantizes(run: Run) -> bool:
@@ -44,10 +49,16 @@ def _sized(run: Run) -> bool:
     return _captures(run) and bool(run.dynamic_cp)
 
 
-_layer_graphs = partial(
-    must_be_off, applies=_in_layer_graphs, graphs="`local`, `transformer_engine`", remedy="set graphs.impl to chunk"
+_local = partial(
+    must_be_off,
+    off=None,
+    reason="Megatron's own layer graphs were not checked with it",
+    applies=_in_local,
+    graphs="`local`",
+    remedy=_USE_CHUNK,
 )
-_LAYERS = "graphs of single layers do not keep its scales and quantized weights"
+_layers = partial(must_be_off, applies=_in_layers, graphs="`transformer_engine`, with FP8 or FP4", remedy=_USE_CHUNK)
+_PARAMETERS = "parameters that are quantized themselves were not checked as arguments of graphs of single layers"
 _quantized = partial(must_be_off, applies=_quantizes, graphs="all, with FP8 or FP4")
 _ATTENTION = "attention in FP8 was not checked in a graph"
 _CUSTOM = "what its quantizers keep between passes is not known"
@@ -55,7 +66,7 @@ _unmeasured = partial(
     must_be_off,
     reason="its graphs are made as those of other recipes, but no GPU that has it was there to measure them",
     applies=_otherwise,
-    graphs="`chunk`",
+    graphs="`chunk`, `transformer_engine`",
     remedy=f"with {UNMEASURED}=allow in the environment it is taken all the same",
 )
 _sizes = partial(
@@ -67,8 +78,17 @@ _sizes = partial(
 )
 
 QUANTIZATION_LIMITS: tuple[Limit, ...] = (
-    _layer_graphs("fp8", None, _LAYERS),
-    _layer_graphs("fp4", None, _LAYERS),
+    _local("fp8"),
+    _local("fp4"),
+    _layers(
+        "fp8_recipe",
+        "tensorwise",
+        "graphs of single layers do not keep the states of delayed scaling",
+        is_on=lambda run: bool(run.field("fp8")) and _recipe(run) == "delayed",
+        remedy="set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk",
+    ),
+    _layers("fp8_param", False, _PARAMETERS),
+    _layers("fp4_param", False, _PARAMETERS),
     _unmeasured(
         "fp8_recipe",
         "tensorwise",
@@ -89,4 +109,4 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
         fields=Words(case=lambda run: "graphs.offload", remedy="set it to null"),
     ),
 )
-"""Layers of whole model chunks keep their scales and quantized weights (`thdprof.runtime.megatron.quantized`)."""
+"""Everything else keeps its scales and quantized weights (`thdprof.runtime.megatron.quantized`)."""

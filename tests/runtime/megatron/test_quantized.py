@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -361,11 +362,11 @@ def test_a_weight_that_a_second_capture_made_anew_is_an_error():
     run = Trained(graphs=True)
     run.decoder(run.input(), pack(BOUNDS[2]))
     workspaces = Workspaces(run.decoder)
-    workspaces.keep()
-    workspaces.keep()
+    workspaces.keep({*run.decoder.modules()})
+    workspaces.keep({*run.decoder.modules()})
     run.decoder.layers[0]._fp8_workspaces["weight"] = copy.deepcopy(run.decoder.layers[0]._fp8_workspaces["weight"])
     with pytest.raises(RuntimeError, match="a quantized weight was made anew"):
-        workspaces.keep()
+        workspaces.keep({*run.decoder.modules()})
 
 
 def test_a_decoder_without_quantized_products_needs_nothing():
@@ -378,3 +379,31 @@ def test_weights_that_are_not_kept_are_quantized_in_every_replay():
     with quantization.while_capturing():
         assert Manager.quantization_state.skip_fp8_weight_update_tensor is None
     quantization.before_forward()
+
+
+def test_modules_that_run_outside_of_graphs_renew_their_own_weights():
+    torch.manual_seed(0)
+    decoder = Decoder(SIZE, capturing=capturing, delayed=False)
+    in_graph, eager = decoder.layers
+    entered = []
+
+    @contextmanager
+    def of_layer(layer):
+        entered.append(layer)
+        yield
+
+    quantization = Quantization(decoder, Manager, of_layer=of_layer, is_capturing=capturing)
+    with quantization.while_capturing():
+        decoder(torch.randn(TOKENS, SIZE), pack(BOUNDS[2]))  # the rehearsal of the whole decoder
+        with quantization.inside_graph(in_graph):
+            in_graph(torch.randn(TOKENS, SIZE))
+    assert entered == [in_graph]
+    kept = copy.deepcopy(eager._fp8_workspaces["weight"])
+    eager._fp8_workspaces["weight"] = kept
+    quantization.before_forward()
+    assert (in_graph.is_first_microbatch, eager.is_first_microbatch) == (False, True)
+    assert eager._fp8_workspaces["weight"] is kept
+    mine = in_graph._fp8_workspaces["weight"]
+    in_graph._fp8_workspaces["weight"] = copy.deepcopy(mine)
+    quantization.before_forward()
+    assert in_graph._fp8_workspaces["weight"] is mine

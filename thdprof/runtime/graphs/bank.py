@@ -116,7 +116,8 @@ class Bank:
         """Capture `bucket` in `slot`; returns the bytes by which the slot's pool grew."""
         packed = slot.metadata.packed(bucket)
         slot.metadata.stage(sample_boundaries(bucket), bucket)
-        with self._options.surroundings.while_capturing():
+        around = self._options.surroundings
+        with around.while_capturing(), around.quantizing():
             slot.passes[bucket] = capture_pass(
                 self._module,
                 lambda: self._call(slot.inputs, packed),

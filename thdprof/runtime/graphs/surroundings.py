@@ -26,6 +26,12 @@ class Surroundings:
     """Called in place of `on_backward` for a pass in several pieces: after the replayed backward of each piece, with
     the parameters whose gradients are complete, before their hooks run.
     """
+    quantizing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context that is entered around every capture and the warm-up before it, inside `while_capturing` where
+    that is entered: quantized weights and their scales are then left as they were.
+    """
+    inside_graph: Callable[[nn.Module], AbstractContextManager[None]] = lambda layer: nullcontext()
+    """Returns a context for each pass of a layer that becomes a graph of its own; it is entered inside `quantizing`."""
     before_forward: Callable[[], None] = lambda: None
     """Called before every replayed forward, when it is known which graph is replayed."""
     after_forward: Callable[[], None] = lambda: None

@@ -36,7 +36,11 @@ def prepare_experts(config: Any, device: torch.device) -> None:
 
 
 def of_decoder(
-    block: nn.Module, *, communicates: bool = False, agreed: Callable[[bool], bool] | None = None
+    block: nn.Module,
+    *,
+    communicates: bool = False,
+    agreed: Callable[[bool], bool] | None = None,
+    layers: bool = False,
 ) -> Surroundings:
     """The surroundings of the decoder `block`: the experts' metrics, and the event that gradient reduction waits for.
 
@@ -44,9 +48,10 @@ def of_decoder(
         block: a TransformerBlock or HybridStack.
         communicates: whether its passes communicate with other ranks.
         agreed: returns whether its argument is true on all of those ranks; None: they cannot ask each other.
+        layers: whether graphs hold single layers, and not the whole decoder.
     """
     ready, config = torch.cuda.Event(), getattr(block, "config", None)
-    quantized = quantization.of_block(block, config)
+    quantized = quantization.of_block(block, config, layers=layers)
     parameters = [p for p in block.parameters() if p.requires_grad]
 
     def on_backward() -> None:
@@ -78,15 +83,11 @@ def with_quantization(around: Surroundings, quantized: quantization.Quantization
     def extra_state() -> Sequence[torch.Tensor]:
         return [*around.extra_state(), *quantized.state()]
 
-    @contextmanager
-    def while_capturing() -> Iterator[None]:
-        with around.while_capturing(), quantized.while_capturing():
-            yield
-
     return replace(
         around,
         extra_state=extra_state,
-        while_capturing=while_capturing,
+        quantizing=quantized.while_capturing,
+        inside_graph=quantized.inside_graph,
         before_forward=quantized.before_forward,
         after_forward=quantized.after_forward,
         after_backward=quantized.after_backward,

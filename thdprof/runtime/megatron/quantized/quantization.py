@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ class Quantization:
         manager: Any,
         *,
         keeps_weights: bool = True,
+        of_layer: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
         is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
     ) -> None:
         """Quantization in `block`.
@@ -38,8 +39,11 @@ class Quantization:
             manager: Transformer Engine's FP8GlobalStateManager.
             keeps_weights: whether quantized weights are kept for the micro-batches of a step; if not
                 (`disable_parameter_transpose_cache`), every micro-batch quantizes them anew, also in replays.
+            of_layer: returns the context in which a layer's matrix products are quantized as the block would have them;
+                None: graphs hold whole blocks, which enter it themselves.
             is_capturing: whether the current stream is captured.
         """
+        self._of_layer = of_layer
         self._manager, self._keeps_weights, self._block = manager, keeps_weights, block
         self._first, self._scales = FirstMicrobatch(block), Scales(block)
         self._workspaces, self._parameters = Workspaces(block), QuantizedParameters(block)
@@ -74,13 +78,24 @@ class Quantization:
             self._skips = False
         state.skip_fp8_weight_update_tensor = self._skip
         try:
-            with self._without_trace(), self._scales.new_ones_reset(), self._updates.held_back(record=True):
+            with (
+                self._without_trace(),
+                self._scales.new_ones_reset(),
+                self._updates.held_back(record=True),
+                self._first.noticed() if self._of_layer is None else nullcontext(),
+            ):
                 yield
         finally:
             self._state().skip_fp8_weight_update_tensor = before
-        self._workspaces.keep()
+        self._workspaces.keep(self._first.in_graphs)
         self._parameters.keep()
         self._scales.remember()
+
+    @contextmanager
+    def inside_graph(self, layer: nn.Module) -> Iterator[None]:
+        """A context for each pass of a layer that becomes a graph of its own."""
+        with self._first.noticed(), self._of_layer(layer) if self._of_layer is not None else nullcontext():
+            yield
 
     def repeating(self) -> Callable[[], AbstractContextManager[None]]:
         """Returns a function that returns a context: an eager pass in it quantizes weights if the last replay had to.
@@ -132,22 +147,40 @@ class Quantization:
         self._workspaces.forget()
         self._parameters.forget()
         self._scales.forget()
+        self._first.in_graphs.clear()
 
     def _state(self) -> Any:
         return self._manager.quantization_state
 
 
-def of_block(block: nn.Module, config: Any) -> Quantization | None:
+def of_block(block: nn.Module, config: Any, *, layers: bool = False) -> Quantization | None:
     """Quantization in `block`; None where its matrix products are not quantized.
 
     Args:
         block: a TransformerBlock or HybridStack.
         config: its TransformerConfig, or an object with some of its fields.
+        layers: whether graphs hold single layers, and not the whole block.
     """
     if not (getattr(config, "fp8", None) or getattr(config, "fp4", None)):
         return None
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     return Quantization(
-        block, FP8GlobalStateManager, keeps_weights=not getattr(config, "disable_parameter_transpose_cache", False)
+        block,
+        FP8GlobalStateManager,
+        keeps_weights=not getattr(config, "disable_parameter_transpose_cache", False),
+        of_layer=partial(_of_layer, config) if layers else None,
     )
+
+
+def _of_layer(config: Any, layer: Any) -> AbstractContextManager[Any]:
+    """The context that megatron-core's blocks enter around each layer, but for delayed scaling."""
+    if config.fp8:
+        from megatron.core.fp8_utils import get_fp8_context
+
+        context: AbstractContextManager[Any] = get_fp8_context(config, layer.layer_number - 1)
+        return context
+    from megatron.core.fp4_utils import get_fp4_context
+
+    in_fp4: AbstractContextManager[Any] = get_fp4_context(config, layer.layer_number - 1)
+    return in_fp4

@@ -7,12 +7,13 @@ the result for the others in tensors of their own, their workspaces. Where param
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 def inner_tensors(quantized: Any) -> dict[str, torch.Tensor]:
@@ -31,12 +32,15 @@ class Workspaces:
 
     def __init__(self, module: nn.Module) -> None:
         """The workspaces inside `module`; its forward makes them when it first runs."""
-        tables = [getattr(part, "_fp8_workspaces", None) for part in module.modules()]
-        self._tables = [table for table in tables if isinstance(table, dict)]
+        tables = {part: getattr(part, "_fp8_workspaces", None) for part in module.modules()}
+        self._tables = {part: table for part, table in tables.items() if isinstance(table, dict)}
         self._kept: list[tuple[dict[str, Any], str, Any, Mapping[str, torch.Tensor]]] = []
 
-    def keep(self) -> None:
+    def keep(self, parts: Container[nn.Module]) -> None:
         """Keep the workspaces that graphs captured now read, and those that earlier graphs read.
+
+        Args:
+            parts: the modules that run inside graphs; others renew their workspaces themselves.
 
         Raises:
             RuntimeError: a workspace is not the one that graphs captured before read.
@@ -45,9 +49,9 @@ class Workspaces:
             raise RuntimeError("a quantized weight was made anew while graphs were captured that read the old one")
         self._kept = [
             (table, name, workspace, inner_tensors(workspace))
-            for table in self._tables
+            for part, table in self._tables.items()
             for name, workspace in table.items()
-            if workspace is not None
+            if workspace is not None and part in parts
         ]
 
     def put_back(self) -> bool:
@@ -116,13 +120,32 @@ class FirstMicrobatch:
 
     def __init__(self, module: nn.Module) -> None:
         """The marks inside `module`."""
-        self._marked: list[Any] = [part for part in module.modules() if hasattr(part, "is_first_microbatch")]
+        self._marked: dict[Any, None] = {
+            part: None for part in module.modules() if hasattr(part, "is_first_microbatch")
+        }
+        self.in_graphs: set[nn.Module] = set()
+        """The modules inside `module` that have run in `noticed`, those without a mark among them."""
+        self._inside = frozenset(module.modules())
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Note the modules that run inside the block: it is a graph that will stand for them."""
+
+        def runs(part: nn.Module, _: Any) -> None:
+            if part in self._inside:
+                self.in_graphs.add(part)
+
+        handle = register_module_forward_pre_hook(runs)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def take(self) -> bool:
-        """Clear the marks, as a forward does; whether any was set."""
+        """Clear the marks of the modules inside graphs, as their forward does; whether any was set."""
         first = False
         for part in self._marked:
-            if part.is_first_microbatch:
+            if part in self.in_graphs and part.is_first_microbatch:
                 first, part.is_first_microbatch = True, False
         return first
 
