@@ -112,7 +112,6 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
             stats=stats if by_plan else None,
             tensorboard=directory / f"tensorboard-{name}",
             environment={"PYTHONPATH": path},
-            port=args.port,
             log=directory / f"{name}.log",
         )
         print(name, ran.code, ran.step_ms(after=WARM), ran.error, flush=True)
@@ -261,7 +260,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
     parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed: the model's shape [qwen3-0.6b]")
-    parser.add_argument("--port", type=int, default=29501, help="speed: of the run's own rendezvous [29501]")
     parser.add_argument("--more", default="", help="speed: more arguments of Megatron, such as FP8's")
     parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
     parser.add_argument(
