@@ -749,8 +749,8 @@ def test_quantized_weights_are_kept_around_captures_and_ready_before_replays():
 
     @contextmanager
     def inside_graph(layer):
-        assert held == ["capture"]
-        told.append([*block.layers].index(layer))
+        if held:  # a replay of the fake runs the layer again
+            told.append([*block.layers].index(layer))
         yield
 
     around = Surroundings(
