@@ -93,6 +93,12 @@ def two_sft_8gpu_h100_fp8cs_config() -> ConfigContainer:
     return cfg
 
 
+def six_peft_8gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = base_config()
+    cfg.model.qk_clip = True
+    return cfg
+
+
 def three_pretrain_8gpu_b200_bf16_config() -> ConfigContainer:
     cfg = base_config(8)
     cfg.model.never_heard_of = [1]
@@ -160,9 +166,11 @@ def test_recipes_are_found_and_followed_through_calls_defaults_and_imports(bridg
         "three_pretrain_8gpu_b200_bf16_config": ("recompute_granularity",),
         "four_pretrain_16gpu_b200_bf16_config": (),
         "five_pretrain_8gpu_b200_bf16_config": (),
+        "six_peft_8gpu_h100_bf16_config": (),
     }
     assert coverage.gpus == ("b200", "h100")
-    assert [verdict.name for verdict in coverage.fine_tuning] == ["two_sft_8gpu_h100_fp8cs_config"]
+    fine_tuning = ["six_peft_8gpu_h100_bf16_config", "two_sft_8gpu_h100_fp8cs_config"]
+    assert [verdict.name for verdict in coverage.fine_tuning] == fine_tuning
     assert sorted(reasons(coverage.verdicts)) == [("fp8", 1, 1), ("recompute_granularity", 1, 1)]
 
 
@@ -209,14 +217,14 @@ def test_sharded_weights_are_refused_by_the_table_of_install(bridge):
 def test_the_command_prints_a_table_a_line_each_or_json(bridge, thdprof):
     table = thdprof("recipes", bridge)
     assert (table.returncode, table.stderr) == (0, "")
-    assert re.search(r"^h100 +2 +1 +0 +1$", table.stdout, re.M)
-    assert re.search(r"^fine-tuning +1 +1 +0 +0$", table.stdout, re.M)
+    assert re.search(r"^h100 +3 +1 +1 +1$", table.stdout, re.M)
+    assert re.search(r"^fine-tuning +2 +1 +1 +0$", table.stdout, re.M)
     lines = thdprof("recipes", bridge.parents[1], "--list").stdout.splitlines()
     assert lines[0] == "five_pretrain_8gpu_b200_bf16_config: accepted unmeasured: never_heard_of 3"
     assert "one_pretrain_8gpu_h100_bf16_config: proved" in lines
     told = json.loads(thdprof("recipes", bridge, "--json").stdout)
     assert told["schema"] == "thdprof.recipes/1"
-    assert told["counts"]["all"] == {"recipes": 5, "refused": 3, "accepted": 2, "proved": 1}
+    assert told["counts"]["all"] == {"recipes": 6, "refused": 2, "accepted": 4, "proved": 1}
     assert [recipe["name"] for recipe in told["recipes"]] == sorted(recipe["name"] for recipe in told["recipes"])
 
 

@@ -37,6 +37,7 @@ class Plans:
         layers_per_graph: int | None = None,
         stages: int = 1,
         preprocess: bool = False,
+        verify: str | None = None,
     ) -> Path:
         """The file of a plan with this many buckets.
 
@@ -48,6 +49,7 @@ class Plans:
             layers_per_graph: the plan's graphs.layers_per_graph.
             stages: the size of the pipeline.
             preprocess: whether layers of dropless experts are captured up to the exchange of tokens.
+            verify: the plan's graphs.verify.
         """
         analysis = self.analysis if stages == 1 else self._analysed(pipeline_parallel_size=stages)
         n_seqs, caps = analysis.microbatches.n_seqs, CAPS[buckets]
@@ -59,6 +61,7 @@ class Plans:
             "modules": modules if EXPERTS.get(model) == "dropless" and impl == "transformer_engine" else [],
             "offload": offload,
             "layers_per_graph": layers_per_graph,
+            "verify": verify,
             "buckets": [
                 {"max_seqs": cap, "max_seqlen": TOKENS, "share": share} for cap, share in zip(caps, shares, strict=True)
             ],

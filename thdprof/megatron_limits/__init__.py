@@ -1,10 +1,10 @@
 """What Megatron's graphs cannot serve: one table, read by `thdprof analyze` and by `install`. No torch in here.
 
-`limit` has the types. `fields`, `parallelism`, `models`, `dynamic_cp`, `experts`, `offloading` and `layers_per_graph`
-have the rows; `table` joins them. `check` is for analysis, `command_line` for the arguments of Megatron-LM's scripts,
-`recipes` for Megatron-Bridge's performance recipes. `served` and `proved` say of what is not refused which GPU rows
-proved it.
-`thdprof.runtime.megatron.refusals` reads the same table when training starts.
+`limit` has the types. `fields`, `quantization`, `parallelism`, `overlap`, `models`, `dynamic_cp`, `experts`,
+`offloading` and `layers_per_graph` have the rows; `table` joins them. `check` is for analysis, `command_line` for the
+arguments of Megatron-LM's scripts, `recipes` for Megatron-Bridge's performance recipes. `served` and `proved` say of
+what is not refused which GPU rows proved it. `thdprof.runtime.megatron.refusals` reads the same table when training
+starts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from thdprof.megatron_limits.check import (
 from thdprof.megatron_limits.experts import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.megatron_limits.limit import Limit, MustBeOff, Run, Words
 from thdprof.megatron_limits.offloading import moved_by_core
+from thdprof.megatron_limits.quantization import takes_unmeasured
 from thdprof.megatron_limits.table import LIMITS, limits_of
 
 __all__ = [
@@ -38,4 +39,5 @@ __all__ = [
     "check_settings",
     "limits_of",
     "moved_by_core",
+    "takes_unmeasured",
 ]

@@ -6,6 +6,7 @@ table, such as an RNG tracker that graphs cannot register, has its lines here, w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.middle_stages import middle_stages_without_data
+from thdprof.megatron_limits.quantization import takes_unmeasured
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
 
 TEXTS: Mapping[str, str] = {
     "fp8": "--fp8-format",
+    "fp8_recipe": "--fp8-recipe",
+    "fp8_quantizer_factory": "--fp8-quantizer-factory",
     "fp4": "--fp4-format",
+    "fp4_quantizer_factory": "--fp4-quantizer-factory",
     "recompute_granularity": "--recompute-granularity",
     "moe_router_force_biased": "--moe-router-force-biased",
 }
@@ -42,6 +47,9 @@ SWITCHES: Mapping[str, str] = {
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
     "multi_latent_attention": "--multi-latent-attention",
+    "fp8_param": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
 LISTS: Mapping[str, str] = {
@@ -120,7 +128,11 @@ def refused_arguments(
     if plan.graphs.impl == "none":
         return list(_of_packing(given, script))
     impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
-    lines = [*_of_table(plan, given, impl, replay=replay), *_of_packing(given, script), *_of_attention(given)]
+    lines = [
+        *_of_table(plan, given, impl, environment, replay=replay),
+        *_of_packing(given, script),
+        *_of_attention(given),
+    ]
     lines += _of_shared_captures(plan, given)
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 
@@ -136,10 +148,12 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
         return []
     impl: Impl = plan.graphs.impl if plan.graphs.impl != "module" else "chunk"
     given = Arguments(words)
-    return [*_of_table(plan, given, impl, replay=True), *_of_attention(given)]
+    return [*_of_table(plan, given, impl, os.environ, replay=True), *_of_attention(given)]
 
 
-def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iterator[str]:
+def _of_table(
+    plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
+) -> Iterator[str]:
     """The rows of the table of limits that the arguments meet."""
     flags: dict[str, str] = {}
     config = SimpleNamespace()
@@ -151,6 +165,7 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         if given.value(flag) is not None:
             flags[field] = flag
             setattr(config, field, given.value(flag))
+    flags.setdefault("fp8_recipe", TEXTS["fp8"])  # which then means Megatron's own recipe
     for field, flag in COUNTS.items():
         if (count := given.count(flag)) is not None:
             flags[field] = flag
@@ -172,6 +187,7 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         dynamic_cp=plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None,
         packer=plan.training.packer,
         experts=_experts(given),
+        unmeasured=takes_unmeasured(environment),
         config=config,
     )
     for limit in limits_of(run):

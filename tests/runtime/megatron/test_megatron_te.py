@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,6 +45,7 @@ from torch import nn
 
 from thdprof.offload.plan import Choice
 from thdprof.runtime import FallbackReason
+from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
@@ -572,3 +573,41 @@ def test_the_static_metadata_hold_the_micro_batch():
     forward(block, inputs(1)[0].requires_grad_(), LARGE)
     (slot,) = run._slots
     assert np.array_equal(slot.metadata.packed(BUCKETS[1]).cu_seqlens.numpy(), [*LARGE, TOKENS])
+
+
+def test_quantized_weights_are_kept_around_captures_and_ready_before_replays():
+    told, held = [], []
+
+    @contextmanager
+    def quantizing():
+        held.append("capture")
+        yield
+        held.pop()
+        told.append("captured")
+
+    @contextmanager
+    def inside_graph(layer):
+        if held:  # a replay of the fake runs the layer again
+            told.append([*block.layers].index(layer))
+        yield
+
+    around = Surroundings(
+        quantizing=quantizing,
+        inside_graph=inside_graph,
+        before_forward=lambda: told.append("replay"),
+        changed=lambda: "a weight moved",
+        forget=lambda: told.append("forgotten"),
+    )
+    block = make_block()
+    run = graphs_of(block, surroundings=around)
+    forward(block, inputs(1)[0].requires_grad_(), SMALL).sum().backward()
+    layers = [*range(LAYERS)] * 2  # a warm-up and the capture
+    assert told == [*layers, "captured"] * len(BUCKETS) * 2 + ["replay"]
+    told.clear()
+    forward(block, inputs(1)[0].requires_grad_(), OVER).sum().backward()
+    assert told == []
+    forward(block, inputs(1)[0].requires_grad_(), LARGE).sum().backward()
+    assert told == ["replay"]
+    assert run._changed() == "a weight moved"
+    run.recapture()
+    assert told == ["replay", "forgotten"]

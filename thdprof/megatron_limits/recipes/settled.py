@@ -66,6 +66,7 @@ def settled(recipe: Settings, precision: Settings | None) -> Settled:
             pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", None) or 1,
             context_parallel_size=getattr(config, "context_parallel_size", None) or 1,
             dynamic_cp=False,
+            unmeasured=True,
             experts=experts,
             offload_modules=_offloaded(config),
             core_offload=bool(getattr(config, "fine_grained_activation_offloading", False)),

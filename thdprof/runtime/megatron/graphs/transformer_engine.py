@@ -206,6 +206,7 @@ class LayerGraphs(DispatchedModule):
         """A slot for a micro-batch, with all in place that its graphs read, or why there is none."""
         lease = self._lease(bucket, call.slot)
         if not isinstance(lease, FallbackReason):
+            self._surroundings.before_forward()
             lease.slot.stage(call, bucket)
         return lease
 
@@ -256,7 +257,7 @@ class LayerGraphs(DispatchedModule):
             self._check_states()
         except RuntimeError as error:
             return str(error)
-        return ""
+        return self._surroundings.changed()
 
     def _check_states(self) -> None:
         assert self._states is not None  # `_open` has made it
@@ -283,6 +284,7 @@ class LayerGraphs(DispatchedModule):
             self._slots = []
         self._captures = self._new_captures()
         self._placement = self._states = self._layer_capture = None
+        self._surroundings.forget()
         super().recapture()
 
     def close(self) -> None:
