@@ -50,6 +50,9 @@ class Row:
     Megatron's output layer by a module of Apex, for which a stand-in is found."""
     layers_per_graph: int | None = None
     """The plan's graphs.layers_per_graph; None: whole chunks."""
+    own_tracker: bool = False
+    """Run the script alone with Megatron's own RNG tracker: with Transformer Engine's, megatron-core 0.19 recomputes
+    with other masks of dropout than the forward had."""
 
 
 APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
@@ -59,6 +62,70 @@ _EXPERTS = (
     "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2"
 )
+_SELECTIVE = "--recompute-granularity selective --recompute-modules"
+_FULL = "--recompute-granularity full --recompute-method"
+_LATENT = (
+    "--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 "
+    "--v-head-dim 32"
+)
+RECOMPUTE_ROWS = (
+    Row(name="recompute core_attn, dropout", flags=f"{_SELECTIVE} core_attn", dropout=True, own_tracker=True),
+    Row(
+        name="recompute mlp and layernorm, dropout", flags=f"{_SELECTIVE} mlp layernorm", dropout=True, own_tracker=True
+    ),
+    Row(
+        name="recompute full uniform, dropout",
+        flags=f"{_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="recompute full block, dropout",
+        flags=f"{_FULL} block --recompute-num-layers 2",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="TP 2, sequence parallel, recompute core_attn and mlp, dropout",
+        gpus=2,
+        flags=f"--tensor-model-parallel-size 2 --sequence-parallel {_SELECTIVE} core_attn mlp",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="TP 2, sequence parallel, recompute full uniform, dropout",
+        gpus=2,
+        flags=f"--tensor-model-parallel-size 2 --sequence-parallel {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="PP 2, recompute full uniform, dropout",
+        gpus=2,
+        flags=f"--pipeline-model-parallel-size 2 {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="CP 2, recompute core_attn", gpus=2, flags=f"--context-parallel-size 2 {_SELECTIVE} core_attn", multiple=4
+    ),
+    Row(name="one GPU, experts, recompute moe", flags=f"{_EXPERTS} {_SELECTIVE} moe"),
+    Row(name="one GPU, experts, recompute moe_act and layernorm", flags=f"{_EXPERTS} {_SELECTIVE} moe_act layernorm"),
+    Row(
+        name="one GPU, latent attention, recompute mla_up_proj",
+        flags=f"{_LATENT} --num-query-groups 4 {_SELECTIVE} mla_up_proj",
+    ),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps, recompute core_attn and mlp, dropout, 1 layer a graph",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000 "
+        f"{_SELECTIVE} core_attn mlp",
+        dropout=True,
+        own_tracker=True,
+        layers_per_graph=1,
+    ),
+)
+"""Rows whose models recompute activations."""
 ROWS = (
     Row(name="one GPU"),
     Row(name="one GPU, dropout", dropout=True),
@@ -134,6 +201,7 @@ ROWS = (
         script="pretrain_hybrid.py",
         flags="--hybrid-layer-pattern *-*-*-*- --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
     ),
+    *RECOMPUTE_ROWS,
 )
 
 
@@ -183,7 +251,7 @@ def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
         planned = name != "unchanged"
         ran[name] = script_run(
             scripts / row.script,
-            flags,
+            without(flags, "--te-rng-tracker") if row.own_tracker and not planned else flags,
             plan=plan if planned else None,
             replay=name == "on",
             stats=folder / f"{name}.jsonl" if planned else None,

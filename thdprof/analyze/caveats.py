@@ -135,15 +135,9 @@ def on_the_model(
         return sentences
     if times.origin == "modelled" and gpu is not None:
         sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
-    refused = [
-        words
-        for words, on in (("FP8", model.fp8_recipe), ("recomputed activations", model.recompute_granularity))
-        if on is not None
-    ]
-    if graphs and refused:
+    if graphs and model.fp8_recipe is not None:
         sentences.append(
-            f"{' and '.join(refused)} cannot be captured yet: thdprof.runtime.megatron's install refuses this model "
-            "before the first step"
+            "FP8 cannot be captured yet: thdprof.runtime.megatron's install refuses this model before the first step"
         )
     return sentences
 

@@ -1,7 +1,8 @@
 """What Megatron's graphs cannot serve: one table, read by `thdprof analyze` and by `install`. No torch in here.
 
-`limit` has the types; `fields`, `parallelism`, `dynamic_cp`, `experts` and `offloading` have the rows; `table` joins
-them; and `check` is for analysis. `thdprof.runtime.megatron.refusals` reads the same table when training starts.
+`limit` has the types; `fields`, `parallelism`, `dynamic_cp`, `experts`, `offloading`, `layers_per_graph` and
+`recompute` have the rows; `table` joins them; and `check` is for analysis. `thdprof.runtime.megatron.refusals` reads
+the same table when training starts.
 """
 
 from __future__ import annotations

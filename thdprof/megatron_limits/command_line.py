@@ -19,6 +19,7 @@ from thdprof.megatron_limits.middle_stages import (
     virtual_stages,
 )
 from thdprof.megatron_limits.parallelism import WITHOUT_LAYERS
+from thdprof.megatron_limits.recompute import RECOMPUTE_CASES
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -39,6 +40,7 @@ COUNTS: Mapping[str, str] = {
 }
 SWITCHES: Mapping[str, str] = {
     "recompute_granularity": "--recompute-activations",
+    "distribute_saved_activations": "--distribute-saved-activations",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "moe_enable_routing_replay": "--moe-enable-routing-replay",
@@ -163,6 +165,8 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         dynamic_cp=plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None,
         packer=plan.training.packer,
         experts=_experts(given),
+        offload_modules=tuple(plan.graphs.offload.modules) if plan.graphs.offload is not None and replay else None,
+        layers_per_graph=plan.graphs.layers_per_graph if replay else None,
         config=config,
     )
     for limit in limits_of(run):
@@ -170,6 +174,8 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
             own = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
             remedy = "leave it out" if own or limit.name in SHARDS else limit.fields.remedy
             yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
+        elif limit.name in RECOMPUTE_CASES:
+            yield f"{given.shown(flags['recompute_granularity'])}: {limit.reason}; {limit.fields.remedy}"
         elif limit.name == WITHOUT_LAYERS:
             flag = next(flag for flag in (LAYOUT, *COUNTED_AS_LAYERS) if flag in given)
             yield f"{given.shown(flag)}: {limit.reason}; {limit.fields.remedy}"

@@ -23,7 +23,6 @@ _USE_CHUNK = "set graphs.impl to chunk"
 ALL_GRAPHS: tuple[Limit, ...] = (
     _off("fp8", None, "scales are not kept across replays of packed graphs"),
     _off("fp4", None, "scales are not kept across replays of packed graphs"),
-    _off("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
     _off("cpu_offloading", False, "megatron-core refuses it with graphs"),
     _off("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),
     _off("delay_wgrad_compute", False, "its weight gradients are not part of a backward pass"),

@@ -11,6 +11,7 @@ from thdprof.megatron_limits.layers_per_graph import LAYERS_PER_GRAPH_LIMITS
 from thdprof.megatron_limits.limit import Limit, Run
 from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
 from thdprof.megatron_limits.parallelism import PARALLELISM_LIMITS
+from thdprof.megatron_limits.recompute import RECOMPUTE_LIMITS
 
 LIMITS: tuple[Limit, ...] = (
     *ALL_GRAPHS,
@@ -20,6 +21,7 @@ LIMITS: tuple[Limit, ...] = (
     *EXPERT_LIMITS,
     *OFFLOAD_LIMITS,
     *LAYERS_PER_GRAPH_LIMITS,
+    *RECOMPUTE_LIMITS,
 )
 """Every limit, in the order of messages and of the reference."""
 

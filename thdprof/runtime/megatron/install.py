@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
@@ -18,7 +18,7 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
-from thdprof.runtime.megatron import capture_agreement, isolation, surroundings, versions
+from thdprof.runtime.megatron import capture_agreement, isolation, recompute, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
@@ -47,6 +47,11 @@ class Installation:
 
     def __init__(self, decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], decisions: Decisions) -> None:
         self._decoders, self._runs, self._decisions = tuple(decoders), tuple(runs), decisions
+        self._changes = ExitStack()
+
+    def until_closed(self, change: AbstractContextManager[Any]) -> None:
+        """Enter a context that `close` leaves."""
+        self._changes.enter_context(change)
 
     def stats(self, chunk: int = 0) -> Stats:
         """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
@@ -130,6 +135,7 @@ class Installation:
     def close(self) -> None:
         """Free all graphs and give the decoders their own forward back. Call it before destroying process groups."""
         with ExitStack() as stack:  # runs every callback, even after one fails
+            stack.callback(self._changes.close)
             for run, decoder in zip(self._runs, self._decoders, strict=True):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
@@ -257,6 +263,8 @@ def install(
     ):  # changes begin only here, after all that can fail
         decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
     installation = Installation(decoders, runs, decisions)
+    if plan.captured:
+        installation.until_closed(recompute.mended(recompute.repeats_of(config)))
     if replay and capture_now:
         try:
             takes_grad = [takes_gradient(model) for model in models]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.megatron import recompute
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -44,6 +45,7 @@ def of_decoder(
         agreed: returns whether its argument is true on all of those ranks; None: they cannot ask each other.
     """
     ready, config = torch.cuda.Event(), getattr(block, "config", None)
+    repeats = recompute.repeats_of(config)
     parameters = [p for p in block.parameters() if p.requires_grad]
 
     def on_backward() -> None:
@@ -57,14 +59,20 @@ def of_decoder(
         for parameter in complete:
             parameter._cudagraph_wgrad_ready_event = of_piece  # type: ignore[attr-defined]
 
+    @contextmanager
+    def while_capturing() -> Iterator[None]:
+        with capturing(), recompute.mended(repeats):
+            yield
+
     return Surroundings(
         extra_state=expert_metrics,
-        while_capturing=capturing,
+        while_capturing=while_capturing,
         on_backward=on_backward,
         on_piece=on_piece,
         communicates=communicates,
         agreed=agreed,
         deterministic=lambda: is_deterministic(config),
+        repeats=repeats,
     )
 
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from support.refusals import complaints, config
 
 from thdprof.megatron_limits.parallelism import decoder_layers
+from thdprof.plan import OffloadPart
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.training.pipeline_slots import slots
 
@@ -32,9 +33,8 @@ REFUSED = [
     ),
     ({"fp8": "hybrid"}, "- fp8 is 'hybrid': scales are not kept across replays of packed graphs; set it to None"),
     (
-        {"recompute_granularity": "full"},
-        "- recompute_granularity is 'full': graphs keep activations, and recomputing in them was not checked; set it "
-        "to None",
+        {"recompute_granularity": "full", "distribute_saved_activations": True},
+        "- distribute_saved_activations is True: it puts other memory in the place of a graph's input; set it to False",
     ),
     (
         {"pipeline_model_parallel_size": 2},
@@ -76,6 +76,58 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
 def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
     assert complaints(plan, changes) == [line]
+
+
+RECOMPUTED = [
+    ({"impl": "chunk"}, {}, "full", []),
+    ({"impl": "chunk"}, {}, "selective", []),
+    ({"impl": "chunk", "layers_per_graph": 1}, {}, "selective", []),
+    (
+        {"impl": "chunk", "layers_per_graph": 1},
+        {},
+        "full",
+        [
+            "- recompute_granularity is 'full' with graphs.layers_per_graph 1: layers run inside recomputed functions, "
+            "between which no pass can be cut; set graphs.layers_per_graph to null, or recompute_granularity to "
+            "selective"
+        ],
+    ),
+    (
+        {"impl": "chunk", "offload": OffloadPart()},
+        {},
+        "selective",
+        [
+            "- recompute_granularity is 'selective' with graphs.offload: a recomputed tensor has no memory that could "
+            "be moved; set graphs.offload to null, or recompute_granularity to None"
+        ],
+    ),
+    (
+        {"impl": "local"},
+        {"cuda_graph_impl": "local"},
+        "selective",
+        [
+            "- recompute_granularity is 'selective': Megatron recomputes nothing in its own layer graphs; set "
+            "graphs.impl to chunk"
+        ],
+    ),
+    (
+        {"impl": "transformer_engine"},
+        {"cuda_graph_impl": "transformer_engine"},
+        "full",
+        [
+            "- recompute_granularity is 'full': Transformer Engine captures a layer's backward by torch.autograd.grad, "
+            "which refuses to recompute; set graphs.impl to chunk"
+        ],
+    ),
+    ({"impl": "none", "buckets": []}, {}, "full", []),
+]
+"""Fields of the plan's graphs, of the TransformerConfig, its recompute_granularity, and the lines."""
+
+
+@pytest.mark.parametrize(("graphs", "fields", "granularity", "lines"), RECOMPUTED)
+def test_recompute_is_refused_where_graphs_cannot_do_it(plan, graphs, fields, granularity, lines):
+    changed = plan.model_copy(update={"graphs": plan.graphs.model_copy(update=graphs)})
+    assert complaints(changed, {**fields, "recompute_granularity": granularity}) == lines
 
 
 GATHERED = (
