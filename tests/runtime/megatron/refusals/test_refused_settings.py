@@ -130,6 +130,17 @@ def test_recompute_is_refused_where_graphs_cannot_do_it(plan, graphs, fields, gr
     assert complaints(changed, {**fields, "recompute_granularity": granularity}) == lines
 
 
+def test_adapters_that_a_replay_cannot_serve_are_refused(plan):
+    facts = settings.Facts(num_chunks=1, fused_adapters=("a", "b"), hooked_parameters=("c",))
+    assert complaints(plan, facts=facts) == [
+        "- a (and 1 more) runs through Transformer Engine's operation fuser, which keeps parameters of its own past a "
+        "capture; set use_transformer_engine_op_fuser to False",
+        "- c has a gradient hook, which a replay cannot run; for adapters of experts set experts_shared_outer_loras or "
+        "share_expert_adapters to False, or leave their linear_fc1 and linear_fc2 out of target_modules",
+    ]
+    assert complaints(plan, facts=replace(facts, replay=False)) == []
+
+
 GATHERED = (
     "weights are gathered and their gradients given back by Python between the layers' passes, which a replay does not "
     "run; set "

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from thdprof.runtime.megatron.refusals import (
+    adapters,
     attention,
     dynamic_cp,
     experts,
@@ -52,6 +53,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         lines += [*mamba.refusals(config, facts), *mamba.refusals_of_plan(plan, facts)]
         lines += surroundings.refusals(facts, environment)
         if facts.replay:
+            lines += adapters.refusals(facts)
             lines += [*offloading.refusals(config, plan), *experts.refusals(config)]
             lines += [*shared_captures.refusals(config, plan), *first_use.refusals(config, plan)]
     _refuse("install graphs", lines)
@@ -71,7 +73,7 @@ def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os
     lines = [*known_run.refusals_of_decoder(config), *layers.refused_impl(config, "chunk")]
     lines += [*attention.refusals(config, "chunk", facts), *experts.refusals(config)]
     lines += [*offloading.refusals_of_decoder(config), *mamba.refusals(config, facts)]
-    lines += surroundings.refusals(facts, environment)
+    lines += [*surroundings.refusals(facts, environment), *adapters.refusals(facts)]
     _refuse("measure a decoder", lines)
 
 
