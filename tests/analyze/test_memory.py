@@ -165,6 +165,21 @@ def test_a_recomputed_pass_holds_one_layer_at_a_time():
     assert inputs + one <= pass_bytes([layer] * 20, 4096) < inputs + 1.5 * one
 
 
+def test_layers_that_are_recomputed_together_keep_one_input():
+    settings = run_of()
+    shape = like(hidden_size=1024, num_attention_heads=16, num_layers=8, recompute_granularity="full")
+    one, two, all_of_them = (
+        slot_bytes(replace(shape, recompute_num_layers=together), settings, 4096) for together in (1, 2, 8)
+    )
+    assert one == slot_bytes(shape, settings, 4096)
+    hidden = 4096 * 1024 * 2
+    layer = saved_by_layer(like(hidden_size=1024, num_attention_heads=16)) * 4096
+    assert layer - 5 * hidden < two - one < layer  # 4 inputs less, and one layer more with its gradients
+    assert one < all_of_them < slot_bytes(replace(shape, recompute_granularity=None), settings, 4096) + layer
+    uneven = replace(shape, recompute_num_layers=3)
+    assert two < slot_bytes(uneven, settings, 4096) < all_of_them
+
+
 def test_full_recompute_of_a_block_keeps_what_the_layers_behind_it_save():
     settings = run_of()
     shape = like(hidden_size=1024, num_attention_heads=16, num_layers=8, recompute_granularity="full")

@@ -12,6 +12,7 @@ states between linear layers too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -73,6 +74,12 @@ def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
         replace(first, is_input=True, recomputed=False),
         *(replace(one, recomputed=one.recomputed or whole) for one in others),
     ]
+
+
+def recomputed_together(layers: Sequence[Sequence[Saved]]) -> list[Saved]:
+    """What layers save that a backward computes again together: of their inputs it keeps only the first one's."""
+    first, *others = (one for layer in layers for one in layer)
+    return [first, *(replace(one, recomputed=True) for one in others)]
 
 
 class _Layer:
