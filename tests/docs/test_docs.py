@@ -471,7 +471,7 @@ def test_refused_settings_are_those_of_install():
     fields, cases = settings_reference.reference().split("| case | because | instead |")
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", fields, re.M)
     assert rows == [(limit.name, limit.off.graphs) for limit in LIMITS if limit.off is not None]
-    assert {graphs for _, graphs in rows} == {"all", "`local`", "`transformer_engine`", "dynamic context parallelism"}
+    assert {graphs for _, graphs in rows} == {"all", "`local`", "dynamic context parallelism"}
     names = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", cases, re.M)
     assert names == [limit.name for limit in LIMITS if limit.off is None]
 

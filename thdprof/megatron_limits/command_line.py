@@ -52,6 +52,7 @@ SWITCHES: Mapping[str, str] = {
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
 LISTS: Mapping[str, str] = {
+    "recompute_modules": "--recompute-modules",
     "cp_comm_type": "--cp-comm-type",
     "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
 }

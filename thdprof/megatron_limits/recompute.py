@@ -30,13 +30,27 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
         graphs="`local`",
         remedy=_USE_CHUNK,
     ),
-    must_be_off(
-        "recompute_granularity",
-        None,
-        "Transformer Engine captures a layer's backward by torch.autograd.grad, which refuses to recompute",
-        applies=partial(_of_impl, "transformer_engine"),
-        graphs="`transformer_engine`",
-        remedy=_USE_CHUNK,
+    Limit(
+        name="full recompute with `transformer_engine`",
+        holds=lambda run: run.impl == "transformer_engine" and run.field("recompute_granularity") == "full",
+        reason="Transformer Engine captures a layer's backward by torch.autograd.grad, which refuses to recompute",
+        fields=Words(
+            case=lambda run: "recompute_granularity is 'full' with graphs.impl transformer_engine", remedy=_USE_CHUNK
+        ),
+    ),
+    Limit(
+        name="recompute of `moe` with layers captured up to their router",
+        holds=lambda run: (
+            run.impl == "transformer_engine"
+            and "moe_router" in (run.modules or ())
+            and run.field("recompute_granularity") == "selective"
+            and "moe" in (run.field("recompute_modules") or ())
+        ),
+        reason="the router is in the graph, and the experts behind it are not",
+        fields=Words(
+            case=lambda run: f"recompute_modules is {list(run.field('recompute_modules'))}",
+            remedy="leave moe out of it",
+        ),
     ),
     must_be_off(
         "distribute_saved_activations",

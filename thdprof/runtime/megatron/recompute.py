@@ -53,6 +53,27 @@ def repeats_of(config: Any) -> Repeats | None:
     return _REPEATS if getattr(config, "recompute_granularity", None) else None
 
 
+@contextmanager
+def kept(config: Any) -> Iterator[None]:
+    """Let passes inside the block keep what they would recompute: graphs of single layers cannot recompute.
+
+    Their backward is captured by torch.autograd.grad, which gives no gradient to a parameter inside a recomputation.
+
+    Args:
+        config: as `repeats_of` takes it.
+    """
+    from megatron.core.transformer import cuda_graphs
+
+    if repeats_of(config) is None or cuda_graphs.is_graph_warmup():
+        yield
+        return
+    cuda_graphs._set_warmup_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_warmup_end()
+
+
 class _Mending:
     """Whether Megatron recomputes through `repeats` now. Several owners may ask for it, and end in any order."""
 

@@ -115,10 +115,11 @@ RECOMPUTED = [
         {"cuda_graph_impl": "transformer_engine"},
         "full",
         [
-            "- recompute_granularity is 'full': Transformer Engine captures a layer's backward by torch.autograd.grad, "
-            "which refuses to recompute; set graphs.impl to chunk"
+            "- recompute_granularity is 'full' with graphs.impl transformer_engine: Transformer Engine captures a "
+            "layer's backward by torch.autograd.grad, which refuses to recompute; set graphs.impl to chunk"
         ],
     ),
+    ({"impl": "transformer_engine"}, {"cuda_graph_impl": "transformer_engine"}, "selective", []),
     ({"impl": "none", "buckets": []}, {}, "full", []),
 ]
 """Fields of the plan's graphs, of the TransformerConfig, its recompute_granularity, and the lines."""
