@@ -22,6 +22,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from megatron.core.transformer import cuda_graphs
 from support.late_mover import LateMover
 from support.layer_graphs import (
     BUCKETS,
@@ -90,6 +91,18 @@ def test_numbers_are_those_of_an_eager_run(resets_flags, overlap):
     forward(graphed, batches[0][0], SMALL).sum().backward()
     marked = {name for name, p in graphed.named_parameters() if p.grad_added_to_main_grad}
     assert marked == {f"layers.{i}.self_attention.core_attention.scale" for i in range(LAYERS)}
+
+
+def test_captures_keep_what_layers_would_recompute():
+    block = make_block()
+    block.config.recompute_granularity = "selective"
+    attention, seen = block.layers[0].self_attention.core_attention, []
+    attention.register_forward_pre_hook(lambda *_: seen.append(cuda_graphs.is_graph_warmup()))
+    graphs_of(block)
+    train(block, list(zip(inputs(3), [SMALL, OVER, LARGE], strict=True)), one_f_one_b(3))
+    assert seen.count(True) >= 2  # captures of two buckets
+    assert False in seen  # a micro-batch that falls back
+    assert not cuda_graphs.is_graph_warmup()
 
 
 def test_gradients_without_main_grad_are_the_callers_to_keep():

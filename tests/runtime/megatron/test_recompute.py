@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import defaultdict
-from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core import tensor_parallel  # noqa: E402
 from megatron.core.tensor_parallel import random  # noqa: E402
+from megatron.core.transformer import cuda_graphs  # noqa: E402
 from support import recorded_graphs  # noqa: E402
 from support.random_states import CountedGenerator  # noqa: E402
 from support.recorded_graphs import RecordedGraph  # noqa: E402
@@ -28,7 +29,8 @@ TOKENS, HIDDEN = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
 BOUNDS = ([0, 12], [0, 5, 12], [0, 1, 2, 3, 4, 12], [0, 1, 7, 12], [0, 3, 6, 9, 12], [0, 2, 12])
 """Boundaries of micro-batches: of the small bucket, of the large one, and of none."""
-FULL = recompute.repeats_of(type("Config", (), {"recompute_granularity": "full"}))
+FULL = recompute.repeats_of(SimpleNamespace(recompute_granularity="full"))
+SELECTIVE = SimpleNamespace(recompute_granularity="selective")
 
 
 class Layer(nn.Module):
@@ -231,7 +233,7 @@ def test_a_recomputed_part_inside_another_one_draws_the_same():
         def forward(self, hidden, packed):
             def run(x, boundaries):
                 for layer in self.layers:
-                    x = layer(hidden=x, packed=type("Packed", (), {"cu_seqlens": boundaries}))
+                    x = layer(hidden=x, packed=SimpleNamespace(cu_seqlens=boundaries))
                 return x
 
             return tensor_parallel.checkpoint(run, False, hidden, packed.cu_seqlens)
@@ -301,6 +303,22 @@ def test_outputs_that_are_dropped_come_back_with_the_same_masks(monkeypatch):
         return x.grad
 
     kept = run(False)
-    with recompute.mended(FULL), nullcontext():
+    with recompute.mended(FULL):
         assert torch.equal(run(True), kept)
     assert calls == [False, True, True]
+
+
+def test_graphs_of_layers_keep_what_they_would_recompute():
+    module = stack()
+    seeded(7)
+    x = torch.ones(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    with recompute.mended(FULL):
+        with recompute.kept(SELECTIVE):
+            y = module(x, pack(BOUNDS[0]))
+        y.sum().backward()
+        assert [len(layer.calls) for layer in module.layers] == [1] * 4
+        module(x, pack(BOUNDS[0])).sum().backward()
+        assert [len(layer.calls) for layer in module.layers] == [3] * 4
+    assert not cuda_graphs.is_graph_warmup()
+    with recompute.kept(SimpleNamespace(recompute_granularity=None)):
+        assert not cuda_graphs.is_graph_warmup()

@@ -222,8 +222,8 @@ def install(
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     if replay and plan.captured and plan.graphs.impl == "transformer_engine" and recompute.repeats_of(config):
         logger.warning(
-            "recompute_granularity: graphs of single layers keep what they would recompute, and save no memory; what is "
-            "outside of them is recomputed"
+            "recompute_granularity: graphs of single layers keep what they would recompute, and save no memory; "
+            "what is outside of them is recomputed"
         )
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
         warn_of_other_surroundings(plan)
