@@ -26,7 +26,7 @@ from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
 from thdprof.analyze.times.memory import predict_memory, slot_bytes
-from thdprof.analyze.times.parameters import stage_parameters, stages, state_bytes
+from thdprof.analyze.times.parameters import adapted_widths, stage_parameters, stages, state_bytes
 from thdprof.dispatch import Bucket
 from thdprof.plan import load_plan, parse_plan
 from thdprof.training import Model
@@ -99,6 +99,22 @@ def test_selective_recompute_drops_the_tensors_of_its_modules():
     assert saved_by_layer(chosen) == saved_by_layer(DENSE) - mlp - 64 * 2 + 64 * 2
     unused = like(recompute_granularity=None, recompute_modules=("mlp",))
     assert saved_by_layer(unused) == saved_by_layer(DENSE)
+
+
+def test_frozen_linear_layers_keep_no_input_and_adapters_keep_theirs():
+    frozen = like(lora_dim=4, lora_target_modules=())
+    inputs = 2 * 64 * 2 + 256 * 2  # outputs of both norms, and of the activation
+    assert saved_by_layer(frozen) == saved_by_layer(DENSE) - inputs
+    every = like(lora_dim=4)
+    assert saved_by_layer(every) == saved_by_layer(DENSE) + 4 * 4 * 2  # what lies between the two products of each
+    assert saved_by_layer(like(lora_dim=4, lora_target_modules=("linear_qkv",))) == saved_by_layer(frozen) + 136
+    dropped = saved_by_layer(like(lora_dim=4, lora_dropout=0.1)) - saved_by_layer(every)
+    assert dropped == (64 + 64 + 64 + 256) + 64 * 2  # masks, and a copy of attention's output
+    gathered = like(
+        lora_dim=4, lora_target_modules=("linear_qkv",), tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    alone = replace(gathered, lora_target_modules=())
+    assert saved_by_layer(gathered) == saved_by_layer(alone) + 136  # the whole output of the norm on each rank
 
 
 def test_fp8_keeps_inputs_of_linear_layers_in_one_byte_and_attentions_output_twice():
@@ -192,6 +208,28 @@ def test_full_recompute_of_a_block_keeps_what_the_layers_behind_it_save():
     piped = run_of(pipeline_parallel_size=4)
     two_of_each = replace(shape, recompute_method="block", recompute_num_layers=2)
     assert slot_bytes(two_of_each, piped, 4096) == slot_bytes(shape, piped, 4096)  # a stage has two layers
+
+
+def test_only_adapters_have_gradients_and_optimizer_state():
+    model = like(lora_dim=4)
+    (stage,) = stages(model, pipeline_size=1, num_chunks=1)
+    found = stage_parameters(model, stage, 256)
+    whole = stage_parameters(DENSE, stage, 256)
+    of_layer = 4 * ((64 + 3 * 64) + (64 + 64) + (64 + 256) + (256 + 64))
+    assert found.adapters == 4 * of_layer
+    assert (found.dense, whole.adapters) == (whole.dense, None)
+    assert found.largest == 4 * (64 + 256)
+    state, moments = state_bytes(model, found, data_parallel_size=1, context_parallel_size=1)
+    assert moments == 8 * found.adapters
+    assert state == 2 * found.dense + 18 * found.adapters
+    shared = replace(model, use_distributed_optimizer=True)
+    assert state_bytes(shared, found, data_parallel_size=4, context_parallel_size=1) == (
+        2 * found.dense + (6 + 12 / 4) * found.adapters,
+        2 * found.adapters,
+    )
+    latent = like(multi_latent_attention=True, lora_dim=2, lora_target_modules=("linear_proj", "linear_kv_up_proj"))
+    assert len(adapted_widths(latent, "attention")) == 2
+    assert adapted_widths(latent, "mamba") == []
 
 
 # --- state ----------------------------------------------------------------------------------------------------------

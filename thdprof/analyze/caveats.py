@@ -135,6 +135,11 @@ def on_the_model(
         return sentences
     if times.origin == "modelled" and gpu is not None:
         sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
+    if model.lora_dim is not None and times.origin == "modelled":
+        sentences.append(
+            "times are modelled as if all weights were trained: with adapters a backward takes less; thdprof calibrate "
+            "does not know them either"
+        )
     if graphs and model.fp8_recipe is not None:
         sentences.append(
             "FP8 cannot be captured yet: thdprof.runtime.megatron's install refuses this model before the first step"

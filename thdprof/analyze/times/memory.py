@@ -270,7 +270,7 @@ def _outside(model: Model, stage: Stage, vocab_size: int, n_tokens: int) -> int:
     if stage.last:
         extra = model.mtp_num_layers
         logits = n_tokens * rows
-        gradient = rows * model.hidden_size * 2
+        gradient = 0 if model.lora_dim else rows * model.hidden_size * 2
         total += round(max(_LOGITS_BYTES * logits, 2 * logits + gradient) + extra * _SAVED_LOGITS_BYTES * logits)
         total += 2 * hidden
         if extra:
