@@ -126,6 +126,32 @@ RECOMPUTE_ROWS = (
     ),
 )
 """Rows whose models recompute activations."""
+ADAPTERS_SCRIPT = str(ROOT / "tests" / "support" / "pretrain.py")
+"""A script of Megatron's own loop that gives a model Megatron-Bridge's adapters, which pretrain_gpt.py cannot."""
+_LORA = "--adapters lora --adapters-dropout 0.1"
+ADAPTER_ROWS = (
+    Row(name="LoRA, dropout", script=ADAPTERS_SCRIPT, flags=_LORA, dropout=True),
+    Row(name="LoRA, fused gradient accumulation", script=ADAPTERS_SCRIPT, flags=_LORA, fused=True),
+    Row(name="DoRA, dropout", script=ADAPTERS_SCRIPT, flags="--adapters dora --adapters-dropout 0.1", dropout=True),
+    Row(name="canonical LoRA", script=ADAPTERS_SCRIPT, flags="--adapters canonical --adapters-dropout 0.1"),
+    Row(
+        name="LoRA, recompute full uniform, dropout",
+        script=ADAPTERS_SCRIPT,
+        flags=f"{_LORA} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(name="LoRA, CP 2", gpus=2, script=ADAPTERS_SCRIPT, flags=f"{_LORA} --context-parallel-size 2", multiple=4),
+    Row(
+        name="LoRA, TP 2, sequence parallel, dropout",
+        gpus=2,
+        script=ADAPTERS_SCRIPT,
+        flags=f"{_LORA} --tensor-model-parallel-size 2 --sequence-parallel",
+        dropout=True,
+    ),
+    Row(name="LoRA, PP 2", gpus=2, script=ADAPTERS_SCRIPT, flags=f"{_LORA} --pipeline-model-parallel-size 2"),
+)
+"""Rows whose models train Megatron-Bridge's adapters over frozen weights."""
 ROWS = (
     Row(name="one GPU"),
     Row(name="one GPU, dropout", dropout=True),
@@ -202,6 +228,7 @@ ROWS = (
         flags="--hybrid-layer-pattern *-*-*-*- --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
     ),
     *RECOMPUTE_ROWS,
+    *ADAPTER_ROWS,
 )
 
 
