@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections import defaultdict
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -322,3 +323,45 @@ def test_graphs_of_layers_keep_what_they_would_recompute():
     assert not cuda_graphs.is_graph_warmup()
     with recompute.kept(SimpleNamespace(recompute_granularity=None)):
         assert not cuda_graphs.is_graph_warmup()
+
+
+def test_transformer_engines_checkpoint_is_mended_too(monkeypatch):
+    """By it Megatron recomputes under FP8; it keeps references to random states as well."""
+    made = []
+
+    def own(function, *args, get_rng_state_tracker=None, distribute_saved_activations=False, tp_group=None, **more):
+        made.append(get_rng_state_tracker is not None)
+        return random.CheckpointFunction.apply(lambda *inner: function(*inner, **more), False, *args)
+
+    engine, within = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
+    within.distributed = ModuleType("transformer_engine.pytorch.distributed")
+    within.distributed.checkpoint = own
+    for name, module in {engine.__name__: engine, within.__name__: within}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.distributed", within.distributed)
+    layer = stack().layers[1]
+
+    def run(how):
+        seeded(7)
+        x = torch.ones(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+        boundaries = torch.tensor(BOUNDS[1], dtype=torch.int32)
+
+        def body(hidden, *, scale):
+            return layer._body(hidden, boundaries) * scale
+
+        how(body, x).square().sum().backward()
+        return x.grad
+
+    def engines(body, x):
+        tracker = random.get_cuda_rng_tracker
+        return within.distributed.checkpoint(body, x, get_rng_state_tracker=tracker, tp_group=None, scale=2.0)
+
+    kept = run(lambda body, x: body(x, scale=2.0))
+    with recompute.mended(FULL):
+        assert torch.equal(run(engines), kept)
+        assert made == [True]
+        with recompute.kept(SELECTIVE):
+            assert torch.equal(run(engines), kept)
+        assert made == [True]
+    assert within.distributed.checkpoint is own
+    assert not torch.equal(run(engines), kept), "Transformer Engine has mended it"

@@ -40,6 +40,18 @@ class MegatronTracker:
             tracker.set_states(states)
 
 
+_ENGINES_OWN = frozenset(
+    (
+        "distribute_saved_activations",
+        "get_rng_state_tracker",
+        "tp_group",
+        "use_reentrant",
+        "context_fn",
+        "determinism_check",
+        "debug",
+    )
+)
+"""Arguments of Transformer Engine's `checkpoint` that are not the function's."""
 _REPEATS = Repeats(MegatronTracker())
 """The repeats of every model: the process has one tracker."""
 
@@ -139,15 +151,19 @@ def _recomputing_through(repeats: Repeats) -> Iterator[None]:
 
 @contextmanager
 def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
-    """The same for Transformer Engine's `checkpoint`, by which Megatron recomputes under FP8."""
+    """The same for Transformer Engine's `checkpoint`, by which Megatron recomputes under FP8, in warm-ups too."""
     try:
         from transformer_engine.pytorch import distributed
     except ImportError:
         yield
         return
+    from megatron.core.transformer.cuda_graphs import is_graph_warmup
+
     own = distributed.checkpoint
 
     def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if repeats.captured is None and is_graph_warmup():  # Megatron's own `checkpoint` keeps activations then
+            return function(*args, **{name: value for name, value in kwargs.items() if name not in _ENGINES_OWN})
         return own(_repeated(repeats, function), *args, **kwargs)
 
     with replaced(distributed, "checkpoint", checkpoint):
