@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from support.gpu_training import assert_as_predicted, assert_same_training, train
 
@@ -9,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge"),
 ]
 
 DROPOUT = ("--adapters-dropout", "0.1")
