@@ -8,6 +8,7 @@ import pytest
 from support.gpu_training import assert_as_predicted, assert_same_training, train
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),

@@ -93,6 +93,30 @@ def test_numbers_are_those_of_an_eager_run(resets_flags, overlap):
     assert marked == {f"layers.{i}.self_attention.core_attention.scale" for i in range(LAYERS)}
 
 
+@pytest.mark.parametrize("takes_grad", [False, True])
+def test_frozen_parameters_are_left_alone(takes_grad):
+    """As with adapters: behind a frozen embedding the first layer's hidden states take no gradient."""
+    plain, graphed = make_block(), make_block()
+    batches = [
+        (x.detach().requires_grad_(takes_grad), b) for x, b in zip(inputs(4), [SMALL, LARGE, OVER, SMALL], strict=True)
+    ]
+    for block in (plain, graphed):
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_("linear_qkv" in name)
+    run = graphs_of(graphed)
+    for block in (plain, graphed):
+        for x, bounds in batches:
+            forward(block, x, bounds).square().sum().backward()
+    checked = 0
+    for (name, p), q in zip(plain.named_parameters(), graphed.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == ("linear_qkv" not in name), name
+        if p.grad is not None:
+            assert torch.equal(p.grad, q.grad), name
+            checked += 1
+    assert checked >= LAYERS
+    assert run.stats().replays.total() == 3
+
+
 def test_captures_keep_what_layers_would_recompute():
     block = make_block()
     block.config.recompute_granularity = "selective"
