@@ -137,8 +137,7 @@ def on_the_model(
         sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
     if model.lora_dim is not None and times.origin == "modelled":
         sentences.append(
-            "times are modelled as if all weights were trained: with adapters a backward takes less; thdprof calibrate "
-            "does not know them either"
+            "times are modelled as if all weights were trained: with adapters a backward makes fewer gradients"
         )
     if graphs and model.fp8_recipe is not None:
         sentences.append(
@@ -152,6 +151,8 @@ def _compared(model: Model, settings: TrainingSettings, gpu: Gpu) -> str:
     unlike = [] if gpu.compared else [f"the {gpu.label}"]
     if model.fp8_recipe not in (None, "tensorwise"):
         unlike.append(f"FP8 {model.fp8_recipe}")
+    if model.lora_dim is not None:
+        unlike.append("adapters over frozen weights")
     ranks = model.tensor_model_parallel_size * model.expert_model_parallel_size * settings.context_parallel_size
     if ranks > 1:
         unlike.append("communication between GPUs")

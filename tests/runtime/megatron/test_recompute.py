@@ -24,7 +24,8 @@ from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
-from thdprof.runtime.megatron import recompute, surroundings  # noqa: E402
+from thdprof.runtime.megatron import Installation, recompute, surroundings  # noqa: E402
+from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
@@ -365,3 +366,12 @@ def test_transformer_engines_checkpoint_is_mended_too(monkeypatch):
         assert made == [True]
     assert within.distributed.checkpoint is own
     assert not torch.equal(run(engines), kept), "Transformer Engine has mended it"
+
+
+def test_an_installation_mends_until_it_is_closed():
+    own = random.checkpoint
+    installation = Installation([], [], Decisions(1, enabled=False))
+    installation.until_closed(recompute.mended(FULL))
+    assert random.checkpoint is not own
+    installation.close()
+    assert random.checkpoint is own
