@@ -12,6 +12,7 @@ from thdprof.megatron_limits.check import (
     check_layers_per_graph,
     check_offload,
     check_plan,
+    check_recompute,
     check_run,
     check_settings,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "check_layers_per_graph",
     "check_offload",
     "check_plan",
+    "check_recompute",
     "check_run",
     "check_settings",
     "limits_of",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
-    from thdprof.training import Experts
+    from thdprof.training import Experts, Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,8 @@ class Run:
     """Whether megatron-core itself moves activations (fine_grained_activation_offloading), and not thdprof."""
     layers_per_graph: int | None = None
     """Layers of one graph: `graphs.layers_per_graph` of the plan; None also where a model chunk is captured whole."""
+    recompute: Recompute | None = None
+    """How much a backward computes again, as an analysis knows it of the model; `config` says it to `install`."""
     config: Any = None
     """The model's TransformerConfig, or an object with its fields."""
 

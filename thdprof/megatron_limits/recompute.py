@@ -7,8 +7,13 @@ from functools import partial
 from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
 
 
+def _granularity(run: Run) -> str | None:
+    granularity: str | None = run.recompute or run.field("recompute_granularity")
+    return granularity
+
+
 def _recomputes(run: Run) -> bool:
-    return bool(run.field("recompute_granularity"))
+    return bool(_granularity(run))
 
 
 def _chunks(run: Run) -> bool:
@@ -17,6 +22,10 @@ def _chunks(run: Run) -> bool:
 
 def _of_impl(impl: str, run: Run) -> bool:
     return run.impl == impl
+
+
+def _option(run: Run) -> str:
+    return f"recompute_granularity {run.recompute}"
 
 
 _USE_CHUNK = "set graphs.impl to chunk"
@@ -29,11 +38,17 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
         applies=partial(_of_impl, "local"),
         graphs="`local`",
         remedy=_USE_CHUNK,
+        is_on=_recomputes,
+        options=Words(case=lambda run: f"--impl local with {_option(run)}", remedy="use --impl chunk"),
     ),
     Limit(
         name="full recompute with `transformer_engine`",
-        holds=lambda run: run.impl == "transformer_engine" and run.field("recompute_granularity") == "full",
+        holds=lambda run: run.impl == "transformer_engine" and _granularity(run) == "full",
         reason="Transformer Engine captures a layer's backward by torch.autograd.grad, which refuses to recompute",
+        options=Words(
+            case=lambda run: f"--impl transformer_engine with {_option(run)}",
+            remedy="use --impl chunk, or recompute_granularity selective",
+        ),
         fields=Words(
             case=lambda run: "recompute_granularity is 'full' with graphs.impl transformer_engine", remedy=_USE_CHUNK
         ),
@@ -60,10 +75,12 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="full recompute with `graphs.layers_per_graph`",
-        holds=lambda run: (
-            _chunks(run) and run.layers_per_graph is not None and run.field("recompute_granularity") == "full"
-        ),
+        holds=lambda run: _chunks(run) and run.layers_per_graph is not None and _granularity(run) == "full",
         reason="layers run inside recomputed functions, between which no pass can be cut",
+        options=Words(
+            case=lambda run: f"--impl {run.impl} with layers_per_graph {run.layers_per_graph} and {_option(run)}",
+            remedy="use layers_per_graph all, or recompute_granularity selective",
+        ),
         fields=Words(
             case=lambda run: f"recompute_granularity is 'full' with graphs.layers_per_graph {run.layers_per_graph}",
             remedy="set graphs.layers_per_graph to null, or recompute_granularity to selective",
@@ -82,6 +99,9 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
         name="recompute under dynamic context parallelism",
         holds=lambda run: _chunks(run) and bool(run.dynamic_cp) and _recomputes(run),
         reason="a backward would recompute with the process groups of another context-parallel size",
+        options=Words(
+            case=lambda run: f"--packer {run.packer} with {_option(run)}", remedy="use recompute_granularity none"
+        ),
         fields=Words(
             case=lambda run: f"recompute_granularity is {run.field('recompute_granularity')!r} with {run.packer}",
             remedy="set it to None",
