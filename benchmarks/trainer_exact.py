@@ -57,6 +57,9 @@ class Row:
     """The plan's graphs.impl."""
     modules: tuple[str, ...] = ()
     """The plan's graphs.modules; empty: as `analyze` writes them."""
+    own_tracker: bool = False
+    """Run the script alone with Megatron's own RNG tracker: with Transformer Engine's, megatron-core 0.19 recomputes
+    with other masks of dropout than the forward had."""
 
 
 APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
@@ -159,6 +162,96 @@ DROPLESS = (
 )
 """Rows of dropless experts."""
 _FP8 = "--fp8-format hybrid --fp8-recipe {}"
+_SELECTIVE = "--recompute-granularity selective --recompute-modules"
+_FULL = "--recompute-granularity full --recompute-method"
+_SMALL_LATENT = (
+    "--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 "
+    "--v-head-dim 32"
+)
+RECOMPUTE_ROWS = (
+    Row(name="recompute core_attn, dropout", flags=f"{_SELECTIVE} core_attn", dropout=True, own_tracker=True),
+    Row(
+        name="recompute mlp and layernorm, dropout", flags=f"{_SELECTIVE} mlp layernorm", dropout=True, own_tracker=True
+    ),
+    Row(
+        name="recompute full uniform, dropout",
+        flags=f"{_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="recompute full block, dropout",
+        flags=f"{_FULL} block --recompute-num-layers 2",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="TP 2, sequence parallel, recompute core_attn and mlp, dropout",
+        gpus=2,
+        flags=f"--tensor-model-parallel-size 2 --sequence-parallel {_SELECTIVE} core_attn mlp",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="TP 2, sequence parallel, recompute full uniform, dropout",
+        gpus=2,
+        flags=f"--tensor-model-parallel-size 2 --sequence-parallel {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="PP 2, recompute full uniform, dropout",
+        gpus=2,
+        flags=f"--pipeline-model-parallel-size 2 {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="CP 2, recompute core_attn", gpus=2, flags=f"--context-parallel-size 2 {_SELECTIVE} core_attn", multiple=4
+    ),
+    Row(name="one GPU, experts, recompute moe", flags=f"{_EXPERTS} {_SELECTIVE} moe"),
+    Row(name="one GPU, experts, recompute moe_act and layernorm", flags=f"{_EXPERTS} {_SELECTIVE} moe_act layernorm"),
+    Row(
+        name="one GPU, latent attention, recompute mla_up_proj",
+        flags=f"{_SMALL_LATENT} --num-query-groups 4 {_SELECTIVE} mla_up_proj",
+    ),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps, recompute core_attn and mlp, dropout, 1 layer a graph",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000 "
+        f"{_SELECTIVE} core_attn mlp",
+        dropout=True,
+        own_tracker=True,
+        layers_per_graph=1,
+    ),
+)
+"""Rows whose models recompute activations."""
+ADAPTERS_SCRIPT = str(ROOT / "tests" / "support" / "pretrain.py")
+"""A script of Megatron's own loop that gives a model Megatron-Bridge's adapters, which pretrain_gpt.py cannot."""
+_LORA = "--adapters lora --adapters-dropout 0.1"
+ADAPTER_ROWS = (
+    Row(name="LoRA, dropout", script=ADAPTERS_SCRIPT, flags=_LORA, dropout=True),
+    Row(name="LoRA, fused gradient accumulation", script=ADAPTERS_SCRIPT, flags=_LORA, fused=True),
+    Row(name="DoRA, dropout", script=ADAPTERS_SCRIPT, flags="--adapters dora --adapters-dropout 0.1", dropout=True),
+    Row(name="canonical LoRA", script=ADAPTERS_SCRIPT, flags="--adapters canonical --adapters-dropout 0.1"),
+    Row(
+        name="LoRA, recompute full uniform, dropout",
+        script=ADAPTERS_SCRIPT,
+        flags=f"{_LORA} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(name="LoRA, CP 2", gpus=2, script=ADAPTERS_SCRIPT, flags=f"{_LORA} --context-parallel-size 2", multiple=4),
+    Row(
+        name="LoRA, TP 2, sequence parallel, dropout",
+        gpus=2,
+        script=ADAPTERS_SCRIPT,
+        flags=f"{_LORA} --tensor-model-parallel-size 2 --sequence-parallel",
+        dropout=True,
+    ),
+    Row(name="LoRA, PP 2", gpus=2, script=ADAPTERS_SCRIPT, flags=f"{_LORA} --pipeline-model-parallel-size 2"),
+)
+"""Rows whose models train Megatron-Bridge's adapters over frozen weights."""
 ROWS = (
     *DROPLESS,
     Row(name="one GPU, latent attention", flags=_LATENT),
@@ -307,6 +400,8 @@ ROWS = (
         flags="--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute",
         fused=True,
     ),
+    *RECOMPUTE_ROWS,
+    *ADAPTER_ROWS,
 )
 
 
@@ -367,7 +462,7 @@ def exact_row(row: Row, scripts: Path, directory: Path) -> list[str]:
         planned = name != "unchanged"
         ran[name] = script_run(
             scripts / row.script,
-            flags,
+            without(flags, "--te-rng-tracker") if row.own_tracker and not planned else flags,
             plan=plan if planned else None,
             replay=name == "on",
             stats=folder / f"{name}.jsonl" if planned else None,

@@ -19,6 +19,7 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import LIMITS, Limit, Run, check_settings, limits_of
 from thdprof.plan import Impl, OffloadPart, Plan, load_plan
+from thdprof.training import Model
 
 DYNAMIC = {"packer": "balanced_cp", "max_seqlen_per_dp_cp_rank": 16, "tail_policy": "append_dummy_seq"}
 
@@ -165,6 +166,7 @@ PADDED = {
     "moe_pad_expert_input_to_capacity": True,
     "moe_token_dispatcher_type": "alltoall",
 }
+MODEL = "num_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\n"
 UP_TO_ROUTER = {"impl": "transformer_engine", "modules": ["attn", "moe_router"]}
 CASES = {
     ("pipeline_model_parallel_size", "`local`"): Case(
@@ -239,6 +241,30 @@ CASES = {
     ("`graphs.layers_per_graph` under dynamic context parallelism", None): Case(
         options=["--impl", "chunk"], settings="layers_per_graph: 2", dynamic=True, graphs={"layers_per_graph": 2}
     ),
+    ("recompute_granularity", "`local`"): Case(
+        options=["--impl", "local"],
+        settings=f"{MODEL}recompute_granularity: selective",
+        graphs={"impl": "local"},
+        config={"cuda_graph_impl": "local", "recompute_granularity": "selective"},
+    ),
+    ("full recompute with `transformer_engine`", None): Case(
+        options=["--impl", "transformer_engine"],
+        settings=f"{MODEL}recompute_granularity: full",
+        graphs={"impl": "transformer_engine"},
+        config={**TE, "recompute_granularity": "full"},
+    ),
+    ("full recompute with `graphs.layers_per_graph`", None): Case(
+        options=["--impl", "chunk"],
+        settings=f"{MODEL}recompute_granularity: full\nlayers_per_graph: 2",
+        graphs={"layers_per_graph": 2},
+        config={"recompute_granularity": "full"},
+    ),
+    ("recompute under dynamic context parallelism", None): Case(
+        options=["--impl", "chunk"],
+        settings=f"{MODEL}recompute_granularity: selective",
+        dynamic=True,
+        config={"recompute_granularity": "selective"},
+    ),
 }
 """By the limit's name, and by the graphs that need it where it is a field that must be off."""
 
@@ -301,6 +327,14 @@ def test_analysis_and_install_refuse_it_for_the_same_reason(thdprof, documents, 
         assert text
         assert "  " not in text
     assert not file.exists()
+
+
+def test_a_chunk_that_is_recomputed_whole_is_never_cut(documents):
+    made = analyze_dataset(documents, seq_length=64, loader="single", global_batch_size=8)
+    for granularity, expected in ((None, 2), ("selective", 2), ("full", None)):
+        model = Model(num_layers=4, hidden_size=64, num_attention_heads=4, recompute_granularity=granularity)
+        found = replace(made, model=model, overlap=SimpleNamespace(layers_per_graph=2))
+        assert make_plan(found, impl="chunk").graphs.layers_per_graph == expected
 
 
 def test_a_limit_whose_inputs_are_unknown_does_not_hold():

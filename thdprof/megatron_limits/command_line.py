@@ -16,6 +16,7 @@ from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.middle_stages import middle_stages_without_data
 from thdprof.megatron_limits.quantization import takes_unmeasured
+from thdprof.megatron_limits.recompute import RECOMPUTE_CASES
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -40,6 +41,7 @@ COUNTS: Mapping[str, str] = {
 }
 SWITCHES: Mapping[str, str] = {
     "recompute_granularity": "--recompute-activations",
+    "distribute_saved_activations": "--distribute-saved-activations",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "moe_enable_routing_replay": "--moe-enable-routing-replay",
@@ -53,6 +55,7 @@ SWITCHES: Mapping[str, str] = {
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
 LISTS: Mapping[str, str] = {
+    "recompute_modules": "--recompute-modules",
     "cp_comm_type": "--cp-comm-type",
     "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
     "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
@@ -188,6 +191,8 @@ def _of_table(
         packer=plan.training.packer,
         experts=_experts(given),
         unmeasured=takes_unmeasured(environment),
+        offload_modules=tuple(plan.graphs.offload.modules) if plan.graphs.offload is not None and replay else None,
+        layers_per_graph=plan.graphs.layers_per_graph if replay else None,
         config=config,
     )
     for limit in limits_of(run):
@@ -195,6 +200,8 @@ def _of_table(
             own = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
             remedy = "leave it out" if own or limit.name in SHARDS else limit.fields.remedy
             yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
+        elif limit.name in RECOMPUTE_CASES:
+            yield f"{given.shown(flags['recompute_granularity'])}: {limit.reason}; {limit.fields.remedy}"
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
             yield (
                 f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity: {limit.reason}; analyse "

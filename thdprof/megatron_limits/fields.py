@@ -28,7 +28,6 @@ WHY_NO_MROPE = (
 
 ALL_GRAPHS: tuple[Limit, ...] = (
     *QUANTIZATION_LIMITS,
-    _off("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
     _off("cpu_offloading", False, "megatron-core refuses it with graphs"),
     _off("quant_recipe", None, "cached quantized weights would not be renewed in replays"),
     _off("use_kitchen", False, "cached quantized weights would not be renewed in replays"),

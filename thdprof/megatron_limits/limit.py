@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
-    from thdprof.training import Experts
+    from thdprof.training import Experts, Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +56,8 @@ class Run:
     """Name of the class that wraps the model; empty: none does."""
     trainer: Mapping[str, Any] | None = None
     """Settings of the trainer by dotted names, such as `ddp.overlap_grad_reduce`; `peft` is the kind of adapters."""
+    recompute: Recompute | None = None
+    """How much a backward computes again, as an analysis knows it of the model; `config` says it to `install`."""
     config: Any = None
     """The model's TransformerConfig, or an object with its fields."""
 

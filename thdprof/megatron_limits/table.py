@@ -13,6 +13,7 @@ from thdprof.megatron_limits.models import MODEL_LIMITS
 from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
 from thdprof.megatron_limits.overlap import OVERLAP_LIMITS
 from thdprof.megatron_limits.parallelism import PARALLELISM_LIMITS
+from thdprof.megatron_limits.recompute import RECOMPUTE_LIMITS
 
 LIMITS: tuple[Limit, ...] = (
     *ALL_GRAPHS,
@@ -24,6 +25,7 @@ LIMITS: tuple[Limit, ...] = (
     *EXPERT_LIMITS,
     *OFFLOAD_LIMITS,
     *LAYERS_PER_GRAPH_LIMITS,
+    *RECOMPUTE_LIMITS,
 )
 """Every limit, in the order of messages and of the reference."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
@@ -18,9 +18,9 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
-from thdprof.runtime.megatron import capture_agreement, isolation, surroundings, versions
+from thdprof.runtime.megatron import capture_agreement, isolation, recompute, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder import adapters, mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
 from thdprof.runtime.megatron.graphs import chunk, local
@@ -54,6 +54,11 @@ class Installation:
         plans: Sequence[SchedulePlans] = (),
     ) -> None:
         self._decoders, self._runs, self._decisions, self._plans = tuple(decoders), tuple(runs), decisions, tuple(plans)
+        self._changes = ExitStack()
+
+    def until_closed(self, change: AbstractContextManager[Any]) -> None:
+        """Enter a context that `close` leaves."""
+        self._changes.enter_context(change)
 
     def stats(self, chunk: int = 0) -> Stats:
         """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
@@ -139,6 +144,7 @@ class Installation:
         with ExitStack() as stack:  # runs every callback, even after one fails
             for plans in self._plans:
                 stack.callback(plans.detach)
+            stack.callback(self._changes.close)
             for run, decoder in zip(self._runs, self._decoders, strict=True):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
@@ -223,6 +229,11 @@ def install(
     every = verified_every(plan) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
+    if replay and plan.captured and plan.graphs.impl == "transformer_engine" and recompute.repeats_of(config):
+        logger.warning(
+            "recompute_granularity: graphs of single layers keep what they would recompute, and save no memory; "
+            "what is outside of them is recomputed"
+        )
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
         warn_of_other_surroundings(plan)
     peers = peers_of(config, plan, host_timeout)
@@ -269,6 +280,8 @@ def install(
     for schedule in plans:
         schedule.attach()
     installation = Installation(decoders, runs, decisions, plans)
+    if plan.captured:
+        installation.until_closed(recompute.mended(recompute.repeats_of(config)))
     if replay and capture_now:
         try:
             openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
@@ -439,6 +452,8 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
         foreign_layers=tuple(sorted(set(mamba.foreign(layers)))),
         has_mamba=any(mamba.has_mamba(model.decoder) for model in models),
         mamba_outside=any(mamba.outside(model) for model in models),
+        fused_adapters=tuple(name for model in models for name in adapters.fused(model.decoder)),
+        hooked_parameters=tuple(name for model in models for name in adapters.hooked(model.decoder)),
         wrapper=wrapper,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )

@@ -42,9 +42,8 @@ REFUSED = [
         "- fp8_dot_product_attention is True: attention in FP8 was not checked in a graph; set it to False",
     ),
     (
-        {"recompute_granularity": "full"},
-        "- recompute_granularity is 'full': graphs keep activations, and recomputing in them was not checked; set it "
-        "to None",
+        {"recompute_granularity": "full", "distribute_saved_activations": True},
+        "- distribute_saved_activations is True: it puts other memory in the place of a graph's input; set it to False",
     ),
     (
         {"pipeline_model_parallel_size": 2},
@@ -86,6 +85,70 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
 def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
     assert complaints(plan, changes) == [line]
+
+
+RECOMPUTED = [
+    ({"impl": "chunk"}, {}, "full", []),
+    ({"impl": "chunk"}, {}, "selective", []),
+    ({"impl": "chunk", "layers_per_graph": 1}, {}, "selective", []),
+    (
+        {"impl": "chunk", "layers_per_graph": 1},
+        {},
+        "full",
+        [
+            "- recompute_granularity is 'full' with graphs.layers_per_graph 1: layers run inside recomputed functions, "
+            "between which no pass can be cut; set graphs.layers_per_graph to null, or recompute_granularity to "
+            "selective"
+        ],
+    ),
+    (
+        {"impl": "chunk", "offload": OffloadPart()},
+        {},
+        "selective",
+        [
+            "- recompute_granularity is 'selective' with graphs.offload: a recomputed tensor has no memory that could "
+            "be moved; set graphs.offload to null, or recompute_granularity to None"
+        ],
+    ),
+    (
+        {"impl": "local"},
+        {"cuda_graph_impl": "local"},
+        "selective",
+        [
+            "- recompute_granularity is 'selective': Megatron recomputes nothing in its own layer graphs; set "
+            "graphs.impl to chunk"
+        ],
+    ),
+    (
+        {"impl": "transformer_engine"},
+        {"cuda_graph_impl": "transformer_engine"},
+        "full",
+        [
+            "- recompute_granularity is 'full' with graphs.impl transformer_engine: Transformer Engine captures a "
+            "layer's backward by torch.autograd.grad, which refuses to recompute; set graphs.impl to chunk"
+        ],
+    ),
+    ({"impl": "transformer_engine"}, {"cuda_graph_impl": "transformer_engine"}, "selective", []),
+    ({"impl": "none", "buckets": []}, {}, "full", []),
+]
+"""Fields of the plan's graphs, of the TransformerConfig, its recompute_granularity, and the lines."""
+
+
+@pytest.mark.parametrize(("graphs", "fields", "granularity", "lines"), RECOMPUTED)
+def test_recompute_is_refused_where_graphs_cannot_do_it(plan, graphs, fields, granularity, lines):
+    changed = plan.model_copy(update={"graphs": plan.graphs.model_copy(update=graphs)})
+    assert complaints(changed, {**fields, "recompute_granularity": granularity}) == lines
+
+
+def test_adapters_that_a_replay_cannot_serve_are_refused(plan):
+    facts = settings.Facts(num_chunks=1, fused_adapters=("a", "b"), hooked_parameters=("c",))
+    assert complaints(plan, facts=facts) == [
+        "- a (and 1 more) runs through Transformer Engine's operation fuser, which keeps parameters of its own past a "
+        "capture; set use_transformer_engine_op_fuser to False",
+        "- c has a gradient hook, which a replay cannot run; for adapters of experts set experts_shared_outer_loras or "
+        "share_expert_adapters to False, or leave their linear_fc1 and linear_fc2 out of target_modules",
+    ]
+    assert complaints(plan, facts=replace(facts, replay=False)) == []
 
 
 GATHERED = (

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from thdprof.runtime.megatron.refusals import (
+    adapters,
     dynamic_cp,
     first_use,
     known_run,
@@ -50,7 +51,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         lines += [*mamba.refusals(config, facts), *mamba.refusals_of_plan(plan, facts)]
         lines += surroundings.refusals(facts, environment, impl)
         if facts.replay:
-            lines += [*offloading.refusals(config, plan)]
+            lines += [*adapters.refusals(facts), *offloading.refusals(config, plan)]
             lines += [*shared_captures.refusals(config, plan), *first_use.refusals(config, plan)]
     _refuse("install graphs", lines)
 
@@ -68,7 +69,7 @@ def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os
     """
     lines = [*known_run.refusals_of_decoder(config, facts, environment), *layers.refused_impl(config, "chunk")]
     lines += [*offloading.refusals_of_decoder(config), *mamba.refusals(config, facts)]
-    lines += surroundings.refusals(facts, environment)
+    lines += [*surroundings.refusals(facts, environment), *adapters.refusals(facts)]
     _refuse("measure a decoder", lines)
 
 
