@@ -27,6 +27,12 @@ QWEN3_06B = (
     "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention "
     "--num-query-groups 8 --kv-channels 128 --qk-layernorm --seq-length 4096 --max-position-embeddings 4096"
 )
+LLAMA3_70B_QUARTER = (
+    "--num-layers 6 --hidden-size 8192 --ffn-hidden-size 7168 --num-attention-heads 16 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096"
+)
+"""What one of four tensor-parallel ranks computes of six of Llama 3 70B's layers, without its communication."""
+SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama3-70b-quarter": LLAMA3_70B_QUARTER}
 SMALL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024"

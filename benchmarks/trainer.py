@@ -6,7 +6,7 @@
     python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
     python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
-speed   the shape of Qwen3-0.6B on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
+speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
         the plan with --replay off, the plan without verified micro-batches and with one in 16; then where the time of a
         step by the plan goes
 exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
@@ -31,7 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import megatron_lm
-from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run, without
+from megatron_lm import COMMON, NO_DROPOUT, ROOT, SHAPES, Ran, plan_of, script_run, without
 from trainer_exact import APEX_STAND_IN, ROWS, exact_data, exact_row
 from trainer_lives import LIVES, Life
 from trainer_overlap import RUNS as OVERLAPS
@@ -88,7 +88,9 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `speed`."""
     script = args.megatron_lm / "pretrain_gpt.py"
     run_thdprof(["demo", str(directory / "demo")])
-    flags = shlex.split(f"{QWEN3_06B} {COMMON} {NO_DROPOUT} --eval-interval 20 --eval-iters 2 --log-interval 5")
+    flags = shlex.split(
+        f"{SHAPES[args.shape]} {COMMON} {NO_DROPOUT} {args.more} --eval-interval 20 --eval-iters 2 --log-interval 5"
+    )
     flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
     flags = [*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)]
     flags = without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
@@ -257,6 +259,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help=f"speed, overlap, soak: steps of each run [{STEPS}; soak {SOAKED}]")
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
     parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed: the model's shape [qwen3-0.6b]")
+    parser.add_argument("--more", default="", help="speed: more arguments of Megatron, such as FP8's")
     parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
     parser.add_argument(
         "--variants", default="eager,local,transformer_engine,full_iteration,padded,install,unverified,verified,plan"

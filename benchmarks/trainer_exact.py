@@ -59,6 +59,7 @@ _EXPERTS = (
     "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2"
 )
+_FP8 = "--fp8-format hybrid --fp8-recipe {}"
 ROWS = (
     Row(name="one GPU"),
     Row(name="one GPU, dropout", dropout=True),
@@ -72,6 +73,45 @@ ROWS = (
     ),
     Row(name="TP 2, dropout", gpus=2, flags="--tensor-model-parallel-size 2", dropout=True),
     Row(name="one GPU, fused gradient accumulation", fused=True),
+    Row(name="one GPU, FP8 current", flags=_FP8.format("tensorwise")),
+    Row(
+        name="one GPU, FP8 current, dropout, fused gradient accumulation",
+        flags=_FP8.format("tensorwise"),
+        dropout=True,
+        fused=True,
+    ),
+    Row(
+        name="one GPU, FP8 delayed, dropout",
+        flags=f"{_FP8.format('delayed')} --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+        dropout=True,
+    ),
+    Row(name="one GPU, FP8 blockwise", flags=_FP8.format("blockwise")),
+    Row(
+        name="one GPU, FP8 current, --fp8-param-gather",
+        flags=f"{_FP8.format('tensorwise')} --fp8-param-gather --use-distributed-optimizer",
+    ),
+    Row(
+        name="DP 2, FP8 current, --fp8-param-gather, both overlaps",
+        gpus=2,
+        flags=f"{_FP8.format('tensorwise')} --fp8-param-gather --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather",
+    ),
+    Row(name="one GPU, FP8 current, experts padded to capacity", flags=f"{_FP8.format('tensorwise')} {_EXPERTS}"),
+    Row(
+        name="TP 2, sequence parallel, FP8 delayed",
+        gpus=2,
+        flags=f"{_FP8.format('delayed')} --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    Row(
+        name="TP 2, sequence parallel, FP8 current, dropout",
+        gpus=2,
+        flags=f"{_FP8.format('tensorwise')} --tensor-model-parallel-size 2 --sequence-parallel",
+        dropout=True,
+    ),
+    Row(name="PP 2, FP8 delayed", gpus=2, flags=f"{_FP8.format('delayed')} --pipeline-model-parallel-size 2"),
+    Row(
+        name="EP 2, FP8 current", gpus=2, flags=f"{_FP8.format('tensorwise')} --expert-model-parallel-size 2 {_EXPERTS}"
+    ),
     Row(name="one GPU, multi-token prediction", flags="--mtp-num-layers 1"),
     Row(name="one GPU, experts, router z-loss", flags=f"{_EXPERTS} --moe-z-loss-coeff 1e-3"),
     Row(

@@ -36,6 +36,7 @@ class Plans:
         offload: dict[str, Any] | None = None,
         layers_per_graph: int | None = None,
         stages: int = 1,
+        verify: str | None = None,
     ) -> Path:
         """The file of a plan with this many buckets.
 
@@ -46,6 +47,7 @@ class Plans:
             offload: fields of the plan's graphs.offload.
             layers_per_graph: the plan's graphs.layers_per_graph.
             stages: the size of the pipeline.
+            verify: the plan's graphs.verify.
         """
         analysis = self.analysis if stages == 1 else self._analysed(pipeline_parallel_size=stages)
         n_seqs, caps = analysis.microbatches.n_seqs, CAPS[buckets]
@@ -56,6 +58,7 @@ class Plans:
             "modules": ["attn", "moe_router"] if (model, impl) == ("dropless", "transformer_engine") else [],
             "offload": offload,
             "layers_per_graph": layers_per_graph,
+            "verify": verify,
             "buckets": [
                 {"max_seqs": cap, "max_seqlen": TOKENS, "share": share} for cap, share in zip(caps, shares, strict=True)
             ],

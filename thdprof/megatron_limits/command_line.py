@@ -19,6 +19,7 @@ from thdprof.megatron_limits.middle_stages import (
     virtual_stages,
 )
 from thdprof.megatron_limits.parallelism import WITHOUT_LAYERS
+from thdprof.megatron_limits.quantization import takes_unmeasured
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
 
 TEXTS: Mapping[str, str] = {
     "fp8": "--fp8-format",
+    "fp8_recipe": "--fp8-recipe",
+    "fp8_quantizer_factory": "--fp8-quantizer-factory",
     "fp4": "--fp4-format",
+    "fp4_quantizer_factory": "--fp4-quantizer-factory",
     "recompute_granularity": "--recompute-granularity",
 }
 COUNTS: Mapping[str, str] = {
@@ -47,6 +51,9 @@ SWITCHES: Mapping[str, str] = {
     "log_max_attention_logit": "--log-max-attention-logit",
     "tp_comm_overlap": "--tp-comm-overlap",
     "multi_latent_attention": "--multi-latent-attention",
+    "fp8_param": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
 LISTS: Mapping[str, str] = {
@@ -124,12 +131,18 @@ def refused_arguments(
     if plan.graphs.impl == "none":
         return list(_of_packing(given, script))
     impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
-    lines = [*_of_table(plan, given, impl, replay=replay), *_of_packing(given, script), *_of_attention(given)]
+    lines = [
+        *_of_table(plan, given, impl, environment, replay=replay),
+        *_of_packing(given, script),
+        *_of_attention(given),
+    ]
     lines += _of_shared_captures(plan, given)
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 
 
-def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iterator[str]:
+def _of_table(
+    plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
+) -> Iterator[str]:
     """The rows of the table of limits that the arguments meet."""
     flags: dict[str, str] = {}
     config = SimpleNamespace()
@@ -141,6 +154,7 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         if given.value(flag) is not None:
             flags[field] = flag
             setattr(config, field, given.value(flag))
+    flags.setdefault("fp8_recipe", TEXTS["fp8"])  # which then means Megatron's own recipe
     for field, flag in COUNTS.items():
         if (count := given.count(flag)) is not None:
             flags[field] = flag
@@ -163,6 +177,7 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         dynamic_cp=plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None,
         packer=plan.training.packer,
         experts=_experts(given),
+        unmeasured=takes_unmeasured(environment),
         config=config,
     )
     for limit in limits_of(run):

@@ -11,7 +11,7 @@ import gc
 import logging
 import sys
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -48,6 +48,7 @@ from torch import nn
 
 from thdprof.offload.plan import Choice
 from thdprof.runtime import FallbackReason
+from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
@@ -734,3 +735,41 @@ def test_parameters_before_the_experts_are_gathered_for_the_graph_and_experts_by
     asked = Counter(name for name in reduction.gathered if name.startswith("layers.0."))
     assert set(asked) == {f"layers.0.{name}" for name, _ in block.layers[0].named_parameters()}
     assert {n for name, n in asked.items() if "experts" in name} == {1}
+
+
+def test_quantized_weights_are_kept_around_captures_and_ready_before_replays():
+    told, held = [], []
+
+    @contextmanager
+    def quantizing():
+        held.append("capture")
+        yield
+        held.pop()
+        told.append("captured")
+
+    @contextmanager
+    def inside_graph(layer):
+        if held:  # a replay of the fake runs the layer again
+            told.append([*block.layers].index(layer))
+        yield
+
+    around = Surroundings(
+        quantizing=quantizing,
+        inside_graph=inside_graph,
+        before_forward=lambda: told.append("replay"),
+        changed=lambda: "a weight moved",
+        forget=lambda: told.append("forgotten"),
+    )
+    block = make_block()
+    run = graphs_of(block, surroundings=around)
+    forward(block, inputs(1)[0].requires_grad_(), SMALL).sum().backward()
+    layers = [*range(LAYERS)] * 2  # a warm-up and the capture
+    assert told == [*layers, "captured"] * len(BUCKETS) * 2 + ["replay"]
+    told.clear()
+    forward(block, inputs(1)[0].requires_grad_(), OVER).sum().backward()
+    assert told == []
+    forward(block, inputs(1)[0].requires_grad_(), LARGE).sum().backward()
+    assert told == ["replay"]
+    assert run._changed() == "a weight moved"
+    run.recapture()
+    assert told == ["replay", "forgotten"]

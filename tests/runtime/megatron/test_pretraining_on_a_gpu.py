@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -175,10 +176,20 @@ def test_every_steps_loss_and_gradient_norm_are_recorded_exactly(monkeypatch, tm
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7)
     pretrain.record(tmp_path / "run.jsonl")
-    assert pretrain.training.train_step("anything") is told
+    model, quantized = (
+        torch.nn.Linear(2, 2, bias=False),
+        SimpleNamespace(scale=torch.ones(1), amax_history=torch.ones(1)),
+    )
+    model.weight.main_grad, model.fp8_meta = torch.zeros(2, 2), {"scaling_fwd": quantized, "num_gemms": 1}
+    assert pretrain.training.train_step("step", "data", [model]) is told
+    quantized.scale.fill_(2.0)
+    assert pretrain.training.train_step("step", "data", [model]) is told
     held = Held()
     held.close()
     assert held.closed
-    step, memory = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    step, later, memory = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [float.fromhex(step[name]) for name in ("loss", "grad_norm")] == [float(told[0]["lm loss"]), float(told[5])]
+    changed = {kind for kind, digest in step["states"].items() if later["states"][kind] != digest}
+    assert changed == {"scaling_fwd, factors"}
+    assert {*step["states"]} - changed == {"gradients", "scaling_fwd, histories", "weights"}
     assert memory == {"captures": 3, "pool_bytes": 5, "host_bytes": 5, "offload_freed_bytes": 5, "peak_bytes": 7}

@@ -180,6 +180,26 @@ RELIED_ON = (
         why="a failed capture leaves its mark behind; it registers the random states that it knows and no other",
     ),
     Reliance(
+        package="megatron-core",
+        name="set_is_first_microbatch: is_first_microbatch of Transformer Engine's layers",
+        checked=MEGATRON,
+        why="it marks the first micro-batch of a step, at which quantized weights are made; a replay clears the marks",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="quantization.FP8GlobalStateManager: reduce_and_update_fp8_tensors, quantization_state with "
+        "skip_fp8_weight_update_tensor and fp8_tensors_recompute_buffer",
+        checked=TRANSFORMER_ENGINE,
+        why="updates of delayed scaling run after replays, not inside; graphs quantize weights where a flag tells them",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="modules' fp8_meta with scaling_fwd, scaling_bwd (scale, amax_history), _fp8_workspaces; quantized "
+        "tensors' get_metadata, get_usages, update_usage",
+        checked=TRANSFORMER_ENGINE,
+        why="a capture leaves scales and quantized weights as they were, and replays find them where they were",
+    ),
+    Reliance(
         package="transformer-engine",
         name="weight.main_grad, weight.grad_added_to_main_grad",
         checked=TRANSFORMER_ENGINE,

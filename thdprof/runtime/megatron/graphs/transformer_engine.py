@@ -167,6 +167,7 @@ class LayerGraphs(DispatchedModule):
         lease = self._lease(bucket, call.slot)
         if isinstance(lease, FallbackReason):
             return lease
+        self._surroundings.before_forward()
         lease.slot.stage(call, bucket)
         packed = lease.slot.metadata.packed(bucket)
         if not self._all_graphed:  # layers that run eagerly may keep the metadata beyond the lease
@@ -245,7 +246,7 @@ class LayerGraphs(DispatchedModule):
             self._check_states()
         except RuntimeError as error:
             return str(error)
-        return ""
+        return self._surroundings.changed()
 
     def _check_states(self) -> None:
         assert self._states is not None  # `_open` has made it
@@ -272,6 +273,7 @@ class LayerGraphs(DispatchedModule):
             self._slots = []
         self._captures = self._new_captures()
         self._placement = self._states = self._layer_capture = None
+        self._surroundings.forget()
         super().recapture()
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     """
     impl = plan.graphs.impl
     lines = [*planned_run.refusals(config, plan, facts), *dynamic_cp.refusals(config, plan)]
-    lines += known_run.refusals(config, plan, facts)
+    lines += known_run.refusals(config, plan, facts, environment)
     if impl != "none":  # which captures nothing
         lines += [*layers.refused_impl(config, impl), *attention.refusals(config, impl, facts)]
         lines += [*layers.refused_by_local(config, plan, facts), *layers.refused_by_transformer_engine(config, plan)]
@@ -68,7 +68,7 @@ def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os
     Raises:
         SettingsError: one line for every setting in the way, with the value to use.
     """
-    lines = [*known_run.refusals_of_decoder(config), *layers.refused_impl(config, "chunk")]
+    lines = [*known_run.refusals_of_decoder(config, environment), *layers.refused_impl(config, "chunk")]
     lines += [*attention.refusals(config, "chunk", facts), *experts.refusals(config)]
     lines += [*offloading.refusals_of_decoder(config), *mamba.refusals(config, facts)]
     lines += surroundings.refusals(facts, environment)
