@@ -16,6 +16,8 @@ soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts 
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
         and graphs of 4, 2 and 1 layers; their losses must be equal
+experts the shape of Qwen3-30B-A3B in 8 layers, dropless, on one GPU and by --gpus 2 with EP 2: eager, layers captured
+        up to the router, and up to the exchange of tokens; what of a step graphs hold
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from pathlib import Path
 import megatron_lm
 from megatron_lm import COMMON, NO_DROPOUT, ROOT, SHAPES, Ran, plan_of, script_run, without
 from trainer_exact import APEX_STAND_IN, ROWS, exact_data, exact_row
+from trainer_experts import RUNS as OF_EXPERTS
+from trainer_experts import experts_lines
 from trainer_lives import LIVES, Life
 from trainer_overlap import RUNS as OVERLAPS
 from trainer_overlap import overlap_lines
@@ -204,6 +208,16 @@ def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
     return [chosen, "", *table(lines)]
 
 
+def experts(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The tables of `experts`."""
+    script, told = args.megatron_lm / "pretrain_gpt.py", []
+    runs = [name for name in OF_EXPERTS if named(name, args.rows)]
+    for gpus in args.gpus:
+        lines = experts_lines(script, directory, gpus=gpus, runs=runs, steps=args.steps, parts=args.parts)
+        told += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *table(lines), ""]
+    return told
+
+
 def named(name: str, texts: str) -> bool:
     """Whether a row is among those asked for."""
     return not texts or any(text in name for text in texts.split(";"))
@@ -248,15 +262,17 @@ def heading(mode: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "soak"])
+    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "experts", "soak"])
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
-    parser.add_argument("--gpus", default="1", help="exact, lives: rows of so many GPUs: 1,2 [1]")
+    parser.add_argument("--gpus", default="1", help="exact, lives, experts: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
-        "--rows", default="", help="exact, lives, overlap: only rows with one of these texts in their name: CP;EP"
+        "--rows", default="", help="exact, lives, overlap, experts: only rows with one of these texts: CP;EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
-    parser.add_argument("--steps", type=int, help=f"speed, overlap, soak: steps of each run [{STEPS}; soak {SOAKED}]")
+    parser.add_argument(
+        "--steps", type=int, help=f"speed, overlap, experts, soak: steps of each run [{STEPS}; soak {SOAKED}]"
+    )
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
     parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed: the model's shape [qwen3-0.6b]")
@@ -265,7 +281,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--variants", default="eager,local,transformer_engine,full_iteration,padded,install,unverified,verified,plan"
     )
-    parser.add_argument("--parts", action="store_true", help="speed: also profile where a step goes")
+    parser.add_argument("--parts", action="store_true", help="speed, experts: also profile where a step goes")
     parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
     args = parser.parse_args()
     args.megatron_lm = args.megatron_lm.resolve()
@@ -283,7 +299,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "soak": soaked}
+        modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "experts": experts, "soak": soaked}
         told = modes[args.mode](args, directory)
         text = "\n".join([*heading(args.mode), *told]) + "\n"
         args.out.write_text(text)

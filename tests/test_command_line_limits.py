@@ -252,13 +252,32 @@ def test_the_tracker_that_graphs_can_register():
     ]
     layers = of_impl("transformer_engine")
     assert refused("--cuda-graph-impl", "transformer_engine", plan=layers, command=bare) == []
-    (line,) = refused(plan=layers, command=bare)
-    assert line.startswith("--cuda-graph-impl is missing: the plan's graphs.impl transformer_engine needs")
+    (line,) = refused(plan=layers, command=bare)  # a model that is built for no graphs of Megatron's
+    assert line.startswith("--te-rng-tracker is missing")
+    assert refused(plan=layers) == []
+    (line,) = refused("--cuda-graph-impl", "local", plan=layers)
+    assert line.startswith("Megatron's graphs are local: the plan's graphs.impl transformer_engine needs")
 
 
 def test_dropless_experts_up_to_the_router_are_served():
     plan = of_impl("transformer_engine", ("attn", "moe_router"))
     assert refused("--cuda-graph-impl", "transformer_engine", "--num-experts", "8", plan=plan) == []
+    assert refused("--num-experts", "8", "--moe-token-dispatcher-type", "flex", plan=plan) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--moe-router-load-balancing-type", "aux_loss", "sinkhorn"], "--moe-router-load-balancing-type aux_loss sin"),
+        (["--moe-router-force-biased", "-0.5"], "--moe-router-force-biased -0.5: below zero it draws biases in the"),
+    ],
+)
+def test_routers_that_go_by_the_host_are_refused(more, line):
+    plan = of_impl("transformer_engine", ("attn", "moe_router"))
+    (found,) = refused("--num-experts", "8", *more, plan=plan)
+    assert found.startswith(line)
+    assert refused(*more) == []  # without experts they mean nothing
+    assert refused("--num-experts", "8", *more[:-1], "0.5" if "biased" in more[0] else "none", plan=plan) == []
 
 
 def test_a_run_without_replays_is_only_padded():

@@ -8,13 +8,14 @@ import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from support.paths import ROOT
 from support.plans import plan_of_shares
 
 from thdprof.plan import load_plan
-from thdprof.run import MEGATRON_DEFAULTS, SILENT_RANKS_WAIT_S, main
+from thdprof.run import MEGATRON_DEFAULTS, SILENT_RANKS_WAIT_S, compared, main
 
 SCRIPT = """
 import json, sys
@@ -356,3 +357,18 @@ def test_help_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--stats" in done.stdout
+
+
+def test_which_ranks_decide_together_about_captured_preprocessing_is_the_plans_to_say(plan):
+    loaded = load_plan(plan)
+    experts = "--num-experts 8 --moe-permute-fusion --cuda-graph-impl none"
+    for modules, told in ((["attn", "moe_router"], 1), (["attn", "moe_router", "moe_preprocess"], 0)):
+        changed = loaded.model_copy(
+            update={
+                "graphs": loaded.graphs.model_copy(update={"impl": "transformer_engine", "modules": modules}),
+                "training": replace(loaded.training, shared_capture_ranks=2, experts="dropless"),
+            }
+        )
+        refused, lines = compared(changed, ["pretrain_gpt.py", *FITTING, *experts.split()])
+        assert refused == []
+        assert sum("share experts" in line for line in lines) == told, lines

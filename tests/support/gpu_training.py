@@ -31,6 +31,8 @@ MODELS = {
     "mla": """--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32
         --v-head-dim 32""",
     "hybrid": "--hybrid-layer-pattern *-*-",
+    "mamba with experts": f"""--hybrid-layer-pattern ME*E --mamba-num-groups 8 --mamba-head-dim 64 --mamba-state-dim 128
+        {EXPERTS}""",
     "mamba": "--hybrid-layer-pattern M-*- --mamba-num-groups 8 --mamba-head-dim 64 --mamba-state-dim 128",
 }
 """Megatron's arguments by model. Without dropout where no other is given."""

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.middle_stages import (
     COUNTED_AS_LAYERS,
@@ -33,6 +34,7 @@ TEXTS: Mapping[str, str] = {
     "fp4": "--fp4-format",
     "fp4_quantizer_factory": "--fp4-quantizer-factory",
     "recompute_granularity": "--recompute-granularity",
+    "moe_router_force_biased": "--moe-router-force-biased",
 }
 COUNTS: Mapping[str, str] = {
     "cpu_offloading": "--cpu-offloading-num-layers",
@@ -59,6 +61,7 @@ SWITCHES: Mapping[str, str] = {
 LISTS: Mapping[str, str] = {
     "cp_comm_type": "--cp-comm-type",
     "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
+    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
 }
 """Arguments with several values by the field that they set."""
 SHARDS: Mapping[str, tuple[str, str]] = {
@@ -232,7 +235,7 @@ def _of_attention(given: Arguments) -> Iterator[str]:
     if rotates and "--no-rope-fusion" in given:
         yield "--no-rope-fusion: without fusion RoPE reads the boundaries on the host; leave it out"
     if positions == "mrope":
-        yield "--position-embedding-type mrope: its table differs between micro-batches; use rope"
+        yield f"--position-embedding-type mrope: {WHY_NO_MROPE}; use rope"
     variant = given.value("--experimental-attention-variant")
     if latent and variant is not None:
         yield f"--experimental-attention-variant {variant}: it was not checked in a graph; leave it out"
@@ -242,7 +245,7 @@ def _of_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
     """Megatron's own switches for graphs, where they are for others than the plan's."""
     chosen = next((kind for flag, kind in _GRAPH_IMPL.items() if flag in given), given.value("--cuda-graph-impl"))
     wanted = "none" if impl == "chunk" else impl
-    if (chosen or "none") != wanted:
+    if (chosen or "none") not in (wanted, "none" if impl == "transformer_engine" else wanted):
         shown = "--cuda-graph-impl is missing" if chosen is None else f"Megatron's graphs are {chosen}"
         remedy = "leave --cuda-graph-impl out" if wanted == "none" else f"give --cuda-graph-impl {wanted}"
         yield f"{shown}: the plan's graphs.impl {plan.graphs.impl} needs {wanted!r}; {remedy}"
@@ -259,7 +262,8 @@ def _of_shared_captures(plan: Plan, given: Arguments) -> Iterator[str]:
 
 def _around(given: Arguments, impl: Impl, environment: Mapping[str, str]) -> Iterator[str]:
     """The RNG tracker, the wrapper and the allocator."""
-    graphs = impl in ("local", "transformer_engine")  # with these Megatron turns the tracker on itself
+    built = given.value("--cuda-graph-impl") not in (None, "none") or any(flag in given for flag in _GRAPH_IMPL)
+    graphs = impl in ("local", "transformer_engine") and built  # Megatron turns the tracker on itself for these
     if not graphs and "--te-rng-tracker" not in given:
         yield "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
     for flag in _FSDP:

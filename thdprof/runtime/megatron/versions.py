@@ -109,9 +109,15 @@ RELIED_ON = (
     Reliance(
         package="megatron-core",
         name="TransformerLayer._te_cuda_graph_capture, _te_cuda_graph_replay, _get_submodules_under_cudagraphs, "
-        "mlp_norm_manager; MoELayer.cudagraph_tensor_store",
+        "mlp_norm_manager, cuda_graph_manual_hooks, recompute_pre_mlp_layernorm; MoELayer.cudagraph_tensor_store",
         checked=MEGATRON,
         why="a layer with dropless experts is captured up to its router, and goes on from there, by its own split",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="MoETokenDispatcher.cudagraph_attrs, cuda_dtoh_point, _comm_manager, and the sizes in their attributes",
+        checked=MEGATRON,
+        why="a layer that is captured behind its dispatcher's preprocessing goes on with the sizes of its own tokens",
     ),
     Reliance(
         package="megatron-core",

@@ -249,6 +249,8 @@ def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
     assert complaints(plan, LATENT) == []
     layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
     assert complaints(layers, {**LATENT, "cuda_graph_impl": "transformer_engine"}) == []
+    own = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "local"})})
+    assert complaints(own, {**LATENT, "cuda_graph_impl": "local"}) == []
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,11 @@ def test_every_complaint_is_told_at_once(plan):
             {"foreign_hooks": ("layers.0", "layers.1")},
             "modules with hooks, which a replay does not run: layers.0, layers.1; remove",
         ),
-        ({"foreign_layers": ("GatedDeltaNet",)}, "the decoder has GatedDeltaNet: only attention, MLP, experts and"),
+        (
+            {"foreign_layers": ("GatedDeltaNet",)},
+            "the decoder has GatedDeltaNet, which reads the boundaries on the host",
+        ),
+        ({"foreign_layers": ("Linear", "Mixer")}, "the decoder has Linear, Mixer: only attention, MLP, experts and"),
         ({"mamba_outside": True}, "multi-token prediction has MambaLayers, which run outside the decoder"),
         ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
         ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
@@ -302,6 +308,13 @@ def test_every_complaint_is_told_at_once(plan):
 def test_what_is_wrong_with_the_run_is_told(plan, facts, part):
     (line,) = complaints(plan, facts=settings.Facts(**{"num_chunks": 1, **facts}))
     assert part in line
+
+
+def test_layers_with_gated_delta_nets_run_eagerly_between_graphs_of_layers(plan):
+    facts = settings.Facts(num_chunks=1, foreign_layers=("GatedDeltaNet",))
+    layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(layers, facts=facts) == []
+    assert complaints(plan, facts=settings.Facts(num_chunks=1, foreign_layers=("GatedDeltaNet",), replay=False)) == []
 
 
 def test_expandable_segments_need_nccls_registration_off(plan):
