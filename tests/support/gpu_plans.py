@@ -36,8 +36,8 @@ class Plans:
         offload: dict[str, Any] | None = None,
         layers_per_graph: int | None = None,
         stages: int = 1,
-        preprocess: bool = False,
         verify: str | None = None,
+        preprocess: bool = False,
     ) -> Path:
         """The file of a plan with this many buckets.
 
@@ -48,8 +48,8 @@ class Plans:
             offload: fields of the plan's graphs.offload.
             layers_per_graph: the plan's graphs.layers_per_graph.
             stages: the size of the pipeline.
-            preprocess: whether layers of dropless experts are captured up to the exchange of tokens.
             verify: the plan's graphs.verify.
+            preprocess: whether layers of dropless experts are captured up to the exchange of tokens.
         """
         analysis = self.analysis if stages == 1 else self._analysed(pipeline_parallel_size=stages)
         n_seqs, caps = analysis.microbatches.n_seqs, CAPS[buckets]
