@@ -6,10 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from thdprof.files import json_text
+from thdprof.megatron_limits.quantization import UNMEASURED
 from thdprof.megatron_limits.recipes import Coverage, Verdict, counts, missing, reasons
 from thdprof.words import counted
 
 SCHEMA = "thdprof.recipes/1"
+_FOOT = (
+    "A plan's graphs take the place of Megatron's own (cuda_graph_impl, cuda_graph_scope). MXFP8 and NVFP4 are accepted "
+    f"with {UNMEASURED}=allow alone."
+)
 _MOST = 12
 """Lines of a table of settings; the rest is counted."""
 
@@ -31,9 +36,7 @@ def described(coverage: Coverage) -> str:
         lines += ["", *_table([["accepted, without a row on a GPU", "recipes"], *rows])]
         if len(unmeasured) > _MOST:
             lines.append(f"and {counted(len(unmeasured) - _MOST, 'more setting')} (--json)")
-    return "\n".join(
-        [*lines, "", "A plan's graphs take the place of Megatron's own (cuda_graph_impl, cuda_graph_scope).", ""]
-    )
+    return "\n".join([*lines, "", _FOOT, ""])
 
 
 def listed(coverage: Coverage) -> str:
