@@ -12,8 +12,8 @@ from thdprof.words import counted
 
 SCHEMA = "thdprof.recipes/1"
 _FOOT = (
-    "A plan's graphs take the place of Megatron's own (cuda_graph_impl, cuda_graph_scope). MXFP8 and NVFP4 are accepted "
-    f"with {UNMEASURED}=allow alone."
+    "A plan's graphs take the place of Megatron's own (cuda_graph_impl, cuda_graph_scope). MXFP8 and NVFP4 are "
+    f"accepted with {UNMEASURED}=allow alone."
 )
 _MOST = 12
 """Lines of a table of settings; the rest is counted."""
