@@ -18,6 +18,7 @@ Largest = Callable[[Sequence[int]], Sequence[int]]
 
 _BEFORE_SHAPE = (
     FallbackReason.not_training,
+    FallbackReason.argument_not_known,
     FallbackReason.input_differs,
     FallbackReason.no_cuda,
     FallbackReason.disabled_by_user,
