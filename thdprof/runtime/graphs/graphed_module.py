@@ -206,6 +206,19 @@ class GraphedModule(DispatchedModule):
             self._watch.next_microbatch()
         return super().forward(*args, **kwargs)
 
+    def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `DispatchedModule.unpacked`. The watch counts the micro-batch, as it does on ranks to which it came with
+        metadata: all of them must choose the same micro-batches.
+        """
+        if self._watch is not None:
+            self._watch.next_microbatch()
+        return super().unpacked(function, *args, **kwargs)
+
+    def _run_alike_without_boundaries(self) -> None:
+        super()._run_alike_without_boundaries()
+        if self._watch is not None:
+            self._watch.verifies(replays=False)  # after the agreement, as `_note_fallback` does on other ranks
+
     def stats(self) -> Stats:
         """The counters so far; times and findings are those of passes that the GPU has ended."""
         if self._watch is not None:
