@@ -269,6 +269,15 @@ def test_a_mismatch_puts_its_bucket_alone_into_quarantine(plain, caplog, monkeyp
     assert [r for r in caplog.records if "runs eagerly (quarantined)" in r.getMessage()]
 
 
+def test_a_rank_that_communicates_with_none_refuses_a_bucket_at_once(plain, monkeypatch):
+    wrong_backward(monkeypatch)
+    asked = []
+    model = graphed(plain, around={"agreed": lambda mine: asked.append(mine) or mine})
+    train(model, 12)
+    assert model.stats().fallbacks == {FallbackReason.quarantined: 4}
+    assert not asked
+
+
 def test_graphs_that_are_captured_anew_are_tried_again(plain, monkeypatch):
     with monkeypatch.context() as patched:
         wrong_backward(patched)

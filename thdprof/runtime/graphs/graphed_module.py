@@ -174,7 +174,8 @@ class GraphedModule(DispatchedModule):
 
     def _watch_of(self, verify_every: int, name: str) -> Watch | None:
         around = self._surroundings
-        agreement = Agreement(communicates=around.communicates, agreed=around.agreed)
+        # a rank that communicates with none can refuse a bucket at once
+        agreement = Agreement(communicates=around.communicates, agreed=around.agreed if around.communicates else None)
         if not verify_every or not self._buckets:
             return None
         if self._cuts:  # parameters' hooks run between the pieces, and may change gradients before they are compared
