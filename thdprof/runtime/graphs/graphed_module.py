@@ -369,10 +369,10 @@ class GraphedModule(DispatchedModule):
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
+        if self._bank is not None:
+            self._bank.close()  # waits for the GPU, and with it for the watch's results, but not for ever
         if self._watch is not None:
             self._watch.graphs_dropped()
-        if self._bank is not None:
-            self._bank.close()
         self._bank = None
         super().recapture()
 

@@ -182,9 +182,12 @@ class Watch:
         self._waiting = still
 
     def graphs_dropped(self) -> None:
-        """Forget what was found of graphs that are gone: buckets that were refused are captured anew."""
+        """Forget what was found of graphs that are gone: buckets that were refused are captured anew.
+
+        Results that the GPU has not made by now are dropped unread: it may wait for a rank that has ended.
+        """
         with suppress(RuntimeError):  # the GPU may be gone: whoever ends the run tells why
-            self.read(wait=True)
+            self.read(wait=False)
         self._waiting.clear()
         self._suspects.clear()
         self._quarantined.clear()
