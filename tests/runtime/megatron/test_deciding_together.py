@@ -113,7 +113,10 @@ def test_a_bucket_that_one_rank_could_not_capture_runs_eagerly_on_all(seen):
     assert failed[0] > 0
     assert len({*failed}) == 1
     hits = [n for n in range(MICROBATCHES) if expected(WORLD, n) == "6x24"]
-    assert [n for n, entry in enumerate(ranks[0]["told"]) if entry[0] == "capture_failed"] == hits
+    assert failed[0] == len(hits)
+    # decisions are compared with those of other pipeline stages, where nothing has failed
+    assert [n for n, entry in enumerate(ranks[0]["told"]) if entry[0] == "6x24"] == hits
+    assert all(ranks[0]["told"][n][1] is None for n in hits)
 
 
 def test_without_a_slot_that_is_free_on_all_ranks_all_run_eagerly(seen):
