@@ -20,7 +20,7 @@ from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 from thdprof.runtime.graphs.watch.findings import Difference, Verified  # noqa: E402
 from thdprof.runtime.graphs.watch.readback import Compared, Readback  # noqa: E402
 from thdprof.runtime.graphs.watch.sampling import EARLY, is_sampled  # noqa: E402
-from thdprof.runtime.graphs.watch.twin import sample_of  # noqa: E402
+from thdprof.runtime.graphs.watch.twin import Twin, sample_of  # noqa: E402
 from thdprof.runtime.graphs.watch.watch import SETTLED_AFTER, Watch  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
@@ -419,6 +419,22 @@ def test_an_eager_run_that_fails_ends_the_watch_and_not_the_training(caplog):
         assert torch.equal(one, other)
     assert "no more micro-batches are verified" in caplog.text
     assert "OutOfMemoryError: no memory for an eager micro-batch" in caplog.text
+
+
+@pytest.mark.parametrize("step", ["__init__", "forward_ended", "backward_begins"])
+def test_a_copy_that_fails_before_the_eager_run_ends_the_watch_and_not_the_training(plain, caplog, monkeypatch, step):
+    expected = train(graphed(plain, verify_every=0), 3)
+    model = graphed(plain)
+
+    def fails(self, *args, **options):
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    monkeypatch.setattr(Twin, step, fails)
+    for one, other in zip(train(model, 3), expected, strict=True):
+        assert torch.equal(one, other)
+    assert model.stats().replays.total() == 3
+    assert not model.stats().verified
+    assert "no more micro-batches are verified" in caplog.text
 
 
 def test_an_eager_run_that_fails_among_ranks_ends_training():

@@ -355,10 +355,14 @@ class GraphedModule(DispatchedModule):
         missing = bank.missing_for_eager(lease.slot) if torch.is_grad_enabled() else 0
         if not watch.verifies(replays=torch.is_grad_enabled(), missing_bytes=missing):
             return None
-        metadata = bank.metadata_of(call.boundaries, lease.bucket)
-        slot = bank.slots.index(lease.slot)
-        subject = replace(bank.subject(), as_in_forward=self._as_now())
-        lease.witness = watched = watch.begin(subject, call.tensors, metadata, lease.bucket, slot)
+        try:
+            metadata = bank.metadata_of(call.boundaries, lease.bucket)
+            slot = bank.slots.index(lease.slot)
+            subject = replace(bank.subject(), as_in_forward=self._as_now())
+            lease.witness = watched = watch.begin(subject, call.tensors, metadata, lease.bucket, slot)
+        except Exception as error:
+            watch.twin_failed(error)
+            return None
         return watched
 
     def _as_now(self) -> Callable[[], AbstractContextManager[None]]:
