@@ -266,7 +266,18 @@ CASES = {
 }
 
 if __name__ == "__main__":
+    import time
+    import traceback
+
     torch.use_deterministic_algorithms(True, warn_only=True)
+    failed = []
     for case in sys.argv[1:]:
-        CASES[case]()
-    print("ok", flush=True)
+        began = time.monotonic()
+        try:
+            CASES[case]()
+        except Exception:
+            traceback.print_exc()
+            failed.append(case)
+        print(f"{case}: {'failed' if case in failed else 'passed'} in {time.monotonic() - began:.1f} s", flush=True)
+    print(f"failed: {', '.join(failed)}" if failed else "ok", flush=True)
+    sys.exit(bool(failed))

@@ -73,9 +73,7 @@ def steps(model, rank: int, num_steps: int = 3) -> list[torch.Tensor]:
 def on_a_rank(rank: int, port: int, results) -> None:
     patch = pytest.MonkeyPatch()
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     ddp = torch.nn.parallel.DistributedDataParallel
     found = {"eager": steps(ddp(Model(graphs=False)), rank)}
     as_if_on_a_gpu(patch)
