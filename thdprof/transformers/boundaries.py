@@ -50,11 +50,11 @@ def host_boundaries(batch: Any) -> HostBoundaries | None:
     if not isinstance(batch, Mapping):
         return None
     cu_seqlens, positions, tokens = (batch.get(name) for name in ("cu_seq_lens_q", "position_ids", "input_ids"))
-    if isinstance(cu_seqlens, torch.Tensor) and not cu_seqlens.is_cuda:
+    if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type == "cpu":
         return HostBoundaries(cu_seqlens=cu_seqlens.reshape(-1).numpy().astype(np.int32))
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.shape[0] != 1:
         return None
-    if isinstance(positions, torch.Tensor) and not positions.is_cuda and positions.shape == tokens.shape:
+    if isinstance(positions, torch.Tensor) and positions.device.type == "cpu" and positions.shape == tokens.shape:
         starts = np.flatnonzero(positions[0].numpy() == 0)
         starts = starts if starts.size and starts[0] == 0 else np.append(0, starts)
         return HostBoundaries(cu_seqlens=np.append(starts, tokens.shape[1]).astype(np.int32))
