@@ -3,9 +3,9 @@
     python benchmarks/eager_spread.py --megatron-lm ~/Megatron-LM --out benchmarks/results/eager-spread.md
 
 12 layers of hidden 1024 with 8 experts padded to capacity, 4,096 tokens, with the default, not deterministic kernels,
-on 4 GPUs: so many runs of the plan with --replay off, then one that replays, all on the same data. A difference is the
-largest over all steps, relative to the first run's value. The exit code is 1 where the replayed run is further from
-the eager ones than any two of them are from each other, or its counts are not as predicted.
+on 4 GPUs: so many runs of the plan with --replay off and one that replays, on the same data at the same time. A
+difference is the largest over all steps, relative to the first run's value. The exit code is 1 where the replayed run
+is further from the eager ones than any two of them are from each other, or its counts are not as predicted.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def main() -> int:
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--runs", type=int, default=5, help="eager runs [5]")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of each run [300]")
     parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -72,26 +74,28 @@ def main() -> int:
         data = folder / "documents"
         write_documents(data, tokens=4_000_000, mean=95)
         flags = shlex.split(f"{MODEL} {COMMON} {NO_DROPOUT}")
-        flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-iters", "0", "--data-path", str(data)]
+        flags += shlex.split(f"--train-iters {STEPS} --log-interval 10 --eval-interval 1000 --eval-iters 1")
+        flags += ["--data-path", str(data)]
         plan = plan_of(flags, folder, "plan", gpus=GPUS, caps=CAPS)
-        ran = []
-        for number in range(args.runs + 1):
-            name = f"eager-{number}" if number < args.runs else "replayed"
-            ran.append(
-                script_run(
-                    args.megatron_lm.resolve() / "pretrain_gpt.py",
-                    flags,
-                    plan=plan,
-                    replay=number == args.runs,
-                    stats=folder / f"{name}.jsonl",
-                    gpus=GPUS,
-                    port=29700 + number,
-                    tensorboard=folder / name,
-                    limit=200,
-                    log=folder / f"{name}.log",
-                )
+
+        def train(name: str) -> Ran:
+            ran = script_run(
+                args.megatron_lm.resolve() / "pretrain_gpt.py",
+                flags,
+                plan=plan,
+                replay=name == "replayed",
+                stats=folder / f"{name}.jsonl",
+                gpus=GPUS,
+                tensorboard=folder / name,
+                limit=args.limit,
+                log=folder / f"{name}.log",
             )
-            print(f"{name}: exit code {ran[-1].code}, {ran[-1].seconds:.0f} s {ran[-1].error}", flush=True)
+            print(f"{name}: exit code {ran.code}, {ran.seconds:.0f} s {ran.error}", flush=True)
+            return ran
+
+        names = [*(f"eager-{number}" for number in range(args.runs)), "replayed"]
+        with ThreadPoolExecutor(len(names)) as pool:  # nothing but their numbers counts
+            ran = list(pool.map(train, names))
         lines, among = compare(ran[:-1], ran[-1])
         counts, code = run(
             [sys.executable, "-m", "thdprof", "compare", str(plan), str(folder / "replayed.jsonl")],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -77,18 +79,13 @@ def script_run(
     replay: bool = True,
     stats: Path | None = None,
     gpus: int = 1,
-    port: int = 29501,
     tensorboard: Path | None = None,
     environment: Mapping[str, str] | None = None,
     limit: float = 300,
     log: Path | None = None,
 ) -> Ran:
     """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one."""
-    command = [sys.executable, "-W", "ignore"]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if gpus > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(port)]
-        alone = {}
+    command, ranks = launcher(gpus)
     if plan is not None:
         command += ["-m", "thdprof.run", "--plan", str(plan), "--replay", "on" if replay else "off"]
         command += ["--stats", str(stats)] if stats is not None else []
@@ -97,7 +94,7 @@ def script_run(
     began = time.perf_counter()
     printed, code = run(
         command,
-        {**environment_here(), **alone, **(environment or {}), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        {**environment_here(), **ranks, **(environment or {}), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         limit=limit,
     )
     if log is not None:
@@ -108,6 +105,25 @@ def script_run(
         seconds=time.perf_counter() - began,
         scalars=scalars_of(tensorboard) if tensorboard else {},
     )
+
+
+def launcher(gpus: int) -> tuple[list[str], dict[str, str]]:
+    """The command that starts a script on `gpus` GPUs of this host, up to the script, and its environment's additions.
+
+    The port is chosen at random among those that the system gives to no process which asks for any, so that several
+    benchmarks may run on a host at once.
+    """
+    with socket.socket() as free:
+        while True:
+            port = random.SystemRandom().randrange(20_000, 29_000)
+            with suppress(OSError):
+                free.bind(("127.0.0.1", port))
+                break
+    command = [sys.executable, "-W", "ignore"]
+    if gpus > 1:
+        return [*command, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(port)], {}
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return command, rank
 
 
 def environment_here(*folders: Path) -> dict[str, str]:

@@ -74,7 +74,7 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     rows = [row for row in ROWS if row.gpus in args.gpus and named(row.name, args.rows)]
     exact_data(rows, directory / "data")
     with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [pool.submit(exact_row, row, 29600 + 10 * i, args.megatron_lm, directory) for i, row in enumerate(rows)]
+        jobs = [pool.submit(exact_row, row, args.megatron_lm, directory) for row in rows]
         lines = [job.result() for job in jobs]
     head = ["row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ"]
     head += ["validation losses differ", "off beside the unchanged script: steps that differ"]
@@ -179,7 +179,7 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
         folder = directory / f"life-{number}"
         folder.mkdir()
         try:
-            held = life.run(args.megatron_lm / "pretrain_gpt.py", directory / "data" / "documents", folder, number)
+            held = life.run(args.megatron_lm / "pretrain_gpt.py", directory / "data" / "documents", folder)
         except Exception as error:
             held = f"FAILED: {type(error).__name__}: {error}"
         return [life.name, life.what, held]
@@ -202,7 +202,7 @@ def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
 
 def named(name: str, texts: str) -> bool:
     """Whether a row is among those asked for."""
-    return not texts or any(text in name for text in texts.split(","))
+    return not texts or any(text in name for text in texts.split(";"))
 
 
 def caps_of(plan: Path) -> list[int]:
@@ -249,7 +249,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact, lives: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
-        "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP,EP"
+        "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP;EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
     parser.add_argument("--steps", type=int, help=f"speed, overlap, soak: steps of each run [{STEPS}; soak {SOAKED}]")

@@ -171,7 +171,7 @@ def exact_data(rows: Sequence[Row], data: Path) -> None:
         conversations.write_lines(data / "conversations.jsonl", stored)
 
 
-def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
+def exact_row(row: Row, scripts: Path, directory: Path) -> list[str]:
     """One line of the table of `exact`."""
     folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
     folder.mkdir()
@@ -179,7 +179,7 @@ def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
     plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS, layers_per_graph=row.layers_per_graph or "all")
     path = environment_here(*[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
     ran = {}
-    for number, name in enumerate(("on", "off", "unchanged")):
+    for name in ("on", "off", "unchanged"):
         planned = name != "unchanged"
         ran[name] = script_run(
             scripts / row.script,
@@ -188,7 +188,6 @@ def exact_row(row: Row, port: int, scripts: Path, directory: Path) -> list[str]:
             replay=name == "on",
             stats=folder / f"{name}.jsonl" if planned else None,
             gpus=row.gpus,
-            port=port + number,
             tensorboard=folder / name,
             environment={**EXACT, "PYTHONPATH": path},
             limit=400,

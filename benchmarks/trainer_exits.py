@@ -7,14 +7,13 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lm import COMMON, EXACT, SMALL, descendants, environment_here, plan_of
+from megatron_lm import COMMON, EXACT, SMALL, descendants, environment_here, launcher, plan_of
 
 AT_STEP, ALLOWED_S, LIMIT_S = 7, 10.0, 120.0
 """The step in which it happens, the seconds that the rank may take to end, and those after which it is killed."""
@@ -117,16 +116,16 @@ class Exit:
     """Whether the script begins again in the same process after an error."""
 
 
-def life_of(ends: Exit) -> Callable[[Path, Path, Path, int], str]:
+def life_of(ends: Exit) -> Callable[[Path, Path, Path], str]:
     """The function of a `Life` that runs `ends` by a plan and unchanged."""
 
-    def life(script: Path, data: Path, folder: Path, number: int) -> str:
+    def life(script: Path, data: Path, folder: Path) -> str:
         flags = shlex.split(f"{SMALL} {COMMON} --attention-dropout 0 --hidden-dropout 0 {ends.flags}")
         flags += ["--train-iters", "12", "--log-interval", "1", "--eval-interval", "1000", "--eval-iters", "1"]
         flags += ["--data-path", str(data)]
         plan = plan_of(flags, folder, "plan", gpus=ends.gpus, caps=(0.6, 0.93))
-        ours = ended(ends, script, flags, folder / "plan-run", plan=plan, port=30300 + 10 * number)
-        theirs = ended(ends, script, flags, folder / "unchanged", plan=None, port=30305 + 10 * number)
+        ours = ended(ends, script, flags, folder / "plan-run", plan=plan)
+        theirs = ended(ends, script, flags, folder / "unchanged", plan=None)
         replayed = sum(map(int, re.findall(r"thdprof replayed: (\d+)", ours.log)))
         held = (
             ours.code == (ends.code if ends.gpus == 1 else theirs.code)
@@ -149,11 +148,11 @@ def told(ran: Ended) -> str:
     return f"exit code {ran.code}, {seconds}{whole}{left}"
 
 
-def ended(ends: Exit, script: Path, flags: Sequence[str], folder: Path, *, plan: Path | None, port: int) -> Ended:
+def ended(ends: Exit, script: Path, flags: Sequence[str], folder: Path, *, plan: Path | None) -> Ended:
     """Run it, and take the time from its cause to its end."""
     folder.mkdir()
-    launcher = folder / "launcher.py"
-    launcher.write_text(
+    ending = folder / "launcher.py"
+    ending.write_text(
         LAUNCHER.format(
             folder=str(script.parent),
             script=str(script),
@@ -164,14 +163,10 @@ def ended(ends: Exit, script: Path, flags: Sequence[str], folder: Path, *, plan:
             restarts=ends.restarts,
         )
     )
-    command = [sys.executable, "-W", "ignore"]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if ends.gpus > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ends.gpus), "--master-port", str(port)]
-        alone = {}
+    command, ranks = launcher(ends.gpus)
     command += ["-m", "thdprof.run", "--plan", str(plan)] if plan is not None else []
-    environment = {**environment_here(), **alone, **EXACT, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    ran = watched([*command, str(launcher), *flags], environment, limit_s=LIMIT_S)
+    environment = {**environment_here(), **ranks, **EXACT, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ran = watched([*command, str(ending), *flags], environment, limit_s=LIMIT_S)
     (folder / "log").write_text(f"{shlex.join(command)}\nexit code {ran.code}\n{ran.log}")
     return ran
 

@@ -6,14 +6,24 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_lm import COMMON, EXACT, SMALL, Ran, different_steps, environment_here, plan_of, script_run, without
+from megatron_lm import (
+    COMMON,
+    EXACT,
+    SMALL,
+    Ran,
+    different_steps,
+    environment_here,
+    launcher,
+    plan_of,
+    script_run,
+    without,
+)
 from trainer_exits import EXITS, life_of
 
 STEPS, HALF = 30, 15
@@ -26,9 +36,9 @@ class Life:
     name: str
     what: str
     """What must hold."""
-    run: Callable[[Path, Path, Path, int], str]
-    """Takes the script, the data's prefix, an empty folder and a number of its own; returns what was seen, which begins
-    with `held` or `FAILED`."""
+    run: Callable[[Path, Path, Path], str]
+    """Takes the script, the data's prefix and an empty folder; returns what was seen, which begins with `held` or
+    `FAILED`."""
     gpus: int = 1
     """Number of GPUs."""
 
@@ -36,8 +46,8 @@ class Life:
 class _Runs:
     """Runs of one life: the same script, data and plan."""
 
-    def __init__(self, script: Path, data: Path, folder: Path, number: int, more: str = "") -> None:
-        self.script, self.folder, self._port = script, folder, 29800 + 10 * number
+    def __init__(self, script: Path, data: Path, folder: Path, more: str = "") -> None:
+        self.script, self.folder = script, folder
         self.flags = shlex.split(f"{SMALL} {COMMON} --attention-dropout 0.1 --hidden-dropout 0.1 {more}")
         if "--train-iters" not in self.flags and "--train-samples" not in self.flags:
             self.flags += ["--train-iters", str(STEPS)]
@@ -52,14 +62,12 @@ class _Runs:
         self.flags = without(self.flags, "--split") if "--train-data-path" in self.flags else analysed
 
     def __call__(self, name: str, *more: str, planned: bool = True, replay: bool = True) -> Ran:
-        self._port += 1
         return script_run(
             self.script,
             [*self.flags, *more],
             plan=self.plan if planned else None,
             replay=replay,
             stats=self.folder / f"{name}.jsonl" if planned else None,
-            port=self._port,
             tensorboard=self.folder / f"tensorboard-{name}",
             environment=EXACT,
             log=self.folder / f"{name}.log",
@@ -78,9 +86,9 @@ def _same(one: Ran, other: Ran, *, first: int = 1, names: Sequence[str] = ("lm l
     return f"{'held' if held else 'FAILED'}: {'; '.join(told)}; {codes}{'' if held else f'; {errors}'}"
 
 
-def _resumed(*flags: str) -> Callable[[Path, Path, Path, int], str]:
-    def life(script: Path, data: Path, folder: Path, number: int) -> str:
-        runs = _Runs(script, data, folder, number, " ".join(flags))
+def _resumed(*flags: str) -> Callable[[Path, Path, Path], str]:
+    def life(script: Path, data: Path, folder: Path) -> str:
+        runs = _Runs(script, data, folder, " ".join(flags))
         whole = runs("whole")
         kept = str(folder / "checkpoints")
         first = runs("first", "--save", kept, "--save-interval", "1000", "--exit-interval", str(HALF))
@@ -93,9 +101,9 @@ def _resumed(*flags: str) -> Callable[[Path, Path, Path, int], str]:
 
 
 def _replayed_and_off(*flags: str, names: Sequence[str] = ("lm loss", "grad-norm")) -> Callable[..., str]:
-    def life(script: Path, data: Path, folder: Path, number: int) -> str:
+    def life(script: Path, data: Path, folder: Path) -> str:
         more = " ".join(flags).replace("DATA", str(data)).replace("SMALL", str(data.with_name("small")))
-        runs = _Runs(script, data, folder, number, more)
+        runs = _Runs(script, data, folder, more)
         on, off = runs("on"), runs("off", replay=False)
         ours = {
             k: max(v.values()) for k, v in on.scalars.items() if k.startswith(("thdprof/replayed", "thdprof/eager/"))
@@ -110,8 +118,8 @@ def _replayed_and_off(*flags: str, names: Sequence[str] = ("lm loss", "grad-norm
 def _as_unchanged(*flags: str, words: Sequence[str]) -> Callable[..., str]:
     """The same exit code and the same of these words in the log as the unchanged script."""
 
-    def life(script: Path, data: Path, folder: Path, number: int) -> str:
-        runs = _Runs(script, data, folder, number, " ".join(flags).replace("FOLDER", str(folder)))
+    def life(script: Path, data: Path, folder: Path) -> str:
+        runs = _Runs(script, data, folder, " ".join(flags).replace("FOLDER", str(folder)))
         ours, theirs = runs("plan"), runs("unchanged", planned=False)
         found = [{w: len(re.findall(w, ran.log)) > 0 for w in words} for ran in (ours, theirs)]
         held = ours.code == theirs.code and found[0] == found[1]
@@ -125,23 +133,17 @@ def _as_unchanged(*flags: str, words: Sequence[str]) -> Callable[..., str]:
     return life
 
 
-def _ended_by_signal(script: Path, data: Path, folder: Path, number: int) -> str:
+def _ended_by_signal(script: Path, data: Path, folder: Path) -> str:
     kept, stats = folder / "checkpoints", folder / "stats.jsonl"
     more = f"--exit-signal-handler --save {kept} --save-interval 100000 --train-iters 4000"
-    runs = _Runs(script, data, folder, number, more)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    runs = _Runs(script, data, folder, more)
+    command, rank = launcher(1)
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "thdprof.run", "--plan", str(runs.plan), "--stats", str(stats)]
-        + [str(script), *runs.flags],
+        [*command, "-m", "thdprof.run", "--plan", str(runs.plan), "--stats", str(stats)] + [str(script), *runs.flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={
-            **environment_here(),
-            **alone,
-            **EXACT,
-            "MASTER_PORT": str(29800 + 10 * number),
-        },
+        env={**environment_here(), **rank, **EXACT},
     )
     timer = threading.Timer(200, process.kill)
     timer.start()

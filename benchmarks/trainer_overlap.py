@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_lm import COMMON, EXACT, NO_DROPOUT, Ran, different_steps, plan_of, script_run, without, write_documents
+from megatron_lm import COMMON, NO_DROPOUT, Ran, largest_difference, plan_of, script_run, without, write_documents
 
 SHAPE = (
     "--num-layers 12 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --max-position-embeddings 1024 "
@@ -37,7 +37,7 @@ def overlap_lines(script: Path, directory: Path, *, steps: int = STEPS) -> tuple
     flags = overlap_flags(directory / "documents", steps)
     chosen = plan_of(flags, directory, "chosen", gpus=GPUS)
     ran: dict[str, Ran] = {}
-    for number, (name, layers) in enumerate(RUNS.items()):
+    for name, layers in RUNS.items():
         plan = (
             None if layers is None else plan_of(flags, directory, f"plan-{layers}", gpus=GPUS, layers_per_graph=layers)
         )
@@ -47,9 +47,7 @@ def overlap_lines(script: Path, directory: Path, *, steps: int = STEPS) -> tuple
             plan=plan,
             stats=None if plan is None else directory / f"stats-{layers}.jsonl",
             gpus=GPUS,
-            port=29700 + number,
             tensorboard=directory / f"tensorboard-{layers}",
-            environment=EXACT,
             limit=150,
             log=directory / f"run-{layers}.log",
         )
@@ -65,14 +63,14 @@ def overlap_flags(documents: Path, steps: int) -> list[str]:
 
 
 def lines_of(ran: dict[str, Ran], steps: int) -> Sequence[list[str]]:
-    """A line a run, with its time beside that of whole chunks, and steps whose losses differ from theirs."""
+    """A line a run, with its time beside that of whole chunks, and how far its losses are from theirs."""
     whole = ran["chunk, whole"]
     lines = [["run", "exit code", f"ms a step (steps {WARM + 1} to {steps})", "of whole chunks",
-              "losses unlike whole chunks'", "replayed, eager", ""]]  # fmt: skip
+              "losses from whole chunks'", "replayed, eager", ""]]  # fmt: skip
     base = whole.step_ms(after=WARM) if whole.code == 0 else None
     for name, one in ran.items():
         ms = one.step_ms(after=WARM) if one.code == 0 else None
-        differ, counted = different_steps(one, whole, "lm loss")
+        apart = largest_difference(one, whole, "lm loss")
         replayed = max(one.scalars.get("thdprof/replayed", {0: 0}).values())
         eager = sum(max(v.values()) for k, v in one.scalars.items() if k.startswith("thdprof/eager/"))
         lines.append(
@@ -81,7 +79,7 @@ def lines_of(ran: dict[str, Ran], steps: int) -> Sequence[list[str]]:
                 str(one.code),
                 f"{ms:.1f}" if ms else "-",
                 f"{ms / base:.3f}" if ms and base else "-",
-                f"{differ} of {counted}",
+                f"{apart:.1e} at most",
                 f"{replayed:.0f}, {eager:.0f}",
                 one.error if one.code else "",
             ]

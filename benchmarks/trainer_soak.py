@@ -83,7 +83,6 @@ def soak(scripts: Path, directory: Path, *, steps: int, minutes: int) -> list[st
         stats=directory / "stats.jsonl",
         tensorboard=directory / "tensorboard",
         limit=minutes * 60 + 60,
-        port=31000 + part,
         log=directory / f"part-{part}.log",
     )
     seen = judged(scalars_of(directory / "tensorboard"), [log.read_text() for log in directory.glob("part-*.log")])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from support.gpu_process import free_port
 from support.gpu_training import LIMIT_S, assert_as_predicted, assert_same_training, environment, train
 from support.paths import ROOT
 
@@ -92,9 +93,10 @@ def test_graphs_of_some_layers_equal_their_eager_twin(plans, eager_runs_of_four_
     assert_same_training(ours, eager_runs_of_four_layers(model))
 
 
-def example(plan, directory, replay):
+def example(plan, directory, replay, stages):
     """What a loop of one's own prints: a line a step."""
-    command = [sys.executable, "-W", "ignore", ROOT / "examples" / "train_megatron_core.py", "--plan", plan]
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", stages]
+    command += ["--master-port", free_port(), ROOT / "examples" / "train_megatron_core.py", "--plan", plan]
     command += ["--replay", replay, "--stats", directory / f"{replay}.jsonl", "--layers", 2, "--hidden", 256]
     done = subprocess.run(
         [*map(str, command), "--heads", "4"], capture_output=True, text=True, env=environment(), timeout=LIMIT_S
@@ -103,9 +105,12 @@ def example(plan, directory, replay):
     return [line for line in done.stdout.splitlines() if line.startswith("step ")]
 
 
-def test_a_loop_of_ones_own_equals_its_eager_twin_and_its_plan(plans, tmp_path, thdprof):
-    plan = plans(1)
-    ours, eager = (example(plan, tmp_path, replay) for replay in ("on", "off"))
+@pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "two stages"])
+def test_a_loop_of_ones_own_equals_its_eager_twin_and_its_plan(plans, tmp_path, thdprof, stages):
+    if torch.cuda.device_count() < stages:
+        pytest.skip("needs two NVIDIA GPUs")
+    plan = plans(1, stages=stages)
+    ours, eager = (example(plan, tmp_path, replay, stages) for replay in ("on", "off"))
     assert len(ours) == 12
     assert ours == eager
     assert len({line.partition(":")[2] for line in ours}) > 1

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.plan import Plan
 
@@ -25,9 +25,7 @@ class Plans:
         """Write the dataset to `directory`, and analyse it."""
         self._directory, self._numbers = directory, itertools.count()
         write_demo(directory)
-        self.analysis = analyze_dataset(
-            directory / "megatron" / "documents", seq_length=TOKENS, global_batch_size=4, train_iters=STEPS, buckets=1
-        )
+        self.analysis = self._analysed()
 
     def __call__(
         self,
@@ -37,6 +35,7 @@ class Plans:
         impl: str = "chunk",
         offload: dict[str, Any] | None = None,
         layers_per_graph: int | None = None,
+        stages: int = 1,
     ) -> Path:
         """The file of a plan with this many buckets.
 
@@ -46,10 +45,12 @@ class Plans:
             impl: what is captured.
             offload: fields of the plan's graphs.offload.
             layers_per_graph: the plan's graphs.layers_per_graph.
+            stages: the size of the pipeline.
         """
-        n_seqs, caps = self.analysis.microbatches.n_seqs, CAPS[buckets]
+        analysis = self.analysis if stages == 1 else self._analysed(pipeline_parallel_size=stages)
+        n_seqs, caps = analysis.microbatches.n_seqs, CAPS[buckets]
         shares = [float(((n_seqs > low) & (n_seqs <= cap)).mean()) for low, cap in zip([0, *caps], caps, strict=False)]
-        values = make_plan(self.analysis, impl="chunk").model_dump(mode="json", by_alias=True)
+        values = make_plan(analysis, impl="chunk").model_dump(mode="json", by_alias=True)
         values["graphs"] |= {
             "impl": impl,
             "modules": ["attn", "moe_router"] if (model, impl) == ("dropless", "transformer_engine") else [],
@@ -64,3 +65,9 @@ class Plans:
         path = self._directory / f"plan{next(self._numbers)}.yaml"
         Plan.model_validate(values).save(path)
         return path
+
+    def _analysed(self, **settings: Any) -> Analysis:
+        documents = self._directory / "megatron" / "documents"
+        return analyze_dataset(
+            documents, seq_length=TOKENS, global_batch_size=4, train_iters=STEPS, buckets=1, **settings
+        )
