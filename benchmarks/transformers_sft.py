@@ -58,9 +58,9 @@ def make_plan(directory: Path, *, accumulation: int, processes: int, steps: int,
         return plan
     config = directory / "config.json"
     config.write_text(json.dumps({**SAME, **SHAPES[shape], "tie_word_embeddings": shape != "8b"}))
-    command = [sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer", "--seed", 42,
-               "--micro-batch-size", 1, "--data-parallel-size", processes, "--gradient-accumulation", accumulation,
-               "--seq-length", ROW, "--train-iters", steps, "--model", config, "--gpu", "h200", "-o", plan]  # fmt: skip
+    command = [sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer",
+               "--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", processes,
+               "--gradient-accumulation", accumulation, "--seq-length", ROW, "--train-iters", steps, "--model", config, "--gpu", "h200", "-o", plan]  # fmt: skip
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     report.write_text(done.stdout + done.stderr)
     if done.returncode:
@@ -71,9 +71,9 @@ def make_plan(directory: Path, *, accumulation: int, processes: int, steps: int,
 def run_mode(options: argparse.Namespace, mode: str) -> dict:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
 
     from thdprof.transformers import PlanCallback, attention
-    from trl import SFTConfig, SFTTrainer
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     from support.trl_training import tokenizer

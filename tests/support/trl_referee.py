@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accelerate.state import AcceleratorState, PartialState
+
 from support.trl_training import dataset_of, small_model, trainer
 
 

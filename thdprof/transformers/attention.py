@@ -158,7 +158,8 @@ def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, task: Task) -> tor
 
     window = (-1, 0) if task.window is None else (task.window - 1, 0)
     cu, longest = task.cu_seqlens, task.max_seqlen
-    attended = varlen_attn(q, k, v, cu, cu, longest, longest, scale=task.scale, window_size=window, **_grouped())
+    options: dict[str, Any] = {"scale": task.scale, "window_size": window, **_grouped()}
+    attended = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
     assert isinstance(attended, torch.Tensor)
     return attended
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PlanCallback(TrainerCallback):  # type: ignore[misc]
+class PlanCallback(TrainerCallback):
     """Makes a run follow a plan: `SFTTrainer(..., callbacks=[PlanCallback("plan.yaml")])`.
 
     The model's decoder layers are captured at the first micro-batch, and replayed wherever a micro-batch fits one of

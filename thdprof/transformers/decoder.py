@@ -60,13 +60,14 @@ class GraphedDecoder:
             reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay.
         """
         self._model = model
+        self._config: Any = model.config
         self._stack = LayerStack(model.layers)  # type: ignore[arg-type]
         self.graphed: GraphedModule = graphed(self._stack, plan, token_dim=1, reduced_by_hooks=reduced_by_hooks)
         """The stack, run by the plan; its counters are those of the run."""
         self.graphed.enabled = replay
         self._replay, self._dispatcher = replay, Dispatcher(plan.captured)
         self._most_tokens = max((b.n_tokens for b in plan.captured), default=0)
-        self._own_attention = getattr(model.config, "_attn_implementation", None)
+        self._own_attention = getattr(self._config, "_attn_implementation", None)
 
     @contextmanager
     def following(self) -> Iterator[None]:
@@ -154,23 +155,23 @@ class GraphedDecoder:
 
     def choose_attention(self, name: str) -> None:
         """Let the layers use the attention that is registered as `name`, until `restore_attention`."""
-        self._model.config._attn_implementation = name
+        self._config._attn_implementation = name
 
     def restore_attention(self) -> None:
         """Let the layers use the model's own attention again."""
-        self._model.config._attn_implementation = self._own_attention
+        self._config._attn_implementation = self._own_attention
 
     def _attention(self) -> str | None:
-        return getattr(self._model.config, "_attn_implementation", None)
+        return getattr(self._config, "_attn_implementation", None)
 
     @contextmanager
     def _attention_set_to(self, name: str | None) -> Iterator[None]:
         before = self._attention()
-        self._model.config._attn_implementation = name
+        self._config._attn_implementation = name
         try:
             yield
         finally:
-            self._model.config._attn_implementation = before
+            self._config._attn_implementation = before
 
 
 def _padded(tensor: torch.Tensor, n_tokens: int, padding: int) -> torch.Tensor:

@@ -73,8 +73,9 @@ def of_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, 
             "no variable-length attention is installed: install torch 2.10 or later, flash-attn or Transformer Engine"
         )
         return
-    if backend != "flash_attn" and getattr(config, "attention_dropout", 0.0):
-        yield f"attention_dropout {config.attention_dropout}: the attention of {backend} has none; set it to 0.0"
+    rate: float = getattr(config, "attention_dropout", None) or 0.0
+    if backend != "flash_attn" and rate:
+        yield f"attention_dropout {rate}: the attention of {backend} has none; set it to 0.0"
     if backend not in SOFTCAPPED and getattr(config, "attn_logit_softcapping", None):
         yield (
             f"attn_logit_softcapping {config.attn_logit_softcapping} (Gemma 2): the attention of {backend} cannot; "
@@ -89,7 +90,8 @@ def _dropout(decoder: nn.Module) -> str:
     for name, module in layers.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name}, p {module.p}"
-    rate = getattr(decoder.config, "attention_dropout", 0.0)
+    config: Any = decoder.config
+    rate: float = getattr(config, "attention_dropout", None) or 0.0
     return f"attention_dropout {rate}" if rate else ""
 
 
@@ -117,7 +119,7 @@ def of_arguments(args: Any) -> Iterator[str]:
         yield "parallelism_config is set: tensor, context and sequence parallelism were not checked in graphs"
     config = getattr(args, "accelerator_config", None)
     if config is not None and getattr(config, "dispatch_batches", None):
-        yield "accelerator_config dispatch_batches: other ranks get batches without boundaries on the host; leave it out"
+        yield "accelerator_config dispatch_batches: other ranks get no boundaries on the host; leave it out"
     packed = getattr(args, "padding_free", False) or getattr(args, "packing", False)
     if hasattr(args, "padding_free") and not packed and args.per_device_train_batch_size > 1:
         yield "padding_free is False with several rows in a micro-batch: set packing=True or padding_free=True"

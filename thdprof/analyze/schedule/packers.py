@@ -6,6 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -193,7 +194,7 @@ def _trl_batches(num_documents: int, processes: int, notes: list[str]) -> list[i
     while starts[-1] < num_documents:
         number = len(starts) - 1
         starts.append(starts[-1] + share + (number < more))
-    batches = [at for low, high in zip(starts, starts[1:], strict=False) for at in range(low, high, _TRL_BATCH)]
+    batches = [at for low, high in pairwise(starts) for at in range(low, high, _TRL_BATCH)]
     if len(batches) > 1:
         parts = "" if processes == 1 else f" in each of {min(processes, num_documents)} processes"
         notes.append(f"packed {_TRL_BATCH} documents at a time{parts}, as TRL does")
@@ -205,7 +206,7 @@ def _longest_first(lengths: NDArray[np.int64], batches: Sequence[int], notes: li
     empty = int((lengths == 0).sum())
     if empty:
         notes.insert(max(0, len(notes) - (len(batches) > 2)), f"{empty} empty documents were left out")
-    parts = [np.sort(lengths[low:high])[::-1] for low, high in zip(batches, batches[1:], strict=False)]
+    parts = [np.sort(lengths[low:high])[::-1] for low, high in pairwise(batches)]
     return np.concatenate(parts) if parts else lengths
 
 
@@ -311,9 +312,9 @@ def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int, *, batches
         batches: where the batches that are packed for themselves begin, and the end of the last.
     """
     packs: list[int] = []
-    shift = max((high - low for low, high in zip(batches, batches[1:], strict=False)), default=1).bit_length()
+    shift = max((high - low for low, high in pairwise(batches)), default=1).bit_length()
     used = 0
-    for low, high in zip(batches, batches[1:], strict=False):
+    for low, high in pairwise(batches):
         batch = lengths[low:high].tolist()
         chosen: list[int] = []
         with_room: list[int] = []

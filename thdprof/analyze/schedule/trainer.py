@@ -85,8 +85,8 @@ def trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTab
     one_epoch = steps_of_an_epoch(num_rows, settings)
     if one_epoch == 0:
         raise DataError(
-            f"{num_rows} rows do not fill one micro-batch of every rank with dataloader_drop_last; give more data, or a "
-            "smaller --micro-batch-size"
+            f"{num_rows} rows do not fill one micro-batch of every rank with drop_last; give more data, or a smaller "
+            "--micro-batch-size"
         )
     if settings.train_samples is not None:
         steps = settings.train_samples // settings.global_batch_size

@@ -76,10 +76,11 @@ class GraphedModule(DispatchedModule):
     A replay runs the post-accumulate hooks of parameters and the hooks on the gradient accumulation of parameters with
     `main_grad`, and no other hook. A torch DistributedDataParallel around this module would therefore never reduce its
     gradients; reduce them after the backward, or set `reduced_by_hooks`: all parameters then are inputs of a replay,
-    and autograd runs the hooks on their gradient accumulation once the replay has added to `.grad`. A replay adds to the parameters' gradients even where
-    `torch.autograd.grad` asks for other gradients only. Decisions that the module's forward takes in Python, and
-    tensors that it keeps as plain attributes, stay as they were at the capture. With `capture="startup"`, all graphs
-    are captured at the first training micro-batch that has the buckets' number of tokens.
+    and autograd runs the hooks on their gradient accumulation once the replay has added to `.grad`. A replay adds to
+    the parameters' gradients even where `torch.autograd.grad` asks for other gradients only. Decisions that the
+    module's forward takes in Python, and tensors that it keeps as plain attributes, stay as they were at the capture.
+    With `capture="startup"`, all graphs are captured at the first training micro-batch that has the buckets' number of
+    tokens.
 
     One stream must run the whole step. The keys of this module's state_dict begin with `module.`; save and load the
     inner module itself.
