@@ -77,9 +77,9 @@ def on_a_rank(rank: int, port: int, results) -> None:
     ddp = torch.nn.parallel.DistributedDataParallel
     found = {"eager": steps(ddp(Model(graphs=False)), rank)}
     as_if_on_a_gpu(patch)
-    for name, reduced in (("replayed", True), ("by itself", False)):
-        model = Model(graphs=True, reduced_by_hooks=reduced)
-        options = {} if reduced else {"find_unused_parameters": True}
+    for name in ("replayed", "replayed, unused looked for", "by itself"):
+        model = Model(graphs=True, reduced_by_hooks=name != "by itself")
+        options = {} if name == "replayed" else {"find_unused_parameters": True}
         found[name] = steps(ddp(model, **options), rank)
         assert model.run.stats().replays.total() == 9, model.run.stats()
         assert dict(model.run.stats().fallbacks) == {"too_many_seqs": 3}
@@ -99,8 +99,9 @@ def gradients():
 def test_gradients_are_reduced_as_without_graphs(gradients):
     for rank in (0, 1):
         assert len(gradients[rank]["eager"]) >= 20
-        for eager, replayed in zip(gradients[rank]["eager"], gradients[rank]["replayed"], strict=True):
-            np.testing.assert_allclose(replayed, eager, rtol=1e-5, atol=1e-7)
+        for name in ("replayed", "replayed, unused looked for"):
+            for eager, replayed in zip(gradients[rank]["eager"], gradients[rank][name], strict=True):
+                np.testing.assert_allclose(replayed, eager, rtol=1e-5, atol=1e-7)
     for mine, other in zip(gradients[0]["replayed"], gradients[1]["replayed"], strict=True):
         np.testing.assert_array_equal(mine, other)
 
