@@ -58,9 +58,12 @@ def make_plan(directory: Path, *, accumulation: int, processes: int, steps: int,
         return plan
     config = directory / "config.json"
     config.write_text(json.dumps({**SAME, **SHAPES[shape], "tie_word_embeddings": shape != "8b"}))
-    command = [sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer",
-               "--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", processes,
-               "--gradient-accumulation", accumulation, "--seq-length", ROW, "--train-iters", steps, "--model", config, "--gpu", "h200", "-o", plan]  # fmt: skip
+    command = [
+        *(sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer"),
+        *("--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", processes, "--seq-length", ROW),
+        *("--gradient-accumulation", accumulation, "--train-iters", steps),
+        *("--model", config, "--gpu", "h200", "-o", plan),
+    ]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     report.write_text(done.stdout + done.stderr)
     if done.returncode:
@@ -79,7 +82,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     from support.trl_training import tokenizer
 
     if options.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
     shape = dict(SHAPES[options.shape])
     if options.layers:
         shape["num_hidden_layers"] = options.layers
@@ -198,6 +201,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, help="a smaller vocabulary, for a trial")
     parser.add_argument("--directory", default="transformers_sft")
     parser.add_argument("--out", type=Path, help="append the lines here")
+    parser.add_argument("--together", action="store_true", help="run all modes in this process, which starts sooner")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     Path(options.directory).mkdir(parents=True, exist_ok=True)
@@ -205,6 +209,11 @@ def main() -> None:
         found = run_mode(options, options.one)
         if int(os.environ.get("RANK", 0)) == 0:
             print("RESULT " + json.dumps(found), flush=True)
+        return
+    if options.together:
+        for mode in options.modes.split(","):
+            report(run_mode(options, mode), options.out)
+            release_memory()
         return
     for mode in options.modes.split(","):
         launch = [sys.executable]
@@ -215,12 +224,28 @@ def main() -> None:
         if line is None:
             print(f"{mode}: failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}", flush=True)
             continue
-        found = json.loads(line.removeprefix("RESULT "))
-        shown = {k: v for k, v in found.items() if k != "losses"}
-        print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
-        if options.out is not None:
-            with options.out.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+        report(json.loads(line.removeprefix("RESULT ")), options.out)
+
+
+def report(found: dict, out: Path | None) -> None:
+    """Print a mode's result without its losses, and append it whole to `out`."""
+    shown = {k: v for k, v in found.items() if k != "losses"}
+    print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def release_memory() -> None:
+    """Free what the last mode has left on the GPU, and begin its peak anew."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ def make_model(family: str, *, dtype: torch.dtype = torch.bfloat16, **changes):
 def batches(count: int, *, seed: int = 0):
     """Micro-batches of up to TOKENS tokens, some with more documents than any bucket holds."""
     rng = np.random.default_rng(seed)
-    for _ in range(count):
+    for number in range(count):
         n_tokens = int(rng.integers(TOKENS - TOKENS // 8, TOKENS + 1))
-        documents = int(rng.choice([1, 2, 3, 4, 8, 11, 20]))
+        documents = (3, 1, 11, 2, 20, 8, 4)[number % 7]
         cuts = np.sort(rng.choice(np.arange(1, n_tokens), documents - 1, replace=False))
         cu = np.concatenate(([0], cuts, [n_tokens])).astype(np.int32)
         ids = torch.from_numpy(rng.integers(0, SIZES["vocab_size"], (1, n_tokens))).to(DEVICE)
@@ -262,7 +262,7 @@ CASES = {
 if __name__ == "__main__":
     import traceback
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward stays as it is
     failed = []
     for case in sys.argv[1:]:
         try:

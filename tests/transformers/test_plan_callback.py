@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 from support.trl_plans import plan_for
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("trl", reason="needs thdprof[transformers]")
 
+import torch
 from support.trl_training import dataset_of, documents, losses, small_model, trainer
 from transformers import TrainerCallback
 

@@ -9,15 +9,16 @@ import pytest
 from support.cpu_graphs import as_if_on_a_gpu
 from support.trl_plans import plan_for
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from support.trl_training import small_model  # noqa: E402
+import torch
+from support.trl_training import small_model
 
-from thdprof.errors import UsageError  # noqa: E402
-from thdprof.transformers import attention, refusals  # noqa: E402
-from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries  # noqa: E402
-from thdprof.transformers.decoder import GraphedDecoder  # noqa: E402
+from thdprof.errors import UsageError
+from thdprof.transformers import attention, refusals
+from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
+from thdprof.transformers.decoder import GraphedDecoder
 
 TOKENS = 48
 PLAN = plan_for(tokens=TOKENS, caps=[3, 6], rows=8)

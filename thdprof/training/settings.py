@@ -35,6 +35,8 @@ DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
 """Packers that give every micro-batch a context-parallel size of its own."""
 STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
 """Packers that pack each global batch for itself while training."""
+TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped")
+"""Packers that pack as TRL's packing strategies do."""
 Attention = Literal["transformer_engine", "torch"]
 Experts = Literal["none", "padded", "dropless"]
 GraphKind = Literal["module", "chunk", "local", "transformer_engine"]

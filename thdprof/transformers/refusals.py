@@ -146,8 +146,8 @@ def of_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: int) ->
     accumulation = run.pop("gradient_accumulation", 1)
     if run.get("micro_batch_size") is not None:
         run["global_batch_size"] = run["micro_batch_size"] * accumulation * num_processes
-    if plan.dataset.format != "lengths":
-        run.pop("packer", None)  # the dataset was packed before
+    if plan.dataset.format != "lengths" and run.pop("packer", None) is not None:
+        run.pop("shuffle_seed", None)  # rows that were saved after TRL packed them, and shuffled them last of all
     found = misfits(plan, run, data_paths=None)
     told = [(misfit.changes, misfit.told(TRAINER_ARGUMENTS)) for misfit in found]
     return [t for changes, t in told if changes == "graphs"], [t for changes, t in told if changes == "prediction"]

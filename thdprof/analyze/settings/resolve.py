@@ -12,6 +12,7 @@ from thdprof.training import (
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
     STEP_PACKERS,
+    TRL_PACKERS,
     Kind,
     Loader,
     TrainingSettings,
@@ -62,6 +63,8 @@ def resolve_settings(
         raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
     for name, value in values.items():
         known[name].check(value)
+    if kind == "trl" and values.get("packer") in TRL_PACKERS:
+        values.pop("shuffle_seed", None)  # the rows were saved after TRL packed them, and shuffled them last of all
     notes = _drop_what_has_no_effect(values, kind, dataset_format)
     assumed: list[Assumption] = []
 
