@@ -76,6 +76,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
+    from thdprof.plan import load_plan
     from thdprof.transformers import PlanCallback, attention
 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

@@ -314,6 +314,7 @@ class TrainingSettings:
         Setting(
             help="Epochs of a run of the Trainer.",
             panel="Batch and parallelism",
+            everyday=False,
             assumed="one epoch",
             kinds=("trl", "packs", "documents"),
             in_every_plan=False,

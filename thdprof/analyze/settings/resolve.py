@@ -145,7 +145,7 @@ def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[
     if values.get("packer") in STEP_PACKERS:
         raise UsageError(f"--packer {values['packer']}: the Trainer reads rows that were packed before")
     if "train_epochs" in values and {"train_samples", "train_iters"} & {*values}:
-        raise UsageError("--train-epochs and --train-iters both say how long the run is; give one")
+        raise UsageError(f"{shown('train_epochs')} and --train-iters both say how long the run is; give one")
     assume("seed", 42, "the Trainer's default")
     assume("drop_last", False, "the Trainer's default")
     assume("tail_policy", "append_dummy_seq", "thdprof.transformers pads the decoder's rows")
@@ -207,7 +207,7 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
             "make the packs longer instead"
         )
     if settings.train_epochs is not None and settings.loader != "trainer":
-        raise UsageError("--train-epochs: is for --loader trainer; give --train-iters or --train-samples")
+        raise UsageError(f"{shown('train_epochs')}: is for --loader trainer; give --train-iters or --train-samples")
     if settings.loader == "batch" and dataset_format in _BLENDED:
         raise UsageError("--loader batch: Megatron's own datasets are read with single or cyclic")
     if dataset_format == "megatron-sft" and num_datasets > 1 and settings.weights is None:
