@@ -27,6 +27,12 @@ QWEN3_06B = (
     "--num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --num-attention-heads 16 --group-query-attention "
     "--num-query-groups 8 --kv-channels 128 --qk-layernorm --seq-length 4096 --max-position-embeddings 4096"
 )
+LLAMA3_70B_QUARTER = (
+    "--num-layers 6 --hidden-size 8192 --ffn-hidden-size 7168 --num-attention-heads 16 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096"
+)
+"""What one of four tensor-parallel ranks computes of six of Llama 3 70B's layers, without its communication."""
+SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama3-70b-quarter": LLAMA3_70B_QUARTER}
 SMALL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024"
@@ -255,6 +261,8 @@ def plan_of(
     gpus: int = 1,
     caps: Sequence[float] = (),
     layers_per_graph: int | str | None = None,
+    impl: str = "chunk",
+    modules: Sequence[str] = (),
 ) -> Path:
     """The plan that `thdprof analyze --megatron-args` writes for a script with these flags.
 
@@ -265,21 +273,37 @@ def plan_of(
         gpus: number of ranks.
         caps: replace its buckets by one at each of these shares of micro-batches, so that the rest runs eagerly.
         layers_per_graph: layers of one graph, or "all"; None: as `analyze` predicts that steps are shortest.
+        impl: the kind of graphs.
+        modules: captured parts of layers with experts; empty: as `analyze` writes them.
     """
     script, plan, table = (directory / f"{name}{end}" for end in (".sh", ".yaml", ".parquet"))
     script.write_text(f"torchrun --nproc-per-node {gpus} pretrain_gpt.py {shlex.join(flags)}\n")
-    command = [sys.executable, "-m", "thdprof", "analyze", "--megatron-args", str(script), "--impl", "chunk"]
+    command = [sys.executable, "-m", "thdprof", "analyze", "--megatron-args", str(script), "--impl", impl]
     command += ["--microbatches", str(table), "-o", str(plan), "--force"]
-    if layers_per_graph is not None:
+    chosen = {} if layers_per_graph is None else {"layers_per_graph": layers_per_graph}
+    if "moe_preprocess" in modules and "--expert-model-parallel-size" in flags:  # whose ranks decide together
+        chosen["shared_capture_ranks"] = flags[[*flags].index("--expert-model-parallel-size") + 1]
+    if chosen:
         settings = directory / f"{name}-settings.yaml"
-        settings.write_text(f"layers_per_graph: {layers_per_graph}\n")
+        settings.write_text("".join(f"{key}: {value}\n" for key, value in chosen.items()))
         command += ["--settings", str(settings)]
     printed, code = run(command, environment_here(), limit=200)
     if code:
         raise RuntimeError(f"{shlex.join(command)}: exit code {code}\n{printed}")
     if caps:
         with_caps(plan, table, caps)
+    if modules:
+        with_modules(plan, modules)
     return plan
+
+
+def with_modules(plan: Path, modules: Sequence[str]) -> None:
+    """Let a plan capture these parts of layers with experts."""
+    from thdprof.plan import Plan, load_plan
+
+    values = load_plan(plan).model_dump(mode="json", by_alias=True)
+    values["graphs"]["modules"] = list(modules)
+    Plan.model_validate(values).save(plan, force=True)
 
 
 def with_caps(plan: Path, table: Path, shares: Sequence[float]) -> None:

@@ -6,7 +6,7 @@
     python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
     python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
-speed   the shape of Qwen3-0.6B on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
+speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
         the plan with --replay off, the plan without verified micro-batches and with one in 16; then where the time of a
         step by the plan goes
 exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
@@ -16,6 +16,8 @@ soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts 
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
         and graphs of 4, 2 and 1 layers; their losses must be equal
+experts the shape of Qwen3-30B-A3B in 8 layers, dropless, on one GPU and by --gpus 2 with EP 2: eager, layers captured
+        up to the router, and up to the exchange of tokens; what of a step graphs hold
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import megatron_lm
-from megatron_lm import COMMON, NO_DROPOUT, QWEN3_06B, ROOT, Ran, plan_of, script_run, without
+from megatron_lm import COMMON, NO_DROPOUT, ROOT, SHAPES, Ran, plan_of, script_run, without
 from trainer_exact import APEX_STAND_IN, ROWS, exact_data, exact_row
+from trainer_experts import RUNS as OF_EXPERTS
+from trainer_experts import experts_lines
 from trainer_lives import LIVES, Life
+from trainer_overlap import RUNS as OVERLAPS
 from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
 from trainer_soak import soak
@@ -87,7 +92,9 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `speed`."""
     script = args.megatron_lm / "pretrain_gpt.py"
     run_thdprof(["demo", str(directory / "demo")])
-    flags = shlex.split(f"{QWEN3_06B} {COMMON} {NO_DROPOUT} --eval-interval 20 --eval-iters 2 --log-interval 5")
+    flags = shlex.split(
+        f"{SHAPES[args.shape]} {COMMON} {NO_DROPOUT} {args.more} --eval-interval 20 --eval-iters 2 --log-interval 5"
+    )
     flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
     flags = [*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)]
     flags = without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
@@ -196,8 +203,19 @@ def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
 
 def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `overlap`."""
-    lines, chosen = overlap_lines(args.megatron_lm / "pretrain_gpt.py", directory, steps=args.steps)
+    names = [name for name in OVERLAPS if named(name, args.rows)]
+    lines, chosen = overlap_lines(args.megatron_lm / "pretrain_gpt.py", directory, steps=args.steps, names=names)
     return [chosen, "", *table(lines)]
+
+
+def experts(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The tables of `experts`."""
+    script, told = args.megatron_lm / "pretrain_gpt.py", []
+    runs = [name for name in OF_EXPERTS if named(name, args.rows)]
+    for gpus in args.gpus:
+        lines = experts_lines(script, directory, gpus=gpus, runs=runs, steps=args.steps, parts=args.parts)
+        told += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *table(lines), ""]
+    return told
 
 
 def named(name: str, texts: str) -> bool:
@@ -244,22 +262,26 @@ def heading(mode: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "soak"])
+    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "experts", "soak"])
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
-    parser.add_argument("--gpus", default="1", help="exact, lives: rows of so many GPUs: 1,2 [1]")
+    parser.add_argument("--gpus", default="1", help="exact, lives, experts: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
-        "--rows", default="", help="exact, lives: only rows with one of these texts in their name: CP;EP"
+        "--rows", default="", help="exact, lives, overlap, experts: only rows with one of these texts: CP;EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
-    parser.add_argument("--steps", type=int, help=f"speed, overlap, soak: steps of each run [{STEPS}; soak {SOAKED}]")
+    parser.add_argument(
+        "--steps", type=int, help=f"speed, overlap, experts, soak: steps of each run [{STEPS}; soak {SOAKED}]"
+    )
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
     parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed: the model's shape [qwen3-0.6b]")
+    parser.add_argument("--more", default="", help="speed: more arguments of Megatron, such as FP8's")
     parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
     parser.add_argument(
         "--variants", default="eager,local,transformer_engine,full_iteration,padded,install,unverified,verified,plan"
     )
-    parser.add_argument("--parts", action="store_true", help="speed: also profile where a step goes")
+    parser.add_argument("--parts", action="store_true", help="speed, experts: also profile where a step goes")
     parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
     args = parser.parse_args()
     args.megatron_lm = args.megatron_lm.resolve()
@@ -277,7 +299,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "soak": soaked}
+        modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "experts": experts, "soak": soaked}
         told = modes[args.mode](args, directory)
         text = "\n".join([*heading(args.mode), *told]) + "\n"
         args.out.write_text(text)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from megatron_lm import (
@@ -50,6 +51,10 @@ class Row:
     Megatron's output layer by a module of Apex, for which a stand-in is found."""
     layers_per_graph: int | None = None
     """The plan's graphs.layers_per_graph; None: whole chunks."""
+    impl: str = "chunk"
+    """The plan's graphs.impl."""
+    modules: tuple[str, ...] = ()
+    """The plan's graphs.modules; empty: as `analyze` writes them."""
 
 
 APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
@@ -59,7 +64,89 @@ _EXPERTS = (
     "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2"
 )
+_FP8 = "--fp8-format hybrid --fp8-recipe {}"
+_DROPLESS = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm --moe-token-dispatcher-type "
+    "alltoall"
+)
+_BALANCED = f"{_DROPLESS} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+_PREPROCESSED = ("attn", "moe_router", "moe_preprocess")
+_EP_2 = "--expert-model-parallel-size 2"
+_LATENT = (
+    "--multi-latent-attention --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64 "
+    "--q-lora-rank 96 --rotary-scaling-factor 40 --mscale 1.0"
+)
+_GROUPS = (
+    f"{_DROPLESS} --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4"
+)
+
+
+def _dropless(name: str, flags: str, **more: Any) -> Row:
+    """A row of dropless experts, whose layers are graphs up to their routers."""
+    return Row(name=f"dropless, {name}", flags=flags, impl="transformer_engine", **more)
+
+
+DROPLESS = (
+    _dropless("one GPU", _BALANCED),
+    _dropless("EP 2", f"{_BALANCED} {_EP_2}", gpus=2),
+    _dropless(
+        "EP 2, dropout, shared experts overlapped",
+        f"{_BALANCED} {_EP_2} --moe-shared-expert-intermediate-size 256 --moe-shared-expert-overlap",
+        gpus=2,
+        dropout=True,
+    ),
+    _dropless("group-limited routing, expert bias, seq_aux_loss", _GROUPS),
+    _dropless(
+        "EP 2, group-limited routing, expert bias, seq_aux_loss, z-loss, dropout, shared experts overlapped",
+        f"{_GROUPS} {_EP_2} --moe-z-loss-coeff 1e-3 --moe-shared-expert-intermediate-size 256 "
+        "--moe-shared-expert-overlap",
+        gpus=2,
+        dropout=True,
+    ),
+    _dropless(
+        "two samples a micro-batch, seq_aux_loss",
+        f"{_DROPLESS} --micro-batch-size 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2",
+    ),
+    _dropless(
+        "EP 2, global_aux_loss, z-loss",
+        f"{_DROPLESS} {_EP_2} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-2 "
+        "--moe-z-loss-coeff 1e-3",
+        gpus=2,
+    ),
+    _dropless("one GPU, permute and router fusion", f"{_BALANCED} --moe-permute-fusion --moe-router-fusion"),
+    _dropless(
+        "one GPU, permute fusion, preprocessing captured", f"{_BALANCED} --moe-permute-fusion", modules=_PREPROCESSED
+    ),
+    _dropless(
+        "EP 2, permute fusion, preprocessing captured",
+        f"{_BALANCED} {_EP_2} --moe-permute-fusion",
+        gpus=2,
+        modules=_PREPROCESSED,
+    ),
+    _dropless("forced load balancing", f"{_BALANCED} --moe-router-force-load-balancing"),
+    _dropless(
+        "EP 2, latent attention, group-limited routing, shared experts",
+        f"{_GROUPS} {_EP_2} {_LATENT} --moe-shared-expert-intermediate-size 256",
+        gpus=2,
+    ),
+    _dropless("EP 2, multi-token prediction", f"{_BALANCED} {_EP_2} --mtp-num-layers 1", gpus=2),
+    _dropless(
+        "TP 2, EP 2, sequence parallel",
+        f"{_BALANCED} {_EP_2} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+        gpus=2,
+    ),
+    _dropless(
+        "pretrain_hybrid.py, attention and experts",
+        f"{_BALANCED} --hybrid-layer-pattern *E*-*E*- --spec megatron.core.models.hybrid.hybrid_layer_specs "
+        "hybrid_stack_spec",
+        script="pretrain_hybrid.py",
+    ),
+)
+"""Rows of dropless experts."""
 ROWS = (
+    *DROPLESS,
+    Row(name="one GPU, latent attention", flags=_LATENT),
     Row(name="one GPU"),
     Row(name="one GPU, dropout", dropout=True),
     Row(name="one GPU, experts padded to capacity", flags=_EXPERTS),
@@ -72,6 +159,45 @@ ROWS = (
     ),
     Row(name="TP 2, dropout", gpus=2, flags="--tensor-model-parallel-size 2", dropout=True),
     Row(name="one GPU, fused gradient accumulation", fused=True),
+    Row(name="one GPU, FP8 current", flags=_FP8.format("tensorwise")),
+    Row(
+        name="one GPU, FP8 current, dropout, fused gradient accumulation",
+        flags=_FP8.format("tensorwise"),
+        dropout=True,
+        fused=True,
+    ),
+    Row(
+        name="one GPU, FP8 delayed, dropout",
+        flags=f"{_FP8.format('delayed')} --fp8-amax-history-len 16 --fp8-amax-compute-algo max",
+        dropout=True,
+    ),
+    Row(name="one GPU, FP8 blockwise", flags=_FP8.format("blockwise")),
+    Row(
+        name="one GPU, FP8 current, --fp8-param-gather",
+        flags=f"{_FP8.format('tensorwise')} --fp8-param-gather --use-distributed-optimizer",
+    ),
+    Row(
+        name="DP 2, FP8 current, --fp8-param-gather, both overlaps",
+        gpus=2,
+        flags=f"{_FP8.format('tensorwise')} --fp8-param-gather --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather",
+    ),
+    Row(name="one GPU, FP8 current, experts padded to capacity", flags=f"{_FP8.format('tensorwise')} {_EXPERTS}"),
+    Row(
+        name="TP 2, sequence parallel, FP8 delayed",
+        gpus=2,
+        flags=f"{_FP8.format('delayed')} --tensor-model-parallel-size 2 --sequence-parallel",
+    ),
+    Row(
+        name="TP 2, sequence parallel, FP8 current, dropout",
+        gpus=2,
+        flags=f"{_FP8.format('tensorwise')} --tensor-model-parallel-size 2 --sequence-parallel",
+        dropout=True,
+    ),
+    Row(name="PP 2, FP8 delayed", gpus=2, flags=f"{_FP8.format('delayed')} --pipeline-model-parallel-size 2"),
+    Row(
+        name="EP 2, FP8 current", gpus=2, flags=f"{_FP8.format('tensorwise')} --expert-model-parallel-size 2 {_EXPERTS}"
+    ),
     Row(name="one GPU, multi-token prediction", flags="--mtp-num-layers 1"),
     Row(name="one GPU, experts, router z-loss", flags=f"{_EXPERTS} --moe-z-loss-coeff 1e-3"),
     Row(
@@ -97,6 +223,16 @@ ROWS = (
         "--overlap-param-gather",
     ),
     Row(name="PP 2", gpus=2, flags="--pipeline-model-parallel-size 2"),
+    Row(
+        name="PP 2, uneven layers",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL",
+    ),
+    Row(
+        name="PP 2, uneven layers, multi-token prediction",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ettt|tmL --mtp-num-layers 1",
+    ),
     Row(name="PP 2, dropout", gpus=2, flags="--pipeline-model-parallel-size 2", dropout=True),
     Row(name="CP 2", gpus=2, flags="--context-parallel-size 2", multiple=4),
     Row(name="CP 2, dropout", gpus=2, flags="--context-parallel-size 2", multiple=4, dropout=True),
@@ -149,6 +285,8 @@ def exact_flags(row: Row, data: Path) -> list[str]:
     flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-interval", "25", "--eval-iters", "2"]
     if row.fused:
         flags = without(flags, "--no-gradient-accumulation-fusion")
+    if "--micro-batch-size" in row.flags:
+        flags = [*without(flags, "--micro-batch-size"), *shlex.split("--micro-batch-size 2")]
     if row.script == "pretrain_hybrid.py":
         flags = without(flags, "--num-layers")  # the pattern says how many there are
     if not row.sft:
@@ -176,7 +314,16 @@ def exact_row(row: Row, scripts: Path, directory: Path) -> list[str]:
     folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
     folder.mkdir()
     flags = exact_flags(row, directory / "data")
-    plan = plan_of(flags, folder, "plan", gpus=row.gpus, caps=CAPS, layers_per_graph=row.layers_per_graph or "all")
+    plan = plan_of(
+        flags,
+        folder,
+        "plan",
+        gpus=row.gpus,
+        caps=CAPS,
+        layers_per_graph=row.layers_per_graph or "all",
+        impl=row.impl,
+        modules=row.modules,
+    )
     path = environment_here(*[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
     ran = {}
     for name in ("on", "off", "unchanged"):

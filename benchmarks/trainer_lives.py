@@ -165,6 +165,7 @@ def _ended_by_signal(script: Path, data: Path, folder: Path) -> str:
     )
 
 
+_DELAYED = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
 LIVES = (
     Life(
         name="resumed",
@@ -175,6 +176,18 @@ LIVES = (
         name="resumed, saved asynchronously",
         what="the same with --async-save",
         run=_resumed("--ckpt-format torch_dist --async-save --use-persistent-ckpt-worker --async-strategy mcore"),
+    ),
+    Life(
+        name="resumed, FP8 delayed",
+        what="the same under delayed scaling, whose factors and amax histories are in the checkpoint",
+        run=_resumed(f"--ckpt-format torch_dist {_DELAYED}"),
+    ),
+    Life(
+        name="evaluation, FP8 delayed",
+        what="training and validation losses under delayed scaling with evaluation every 5 steps equal --replay off",
+        run=_replayed_and_off(
+            f"--eval-interval 5 --eval-iters 3 {_DELAYED}", names=("lm loss", "grad-norm", "lm loss validation")
+        ),
     ),
     Life(
         name="evaluation",

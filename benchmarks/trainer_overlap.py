@@ -22,22 +22,23 @@ RUNS: dict[str, int | str | None] = {
     "chunk, 1 layer a graph": 1,
 }
 """Name of each run, and its layers_per_graph; None: no plan."""
-STEPS, WARM = 30, 10
+WARM = 10
 
 
-def overlap_lines(script: Path, directory: Path, *, steps: int = STEPS) -> tuple[list[list[str]], str]:
+def overlap_lines(script: Path, directory: Path, *, steps: int, names: Sequence[str]) -> tuple[list[list[str]], str]:
     """Lines of the table, the first of which is its head, and what `analyze` would choose.
 
     Args:
         script: pretrain_gpt.py.
         directory: folder for data, plans and logs.
         steps: steps of each run.
+        names: runs of RUNS, among them "chunk, whole".
     """
     write_documents(directory / "documents", tokens=400_000, mean=90)
     flags = overlap_flags(directory / "documents", steps)
     chosen = plan_of(flags, directory, "chosen", gpus=GPUS)
     ran: dict[str, Ran] = {}
-    for name, layers in RUNS.items():
+    for name, layers in ((name, RUNS[name]) for name in names):
         plan = (
             None if layers is None else plan_of(flags, directory, f"plan-{layers}", gpus=GPUS, layers_per_graph=layers)
         )

@@ -23,21 +23,37 @@ _BACKWARD = {
 
 def parts_of_a_step(script: Path, flags: Sequence[str], plan: Path, directory: Path) -> list[list[str]]:
     """Rows of a table: GPU milliseconds of each part of a step, in the middle of a run by the plan."""
-    result = directory / "parts.json"
-    launcher = directory / "profiled.py"
-    launcher.write_text(
-        f"import sys\nsys.path[:0] = [{str(Path(__file__).parent)!r}, {str(script.parent)!r}]\n"
-        f"import trainer_parts\ntrainer_parts.profile({str(script)!r}, {str(result)!r})\n"
-    )
-    ran = script_run(launcher, flags, plan=plan, log=directory / "parts.log")
-    if ran.code or not result.exists():
-        return [["part", "ms"], ["failed", ran.error or f"exit code {ran.code}"]]
-    told = json.loads(result.read_text())
+    told = profiled(script, flags, plan, directory, "parts")
+    if "failed" in told:
+        return [["part", "ms"], ["failed", told["failed"]]]
     rows = [["part of a step", "GPU ms", "launches by the host"]]
     rows += [[name, f"{ms:.1f}", str(told["launches"].get(name, ""))] for name, ms in told["parts"]]
     rows.append(["GPU waits for the host", f"{told['step_ms'] - told['busy_ms']:.1f}", ""])
     rows.append(["whole step, profiled", f"{told['step_ms']:.1f}", ""])
     return rows
+
+
+def profiled(script: Path, flags: Sequence[str], plan: Path | None, directory: Path, name: str) -> dict[str, Any]:
+    """What `summary` says of the middle of a run by the plan, or without one; `failed` alone where it ended early.
+
+    Args:
+        script: Megatron-LM's script.
+        flags: its arguments.
+        plan: the plan to follow; None: the script alone.
+        directory: folder for the trace and the log.
+        name: stem of their files.
+    """
+    result = directory / f"{name}.json"
+    launcher = directory / f"{name}.py"
+    launcher.write_text(
+        f"import sys\nsys.path[:0] = [{str(Path(__file__).parent)!r}, {str(script.parent)!r}]\n"
+        f"import trainer_parts\ntrainer_parts.profile({str(script)!r}, {str(result)!r})\n"
+    )
+    ran = script_run(launcher, flags, plan=plan, log=directory / f"{name}.log")
+    if ran.code or not result.exists():
+        return {"failed": ran.error or f"exit code {ran.code}"}
+    told: dict[str, Any] = json.loads(result.read_text())
+    return told
 
 
 def profile(script: str, result: str) -> None:
@@ -107,6 +123,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
         trace: torch's profile as a Chrome trace. Each kernel counts for the part whose host call launched it.
     """
     launched: dict[int, tuple[int, float]] = {}
+    of_graphs: set[int] = set()
     ranges: dict[int, list[tuple[float, float, str]]] = defaultdict(list)
     work = []
     for event in trace["traceEvents"]:
@@ -115,6 +132,8 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
         category, start, name = event.get("cat"), event["ts"], event["name"]
         if category in ("cuda_runtime", "cuda_driver"):
             launched[event["args"]["correlation"]] = (event["tid"], start)
+            if "GraphLaunch" in name:
+                of_graphs.add(event["args"]["correlation"])
         elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
             work.append((start, start + event["dur"], event["args"]["correlation"]))
         elif category == "user_annotation" or name.startswith("autograd::engine::evaluate_function"):
@@ -134,7 +153,10 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
             gaps.append((start - until, until, start, part_at(ranges, *launched.get(correlation, (thread, start)))))
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
+    in_graphs = [end - start for start, end, correlation in work if correlation in of_graphs]
     return {
+        "graphs": {"ms": sum(in_graphs) / 1000 / PROFILED, "kernels": len(in_graphs) // PROFILED},
+        "kernels": len(work) // PROFILED,
         "parts": sorted(spent.items(), key=lambda pair: -pair[1]),
         "launches": {name: len(found) // PROFILED for name, found in launches.items()},
         "step_ms": (until - began) / 1000 / PROFILED,

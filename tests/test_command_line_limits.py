@@ -13,7 +13,7 @@ from thdprof.megatron_limits.middle_stages import FLAGS as MIDDLE_STAGE_FLAGS
 
 PLAN = plan_of_shares((0.9,), count=800, steps=100)
 COMMAND = ["pretrain_gpt.py", "--dataloader-inter-document-masking", "--te-rng-tracker", "--num-layers", "2"]
-NOT_YET_TOLD = {"use_kitchen", "quant_recipe"}
+NOT_YET_TOLD = {"use_kitchen", "quant_recipe", "fp8_dot_product_attention", "fp8_multi_head_attention"}
 """Fields of the table that no argument, or none of an installation without Kitchen, turns on by itself."""
 
 
@@ -67,8 +67,20 @@ def test_a_run_that_graphs_serve_is_not_refused():
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["--fp8-format", "hybrid"], "--fp8-format hybrid: scales are not kept across replays of packed graphs; leave"),
-        (["--fp8-format=e4m3"], "--fp8-format e4m3: scales are not kept"),
+        (
+            ["--fp8-format=e4m3", "--fp8-recipe", "mxfp8"],
+            "--fp8-recipe mxfp8: its graphs are made as those of other recipes, but no GPU that has it was there to "
+            "measure them; with THDPROF_UNMEASURED=allow in the environment it is taken all the same",
+        ),
+        (["--fp4-format", "e2m1"], "--fp4-format e2m1: its graphs are made as those of other recipes"),
+        (
+            ["--fp8-format", "hybrid", "--fp8-recipe", "custom", "--fp8-quantizer-factory", "mine.make"],
+            "--fp8-quantizer-factory mine.make: what its quantizers keep between passes is not known; leave it out",
+        ),
+        (
+            ["--fp8-format", "hybrid", "--use-transformer-engine-op-fuser"],
+            "--use-transformer-engine-op-fuser: its operations keep scales in places of their own; leave it out",
+        ),
         (["--recompute-granularity", "full"], "--recompute-granularity full: graphs keep activations"),
         (["--recompute-activations"], "--recompute-activations: graphs keep activations"),
         (["--cpu-offloading-num-layers", "2"], "--cpu-offloading-num-layers 2: megatron-core refuses it with graphs"),
@@ -171,7 +183,49 @@ def test_a_pipeline_whose_stages_all_have_data_is_not(more):
 
 
 def test_everything_is_told_at_once():
-    assert len(refused("--qk-clip", "--fp8-format", "hybrid", "--use-torch-fsdp2", command=["pretrain_gpt.py"])) == 5
+    assert len(refused("--qk-clip", "--tp-comm-overlap", "--use-torch-fsdp2", command=["pretrain_gpt.py"])) == 5
+
+
+FP8 = "--fp8-format hybrid --fp8-recipe {} --fp8-param-gather --fp8-amax-history-len 16 --fp8-amax-compute-algo max"
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_fp8_as_hopper_has_it_is_served_by_graphs_of_whole_chunks(recipe):
+    flags = FP8.format(recipe).split()
+    assert refused(*flags) == []
+    assert refused("--fp8-format", "hybrid") == []  # Megatron's own recipe is delayed scaling
+    assert refused("--fp8-recipe", recipe) == []
+    assert refused(*flags, "--cuda-graph-impl", "local", plan=of_impl("local")) == [
+        "--fp8-format hybrid: Megatron's own layer graphs were not checked with it; set graphs.impl to chunk"
+    ]
+
+
+def test_graphs_of_single_layers_serve_fp8_without_states_over_parameters_in_bf16():
+    def lines(*more):
+        own = ("--cuda-graph-impl", "transformer_engine", "--fp8-format", "hybrid", *more)
+        return refused(*own, plan=of_impl("transformer_engine"))
+
+    delayed = "graphs of single layers do not keep the states of delayed scaling"
+    for recipe in ("tensorwise", "blockwise"):
+        assert lines("--fp8-recipe", recipe) == []
+        assert lines("--fp8-recipe", recipe, "--fp8-param-gather") == [
+            "--fp8-param-gather: parameters that are quantized themselves were not checked as arguments of graphs of "
+            "single layers; set graphs.impl to chunk"
+        ]
+    assert lines("--fp8-recipe", "delayed") == [
+        f"--fp8-recipe delayed: {delayed}; set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
+    ]
+    assert lines() == [
+        f"--fp8-format hybrid: {delayed}; set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
+    ]
+
+
+def test_what_was_not_measured_is_taken_where_the_user_says_so():
+    allowed = {"THDPROF_UNMEASURED": "allow"}
+    assert refused("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", environment=allowed) == []
+    assert refused("--fp4-format", "e2m1", environment=allowed) == []
+    assert len(refused("--fp4-format", "e2m1", environment={"THDPROF_UNMEASURED": "1"})) == 1
+    assert len(refused("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8")) == 1
 
 
 @pytest.mark.parametrize(
@@ -198,13 +252,32 @@ def test_the_tracker_that_graphs_can_register():
     ]
     layers = of_impl("transformer_engine")
     assert refused("--cuda-graph-impl", "transformer_engine", plan=layers, command=bare) == []
-    (line,) = refused(plan=layers, command=bare)
-    assert line.startswith("--cuda-graph-impl is missing: the plan's graphs.impl transformer_engine needs")
+    (line,) = refused(plan=layers, command=bare)  # a model that is built for no graphs of Megatron's
+    assert line.startswith("--te-rng-tracker is missing")
+    assert refused(plan=layers) == []
+    (line,) = refused("--cuda-graph-impl", "local", plan=layers)
+    assert line.startswith("Megatron's graphs are local: the plan's graphs.impl transformer_engine needs")
 
 
 def test_dropless_experts_up_to_the_router_are_served():
     plan = of_impl("transformer_engine", ("attn", "moe_router"))
     assert refused("--cuda-graph-impl", "transformer_engine", "--num-experts", "8", plan=plan) == []
+    assert refused("--num-experts", "8", "--moe-token-dispatcher-type", "flex", plan=plan) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (["--moe-router-load-balancing-type", "aux_loss", "sinkhorn"], "--moe-router-load-balancing-type aux_loss sin"),
+        (["--moe-router-force-biased", "-0.5"], "--moe-router-force-biased -0.5: below zero it draws biases in the"),
+    ],
+)
+def test_routers_that_go_by_the_host_are_refused(more, line):
+    plan = of_impl("transformer_engine", ("attn", "moe_router"))
+    (found,) = refused("--num-experts", "8", *more, plan=plan)
+    assert found.startswith(line)
+    assert refused(*more) == []  # without experts they mean nothing
+    assert refused("--num-experts", "8", *more[:-1], "0.5" if "biased" in more[0] else "none", plan=plan) == []
 
 
 def test_a_run_without_replays_is_only_padded():

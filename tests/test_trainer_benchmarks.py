@@ -30,6 +30,53 @@ def test_megatron_knows_every_argument_of_every_row(exact, megatron_parser, tmp_
 
 
 @pytest.fixture(scope="module")
+def experts():
+    """The module of the large experts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield load_script("benchmarks/trainer_experts.py", "tested_trainer_experts")
+
+
+def test_megatron_knows_every_argument_of_the_large_experts(experts, megatron_parser, tmp_path):
+    for gpus in experts.PARALLEL:
+        parsed, unknown = megatron_parser.parse_known_args(experts.experts_flags(tmp_path / "documents", 20, gpus))
+        assert unknown == []
+        assert (parsed.num_experts, parsed.moe_router_topk, parsed.expert_model_parallel_size) == (128, 8, gpus)
+        assert not parsed.moe_pad_expert_input_to_capacity
+
+
+def test_the_table_of_the_large_experts_says_what_graphs_hold(experts):
+    loss = {"lm loss": {1: 4.0, 2: 2.0}}
+    log = "".join(f"iteration {n}/ 8 | elapsed time per iteration (ms): {{ms}} |\n" for n in range(1, 9))
+    replays = {"thdprof/replayed": {2: 15.0}, "thdprof/eager/too_many_seqs": {2: 1.0}}
+    ran = {
+        "eager (unchanged)": experts.Ran(code=0, log=log.format(ms=400.0), seconds=9.0, scalars=loss),
+        "up to the router": experts.Ran(
+            code=0, log=log.format(ms=300.0), seconds=9.0, scalars={"lm loss": {1: 4.0, 2: 2.5}, **replays}
+        ),
+    }
+    seen = {
+        "eager (unchanged)": {"failed": "exit code 1"},
+        "up to the router": {"graphs": {"ms": 3.0, "kernels": 30}, "kernels": 40, "busy_ms": 5.0, "step_ms": 6.5},
+    }
+    _, eager, ours = experts.lines_of(ran, seen, 8)
+    assert eager == ["eager (unchanged)", "0", "400.0", "1.000", "-", "-", "exit code 1", "-", "-", ""]
+    cells = [
+        "up to the router",
+        "0",
+        "300.0",
+        "0.750",
+        "2.5e-01 (1 of 2)",
+        "15, 1",
+        "30 of 40",
+        "3.0 of 5.0",
+        "1.5",
+        "",
+    ]
+    assert ours == cells
+
+
+@pytest.fixture(scope="module")
 def soak():
     """The module of the long run."""
     with pytest.MonkeyPatch.context() as patch:

@@ -35,7 +35,7 @@ _SHOWN = 200
 """Most characters of a wrong value that an error message shows."""
 
 Impl = Literal["none", GraphKind]
-Module = Literal["attn", "moe_router"]
+Module = Literal["attn", "moe_router", "moe_preprocess"]
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -200,7 +200,7 @@ class GraphsPart(_Part):
     modules: list[Module] = []
     """Captured parts of a Megatron layer with experts, named as in megatron-core's cuda_graph_modules. The other parts
     run eagerly; layers without experts are captured whole. Empty: layers with experts are captured whole too. Dropless
-    experts need attn and moe_router."""
+    experts need attn and moe_router; moe_preprocess adds what the token dispatcher does before it communicates."""
     buckets: list[BucketPart]
     """Shapes to capture, ascending; a micro-batch takes the first that fits. Empty: run eagerly."""
     one_cap: OneCapPart | None

@@ -212,6 +212,8 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
         settings.pop(name, None)
     if said.weights is not None:
         settings["weights"] = said.weights
+    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
+        settings.pop("shared_capture_ranks")
     found = misfits(plan, settings, data_paths=said.data_paths or None)
     told = {
         changes: [misfit.told(MEGATRON_ARGUMENTS) for misfit in found if misfit.changes == changes]

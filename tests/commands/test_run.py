@@ -8,13 +8,14 @@ import shlex
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from support.paths import ROOT
 from support.plans import plan_of_shares
 
 from thdprof.plan import load_plan
-from thdprof.run import MEGATRON_DEFAULTS, SILENT_RANKS_WAIT_S, main
+from thdprof.run import MEGATRON_DEFAULTS, SILENT_RANKS_WAIT_S, compared, main
 
 SCRIPT = """
 import json, sys
@@ -113,7 +114,7 @@ def test_options_behind_the_script_are_its_own(plan, script, followed):
 
 def test_a_plan_that_does_not_fit_is_refused_with_all_reasons_at_once(plan, script, capsys):
     wrong = [*FITTING, "--seq-length=128", "--micro-batch-size", "2", "--seed", "7"]
-    wrong += ["--fp8-format", "hybrid", "--recompute-activations"]
+    wrong += ["--qk-clip", "--recompute-activations"]
     wrong.remove("--te-rng-tracker")
     assert main(["--plan", str(plan), str(script), *wrong]) == 2
     assert ran(script) is None
@@ -123,8 +124,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_all_reasons_at_once(plan, scri
         "shape, so that none would replay\n"
         "- --micro-batch-size: the plan was made for 1, the run has 2: graphs were chosen for micro-batches of another "
         "shape, so that none would replay\n"
-        "- --fp8-format hybrid: scales are not kept across replays of packed graphs; leave it out\n"
         "- --recompute-activations: graphs keep activations, and recomputing in them was not checked; leave it out\n"
+        "- --qk-clip: it keeps a maximum in Python; leave it out\n"
         "- --te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it\n"
         "for a plan that fits, write this command line into a file and analyse it: "
         "thdprof analyze --megatron-args FILE -o PLAN\n"
@@ -194,7 +195,7 @@ def test_a_plan_that_only_counts_refuses_no_graph(script, tmp_path, capsys):
     path = tmp_path / "none.yaml"
     plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})}).save(path)
     own = [word for word in FITTING if word != "--te-rng-tracker"]
-    assert main(["--plan", str(path), str(script), *own, "--fp8-format", "hybrid"]) == 0
+    assert main(["--plan", str(path), str(script), *own, "--qk-clip"]) == 0
     assert capsys.readouterr().err == ""
 
 
@@ -356,3 +357,18 @@ def test_help_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "--stats" in done.stdout
+
+
+def test_which_ranks_decide_together_about_captured_preprocessing_is_the_plans_to_say(plan):
+    loaded = load_plan(plan)
+    experts = "--num-experts 8 --moe-permute-fusion --cuda-graph-impl none"
+    for modules, told in ((["attn", "moe_router"], 1), (["attn", "moe_router", "moe_preprocess"], 0)):
+        changed = loaded.model_copy(
+            update={
+                "graphs": loaded.graphs.model_copy(update={"impl": "transformer_engine", "modules": modules}),
+                "training": replace(loaded.training, shared_capture_ranks=2, experts="dropless"),
+            }
+        )
+        refused, lines = compared(changed, ["pretrain_gpt.py", *FITTING, *experts.split()])
+        assert refused == []
+        assert sum("share experts" in line for line in lines) == told, lines

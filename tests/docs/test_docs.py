@@ -471,7 +471,14 @@ def test_refused_settings_are_those_of_install():
     fields, cases = settings_reference.reference().split("| case | because | instead |")
     rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", fields, re.M)
     assert rows == [(limit.name, limit.off.graphs) for limit in LIMITS if limit.off is not None]
-    assert {graphs for _, graphs in rows} == {"all", "`local`", "dynamic context parallelism"}
+    kinds = {
+        "all",
+        "all, with FP8 or FP4",
+        "`local`",
+        "`chunk`, `transformer_engine`",
+        "`transformer_engine`, with FP8 or FP4",
+    }
+    assert {graphs for _, graphs in rows} == {*kinds, "dynamic context parallelism"}
     names = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]+ \|$", cases, re.M)
     assert names == [limit.name for limit in LIMITS if limit.off is None]
 

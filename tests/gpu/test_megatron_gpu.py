@@ -26,7 +26,7 @@ CASES = [
     ("hybrid", 1, ("chunk",)),
     ("moe", 1, ("chunk", "transformer_engine")),
     ("dropless", 1, ("transformer_engine",)),
-    ("mla", 2, ("chunk", "transformer_engine")),
+    ("mla", 2, ("chunk", "transformer_engine", "local")),
 ]
 """Model, number of buckets, and kinds of graphs."""
 

@@ -14,7 +14,7 @@ TOKENS, STEPS = 512, 12
 CAPS = {1: [3], 2: [1, 3]}
 """Most documents of each bucket, by number of buckets."""
 
-EXPERTS = {"moe": "padded", "dropless": "dropless"}
+EXPERTS = {"moe": "padded", "dropless": "dropless", "mamba with experts": "dropless"}
 """The setting of a plan, by model."""
 
 
@@ -36,6 +36,8 @@ class Plans:
         offload: dict[str, Any] | None = None,
         layers_per_graph: int | None = None,
         stages: int = 1,
+        verify: str | None = None,
+        preprocess: bool = False,
     ) -> Path:
         """The file of a plan with this many buckets.
 
@@ -46,16 +48,20 @@ class Plans:
             offload: fields of the plan's graphs.offload.
             layers_per_graph: the plan's graphs.layers_per_graph.
             stages: the size of the pipeline.
+            verify: the plan's graphs.verify.
+            preprocess: whether layers of dropless experts are captured up to the exchange of tokens.
         """
         analysis = self.analysis if stages == 1 else self._analysed(pipeline_parallel_size=stages)
         n_seqs, caps = analysis.microbatches.n_seqs, CAPS[buckets]
         shares = [float(((n_seqs > low) & (n_seqs <= cap)).mean()) for low, cap in zip([0, *caps], caps, strict=False)]
+        modules = ["attn", "moe_router", *(["moe_preprocess"] if preprocess else [])]
         values = make_plan(analysis, impl="chunk").model_dump(mode="json", by_alias=True)
         values["graphs"] |= {
             "impl": impl,
-            "modules": ["attn", "moe_router"] if (model, impl) == ("dropless", "transformer_engine") else [],
+            "modules": modules if EXPERTS.get(model) == "dropless" and impl == "transformer_engine" else [],
             "offload": offload,
             "layers_per_graph": layers_per_graph,
+            "verify": verify,
             "buckets": [
                 {"max_seqs": cap, "max_seqlen": TOKENS, "share": share} for cap, share in zip(caps, shares, strict=True)
             ],

@@ -31,6 +31,8 @@ MODELS = {
     "mla": """--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32
         --v-head-dim 32""",
     "hybrid": "--hybrid-layer-pattern *-*-",
+    "mamba with experts": f"""--hybrid-layer-pattern ME*E --mamba-num-groups 8 --mamba-head-dim 64 --mamba-state-dim 128
+        {EXPERTS}""",
     "mamba": "--hybrid-layer-pattern M-*- --mamba-num-groups 8 --mamba-head-dim 64 --mamba-state-dim 128",
 }
 """Megatron's arguments by model. Without dropout where no other is given."""
@@ -58,6 +60,12 @@ class Run:
     """By how much graphs are smaller, by the tensors that passes saved."""
     peak_bytes: int
     """Memory that the allocator reserved at most."""
+    states: list[dict[str, str]]
+    """After every step a digest of each kind of state: gradients, weights, and those of FP8."""
+    verified: int
+    """Micro-batches that were also run eagerly, and compared."""
+    mismatches: int
+    """Those of them that differed."""
 
 
 def arguments_of(plan: Plan, model: str, *, impl: str, cache: Path, shape: str = SHAPE) -> list[str]:
@@ -90,7 +98,14 @@ def arguments_of(plan: Plan, model: str, *, impl: str, cache: Path, shape: str =
 
 
 def train(
-    plan: Path, record: Path, model: str, *options: str, replay: bool = True, shape: str = SHAPE, **variables: str
+    plan: Path,
+    record: Path,
+    model: str,
+    *options: str,
+    replay: bool = True,
+    shape: str = SHAPE,
+    ranks: int = 1,
+    **variables: str,
 ) -> Run:
     """What a run of `model` by the plan in this file recorded; without `replay` it is the eager run to compare with.
 
@@ -101,22 +116,25 @@ def train(
         options: more arguments of Megatron.
         replay: whether graphs are replayed.
         shape: Megatron's arguments of the model's size.
+        ranks: processes of the run, one a GPU; the last one records.
         variables: more environment variables.
     """
     loaded = load_plan(plan)
     stats = record.with_suffix(".stats.jsonl")
     impl = loaded.graphs.impl if replay else "none"
     given = arguments_of(loaded, model, impl=impl, cache=record.with_suffix(".cache"), shape=shape)
-    command = [sys.executable, "-W", "ignore", "-m", "thdprof.run", "--plan", str(plan), "--stats", str(stats)]
+    command, variables = [sys.executable, "-W", "ignore"], environment(**variables)
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--master-port", variables["MASTER_PORT"]]
+    command += ["-m", "thdprof.run", "--plan", str(plan), "--stats", str(stats)]
     command += ["--replay", "on" if replay else "off", str(ROOT / "tests" / "support" / "pretrain.py")]
     command += ["--record", str(record), *given, *options]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment(**variables), timeout=LIMIT_S, cwd=ROOT
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=LIMIT_S, cwd=ROOT)
     assert done.returncode == 0, f"{shlex.join(command)}\n{(done.stdout + done.stderr)[-6000:]}"
     *steps, memory = [json.loads(line) for line in record.read_text().splitlines()]
     (counted,) = [json.loads(line) for line in stats.read_text().splitlines()]
-    assert counted["captures"] == memory["captures"]
+    assert ranks > 1 or counted["captures"] == memory["captures"]
     return Run(
         losses=[step["loss"] for step in steps],
         grad_norms=[step["grad_norm"] for step in steps],
@@ -127,6 +145,9 @@ def train(
         host_bytes=memory["host_bytes"],
         freed_bytes=memory["offload_freed_bytes"],
         peak_bytes=memory["peak_bytes"],
+        states=[step["states"] for step in steps],
+        verified=sum(one["count"] for one in counted["verified"]),
+        mismatches=sum(one["count"] for one in counted["mismatches"]),
     )
 
 
@@ -171,4 +192,8 @@ def assert_same_training(run: Run, other: Run, *, steps: int = 12) -> None:
     assert len(run.losses) == len(other.losses) == steps
     assert run.losses == other.losses
     assert run.grad_norms == other.grad_norms
+    for number, (ours, theirs) in enumerate(zip(run.states, other.states, strict=True)):
+        assert ours == theirs, (
+            f"after step {number}: {[k for k in ours.keys() | theirs if ours.get(k) != theirs.get(k)]}"
+        )
     assert len(set(run.losses)) > 1, "a loss that stays the same proves nothing"

@@ -260,6 +260,24 @@ def forward(block, x, bounds):
     )
 
 
+def described(block, bounds):
+    """Arguments of a decoder's call, as its dispatch sees them."""
+    seen = []
+    real = LayerGraphs.forward
+
+    def watched(self, *args, **kwargs):
+        seen.append((args, kwargs))
+        return real(self, *args, **kwargs)
+
+    LayerGraphs.forward = watched
+    try:
+        with torch.no_grad():
+            forward(block, inputs(1)[0].requires_grad_(), bounds)
+    finally:
+        LayerGraphs.forward = real
+    return seen[0]
+
+
 def inputs(count, seed=1):
     """`count` random hidden states, each of shape (tokens, 1, hidden)."""
     generator = torch.Generator().manual_seed(seed)

@@ -3,13 +3,14 @@
     python -m thdprof.run --plan plan.yaml tests/support/pretrain.py --record run.jsonl MEGATRON'S ARGUMENTS
 
 It calls what pretrain_gpt.py and pretrain_hybrid.py of Megatron-LM call, in their order, and imports the functions that
-form a micro-batch by name as they do. The last rank records every step's loss and gradient norm, exactly, and at the
-end what the run's graphs hold.
+form a micro-batch by name as they do. The last rank records every step's loss and gradient norm, exactly, with digests
+of what the step left behind, and at the end what the run's graphs hold.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from functools import partial
@@ -147,6 +148,9 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 
 def record(path: Path) -> None:
     """Write a line for every step of this process's training, and one for its graphs before they are closed."""
+    sys.path.append(str(Path(__file__).parent))
+    from training_states import digests
+
     step_of, close = training.train_step, Installation.close
 
     def write(**told: Any) -> None:
@@ -156,7 +160,8 @@ def record(path: Path) -> None:
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         told = step_of(*args, **kwargs)
-        write(loss=float(told[0]["lm loss"]).hex() if told[0] else None, grad_norm=float(told[5]).hex())
+        loss = float(told[0]["lm loss"]).hex() if told[0] else None
+        write(loss=loss, grad_norm=float(told[5]).hex(), states=digests(args[2]))
         return told
 
     def close_installation(self: Installation) -> None:

@@ -8,6 +8,7 @@ from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.times.gpus import Gpu, find_gpu
 from thdprof.analyze.times.results import Times
+from thdprof.megatron_limits.quantization import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent
 
@@ -135,14 +136,14 @@ def on_the_model(
         return sentences
     if times.origin == "modelled" and gpu is not None:
         sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
-    refused = [
-        words
-        for words, on in (("FP8", model.fp8_recipe), ("recomputed activations", model.recompute_granularity))
-        if on is not None
-    ]
-    if graphs and refused:
+    if graphs and model.fp8_recipe == "mxfp8":
         sentences.append(
-            f"{' and '.join(refused)} cannot be captured yet: thdprof.runtime.megatron's install refuses this model "
+            "graphs of MXFP8 were never measured: thdprof.runtime.megatron's install refuses this model before the "
+            f"first step, unless {UNMEASURED}=allow is in the environment"
+        )
+    if graphs and model.recompute_granularity is not None:
+        sentences.append(
+            "recomputed activations cannot be captured yet: thdprof.runtime.megatron's install refuses this model "
             "before the first step"
         )
     return sentences

@@ -1,7 +1,8 @@
 """What Megatron's graphs cannot serve: one table, read by `thdprof analyze` and by `install`. No torch in here.
 
-`limit` has the types; `fields`, `parallelism`, `dynamic_cp`, `experts` and `offloading` have the rows; `table` joins
-them; and `check` is for analysis. `thdprof.runtime.megatron.refusals` reads the same table when training starts.
+`limit` has the types; `fields`, `quantization`, `parallelism`, `dynamic_cp`, `experts` and `offloading` have the rows;
+`table` joins them; and `check` is for analysis. `thdprof.runtime.megatron.refusals` reads the same table when training
+starts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from thdprof.megatron_limits.check import (
 from thdprof.megatron_limits.experts import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.megatron_limits.limit import Limit, MustBeOff, Run, Words
 from thdprof.megatron_limits.offloading import moved_by_core
+from thdprof.megatron_limits.quantization import takes_unmeasured
 from thdprof.megatron_limits.table import LIMITS, limits_of
 
 __all__ = [
@@ -35,4 +37,5 @@ __all__ = [
     "check_settings",
     "limits_of",
     "moved_by_core",
+    "takes_unmeasured",
 ]

@@ -11,6 +11,7 @@ from pathlib import PurePath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.middle_stages import (
     COUNTED_AS_LAYERS,
@@ -19,6 +20,7 @@ from thdprof.megatron_limits.middle_stages import (
     virtual_stages,
 )
 from thdprof.megatron_limits.parallelism import WITHOUT_LAYERS
+from thdprof.megatron_limits.quantization import takes_unmeasured
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -27,8 +29,12 @@ if TYPE_CHECKING:
 
 TEXTS: Mapping[str, str] = {
     "fp8": "--fp8-format",
+    "fp8_recipe": "--fp8-recipe",
+    "fp8_quantizer_factory": "--fp8-quantizer-factory",
     "fp4": "--fp4-format",
+    "fp4_quantizer_factory": "--fp4-quantizer-factory",
     "recompute_granularity": "--recompute-granularity",
+    "moe_router_force_biased": "--moe-router-force-biased",
 }
 COUNTS: Mapping[str, str] = {
     "cpu_offloading": "--cpu-offloading-num-layers",
@@ -47,11 +53,15 @@ SWITCHES: Mapping[str, str] = {
     "log_max_attention_logit": "--log-max-attention-logit",
     "tp_comm_overlap": "--tp-comm-overlap",
     "multi_latent_attention": "--multi-latent-attention",
+    "fp8_param": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
+    "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
 LISTS: Mapping[str, str] = {
     "cp_comm_type": "--cp-comm-type",
     "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
+    "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
 }
 """Arguments with several values by the field that they set."""
 SHARDS: Mapping[str, tuple[str, str]] = {
@@ -124,12 +134,18 @@ def refused_arguments(
     if plan.graphs.impl == "none":
         return list(_of_packing(given, script))
     impl: Impl = plan.graphs.impl if replay and plan.graphs.impl != "module" else "chunk"  # as trainers take modules
-    lines = [*_of_table(plan, given, impl, replay=replay), *_of_packing(given, script), *_of_attention(given)]
+    lines = [
+        *_of_table(plan, given, impl, environment, replay=replay),
+        *_of_packing(given, script),
+        *_of_attention(given),
+    ]
     lines += _of_shared_captures(plan, given)
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 
 
-def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iterator[str]:
+def _of_table(
+    plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
+) -> Iterator[str]:
     """The rows of the table of limits that the arguments meet."""
     flags: dict[str, str] = {}
     config = SimpleNamespace()
@@ -141,6 +157,7 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         if given.value(flag) is not None:
             flags[field] = flag
             setattr(config, field, given.value(flag))
+    flags.setdefault("fp8_recipe", TEXTS["fp8"])  # which then means Megatron's own recipe
     for field, flag in COUNTS.items():
         if (count := given.count(flag)) is not None:
             flags[field] = flag
@@ -163,6 +180,7 @@ def _of_table(plan: Plan, given: Arguments, impl: Impl, *, replay: bool) -> Iter
         dynamic_cp=plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None,
         packer=plan.training.packer,
         experts=_experts(given),
+        unmeasured=takes_unmeasured(environment),
         config=config,
     )
     for limit in limits_of(run):
@@ -217,7 +235,7 @@ def _of_attention(given: Arguments) -> Iterator[str]:
     if rotates and "--no-rope-fusion" in given:
         yield "--no-rope-fusion: without fusion RoPE reads the boundaries on the host; leave it out"
     if positions == "mrope":
-        yield "--position-embedding-type mrope: its table differs between micro-batches; use rope"
+        yield f"--position-embedding-type mrope: {WHY_NO_MROPE}; use rope"
     variant = given.value("--experimental-attention-variant")
     if latent and variant is not None:
         yield f"--experimental-attention-variant {variant}: it was not checked in a graph; leave it out"
@@ -227,7 +245,7 @@ def _of_graphs(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
     """Megatron's own switches for graphs, where they are for others than the plan's."""
     chosen = next((kind for flag, kind in _GRAPH_IMPL.items() if flag in given), given.value("--cuda-graph-impl"))
     wanted = "none" if impl == "chunk" else impl
-    if (chosen or "none") != wanted:
+    if (chosen or "none") not in (wanted, "none" if impl == "transformer_engine" else wanted):
         shown = "--cuda-graph-impl is missing" if chosen is None else f"Megatron's graphs are {chosen}"
         remedy = "leave --cuda-graph-impl out" if wanted == "none" else f"give --cuda-graph-impl {wanted}"
         yield f"{shown}: the plan's graphs.impl {plan.graphs.impl} needs {wanted!r}; {remedy}"
@@ -244,7 +262,8 @@ def _of_shared_captures(plan: Plan, given: Arguments) -> Iterator[str]:
 
 def _around(given: Arguments, impl: Impl, environment: Mapping[str, str]) -> Iterator[str]:
     """The RNG tracker, the wrapper and the allocator."""
-    graphs = impl in ("local", "transformer_engine")  # with these Megatron turns the tracker on itself
+    built = given.value("--cuda-graph-impl") not in (None, "none") or any(flag in given for flag in _GRAPH_IMPL)
+    graphs = impl in ("local", "transformer_engine") and built  # Megatron turns the tracker on itself for these
     if not graphs and "--te-rng-tracker" not in given:
         yield "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
     for flag in _FSDP:

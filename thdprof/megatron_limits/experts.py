@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from thdprof.megatron_limits.limit import Limit, Run, Words
+from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
 
 if TYPE_CHECKING:
     from thdprof.plan import Module
 
 UP_TO_ROUTER: tuple[Module, ...] = ("attn", "moe_router")
-"""Parts of a layer with dropless experts that a graph can hold, by megatron-core's names."""
+"""Parts of a layer with dropless experts that a graph always holds, by megatron-core's names."""
+PREPROCESS: Module = "moe_preprocess"
+"""What the token dispatcher does before it communicates; a graph of the former parts can hold it, too."""
 NO_PAGED_STASH = (
     "it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the flex dispatcher's hybridep "
     "(DeepEP's package) and ncclep (NCCL 2.30.4; torch 2.11 has 2.28.9) alone, neither of which was run"
@@ -26,7 +28,37 @@ DROPLESS_EXPERTS_RUN_EAGERLY = (
 
 
 def _captured_whole(run: Run) -> bool:
-    return run.modules is not None and tuple(sorted(run.modules)) != UP_TO_ROUTER
+    return run.modules is not None and tuple(sorted({*run.modules} - {PREPROCESS})) != UP_TO_ROUTER
+
+
+def _with_experts(run: Run) -> bool:
+    return run.impl not in (None, "none") and run.modules is not None and bool(run.field("num_moe_experts"))
+
+
+def _in_part(run: Run) -> bool:
+    return _with_experts(run) and bool(run.modules)
+
+
+def _balanced_by(run: Run) -> tuple[str, ...]:
+    kinds = run.field("moe_router_load_balancing_type") or ()
+    return (kinds,) if isinstance(kinds, str) else tuple(kinds)
+
+
+def _why_no_preprocess(run: Run) -> str:
+    """The settings with which a dispatcher's preprocessing cannot be captured; "" if there are none."""
+    kind = run.field("moe_token_dispatcher_type")
+    if kind == "alltoall":
+        if not run.field("moe_permute_fusion"):
+            return "moe_permute_fusion is False"
+        if run.field("moe_expert_capacity_factor") is not None:
+            return f"moe_expert_capacity_factor is {run.field('moe_expert_capacity_factor')}"
+        if run.field("moe_router_padding_for_quantization"):
+            return "moe_router_padding_for_quantization is True"
+        if run.field("moe_shared_expert_overlap"):
+            return "moe_shared_expert_overlap is True"
+    if kind == "flex" and run.field("moe_hybridep_pad_uneven_dispatch_inputs"):
+        return "moe_hybridep_pad_uneven_dispatch_inputs is True"
+    return ""
 
 
 EXPERT_LIMITS: tuple[Limit, ...] = (
@@ -62,5 +94,54 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
             case=lambda run: f"graphs.modules is {sorted(run.modules or ())}",
             remedy="analyse with --experts none",
         ),
+    ),
+    Limit(
+        name="token dispatchers other than `alltoall` with experts that are captured whole",
+        holds=lambda run: (
+            _with_experts(run) and not run.modules and run.field("moe_token_dispatcher_type") in ("allgather", "flex")
+        ),
+        reason="it was not checked in a graph",
+        fields=Words(
+            case=lambda run: f"moe_token_dispatcher_type is {run.field('moe_token_dispatcher_type')!r}",
+            remedy="set it to 'alltoall'",
+        ),
+    ),
+    Limit(
+        name="`moe_preprocess` where the dispatcher's preprocessing waits for the GPU or leaves its stream",
+        holds=lambda run: _in_part(run) and PREPROCESS in (run.modules or ()) and bool(_why_no_preprocess(run)),
+        reason="a graph cannot hold the dispatcher's preprocessing then",
+        fields=Words(
+            case=lambda run: f"graphs.modules has {PREPROCESS}, and {_why_no_preprocess(run)}",
+            remedy=f"take {PREPROCESS} out of graphs.modules",
+        ),
+    ),
+    Limit(
+        name="recomputing `moe` around a graph that ends inside",
+        holds=lambda run: (
+            _in_part(run)
+            and run.field("recompute_granularity") == "selective"
+            and "moe" in (run.field("recompute_modules") or ())
+        ),
+        reason="a layer's experts would be recomputed together with the router, which is part of the graph",
+        fields=Words(
+            case=lambda run: "recompute_modules has moe",
+            remedy="recompute moe_act and others of the layer's parts in its place",
+        ),
+    ),
+    must_be_off(
+        "moe_router_load_balancing_type",
+        "aux_loss",
+        "its router reads on the host when it has converged",
+        applies=_with_experts,
+        is_on=lambda run: "sinkhorn" in _balanced_by(run),
+        remedy="balance by aux_loss, seq_aux_loss, global_aux_loss, an expert bias, or not at all",
+    ),
+    must_be_off(
+        "moe_router_force_biased",
+        None,
+        "below zero it draws biases in the first pass and keeps them in Python",
+        applies=_with_experts,
+        is_on=lambda run: float(run.field("moe_router_force_biased") or 0) < 0,
+        remedy="use a number above zero, for biases that are drawn in every pass",
     ),
 )

@@ -6,6 +6,7 @@ from functools import partial
 
 from thdprof.megatron_limits.experts import NO_PAGED_STASH
 from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
+from thdprof.megatron_limits.quantization import QUANTIZATION_LIMITS
 
 
 def _captures(run: Run) -> bool:
@@ -19,10 +20,14 @@ def _local(run: Run) -> bool:
 _off = partial(must_be_off, applies=_captures)
 _off_in_local = partial(must_be_off, applies=_local, graphs="`local`")
 _USE_CHUNK = "set graphs.impl to chunk"
+WHY_NO_MROPE = (
+    "its table differs between micro-batches, and models of images, which use it, give their decoder more arguments "
+    "than graphs take"
+)
+"""Why the position embedding mrope is refused."""
 
 ALL_GRAPHS: tuple[Limit, ...] = (
-    _off("fp8", None, "scales are not kept across replays of packed graphs"),
-    _off("fp4", None, "scales are not kept across replays of packed graphs"),
+    *QUANTIZATION_LIMITS,
     _off("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
     _off("cpu_offloading", False, "megatron-core refuses it with graphs"),
     _off("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),

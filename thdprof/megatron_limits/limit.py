@@ -42,6 +42,8 @@ class Run:
     """Whether megatron-core itself moves activations (fine_grained_activation_offloading), and not thdprof."""
     layers_per_graph: int | None = None
     """Layers of one graph: `graphs.layers_per_graph` of the plan; None also where a model chunk is captured whole."""
+    unmeasured: bool = False
+    """Whether the user takes what has graphs but was never measured, for want of a GPU that has it: MXFP8 and FP4."""
     config: Any = None
     """The model's TransformerConfig, or an object with its fields."""
 

@@ -41,3 +41,27 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
     monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
+
+
+@pytest.fixture
+def _engine_can_be_imported(monkeypatch):
+    """megatron-core's own replay imports Transformer Engine, and asks nothing of it."""
+    import sys
+    from types import ModuleType
+
+    import torch
+    from megatron.core import utils
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from packaging.version import Version
+
+    get_moe_metrics_tracker().metrics.clear()  # which have as many layers as the first model had
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    stream = SimpleNamespace(
+        wait_stream=lambda other: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
+    )
+    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)

@@ -138,6 +138,17 @@ def test_what_cannot_be_verified_is_refused(x):
         installation(block).verify_isolation(packed_seq_params(SMALL, device="cpu"), x)
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_documents_that_share_scaling_factors_are_refused(x, recipe):
+    block = make_block()
+    made = installation(block)
+    block.config.fp8, block.config.fp8_recipe = "hybrid", recipe
+    with pytest.raises(ValueError, match=f"fp8_recipe {recipe}: all documents of a micro-batch share the scaling"):
+        made.verify_isolation(packed_seq_params(SMALL, device="cpu"), x)
+    block.config.fp8_recipe = "blockwise"
+    assert made.verify_isolation(packed_seq_params(SMALL, device="cpu"), x)
+
+
 def test_experts_with_a_capacity_are_named_as_mixing_documents(x):
     block = make_block()
     drop_boundaries(block)

@@ -513,11 +513,6 @@ REFUSED = {
         "mtp_num_layers is 1: the layers of multi-token prediction have graphs too, and take boundaries that are not "
         "padded; set graphs.impl to chunk",
     ),
-    "multi_latent_attention": (
-        True,
-        "multi_latent_attention is True: it was not checked in Megatron's own layer graphs; set graphs.impl to chunk "
-        "or transformer_engine",
-    ),
     "gtp_weight_remat_size": (
         2,
         "gtp_weight_remat_size is 2: weights are gathered and their gradients given back by Python between the layers' "

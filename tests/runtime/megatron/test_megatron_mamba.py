@@ -74,8 +74,8 @@ class Mixer(nn.Module):
         return sums, None
 
 
-def make_stack(pattern="M*M"):
-    """A HybridStack without its last norm, which is Transformer Engine's."""
+def make_stack(pattern="M*M", **settings):
+    """A HybridStack without its last norm, which is Transformer Engine's; `settings` go to its configuration."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -96,6 +96,7 @@ def make_stack(pattern="M*M"):
         attention_dropout=0.0,
         bias_dropout_fusion=False,
         is_hybrid_model=True,
+        **settings,
     )
     attention = get_gpt_layer_local_spec()
     attention.submodules.self_attention.submodules.core_attention = Attention
@@ -106,11 +107,29 @@ def make_stack(pattern="M*M"):
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return HybridStack(
         config,
-        HybridStackSubmodules(mamba_layer=layer, attention_layer=attention),
+        HybridStackSubmodules(mamba_layer=layer, attention_layer=attention, moe_layer=experts_layer()),
         layer_type_list=list(pattern),
         post_layer_norm=False,
         pg_collection=groups,
     ).train()
+
+
+def experts_layer():
+    """A hybrid's layer of experts, without attention."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
+
+    return ModuleSpec(
+        module=MoETransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=WrappedTorchNorm,
+            mlp=get_moe_module_spec(use_te=False, num_experts=4),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
 
 
 def seen_by(stack):
@@ -399,3 +418,29 @@ def test_a_decoder_without_mamba_layers_gets_no_documents_of_tokens():
     forward(stack, inputs(1)[0].requires_grad_(), OVER)
     assert seen
     assert all(idx is None for idx in seen)
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_a_hybrid_with_dropless_experts_follows_one_plan():
+    """Mamba and attention layers are graphs, and those of experts are up to their routers."""
+    experts = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "add_bias_linear": False,
+    }
+    plain, graphed, engine = make_stack("M*EME", **experts), make_stack("M*EME", **experts), FakeEngine()
+    assert [getattr(layer, "is_moe_layer", False) for layer in graphed.layers] == [False, False, True, False, True]
+    run = graphs_of(graphed, engine, modules=["attn", "moe_router"])
+    batches = list(zip(inputs(4), [SMALL, LARGE, OVER, SMALL], strict=True))
+    decoder = Decoder(plain)
+    decoder.attach(Eager(decoder, BUCKETS, sample_every=0), cp_size=1, shards=1, tail="none")
+    found = [train(stack, batches, one_f_one_b(4)) for stack in (plain, graphed)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    grads = [[p.grad for p in stack.parameters() if p.grad is not None] for stack in (plain, graphed)]
+    assert len(grads[0]) == len(grads[1]) > 10
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert run.stats().replays.total() == 3
+    assert len(engine.replays) == 3 * 5

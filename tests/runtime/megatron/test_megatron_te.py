@@ -9,14 +9,11 @@ from __future__ import annotations
 import copy
 import gc
 import logging
-import sys
-from collections import Counter
-from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from packaging.version import Version
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -32,10 +29,10 @@ from support.layer_graphs import (
     OVER,
     SMALL,
     TOKENS,
-    Attention,
     FakeEngine,
     Reduction,
     Replayed,
+    described,
     forward,
     graphs_of,
     inputs,
@@ -48,10 +45,10 @@ from torch import nn
 
 from thdprof.offload.plan import Choice
 from thdprof.runtime import FallbackReason
+from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.offload.layers import LayerOffload, SavedTensors
 from thdprof.runtime.megatron.refusals.layers import refused_by_transformer_engine
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -252,24 +249,6 @@ def test_a_capture_changes_no_number():
     assert not any("forward" in vars(layer) for layer in block.layers)
 
 
-def described(block, bounds):
-    """Arguments of a decoder's call, as its dispatch sees them."""
-    seen = []
-    real = LayerGraphs.forward
-
-    def watched(self, *args, **kwargs):
-        seen.append((args, kwargs))
-        return real(self, *args, **kwargs)
-
-    LayerGraphs.forward = watched
-    try:
-        with torch.no_grad():
-            forward(block, inputs(1)[0].requires_grad_(), bounds)
-    finally:
-        LayerGraphs.forward = real
-    return seen[0]
-
-
 def test_a_slot_is_held_until_the_whole_backward_is_over():
     block = make_block()
     run = graphs_of(block)
@@ -393,6 +372,37 @@ def test_other_layers_run_eagerly_between(where):
     assert len(engine.replays) == 4 * (LAYERS - 1)
     assert run.stats().replays == {BUCKETS[0]: 2, BUCKETS[1]: 2}
     assert graphed.layers[where].seen[-4:] == [SMALL, LARGE, LARGE, SMALL]  # unpadded, as in an eager run
+
+
+def delta_net(attention):
+    """`attention` as one that reads the boundaries on the host, which are those of an eager run then."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    class Net(GatedDeltaNet):
+        def __init__(self):
+            nn.Module.__init__(self)
+            self.inner, self.seen = attention, []
+
+        def forward(self, hidden_states, attention_mask, packed_seq_params, **given):
+            self.seen.append(packed_seq_params.cu_seqlens_q.tolist())
+            return self.inner(hidden_states, attention_mask, packed_seq_params=packed_seq_params, **given)
+
+    return Net()
+
+
+def test_a_layer_with_a_gated_delta_net_runs_eagerly_between():
+    plain, graphed, engine = make_block(), make_block(), FakeEngine()
+    for block in (plain, graphed):
+        block.layers[1].self_attention = delta_net(block.layers[1].self_attention)
+    run = graphs_of(graphed, engine)
+    batches = list(zip(inputs(4), [SMALL, LARGE, LARGE, SMALL], strict=True))
+    found = [train(block, batches, one_f_one_b(4)) for block in (plain, graphed)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for a, b in zip(plain.parameters(), graphed.parameters(), strict=True):
+        assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
+    assert len(engine.replays) == 4 * (LAYERS - 1)
+    assert run.stats().replays.total() == 4
+    assert graphed.layers[1].self_attention.seen[-4:] == [SMALL, LARGE, LARGE, SMALL]
 
 
 def test_parameters_are_gathered_layer_by_layer():
@@ -527,7 +537,9 @@ def test_settings():
     from megatron.core.transformer.enums import CudaGraphModule
 
     plan = SimpleNamespace(graphs=SimpleNamespace(impl="transformer_engine", modules=[]))
-    good = SimpleNamespace(cuda_graph_modules=[], cuda_graph_retain_backward_graph=False)
+    good = SimpleNamespace(
+        cuda_graph_impl="transformer_engine", cuda_graph_modules=[], cuda_graph_retain_backward_graph=False
+    )
     assert list(refused_by_transformer_engine(good, plan)) == []
     assert list(refused_by_transformer_engine(make_block().config, plan)) == []
     bad = copy.copy(good)
@@ -541,6 +553,9 @@ def test_settings():
         "cuda_graph_modules is []: the plan's graphs.modules is ['attn', 'moe_router']; set it to ['attn', "
         "'moe_router']"
     ]
+    built_for_none = copy.copy(good)
+    built_for_none.cuda_graph_impl = "none"
+    assert list(refused_by_transformer_engine(built_for_none, plan)) == []
     good.cuda_graph_modules = [CudaGraphModule.moe_router, CudaGraphModule.attn]
     assert list(refused_by_transformer_engine(good, plan)) == []
     plan.graphs.impl = "chunk"
@@ -560,177 +575,39 @@ def test_the_static_metadata_hold_the_micro_batch():
     assert np.array_equal(slot.metadata.packed(BUCKETS[1]).cu_seqlens.numpy(), [*LARGE, TOKENS])
 
 
-# --- dropless experts: graphs end at the router ---------------------------------------------------------------------
+def test_quantized_weights_are_kept_around_captures_and_ready_before_replays():
+    told, held = [], []
 
-MODULES = ["attn", "moe_router"]
+    @contextmanager
+    def quantizing():
+        held.append("capture")
+        yield
+        held.pop()
+        told.append("captured")
 
+    @contextmanager
+    def inside_graph(layer):
+        if held:  # a replay of the fake runs the layer again
+            told.append([*block.layers].index(layer))
+        yield
 
-@pytest.fixture
-def _engine_can_be_imported(monkeypatch):
-    """megatron-core's own replay imports Transformer Engine, and asks nothing of it."""
-    from megatron.core import utils
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-
-    for name in ("transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    stream = SimpleNamespace(
-        wait_stream=lambda other: None, record_event=lambda: SimpleNamespace(synchronize=lambda: None)
+    around = Surroundings(
+        quantizing=quantizing,
+        inside_graph=inside_graph,
+        before_forward=lambda: told.append("replay"),
+        changed=lambda: "a weight moved",
+        forget=lambda: told.append("forgotten"),
     )
-    monkeypatch.setattr(MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream)
-
-
-def make_experts(*, dispatcher="allgather", graphs=True, shared=None, every=2):
-    """A dense layer between two with dropless experts."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.transformer_block import TransformerBlock
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        ffn_hidden_size=16,
-        use_cpu_initialization=True,
-        cuda_graph_impl="transformer_engine" if graphs else "none",
-        cuda_graph_modules=MODULES if graphs else [],
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        add_bias_linear=False,
-        num_moe_experts=4,
-        moe_layer_freq=[int(n % every == 0) for n in range(LAYERS)],
-        moe_router_topk=2,
-        moe_token_dispatcher_type=dispatcher,
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=0.1,
-        moe_shared_expert_intermediate_size=shared,
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = Attention
-    block = TransformerBlock(config, spec).train()
-    for layer in block.layers:
-        if layer.is_moe_layer:
-            torch.nn.init.normal_(layer.mlp.router.weight)  # tokens go to all experts
-    return block
-
-
-@pytest.mark.parametrize(
-    ("dispatcher", "overlap", "shared"), [("allgather", True, None), ("alltoall", True, 4), ("alltoall", False, None)]
-)
-@pytest.mark.usefixtures("_engine_can_be_imported")
-def test_dropless_experts_run_eagerly_behind_their_routers_graph(dispatcher, overlap, shared):
-    plain = make_experts(graphs=False, dispatcher=dispatcher, shared=shared)
-    graphed, engine = make_experts(dispatcher=dispatcher, shared=shared), FakeEngine()
-    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
-    run = graphs_of(graphed, engine, modules=MODULES)
-    assert [layer.is_moe_layer for layer in graphed.layers] == [True, False, True]
-    found, routed = [], Counter()
-    for block in (plain, graphed):
-        reduction, seen = Reduction(block, overlap=overlap), []
-        for _ in range(2):
-            reduction.zero(resets_flags=True)
-            seen += train(block, batches, one_f_one_b(len(batches)))
-            seen += [p.main_grad.clone() for p in block.parameters()]
-            routed.update(name for name, p in block.named_parameters() if "experts" in name and p.main_grad.any())
-            assert all(p.grad is None for p in block.parameters())
-        found.append((seen, reduction.ready))
-    for a, b in zip(found[0][0], found[1][0], strict=True):
-        assert torch.equal(a, b)
-    assert found[0][1] == found[1][1]  # every parameter is ready as often, experts' and routers' too
-    assert min(routed.values()) == 4  # every expert has had tokens
-    assert len(routed) >= 2 * 4 * 2
-    assert run.stats().replays == {BUCKETS[0]: 6, BUCKETS[1]: 6}
-    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 4}
-    call = engine.calls[0]
-    for layer, args in zip(graphed.layers, call.sample_args, strict=True):
-        captured = {p.data_ptr() for name, p in layer.named_parameters() if not name.endswith("unused")}
-        if layer.is_moe_layer:
-            captured -= {p.data_ptr() for p in layer.mlp.experts.parameters()}
-            assert layer.mlp.router.weight.data_ptr() in captured
-            assert layer.mlp.cudagraph_tensor_store.is_empty()
-            assert layer.mlp_norm_manager is None
-        assert {a.data_ptr() for a in args[1:]} == captured
-        assert layer.cuda_graphs == []
-    outputs = [len(graph.static_outputs) for graph in engine.replays[:LAYERS]]
-    assert outputs == [4 + (shared is not None), 1, 4 + (shared is not None)]
-
-
-@pytest.mark.usefixtures("_engine_can_be_imported")
-def test_a_rehearsal_leaves_the_experts_alone():
-    block = make_experts()
-    run = graphs_of(block, modules=MODULES)
-    call = run._describe(*described(block, OVER))
-    for layer in block.layers:
-        if layer.is_moe_layer:
-            layer.mlp.experts.forward = None  # cannot be called
-    run._open(call)
-    assert run.stats().captures == 4
-
-
-@pytest.mark.usefixtures("_engine_can_be_imported")
-def test_experts_that_fail_leave_no_trace_in_their_layer():
-    block = make_experts()
-    graphs_of(block, modules=MODULES)
-    x = inputs(1)[0].requires_grad_()
-    good = forward(block, x, SMALL).detach()
-    moe = block.layers[2].mlp
-    own = moe.experts.forward
-
-    def fails(*_):
-        raise RuntimeError("CUDA out of memory")
-
-    moe.experts.forward = fails
-    with pytest.raises(RuntimeError, match="out of memory"):
-        forward(block, x, SMALL)
-    moe.experts.forward = own
-    assert moe.cudagraph_tensor_store.is_empty()
-    assert block.layers[2].cuda_graphs == []
-    gc.collect()
-    assert torch.equal(forward(block, x, SMALL), good)
-
-
-@pytest.mark.usefixtures("_engine_can_be_imported")
-def test_what_megatrons_split_does_not_pass_on_runs_eagerly(caplog):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    block = make_experts()
-    run = graphs_of(block, modules=MODULES)
-    bounds = torch.tensor(SMALL, dtype=torch.int32)
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=bounds,
-        cu_seqlens_kv=bounds,
-        max_seqlen_q=TOKENS,
-        max_seqlen_kv=TOKENS,
-        tokens_per_sample=TOKENS // 2,
-    )
-    with caplog.at_level(logging.WARNING):
-        block(hidden_states=inputs(1)[0].requires_grad_(), attention_mask=None, packed_seq_params=params)
-    assert run.stats().fallbacks == {FallbackReason.capture_failed: 1}
-    assert "tokens_per_sample is 8, and there are 16 tokens" in caplog.text
-
-
-def test_a_replaced_forward_is_not_gone_past():
-    block = make_experts()
-    block.layers[0].forward = block.layers[0].forward
-    with pytest.raises(SettingsError, match="the forward of TransformerLayer 1 is replaced"):
-        graphs_of(block, modules=MODULES)
-
-
-@pytest.mark.usefixtures("_engine_can_be_imported")
-def test_parameters_before_the_experts_are_gathered_for_the_graph_and_experts_by_their_own_hooks():
-    block = make_experts()
-    graphs_of(block, modules=MODULES)
-    reduction = Reduction(block)
-    x = inputs(1)[0].requires_grad_()
-    forward(block, x, SMALL)
-    reduction.gathered.clear()
-    forward(block, x, SMALL)
-    asked = Counter(name for name in reduction.gathered if name.startswith("layers.0."))
-    assert set(asked) == {f"layers.0.{name}" for name, _ in block.layers[0].named_parameters()}
-    assert {n for name, n in asked.items() if "experts" in name} == {1}
+    block = make_block()
+    run = graphs_of(block, surroundings=around)
+    forward(block, inputs(1)[0].requires_grad_(), SMALL).sum().backward()
+    layers = [*range(LAYERS)] * 2  # a warm-up and the capture
+    assert told == [*layers, "captured"] * len(BUCKETS) * 2 + ["replay"]
+    told.clear()
+    forward(block, inputs(1)[0].requires_grad_(), OVER).sum().backward()
+    assert told == []
+    forward(block, inputs(1)[0].requires_grad_(), LARGE).sum().backward()
+    assert told == ["replay"]
+    assert run._changed() == "a weight moved"
+    run.recapture()
+    assert told == ["replay", "forgotten"]

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
 from support import gpu_training  # noqa: E402
+from support.command import load_script  # noqa: E402
 from support.gpu_plans import Plans  # noqa: E402
 
 from thdprof import run  # noqa: E402
@@ -64,7 +66,7 @@ def config_of(parser, monkeypatch, tmp_path):
 @pytest.mark.parametrize("impl", ["none", "chunk", "transformer_engine", "local"])
 @pytest.mark.parametrize("model", gpu_training.MODELS)
 def test_what_the_gpu_tests_train_is_not_refused(plans, config_of, model, impl):
-    refused = {("dropless", "chunk"): "dropless", ("dropless", "local"): "dropless", ("mla", "local"): "multi_latent"}
+    refused = {(name, kind): "dropless" for name in ("dropless", "mamba with experts") for kind in ("chunk", "local")}
     plan = plans(2, model=model, impl="chunk" if impl == "none" else impl)
     config, _ = config_of(plan, model, impl=impl)
     facts = Facts(num_chunks=1, replay=impl != "none")
@@ -75,6 +77,27 @@ def test_what_the_gpu_tests_train_is_not_refused(plans, config_of, model, impl):
     else:
         with pytest.raises(settings.SettingsError, match=refused[model, impl]):
             settings.check(config, load_plan(plan), facts, gpu_training.environment())
+
+
+def test_what_the_gpu_tests_of_experts_train_is_not_refused(plans, config_of, monkeypatch):
+    from megatron.core.transformer.moe import moe_utils
+
+    for name in (
+        "permute",
+        "permute_with_probs",
+        "sort_chunks_by_index",
+        "sort_chunks_by_index_with_probs",
+        "unpermute",
+    ):
+        monkeypatch.setattr(moe_utils, f"fused_{name}", object())  # asked for, not called
+    cases = load_script("tests/gpu/test_experts_gpu.py", "tested_experts_gpu").CASES
+    assert len(cases) > 4
+    for name, (words, preprocess) in cases.items():
+        plan = plans(2, model="dropless", impl="transformer_engine", preprocess=preprocess)
+        config, _ = config_of(plan, "dropless", impl="none", more=words.split())
+        given = gpu_training.arguments_of(load_plan(plan), "dropless", impl="none", cache=Path("indexes"))
+        assert run.compared(load_plan(plan), ["pretrain.py", *given, *words.split()]) == ([], []), name
+        settings.check(config, load_plan(plan), Facts(num_chunks=1), gpu_training.environment())
 
 
 @pytest.mark.parametrize(
@@ -175,10 +198,20 @@ def test_every_steps_loss_and_gradient_norm_are_recorded_exactly(monkeypatch, tm
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 7)
     pretrain.record(tmp_path / "run.jsonl")
-    assert pretrain.training.train_step("anything") is told
+    model, quantized = (
+        torch.nn.Linear(2, 2, bias=False),
+        SimpleNamespace(scale=torch.ones(1), amax_history=torch.ones(1)),
+    )
+    model.weight.main_grad, model.fp8_meta = torch.zeros(2, 2), {"scaling_fwd": quantized, "num_gemms": 1}
+    assert pretrain.training.train_step("step", "data", [model]) is told
+    quantized.scale.fill_(2.0)
+    assert pretrain.training.train_step("step", "data", [model]) is told
     held = Held()
     held.close()
     assert held.closed
-    step, memory = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    step, later, memory = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [float.fromhex(step[name]) for name in ("loss", "grad_norm")] == [float(told[0]["lm loss"]), float(told[5])]
+    changed = {kind for kind, digest in step["states"].items() if later["states"][kind] != digest}
+    assert changed == {"scaling_fwd, factors"}
+    assert {*step["states"]} - changed == {"gradients", "scaling_fwd, histories", "weights"}
     assert memory == {"captures": 3, "pool_bytes": 5, "host_bytes": 5, "offload_freed_bytes": 5, "peak_bytes": 7}

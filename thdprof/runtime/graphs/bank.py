@@ -120,7 +120,8 @@ class Bank:
         """Capture `bucket` in `slot`; returns the bytes by which the slot's pool grew."""
         packed = slot.metadata.packed(bucket)
         slot.metadata.stage(sample_boundaries(bucket), bucket)
-        with self._options.surroundings.while_capturing():
+        around = self._options.surroundings
+        with around.while_capturing(), around.quantizing():
             slot.passes[bucket] = capture_pass(
                 self._module,
                 lambda: self._call(slot.inputs, packed),
@@ -169,7 +170,7 @@ class Bank:
         for one in free:
             if self.capture(one, bucket) is not None:
                 around = self._options.surroundings
-                return Lease(one, bucket, self._gradients, around.on_backward, around.on_piece)
+                return Lease(one, bucket, self._gradients, around.on_backward, around.on_piece, around.after_backward)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def changed(self) -> str:
@@ -183,7 +184,7 @@ class Bank:
             self._check_states()
         except RuntimeError as error:
             return str(error)
-        return ""
+        return self._options.surroundings.changed()
 
     def _check_states(self) -> None:
         now = self._options.generators_now
@@ -196,6 +197,8 @@ class Bank:
             call=self._call,
             generators=self._options.generators,
             extra_state=self._options.surroundings.extra_state,
+            backward_state=self._options.surroundings.backward_state,
+            around=self._options.surroundings.repeating(),
             around_forward=self.eager_offload,
         )
 
@@ -255,3 +258,4 @@ class Bank:
             for slot in self.slots:
                 slot.close()
             self.slots.clear()
+        self._options.surroundings.forget()

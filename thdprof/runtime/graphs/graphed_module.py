@@ -325,9 +325,11 @@ class GraphedModule(DispatchedModule):
         lease = self._bank.lease(bucket, call.slot)
         if isinstance(lease, FallbackReason):
             return lease
+        self._surroundings.before_forward()
         if self._cuts:
             with self._timed(call.tensors, replayed=True) as outputs:
                 outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
+            self._surroundings.after_forward()
             return restore(outputs, lease.captured.spec)
         watched = self._watched(lease, call)
         with self._timed(() if watched else call.tensors, replayed=True) as outputs:
@@ -335,6 +337,7 @@ class GraphedModule(DispatchedModule):
             outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
         if watched is not None:
             watched.forward_ended(outputs)
+        self._surroundings.after_forward()
         return restore(outputs, lease.captured.spec)
 
     def _before_piece(self, piece: int) -> None:

@@ -190,6 +190,7 @@ class Lease(SlotLease):
         gradients: GradientBuffers,
         on_backward: Callable[[], None],
         on_piece: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None,
+        after_backward: Callable[[], None] = lambda: None,
     ) -> None:
         """Hold `slot` for a micro-batch that fits `bucket`.
 
@@ -200,9 +201,11 @@ class Lease(SlotLease):
             on_backward: called after the backward, before the parameters' hooks.
             on_piece: called after the backward of each of several pieces, before the hooks of the parameters that it
                 gets.
+            after_backward: called after the whole backward, before `on_backward` or the last piece's `on_piece`.
         """
         self.bucket, self.captured = bucket, slot.passes[bucket]
         self._gradients, self._on_backward, self._on_piece = gradients, on_backward, on_piece
+        self._after_backward = after_backward
         self.witness: Witness | None = None
         """Who verifies the micro-batch; None: nobody."""
         super().__init__(slot)
@@ -232,6 +235,7 @@ class Lease(SlotLease):
         self.release()
         if self.witness is not None:
             self.witness.backward_ended(self._gradients, output_grads, input_grads)
+        self._after_backward()
         self._on_backward()
         self._gradients.run_hooks(self.captured.touched)
         return input_grads
@@ -271,6 +275,8 @@ class Lease(SlotLease):
         self.check_backward()
         with teardown.LAUNCH:
             self.captured.backward.each[len(self.captured.completed) - 1 - piece].replay()
+        if piece == 0:
+            self._after_backward()
         complete = self.captured.completed[piece]
         self._on_piece([p for p, c in zip(self._gradients.parameters, complete, strict=True) if c])
         self._gradients.run_hooks(complete)

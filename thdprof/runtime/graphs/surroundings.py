@@ -26,6 +26,30 @@ class Surroundings:
     """Called in place of `on_backward` for a pass in several pieces: after the replayed backward of each piece, with
     the parameters whose gradients are complete, before their hooks run.
     """
+    quantizing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context that is entered around every capture and the warm-up before it, inside `while_capturing` where
+    that is entered: quantized weights and their scales are then left as they were.
+    """
+    inside_graph: Callable[[nn.Module], AbstractContextManager[None]] = lambda layer: nullcontext()
+    """Returns a context for each pass of a layer that becomes a graph of its own; it is entered inside `quantizing`."""
+    before_forward: Callable[[], None] = lambda: None
+    """Called before every replayed forward, when it is known which graph is replayed."""
+    after_forward: Callable[[], None] = lambda: None
+    """Called after every replayed forward."""
+    after_backward: Callable[[], None] = lambda: None
+    """Called after every replayed backward, after the last piece's where it is in several; before `on_backward`."""
+    backward_state: Callable[[], Sequence[torch.Tensor]] = tuple
+    """Returns those tensors of `extra_state` that a backward reads: the passes of other micro-batches may change them
+    between a forward and its backward.
+    """
+    repeating: Callable[[], Callable[[], AbstractContextManager[None]]] = lambda: nullcontext
+    """Called between `before_forward` and `after_forward`. Returns a function that returns a context for an eager pass
+    that repeats the replay and is no part of training; `extra_state` is put back before and after it.
+    """
+    changed: Callable[[], str] = str
+    """Returns how that which graphs read outside the module was replaced or moved since their capture; "" if not."""
+    forget: Callable[[], None] = lambda: None
+    """Called when all graphs were dropped."""
     communicates: bool = False
     """Whether passes communicate with other ranks. A pass that fails half-way on one rank then leaves the ranks out of
     step.

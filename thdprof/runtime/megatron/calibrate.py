@@ -102,7 +102,7 @@ def measure_decoder(
     surroundings.prepare_experts(config, next(model.parameters()).device)
 
     def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:
-        around = surroundings.of_decoder(module, communicates=communicates)
+        around = surroundings.of_decoder(model.decoder, communicates=communicates)
         return chunk.ChunkGraphs(module, buckets, token_shards=shards, sample_every=0, surroundings=around)
 
     def make_input() -> torch.Tensor:

@@ -300,7 +300,8 @@ def runner_of(
     """
     common = {**common, "capture": plan.graphs.capture}
     together = surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size)
-    around = surroundings.of_decoder(decoder.block, communicates=together, agreed=common.get("agreed"))
+    layers = plan.graphs.impl == "transformer_engine"
+    around = surroundings.of_decoder(decoder.block, communicates=together, agreed=common.get("agreed"), layers=layers)
     match plan.graphs.impl:
         case "chunk" | "none":
             return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(

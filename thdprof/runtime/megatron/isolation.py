@@ -38,6 +38,7 @@ def verify_decoder(
         TypeError, ValueError: as `Installation.verify_isolation`.
     """
     _refuse_several_ranks(getattr(decoder.block, "config", None))
+    _refuse_shared_factors(getattr(decoder.block, "config", None))
     if getattr(params, "local_cp_size", None) not in (None, 1):
         raise ValueError(f"local_cp_size {params.local_cp_size}: verify a micro-batch that is on one rank")
     packed = packed_seq_params.read(params, cp_size=1, tail=run.tail_policy)
@@ -85,6 +86,17 @@ def _refuse_several_ranks(config: Any) -> None:
     large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if large:
         raise ValueError(f"{large}: verify the same layers in a model on one rank, with these sizes 1")
+
+
+def _refuse_shared_factors(config: Any) -> None:
+    """Raise ValueError where documents move each other by design, because their numbers share a scaling factor."""
+    recipe = getattr(config, "fp8_recipe", None)
+    recipe = getattr(recipe, "value", recipe) or "delayed"
+    if getattr(config, "fp8", None) and recipe in ("delayed", "tensorwise"):
+        raise ValueError(
+            f"fp8_recipe {recipe}: all documents of a micro-batch share the scaling factor of each tensor, so that "
+            "none stays apart bit for bit; verify the same layers without FP8"
+        )
 
 
 def _tracker() -> Any:

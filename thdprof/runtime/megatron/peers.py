@@ -10,7 +10,11 @@ import torch
 from torch import distributed
 
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.refusals.shared_captures import averages_over_all_ranks, shared_by
+from thdprof.runtime.megatron.refusals.shared_captures import (
+    averages_over_all_ranks,
+    experts_communicate,
+    shared_by,
+)
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -74,7 +78,7 @@ def peers_of(config: Any, plan: Plan, timeout: timedelta | None = DEFAULT_TIMEOU
             f"{shared[0]}: ranks that share captured collectives agree on every micro-batch from host to host, over "
             "gloo; leave out --disable-gloo-process-groups (Megatron-Bridge: set dist.use_gloo_process_groups to True)"
         )
-    own = _communicates_with(config, experts_captured="moe_router" not in plan.graphs.modules)
+    own = _communicates_with(config, experts_captured=experts_communicate(config, plan))
     everyones: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyones, own)
     ranks = joined(everyones, distributed.get_rank())

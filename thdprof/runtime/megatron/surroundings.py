@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.megatron.quantized import quantization
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -34,7 +36,11 @@ def prepare_experts(config: Any, device: torch.device) -> None:
 
 
 def of_decoder(
-    block: nn.Module, *, communicates: bool = False, agreed: Callable[[bool], bool] | None = None
+    block: nn.Module,
+    *,
+    communicates: bool = False,
+    agreed: Callable[[bool], bool] | None = None,
+    layers: bool = False,
 ) -> Surroundings:
     """The surroundings of the decoder `block`: the experts' metrics, and the event that gradient reduction waits for.
 
@@ -42,8 +48,10 @@ def of_decoder(
         block: a TransformerBlock or HybridStack.
         communicates: whether its passes communicate with other ranks.
         agreed: returns whether its argument is true on all of those ranks; None: they cannot ask each other.
+        layers: whether graphs hold single layers, and not the whole decoder.
     """
     ready, config = torch.cuda.Event(), getattr(block, "config", None)
+    quantized = quantization.of_block(block, config, layers=layers)
     parameters = [p for p in block.parameters() if p.requires_grad]
 
     def on_backward() -> None:
@@ -57,7 +65,7 @@ def of_decoder(
         for parameter in complete:
             parameter._cudagraph_wgrad_ready_event = of_piece  # type: ignore[attr-defined]
 
-    return Surroundings(
+    around = Surroundings(
         extra_state=expert_metrics,
         while_capturing=capturing,
         on_backward=on_backward,
@@ -65,6 +73,28 @@ def of_decoder(
         communicates=communicates,
         agreed=agreed,
         deterministic=lambda: is_deterministic(config),
+    )
+    return around if quantized is None else with_quantization(around, quantized)
+
+
+def with_quantization(around: Surroundings, quantized: quantization.Quantization) -> Surroundings:
+    """The surroundings `around` of a decoder whose matrix products are `quantized`."""
+
+    def extra_state() -> Sequence[torch.Tensor]:
+        return [*around.extra_state(), *quantized.state()]
+
+    return replace(
+        around,
+        extra_state=extra_state,
+        quantizing=quantized.while_capturing,
+        inside_graph=quantized.inside_graph,
+        before_forward=quantized.before_forward,
+        after_forward=quantized.after_forward,
+        after_backward=quantized.after_backward,
+        backward_state=quantized.backward_state,
+        repeating=quantized.repeating,
+        changed=quantized.changed,
+        forget=quantized.forget,
     )
 
 

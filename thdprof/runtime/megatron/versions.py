@@ -109,9 +109,15 @@ RELIED_ON = (
     Reliance(
         package="megatron-core",
         name="TransformerLayer._te_cuda_graph_capture, _te_cuda_graph_replay, _get_submodules_under_cudagraphs, "
-        "mlp_norm_manager; MoELayer.cudagraph_tensor_store",
+        "mlp_norm_manager, cuda_graph_manual_hooks, recompute_pre_mlp_layernorm; MoELayer.cudagraph_tensor_store",
         checked=MEGATRON,
         why="a layer with dropless experts is captured up to its router, and goes on from there, by its own split",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="MoETokenDispatcher.cudagraph_attrs, cuda_dtoh_point, _comm_manager, and the sizes in their attributes",
+        checked=MEGATRON,
+        why="a layer that is captured behind its dispatcher's preprocessing goes on with the sizes of its own tokens",
     ),
     Reliance(
         package="megatron-core",
@@ -178,6 +184,26 @@ RELIED_ON = (
         name="graph.set_capture_end, distributed.get_all_rng_states",
         checked=TRANSFORMER_ENGINE,
         why="a failed capture leaves its mark behind; it registers the random states that it knows and no other",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="set_is_first_microbatch: is_first_microbatch of Transformer Engine's layers",
+        checked=MEGATRON,
+        why="it marks the first micro-batch of a step, at which quantized weights are made; a replay clears the marks",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="quantization.FP8GlobalStateManager: reduce_and_update_fp8_tensors, quantization_state with "
+        "skip_fp8_weight_update_tensor and fp8_tensors_recompute_buffer",
+        checked=TRANSFORMER_ENGINE,
+        why="updates of delayed scaling run after replays, not inside; graphs quantize weights where a flag tells them",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="modules' fp8_meta with scaling_fwd, scaling_bwd (scale, amax_history), _fp8_workspaces; quantized "
+        "tensors' get_metadata, get_usages, update_usage",
+        checked=TRANSFORMER_ENGINE,
+        why="a capture leaves scales and quantized weights as they were, and replays find them where they were",
     ),
     Reliance(
         package="transformer-engine",

@@ -27,10 +27,77 @@ DROPLESS = {
 }
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "flex"])
 def test_dropless_experts_are_accepted_behind_the_router(plan, dispatcher):
     changes = {**DROPLESS, "moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": 2}
     assert complaints(up_to_router(plan, capture="first_use"), changes) == []  # ranks share nothing in the graphs
+    built_for_none = {**changes, "cuda_graph_impl": "none", "cuda_graph_modules": []}
+    assert complaints(up_to_router(plan), built_for_none) == []
+
+
+PREPROCESSED = ["attn", "moe_router", "moe_preprocess"]
+FUSED = {**DROPLESS, "cuda_graph_modules": PREPROCESSED, "moe_permute_fusion": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"moe_permute_fusion": False}, "moe_permute_fusion is False"),
+        ({"moe_expert_capacity_factor": 1.5}, "moe_expert_capacity_factor is 1.5"),
+        ({"moe_router_padding_for_quantization": True}, "moe_router_padding_for_quantization is True"),
+        ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap is True"),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_hybridep_pad_uneven_dispatch_inputs": True},
+            "moe_hybridep_pad_uneven_dispatch_inputs is True",
+        ),
+    ],
+)
+def test_preprocessing_is_captured_only_where_it_stays_on_the_gpu(plan, changes, told):
+    with_preprocessing = up_to_router(plan, modules=PREPROCESSED)
+    assert complaints(with_preprocessing, FUSED) == []
+    assert complaints(with_preprocessing, {**FUSED, **changes}) == [
+        f"- graphs.modules has moe_preprocess, and {told}: a graph cannot hold the dispatcher's preprocessing then; "
+        "take moe_preprocess out of graphs.modules"
+    ]
+    without = {**FUSED, **changes, "cuda_graph_modules": ["attn", "moe_router"]}
+    assert complaints(up_to_router(plan), without) == []
+
+
+def test_ranks_that_tell_each_other_token_counts_in_a_graph_capture_together(plan):
+    with_preprocessing = up_to_router(plan, modules=PREPROCESSED, capture="first_use")
+    line, *_ = complaints(with_preprocessing, {**FUSED, "expert_model_parallel_size": 2})
+    assert "ranks with other micro-batches must capture together; set graphs.capture to startup" in line
+    flex = {**FUSED, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "flex"}
+    assert complaints(with_preprocessing, flex) == []  # which tells nothing before it dispatches
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+            "- moe_router_load_balancing_type is ['aux_loss', 'sinkhorn']: its router reads on the host when it has "
+            "converged; balance by aux_loss, seq_aux_loss, global_aux_loss, an expert bias, or not at all",
+        ),
+        (
+            {"moe_router_force_biased": -0.5},
+            "- moe_router_force_biased is -0.5: below zero it draws biases in the first pass and keeps them in Python; "
+            "use a number above zero, for biases that are drawn in every pass",
+        ),
+    ],
+)
+def test_routers_that_go_by_the_host_are_refused(plan, changes, line):
+    assert complaints(up_to_router(plan), {**DROPLESS, **changes}) == [line]
+    padded = {"num_moe_experts": 4, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "alltoall"}
+    assert complaints(plan, {**padded, **changes}) == [line]
+
+
+def test_experts_that_are_recomputed_with_their_router_are_refused(plan):
+    changes = {**DROPLESS, "recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    assert any(
+        line.startswith("- recompute_modules has moe: a layer's experts would be recomputed together with the router")
+        for line in complaints(up_to_router(plan), changes)
+    )
 
 
 def test_megatron_cores_own_configuration_takes_the_modules(plan):
@@ -52,11 +119,6 @@ def test_inputs_are_padded_for_dropless_experts_without_graphs(plan):
 @pytest.mark.parametrize(
     ("changes", "graphs", "line"),
     [
-        (
-            {"moe_token_dispatcher_type": "flex"},
-            {},
-            "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall' or 'allgather'",
-        ),
         (
             {"cuda_graph_modules": []},
             {},
@@ -84,6 +146,14 @@ def test_inputs_are_padded_for_dropless_experts_without_graphs(plan):
 )
 def test_dropless_experts_are_refused_where_the_plan_is_of_another_run(plan, changes, graphs, line):
     assert complaints(up_to_router(plan, **graphs), {**DROPLESS, **changes}) == [line]
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "flex"])
+def test_experts_padded_to_capacity_need_the_alltoall_dispatcher(plan, dispatcher):
+    padded = {"num_moe_experts": 4, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": dispatcher}
+    assert complaints(plan, padded) == [
+        f"- moe_token_dispatcher_type is {dispatcher!r}: it was not checked in a graph; set it to 'alltoall'"
+    ]
 
 
 SHARED = [

@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from support.refusals import complaints, config
 
 from thdprof.megatron_limits.parallelism import decoder_layers
+from thdprof.plan import OffloadPart
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.training.pipeline_slots import slots
 
@@ -30,7 +31,20 @@ REFUSED = [
         {"apply_rope_fusion": False},
         "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
     ),
-    ({"fp8": "hybrid"}, "- fp8 is 'hybrid': scales are not kept across replays of packed graphs; set it to None"),
+    (
+        {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
+        "- fp8_recipe is 'mxfp8': its graphs are made as those of other recipes, but no GPU that has it was there to "
+        "measure them; with THDPROF_UNMEASURED=allow in the environment it is taken all the same",
+    ),
+    (
+        {"fp4": "e2m1"},
+        "- fp4 is 'e2m1': its graphs are made as those of other recipes, but no GPU that has it was there to measure "
+        "them; with THDPROF_UNMEASURED=allow in the environment it is taken all the same",
+    ),
+    (
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_dot_product_attention": True},
+        "- fp8_dot_product_attention is True: attention in FP8 was not checked in a graph; set it to False",
+    ),
     (
         {"recompute_granularity": "full"},
         "- recompute_granularity is 'full': graphs keep activations, and recomputing in them was not checked; set it "
@@ -235,6 +249,8 @@ def test_multi_latent_attention_is_accepted_with_fused_rope(plan):
     assert complaints(plan, LATENT) == []
     layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
     assert complaints(layers, {**LATENT, "cuda_graph_impl": "transformer_engine"}) == []
+    own = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "local"})})
+    assert complaints(own, {**LATENT, "cuda_graph_impl": "local"}) == []
 
 
 @pytest.mark.parametrize(
@@ -265,7 +281,7 @@ def test_multi_latent_attention_is_refused_where_its_tables_are_not_in_place(pla
 
 
 def test_every_complaint_is_told_at_once(plan):
-    lines = complaints(plan, {"fp8": "hybrid", "cuda_graph_impl": "local", "qk_clip": True})
+    lines = complaints(plan, {"tp_comm_overlap": True, "cuda_graph_impl": "local", "qk_clip": True})
     assert len(lines) == 3
 
 
@@ -279,7 +295,11 @@ def test_every_complaint_is_told_at_once(plan):
             {"foreign_hooks": ("layers.0", "layers.1")},
             "modules with hooks, which a replay does not run: layers.0, layers.1; remove",
         ),
-        ({"foreign_layers": ("GatedDeltaNet",)}, "the decoder has GatedDeltaNet: only attention, MLP, experts and"),
+        (
+            {"foreign_layers": ("GatedDeltaNet",)},
+            "the decoder has GatedDeltaNet, which reads the boundaries on the host",
+        ),
+        ({"foreign_layers": ("Linear", "Mixer")}, "the decoder has Linear, Mixer: only attention, MLP, experts and"),
         ({"mamba_outside": True}, "multi-token prediction has MambaLayers, which run outside the decoder"),
         ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
         ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
@@ -288,6 +308,13 @@ def test_every_complaint_is_told_at_once(plan):
 def test_what_is_wrong_with_the_run_is_told(plan, facts, part):
     (line,) = complaints(plan, facts=settings.Facts(**{"num_chunks": 1, **facts}))
     assert part in line
+
+
+def test_layers_with_gated_delta_nets_run_eagerly_between_graphs_of_layers(plan):
+    facts = settings.Facts(num_chunks=1, foreign_layers=("GatedDeltaNet",))
+    layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(layers, facts=facts) == []
+    assert complaints(plan, facts=settings.Facts(num_chunks=1, foreign_layers=("GatedDeltaNet",), replay=False)) == []
 
 
 def test_expandable_segments_need_nccls_registration_off(plan):
@@ -303,8 +330,36 @@ def test_a_plan_for_torch_modules_is_refused(plan):
 
 def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
     none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})
-    assert complaints(none, {"fp8": "hybrid", "qk_clip": True}) == []
-    assert len(complaints(plan, {"fp8": "hybrid", "qk_clip": True})) == 2
+    assert complaints(none, {"tp_comm_overlap": True, "qk_clip": True}) == []
+    assert len(complaints(plan, {"tp_comm_overlap": True, "qk_clip": True})) == 2
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_fp8_as_hopper_has_it_is_accepted(plan, recipe):
+    assert complaints(plan, {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param": True}) == []
+    in_layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    told = complaints(in_layers, {"fp8": "hybrid", "fp8_recipe": recipe, "cuda_graph_impl": "transformer_engine"})
+    if recipe != "delayed":
+        assert told == []
+        return
+    assert told == [
+        "- fp8_recipe is 'delayed': graphs of single layers do not keep the states of delayed scaling; set it to "
+        "'tensorwise' or 'blockwise', or graphs.impl to chunk"
+    ]
+
+
+def test_what_was_not_measured_is_accepted_where_the_user_says_so(plan):
+    allowed = {"THDPROF_UNMEASURED": "allow"}
+    assert complaints(plan, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, environment=allowed) == []
+    assert complaints(plan, {"fp4": "e2m1"}, environment=allowed) == []
+
+
+def test_quantized_activations_stay_on_the_device(plan):
+    moved = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"offload": OffloadPart()})})
+    assert complaints(moved, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}) == [
+        "- graphs.offload: it was not checked with FP8 or FP4; set it to null"
+    ]
+    assert complaints(moved) == []
 
 
 def test_captures_inside_a_step_are_refused_where_a_receive_may_wait_for_this_rank(plan):

@@ -272,11 +272,18 @@ def test_settings_of_bridge_are_refused_by_their_names(plan, changes, named):
     assert "set it to" in line
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_graphs_that_bridge_would_capture_itself_are_refused(plan, impl):
-    other = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
-    assert bridge_refusals.refusals(configuration(), other) == [
-        f"graphs.impl is {impl}, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk"
+def test_graphs_that_bridge_would_capture_itself_are_refused(plan):
+    def of_impl(impl):
+        return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
+
+    assert bridge_refusals.refusals(configuration(), of_impl("local")) == [
+        "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
+        "transformer_engine"
+    ]
+    layers = of_impl("transformer_engine")
+    assert bridge_refusals.refusals(configuration(model_cuda_graph_impl="none"), layers) == []
+    assert bridge_refusals.refusals(configuration(model_cuda_graph_impl="transformer_engine"), layers) == [
+        "cuda_graph_impl is 'transformer_engine': Megatron-Bridge would capture the layers itself; set it to 'none'"
     ]
 
 
@@ -291,6 +298,24 @@ def test_settings_have_the_names_of_analyze():
     assert bridge_settings.data_paths_of(configuration()) == ["rows.parquet"]
     ramped = bridge_settings.settings_of(configuration(train_rampup_batch_size=[2, 2, 100]))
     assert not {"global_batch_size", "train_samples"} & set(ramped)
+
+
+@pytest.mark.parametrize(
+    ("padded", "balancing", "together"),
+    [(True, "aux_loss", 2), (False, "aux_loss", None), (False, ["aux_loss", "global_aux_loss"], 4)],
+)
+def test_ranks_that_share_collectives_of_experts_in_graphs_are_counted(padded, balancing, together):
+    config = configuration(data_parallel_size=4)
+    for name, value in {
+        "num_moe_experts": 8,
+        "moe_pad_expert_input_to_capacity": padded,
+        "moe_router_load_balancing_type": balancing,
+        "tensor_model_parallel_size": 1,
+        "expert_model_parallel_size": 2,
+        "expert_tensor_parallel_size": 1,
+    }.items():
+        setattr(config.model, name, value)
+    assert bridge_settings.settings_of(config).get("shared_capture_ranks") == together
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.7]])

@@ -36,6 +36,10 @@ class Subject:
     """Every CUDA generator that the module draws from."""
     extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
     """Returns the tensors that a pass changes besides the module's buffers and gradients."""
+    backward_state: Callable[[], Sequence[torch.Tensor]] = tuple
+    """Returns those of them that a backward reads, and that other micro-batches may change before it."""
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Returns a context for an eager run."""
     around_forward: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda tensors: nullcontext()
     """Returns a context for an eager forward of these tensors."""
     as_in_forward: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -80,6 +84,7 @@ class Twin:
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         self._random = states_of(self._device, subject.generators)
         self._kept = KeptTensors(subject.module, subject.extra_state)
+        self._for_backward: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._replay: _Pass | None = None
         self._sample: list[int] = []
         self._before: list[torch.Tensor] = []
@@ -99,6 +104,7 @@ class Twin:
             gradients: the parameters' gradient buffers.
             touched: whether the backward gives each parameter a gradient.
         """
+        self._for_backward = [(state, state.detach().clone()) for state in self._subject.backward_state()]
         candidates = [i for i, used in enumerate(touched) if used]
         self._sample = sample_of([gradients.buffers[i].nbytes for i in candidates], self._number, PARAMETER_BYTES)
         self._sample = [candidates[i] for i in self._sample]
@@ -147,7 +153,7 @@ class Twin:
             t.requires_grad_(g) for t, g in zip((t.detach() for t in self._inputs), self._takes_grad, strict=True)
         ]
         sums = [before.clone() for before in self._before]
-        with aliased_parameters(self._subject.module) as aliases:
+        with self._subject.around(), aliased_parameters(self._subject.module) as aliases:
             parameters = [aliases[id(p)] for p in gradients.parameters]
             scratch = self._scratch(gradients, sums)
             GradientBuffers(parameters, scratch, list(gradients.uses_main_grad)).collect(parameters)
@@ -157,6 +163,8 @@ class Twin:
             made = self._made(outputs)
             heads = [(o, g) for o, g in zip(outputs, output_grads, strict=True) if o.requires_grad]
             given = [_contiguous(g, like=o) for o, g in heads]
+            for state, as_then in self._for_backward:
+                state.detach().copy_(as_then)
             with torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext():
                 torch.autograd.backward([o for o, _ in heads], given)
         made.input_grads = [t.grad for t in inputs]

@@ -45,12 +45,19 @@ def check_covered(packed: PackedSequence, n_tokens: int) -> None:
         )
 
 
+def has_gated_delta_net(layer: nn.Module) -> bool:
+    """Whether a layer has a gated delta net, which reads the boundaries on the host in every pass."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    return any(isinstance(part, GatedDeltaNet) for part in layer.modules())
+
+
 def foreign(layers: Sequence[nn.Module]) -> Iterator[str]:
     """Names of the classes of layers, or of parts of layers, that thdprof has not checked in a graph."""
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     for layer in layers:
         if not isinstance(layer, TransformerLayer) and not is_mamba(layer):
             yield type(layer).__name__
-        yield from (type(part).__name__ for part in layer.modules() if isinstance(part, GatedDeltaNet))
+        if has_gated_delta_net(layer):
+            yield "GatedDeltaNet"

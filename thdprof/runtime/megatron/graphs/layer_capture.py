@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ class LayerCapture:
         moving = slot.moves.capturing() if slot.moves is not None else nullcontext()
         with (
             moving,
+            self._surroundings.quantizing(),
             unchanged_state(self._decoder, self._generators, self._surroundings.extra_state),
             undone_if_failed(self._device, self._generators),
         ):
@@ -99,7 +101,12 @@ class LayerCapture:
 
                 graphs = self._make(
                     tuple(
-                        LayerPass(split.captured, r.constants, None if slot.moves is None else slot.moves.layer(number))
+                        LayerPass(
+                            split.captured,
+                            r.constants,
+                            None if slot.moves is None else slot.moves.layer(number),
+                            partial(self._surroundings.inside_graph, split.layer),
+                        )
                         for number, (split, r) in enumerate(zip(self._splits, recorded, strict=True))
                     ),
                     tuple(

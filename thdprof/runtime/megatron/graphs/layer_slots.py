@@ -5,6 +5,7 @@ micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,23 +31,31 @@ class LayerPass(nn.Module):
     parameters, although the capture ran over aliases of them.
     """
 
-    def __init__(self, captured: Callable[..., Any], constants: dict[str, Any], moves: Moves | None = None) -> None:
+    def __init__(
+        self,
+        captured: Callable[..., Any],
+        constants: dict[str, Any],
+        moves: Moves | None = None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         """A layer to capture.
 
         Args:
             captured: runs the part of the layer that is captured.
             constants: the layer's other arguments, over static tensors.
             moves: moves the tensors that the layer saves to the host; None: they stay on the device.
+            around: returns a context for every pass.
         """
         super().__init__()
-        self._captured, self._constants, self._moves = captured, constants, moves
+        self._captured, self._constants, self._moves, self._around = captured, constants, moves, around
 
     def forward(self, hidden_states: torch.Tensor, *parameters: torch.Tensor) -> Any:
         """The outputs of the captured part of the layer."""
         return self._run(hidden_states) if self._moves is None else self._moves(hidden_states, self._run)
 
     def _run(self, hidden_states: torch.Tensor) -> Any:
-        return self._captured(hidden_states, **self._constants)
+        with self._around():
+            return self._captured(hidden_states, **self._constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

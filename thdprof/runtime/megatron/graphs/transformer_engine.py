@@ -4,8 +4,9 @@ slot.
 The graphs come from `transformer_engine.pytorch.make_graphed_callables`. megatron-core replays such graphs itself, but
 only for dense input. Here megatron-core believes that its layers run eagerly (their `cuda_graphs` stay empty); while a
 micro-batch holds a slot, the layers' `forward` is replaced, on the instances, by the slot's graphs. A layer that is
-neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so does the final layer norm. In a layer with
-dropless experts the graph ends at the router (`split`).
+neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so do a layer with a gated delta net, which
+reads boundaries on the host, and the final layer norm. In a layer with dropless experts the graph ends at the router
+(`split`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.decoder.mamba import is_mamba
+from thdprof.runtime.megatron.decoder.mamba import has_gated_delta_net, is_mamba
 from thdprof.runtime.megatron.graphs.layer_capture import (
     LayerCapture,
     Make,
@@ -167,6 +168,7 @@ class LayerGraphs(DispatchedModule):
         lease = self._lease(bucket, call.slot)
         if isinstance(lease, FallbackReason):
             return lease
+        self._surroundings.before_forward()
         lease.slot.stage(call, bucket)
         packed = lease.slot.metadata.packed(bucket)
         if not self._all_graphed:  # layers that run eagerly may keep the metadata beyond the lease
@@ -245,7 +247,7 @@ class LayerGraphs(DispatchedModule):
             self._check_states()
         except RuntimeError as error:
             return str(error)
-        return ""
+        return self._surroundings.changed()
 
     def _check_states(self) -> None:
         assert self._states is not None  # `_open` has made it
@@ -272,6 +274,7 @@ class LayerGraphs(DispatchedModule):
             self._slots = []
         self._captures = self._new_captures()
         self._placement = self._states = self._layer_capture = None
+        self._surroundings.forget()
         super().recapture()
 
     def close(self) -> None:
@@ -289,7 +292,8 @@ def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
     """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
-    layers = tuple(layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
+    known = (layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
+    layers = tuple(layer for layer in known if not has_gated_delta_net(layer))
     if not layers:
         raise SettingsError(
             "graphs.impl transformer_engine captures TransformerLayers and MambaLayers, and this chunk of "

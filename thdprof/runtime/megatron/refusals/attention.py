@@ -5,29 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from thdprof.megatron_limits.fields import WHY_NO_MROPE
+
 if TYPE_CHECKING:
     from thdprof.runtime.megatron.refusals.facts import Facts
 
 _UNFUSED = "apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
 
 
-def refusals(config: Any, impl: str, facts: Facts) -> Iterator[str]:
-    """A line for every setting of attention that graphs of kind `impl` cannot serve.
+def refusals(config: Any, facts: Facts) -> Iterator[str]:
+    """A line for every setting of attention that graphs cannot serve.
 
     Args:
         config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        impl: the kind of graphs, not "none".
         facts: what else is known of the run.
     """
     if getattr(config, "multi_latent_attention", False):
-        yield from _of_latent_attention(config, impl)
+        yield from _of_latent_attention(config)
     elif facts.position_embedding in ("rope", "yarn") and not getattr(config, "apply_rope_fusion", True):
         yield _UNFUSED
     if facts.position_embedding == "mrope":
-        yield "position_embedding_type is 'mrope': its table differs between micro-batches; set it to 'rope'"
+        yield f"position_embedding_type is 'mrope': {WHY_NO_MROPE}; set it to 'rope'"
 
 
-def _of_latent_attention(config: Any, impl: str) -> Iterator[str]:
+def _of_latent_attention(config: Any) -> Iterator[str]:
     """Multi-latent attention, whose layers make their rotary tables themselves."""
     rope = getattr(config, "rope_type", "yarn")
     if rope != "yarn":
@@ -42,8 +43,3 @@ def _of_latent_attention(config: Any, impl: str) -> Iterator[str]:
     variant = getattr(config, "experimental_attention_variant", None)
     if variant is not None:
         yield f"experimental_attention_variant is {variant!r}: it was not checked in a graph; set it to None"
-    if impl == "local":
-        yield (
-            "multi_latent_attention is True: it was not checked in Megatron's own layer graphs; set graphs.impl to "
-            "chunk or transformer_engine"
-        )

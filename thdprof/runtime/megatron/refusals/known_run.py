@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from thdprof.megatron_limits import Run, limits_of
+from thdprof.megatron_limits import Run, limits_of, takes_unmeasured
 from thdprof.runtime.megatron.offload.groups import uses_core
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
 
@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from thdprof.training import Experts
 
 
-def refusals(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
+def refusals(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
     """A line for every row of the table that the run meets.
 
     Args:
         config: megatron.core.transformer.TransformerConfig, or an object with its fields.
         plan: the plan that training is to follow.
         facts: what else is known of the run.
+        environment: environment variables by name.
     """
     training, graphs = plan.training, plan.graphs
     captures = facts.replay and graphs.impl != "none"
@@ -39,22 +40,25 @@ def refusals(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
         offload_modules=None if offload is None else tuple(offload.modules),
         core_offload=uses_core(config),
         layers_per_graph=graphs.layers_per_graph if captures else None,
+        unmeasured=takes_unmeasured(environment),
         config=config,
     )
     return (limit.in_fields(run) for limit in limits_of(run))
 
 
-def refusals_of_decoder(config: Any) -> Iterator[str]:
+def refusals_of_decoder(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
     """A line for every row of the table that whole-decoder graphs (`chunk`) meet, whatever the plan.
 
     Args:
         config: as `refusals` takes it.
+        environment: environment variables by name.
     """
     run = Run(
         impl="chunk",
         modules=(),
         context_parallel_size=getattr(config, "context_parallel_size", None),
         experts=_experts_of(config),
+        unmeasured=takes_unmeasured(environment),
         config=config,
     )
     return (limit.in_fields(run) for limit in limits_of(run))

@@ -18,6 +18,8 @@ def refused_impl(config: Any, impl: str) -> Iterator[str]:
         impl: the kind of graphs of the plan.
     """
     wanted = "none" if impl == "chunk" else impl
+    if impl == "transformer_engine" and config.cuda_graph_impl == "none":
+        return  # layers are captured as they are, and told of a split while they run
     if config.cuda_graph_impl != wanted and impl != "module":
         yield f"cuda_graph_impl is {config.cuda_graph_impl!r}, graphs.impl {impl} needs {wanted!r}"
 
@@ -64,7 +66,7 @@ def refused_by_transformer_engine(config: Any, plan: Plan) -> Iterator[str]:
             )
         return
     modules = _captured_modules(config)
-    if sorted(modules) != sorted(planned):
+    if config.cuda_graph_impl == "transformer_engine" and sorted(modules) != sorted(planned):
         plan_captures = f"the plan's graphs.modules is {planned}" if planned else "the plan captures whole layers"
         yield f"cuda_graph_modules is {modules}: {plan_captures}; set it to {planned}"
     if getattr(config, "cuda_graph_retain_backward_graph", False):

@@ -64,6 +64,12 @@ def _of_core(config: Any, offload: OffloadPart | None, impl: str) -> Iterator[st
             "(graphs.offload moves the same tensors in chunk graphs), or set graphs.impl to transformer_engine"
         )
         return
+    if config.cuda_graph_impl != "transformer_engine":
+        yield (
+            f"fine_grained_activation_offloading is True, and cuda_graph_impl is {config.cuda_graph_impl!r}: layers do "
+            "not order their copies for graphs then; set it to 'transformer_engine'"
+        )
+        return
     if offload is None:
         yield (
             "fine_grained_activation_offloading is True, and the plan keeps all activations on the device: analyse "

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from thdprof.runtime.megatron.refusals import (
     attention,
     dynamic_cp,
-    experts,
     first_use,
     known_run,
     layers,
@@ -45,14 +44,14 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     """
     impl = plan.graphs.impl
     lines = [*planned_run.refusals(config, plan, facts), *dynamic_cp.refusals(config, plan)]
-    lines += known_run.refusals(config, plan, facts)
+    lines += known_run.refusals(config, plan, facts, environment)
     if impl != "none":  # which captures nothing
-        lines += [*layers.refused_impl(config, impl), *attention.refusals(config, impl, facts)]
+        lines += [*layers.refused_impl(config, impl), *attention.refusals(config, facts)]
         lines += [*layers.refused_by_local(config, plan, facts), *layers.refused_by_transformer_engine(config, plan)]
         lines += [*mamba.refusals(config, facts), *mamba.refusals_of_plan(plan, facts)]
-        lines += surroundings.refusals(facts, environment)
+        lines += surroundings.refusals(facts, environment, impl)
         if facts.replay:
-            lines += [*offloading.refusals(config, plan), *experts.refusals(config)]
+            lines += [*offloading.refusals(config, plan)]
             lines += [*shared_captures.refusals(config, plan), *first_use.refusals(config, plan)]
     _refuse("install graphs", lines)
 
@@ -68,8 +67,8 @@ def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os
     Raises:
         SettingsError: one line for every setting in the way, with the value to use.
     """
-    lines = [*known_run.refusals_of_decoder(config), *layers.refused_impl(config, "chunk")]
-    lines += [*attention.refusals(config, "chunk", facts), *experts.refusals(config)]
+    lines = [*known_run.refusals_of_decoder(config, environment), *layers.refused_impl(config, "chunk")]
+    lines += attention.refusals(config, facts)
     lines += [*offloading.refusals_of_decoder(config), *mamba.refusals(config, facts)]
     lines += surroundings.refusals(facts, environment)
     _refuse("measure a decoder", lines)

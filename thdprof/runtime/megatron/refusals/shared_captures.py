@@ -18,7 +18,7 @@ def shared_by(config: Any, plan: Plan) -> tuple[str, ...]:
     """
     tensor_size = config.tensor_model_parallel_size
     shared = []
-    experts_captured = "moe_router" not in plan.graphs.modules
+    experts_captured = experts_communicate(config, plan)
     if experts_captured and (getattr(config, "expert_model_parallel_size", 1) or 1) > 1:
         shared.append(f"expert_model_parallel_size is {config.expert_model_parallel_size}")
     if experts_captured and (getattr(config, "expert_tensor_parallel_size", None) or tensor_size) > tensor_size:
@@ -26,6 +26,19 @@ def shared_by(config: Any, plan: Plan) -> tuple[str, ...]:
     if averages_over_all_ranks(config):
         shared.append("moe_router_load_balancing_type has global_aux_loss")
     return tuple(shared)
+
+
+def experts_communicate(config: Any, plan: Plan) -> bool:
+    """Whether ranks that share experts communicate inside what the plan captures: in whole layers they exchange tokens
+    there, and in the preprocessing of the alltoall dispatcher the numbers of tokens.
+
+    Args:
+        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
+        plan: the plan that training is to follow.
+    """
+    modules = plan.graphs.modules
+    preprocessed = "moe_preprocess" in modules and config.moe_token_dispatcher_type == "alltoall"
+    return preprocessed or "moe_router" not in modules
 
 
 def averages_over_all_ranks(config: Any) -> bool:

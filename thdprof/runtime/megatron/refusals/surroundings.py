@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thdprof.runtime.megatron.refusals.facts import Facts
 
+_DELTA_NET = "GatedDeltaNet"
 
-def refusals(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
-    """A line for everything around the decoder that graphs cannot serve.
+
+def refusals(facts: Facts, environment: Mapping[str, str], impl: str = "chunk") -> Iterator[str]:
+    """A line for everything around the decoder that graphs of kind `impl` cannot serve.
 
     Args:
         facts: what is known of the run.
         environment: environment variables by name.
+        impl: the kind of graphs.
     """
     if not facts.graph_safe_rng:
         yield (
@@ -24,9 +27,18 @@ def refusals(facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
     if facts.foreign_hooks:
         names = ", ".join(facts.foreign_hooks[:3]) + (", ..." if len(facts.foreign_hooks) > 3 else "")
         yield f"modules with hooks, which a replay does not run: {names}; remove the hooks"
-    if facts.foreign_layers:
+    foreign = {*facts.foreign_layers}
+    if _DELTA_NET in foreign and (impl == "transformer_engine" or not facts.replay):
+        foreign.discard(_DELTA_NET)  # layers that have one run eagerly
+    elif _DELTA_NET in foreign:
+        foreign.discard(_DELTA_NET)
         yield (
-            f"the decoder has {', '.join(facts.foreign_layers)}: only attention, MLP, experts and MambaLayers were "
+            f"the decoder has {_DELTA_NET}, which reads the boundaries on the host in every pass: analyse with --impl "
+            "transformer_engine, whose graphs of the other layers leave those that have one to run eagerly"
+        )
+    if foreign:
+        yield (
+            f"the decoder has {', '.join(sorted(foreign))}: only attention, MLP, experts and MambaLayers were "
             "checked in a graph; use those alone, or set graphs.impl to none and graphs.buckets to []"
         )
     if facts.wrapper not in ("", "DistributedDataParallel"):

@@ -39,10 +39,15 @@ def joined(lines: Sequence[str], error: SettingsError | None) -> SettingsError:
 
 
 def _always(config: Any, plan: Plan) -> Iterator[str]:
-    if plan.graphs.impl in ("local", "transformer_engine"):
+    if plan.graphs.impl == "local":
         yield (
-            f"graphs.impl is {plan.graphs.impl}, whose graphs Megatron-Bridge would capture itself: analyse with "
-            "--impl chunk"
+            "graphs.impl is local, whose graphs Megatron-Bridge would capture itself: analyse with --impl chunk or "
+            "transformer_engine"
+        )
+    if plan.graphs.impl == "transformer_engine" and getattr(config.model, "cuda_graph_impl", "none") != "none":
+        yield (
+            f"cuda_graph_impl is {config.model.cuda_graph_impl!r}: Megatron-Bridge would capture the layers itself; "
+            "set it to 'none'"
         )
     restart = getattr(config, "inprocess_restart", None)
     if restart is not None and restart.enabled:

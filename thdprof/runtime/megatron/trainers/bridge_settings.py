@@ -44,7 +44,10 @@ def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
         config: Bridge's ConfigContainer after its validation, so that its data-parallel size is set.
         plan: the plan that the run is to follow.
     """
-    return misfits(plan, settings_of(config), data_paths=data_paths_of(config))
+    settings = settings_of(config)
+    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
+        settings.pop("shared_capture_ranks", None)
+    return misfits(plan, settings, data_paths=data_paths_of(config))
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -62,15 +65,7 @@ def settings_of(config: Any) -> dict[str, Any]:
         "pipeline_parallel_size": model.pipeline_model_parallel_size,
         "virtual_pipeline_size": model.virtual_pipeline_model_parallel_size,
     }
-    if getattr(model, "num_moe_experts", None) and getattr(model, "moe_pad_expert_input_to_capacity", False):
-        settings["shared_capture_ranks"] = shared_capture_ranks(
-            data_parallel_size=config.data_parallel_size,
-            tensor_model_parallel_size=model.tensor_model_parallel_size,
-            context_parallel_size=model.context_parallel_size,
-            expert_model_parallel_size=model.expert_model_parallel_size,
-            expert_tensor_parallel_size=model.expert_tensor_parallel_size,
-            global_aux_loss="global_aux_loss" in _listed(model.moe_router_load_balancing_type),
-        )
+    settings |= _shared_captures(model, config.data_parallel_size)
     if not getattr(train, "rampup_batch_size", None):
         settings["global_batch_size"] = train.global_batch_size
         if train.train_iters:
@@ -97,6 +92,24 @@ def settings_of(config: Any) -> dict[str, Any]:
     if specs is None and getattr(dataset, "blend", None):
         settings["weights"] = dataset.blend[1]
     return settings
+
+
+def _shared_captures(model: Any, data_parallel_size: int) -> dict[str, int]:
+    """How many ranks decide together, for experts: padded ones exchange tokens inside graphs, dropless ones do not."""
+    if not getattr(model, "num_moe_experts", None):
+        return {}
+    over_all = "global_aux_loss" in _listed(model.moe_router_load_balancing_type)
+    if not getattr(model, "moe_pad_expert_input_to_capacity", False):
+        return {"shared_capture_ranks": data_parallel_size} if over_all else {}
+    ranks = shared_capture_ranks(
+        data_parallel_size=data_parallel_size,
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        expert_model_parallel_size=model.expert_model_parallel_size,
+        expert_tensor_parallel_size=model.expert_tensor_parallel_size,
+        global_aux_loss=over_all,
+    )
+    return {"shared_capture_ranks": ranks}
 
 
 def _listed(value: Any) -> list[Any]:

@@ -1,0 +1,161 @@
+"""A layer of dropless experts around its graph, which ends at the router, or behind the dispatcher's preprocessing.
+
+megatron-core itself knows this split (`cuda_graph_modules` attn, moe_router and moe_preprocess): its layer returns the
+router's results, and takes them in again. It passes neither a padding mask nor samples on to the router; these are
+given to its experts' forward here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from thdprof.runtime.megatron.graphs.dispatchers import AFTER_PREPROCESS, DispatcherSizes
+from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.surroundings import capturing, gather_parameters
+
+
+class UpToRouter:
+    """A layer of dropless experts, captured up to its router or dispatcher; what follows runs eagerly.
+
+    The model may have been built for such graphs (`cuda_graph_impl` transformer_engine) or for none: while the split
+    runs, the layer's configuration names it.
+    """
+
+    def __init__(self, layer: Any, modules: Sequence[str]) -> None:
+        """The split of `layer`.
+
+        Args:
+            layer: a TransformerLayer with experts.
+            modules: the plan's `graphs.modules`.
+
+        Raises:
+            SettingsError: the layer's forward has been replaced; graphs of a part of it would leave the replacement
+                out.
+        """
+        from megatron.core.transformer.enums import CudaGraphModule
+
+        if "forward" in vars(layer):
+            raise SettingsError(
+                f"the forward of {type(layer).__name__} {layer.layer_number} is replaced, and graphs of a part of it "
+                "would leave the replacement out: restore the layer's own forward"
+            )
+        self.layer = layer
+        self._experts: Callable[..., Any] = layer.mlp.forward
+        self._modules = [CudaGraphModule[name] for name in modules]
+        self._sizes = DispatcherSizes(layer.mlp.token_dispatcher) if "moe_preprocess" in modules else None
+        self._samples: dict[int, int] = {}
+
+    def captured(self, hidden_states: torch.Tensor, **constants: Any) -> tuple[torch.Tensor, ...]:
+        """The outputs of the captured part: the experts' input, probabilities, the routing map or what the dispatcher
+        has made of it, the shared experts' output if they are not overlapped, and last the residual.
+        """
+        mask, num_tokens = constants.get("padding_mask"), int(hidden_states.shape[0])
+        samples = _samples(constants.get("packed_seq_params"), num_tokens)
+        self._samples[num_tokens] = samples
+
+        def of_samples(own: Callable[..., Any], hidden: torch.Tensor) -> Any:
+            if samples == 1:
+                return own(hidden, padding_mask=mask)
+            by_sample = hidden.view(samples, num_tokens // samples, -1).transpose(0, 1).contiguous()
+            return own(by_sample, padding_mask=None if mask is None else mask.view(samples, num_tokens // samples))
+
+        try:
+            with capturing(), self._split(), self._experts_run(of_samples):
+                outputs = self.layer._te_cuda_graph_capture(hidden_states=hidden_states, **constants)
+            if self._sizes is not None:
+                self._sizes.keep(num_tokens)
+        finally:
+            self.layer.mlp_norm_manager = None  # it would keep tensors of the capture alive
+        tensors: tuple[torch.Tensor, ...] = tuple(outputs)
+        return tensors
+
+    def rehearse(self, hidden: torch.Tensor, constants: dict[str, Any], heads: list[torch.Tensor]) -> Any:
+        """Run the captured part only: a rehearsal's tokens are zeros, which would all go to the same few experts."""
+        *others, residual = self.captured(hidden, **constants)
+        heads += [output for output in others if output.requires_grad]
+        return residual, None
+
+    def gather(self) -> None:
+        """Wait until Megatron has gathered the parameters before the experts. The experts' modules run their own
+        hooks.
+        """
+        with self._split():
+            parts = [*self.layer._get_submodules_under_cudagraphs()]
+        if self._sizes is not None and hasattr(self.layer.mlp, "fc1_latent_proj"):
+            parts.append(self.layer.mlp.fc1_latent_proj)  # runs in the dispatcher's preprocessing
+        for part in parts:
+            gather_parameters(part)
+
+    def replay(self, graph: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the experts, which go on from the graph's outputs."""
+        num_tokens = int(hidden.shape[0])
+        samples = self._samples.get(num_tokens, 1)
+
+        def by_token(own: Callable[..., Any], inputs: torch.Tensor) -> Any:
+            output, bias = own(inputs)
+            return output.transpose(0, 1).reshape(num_tokens, 1, -1), bias
+
+        if self._sizes is not None:
+            self._sizes.restore(num_tokens)
+        with ExitStack() as stack:
+            stack.enter_context(self._split())
+            stack.enter_context(_attributes(self.layer, cuda_graphs=[lambda inputs, **_: graph(inputs)]))
+            if not hasattr(self.layer, "cuda_graph_manual_hooks"):
+                stack.enter_context(_attributes(self.layer, cuda_graph_manual_hooks=[]))
+            if samples > 1:
+                stack.enter_context(self._experts_run(by_token))
+            stack.callback(self.layer.mlp.cudagraph_tensor_store.clear)
+            output: torch.Tensor = self.layer._te_cuda_graph_replay(hidden)[0]
+        return output
+
+    @contextmanager
+    def _split(self) -> Iterator[None]:
+        """Let megatron-core run the layer in the two parts of the plan inside the block."""
+        layer = self.layer
+        configs = {id(config): config for config in (layer.config, layer.mlp.config)}.values()
+        with ExitStack() as stack:
+            for config in configs:
+                stack.enter_context(
+                    _attributes(config, cuda_graph_impl="transformer_engine", cuda_graph_modules=self._modules)
+                )
+            if layer.recompute_pre_mlp_layernorm and self._sizes is None:  # its output is the graph's own
+                stack.enter_context(_attributes(layer, recompute_pre_mlp_layernorm=False))
+            dispatcher = layer.mlp.token_dispatcher
+            if self._sizes is not None and hasattr(dispatcher, "cuda_dtoh_point"):
+                stack.enter_context(_attributes(dispatcher, cuda_dtoh_point=AFTER_PREPROCESS))
+            yield
+
+    @contextmanager
+    def _experts_run(self, run: Callable[[Callable[..., Any], torch.Tensor], Any]) -> Iterator[None]:
+        """Let `run` stand for the forward of the layer's experts inside the block; it gets their own forward."""
+
+        def forward(hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+            return run(self._experts, hidden)
+
+        with _attributes(self.layer.mlp, forward=forward):
+            yield
+
+
+def _samples(params: Any, num_tokens: int) -> int:
+    """Samples whose tokens follow each other in a micro-batch, as megatron-core's layers count them."""
+    a_sample = getattr(params, "tokens_per_sample", None)
+    return max(1, num_tokens // a_sample) if a_sample else 1
+
+
+@contextmanager
+def _attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Give `owner` these attributes inside the block, and what it had itself before at the end."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                vars(owner)[name] = before[name]
+            else:
+                vars(owner).pop(name, None)
