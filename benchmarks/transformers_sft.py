@@ -105,6 +105,8 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
             directory, accumulation=options.accumulation, processes=processes, steps=options.steps,
             shape=options.shape, lora=options.lora,
         )  # fmt: skip
+        plan = load_plan(Path(plan))  # verified micro-batches also run eagerly, and the first of them come at the start
+        plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
         plan_callback = PlanCallback(plan, replay=mode == "plan", stats=directory / f"{mode}.stats.jsonl",
                                      attention=options.attention)  # fmt: skip
         callbacks.append(plan_callback)
