@@ -95,8 +95,8 @@ def trainer_arguments(options: argparse.Namespace, plan: Plan) -> SFTConfig:
     )
 
 
-def main(argv: list[str] | None = None) -> SFTTrainer:
-    """Train, and return the trainer."""
+def main(argv: list[str] | None = None) -> None:
+    """Train, and print what was observed."""
     options = arguments(argv)
     plan, rows = load_plan(options.plan), Dataset.from_parquet(str(options.data))
     vocabulary = 1 + max(max(row) for row in rows["input_ids"])
@@ -112,7 +112,6 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
     )  # fmt: skip
     trainer.train()
     print(callback.last)
-    return trainer
 
 
 if __name__ == "__main__":
