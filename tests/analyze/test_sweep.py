@@ -306,7 +306,7 @@ WRONG = [
     (["--vary", "seq-length=8,08"], "seq-length=8,08: 08 is there twice"),
     (["--vary", "seq-length=8", "--vary", "seq_length=9"], "seq_length=9: seq-length is varied already"),
     (["--vary", "seed=1", "--seed", "1"], "seed=1: --seed is given too; give it once"),
-    (["--vary", "loader=fast"], "loader=fast: --loader fast: choose one of single, cyclic, batch"),
+    (["--vary", "loader=fast"], "loader=fast: --loader fast: choose one of single, cyclic, batch, trainer"),
     (["--vary", "drop-last=maybe"], "drop-last=maybe: drop_last 'maybe': must be true or false"),
     (["--vary", "buckets=0"], "buckets=0: --buckets 0: must be a whole number of at least 1"),
     (["--vary", "max-fallback-rate=7"], "max-fallback-rate=7: --max-fallback-rate 7: must be a share"),

@@ -310,13 +310,13 @@ PANELS = {
     "Dataset": "DATASET --format --split --weights",
     "Batch and parallelism": """
         --seq-length --micro-batch-size --global-batch-size --data-parallel-size --context-parallel-size
-        --pipeline-parallel-size --virtual-pipeline-size --train-samples --train-iters""",
+        --pipeline-parallel-size --virtual-pipeline-size --train-samples --train-iters --gradient-accumulation""",
     "Model": "--model --gpu --gpu-hour-price",
     "Data loader": "--loader --seed",
     "Packing and padding": """
         --tail-policy --pad-to-max-length --no-pad-to-max-length --pad-seq-to-mult --packer
         --max-seqlen-per-dp-cp-rank""",
-    "Where settings come from": "--megatron-args --settings",
+    "Where settings come from": "--megatron-args --training-args --settings",
     "Costs and limits": "--cost-table --attention --max-fallback-rate --graph-memory-gib",
     "What to capture": "--buckets --experts --impl --offload --offload-fraction",
     "Output": "--output --profile --part --microbatches --json --force --help",
@@ -334,7 +334,7 @@ def test_help_names_every_option_in_its_panel(thdprof):
         found = re.findall(r"--[a-z][a-z-]+|DATASET", left + " " + " ".join(re.findall(r"^│   (--no-\S+)", text, re.M)))
         assert sorted(found) == sorted(PANELS[title].split()), title
     options = [name for names in PANELS.values() for name in names.split() if not name.startswith("--no-")]
-    assert len(options) - 1 <= 40  # a dataset is no option, and an option's off switch is no other one
+    assert len(options) - 1 <= 42  # a dataset is no option, and an option's off switch is no other one
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
@@ -422,7 +422,7 @@ ERRORS = [
     (["analyze", "x", "--seq-length", ""], "--seq-length '': must be a whole number\n"),
     (["analyze", "x", "--seq-length", "a\n\x1b[2J"], "--seq-length a \ufffd[2J: must be a whole number\n"),
     (["analyze", "x", "--graph-memory-gib", "much"], "--graph-memory-gib much: must be a number\n"),
-    (["analyze", "x", "--loader", "fast"], "--loader fast: choose one of single, cyclic, batch\n"),
+    (["analyze", "x", "--loader", "fast"], "--loader fast: choose one of single, cyclic, batch, trainer\n"),
     (["check", "x", "--level", "all"], "--level all: choose one of microbatch, rank_step, step\n"),
     (["analyze", "x", "--loader"], "--loader: needs a value; see thdprof analyze --help\n"),
     (["analyze", "--offload"], "--offload: needs a value; see thdprof analyze --help\n"),

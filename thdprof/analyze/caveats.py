@@ -16,7 +16,7 @@ _PADDING_REMEDY: dict[Kind, str] = {
     "streams": "train with one sequence length",
     "conversations": "train with one sequence length",
     "bridge": "train and analyse with --pad-to-max-length",
-    "trl": "TRL's collator cannot do that: pad in your own, with one dummy document",
+    "trl": "thdprof.transformers pads them inside the decoder: analyse with --loader trainer",
     "packs": "train and analyse with a --tail-policy",
     "documents": "train and analyse with a --tail-policy (Megatron-Bridge's packers: --pad-to-max-length)",
 }

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thdprof.commands import streams
-from thdprof.commands.options import Force, Given, GraphsToCapture, Json, LaunchScript, SettingsFile, with_settings
+from thdprof.commands.options import (
+    Force,
+    Given,
+    GraphsToCapture,
+    Json,
+    LaunchScript,
+    SettingsFile,
+    TrainerArguments,
+    with_settings,
+)
 from thdprof.errors import UsageError
 
 if TYPE_CHECKING:
@@ -30,6 +39,7 @@ def analyze(
     ] = None,
     given: Given,
     megatron_args: LaunchScript = None,
+    training_args: TrainerArguments = None,
     settings: SettingsFile = None,
     impl: GraphsToCapture = None,
     offload: Annotated[
@@ -77,13 +87,15 @@ def analyze(
     _check_outputs(output, profile=profile, part=part, microbatches=microbatches, json=json, force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = choice_of(offload, share)
-    request = read_request(datasets or [], given, settings=settings, megatron_args=megatron_args)
+    request = read_request(
+        datasets or [], given, settings=settings, megatron_args=megatron_args, training_args=training_args
+    )
     check_gpu(request.gpu, measured=request.cost_table is not None)
     _check_captures(request, impl, choice)
     for note in request.notes:
         streams.say(note)
     outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
-    check_not_inputs(outputs, [settings, megatron_args, request.model_file, request.cost_table])
+    check_not_inputs(outputs, [settings, megatron_args, training_args, request.model_file, request.cost_table])
     with streams.progress_bar() as progress:
         analysis = analyze_files(
             request.locations,

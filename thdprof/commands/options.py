@@ -26,6 +26,14 @@ LaunchScript = Annotated[
         rich_help_panel="Where settings come from",
     ),
 ]
+TrainerArguments = Annotated[
+    Path | None,
+    typer.Option(
+        "--training-args",
+        help="JSON of a Trainer's arguments: what SFTConfig's to_json_string() says.",
+        rich_help_panel="Where settings come from",
+    ),
+]
 SettingsFile = Annotated[
     Path | None,
     typer.Option(

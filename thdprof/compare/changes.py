@@ -56,8 +56,10 @@ CHANGES: Mapping[str, tuple[Changes, str]] = {
     "data_sharding": ("prediction", _OTHER_ORDER),
     "drop_last": ("prediction", _OTHER_ORDER),
     "seed": ("prediction", _OTHER_ORDER),
+    "shuffle_seed": ("prediction", _OTHER_ORDER),
     "add_extra_token": ("prediction", OTHER_ROWS),
     "max_num_samples": ("prediction", _OTHER_ORDER),
+    "packing_processes": ("prediction", OTHER_ROWS),
     "max_docs_per_pack": ("prediction", OTHER_ROWS),
     "sft_tokenizer_prompt_format": ("prediction", OTHER_LENGTHS),
 }

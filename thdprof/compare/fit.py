@@ -162,6 +162,8 @@ def _length(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     if run is None and settings.get("train_iters") is not None:
         run = settings["train_iters"] * batch
     planned = training.train_samples
+    if settings.get("train_epochs") is not None and (planned is not None or training.train_epochs is not None):
+        yield from _epochs(training.train_epochs, settings["train_epochs"])
     if run is None or run == planned:
         return
     counted = plan.microbatches.steps * training.global_batch_size
@@ -174,6 +176,18 @@ def _length(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
         changes="prediction",
         why="shares are those of the plan's samples, and of the order in which it reads them",
     )
+
+
+def _epochs(planned: int | None, run: int) -> Iterator[Misfit]:
+    """Other epochs of a run of the Trainer, which reads each in an order of its own."""
+    if run != planned:
+        yield Misfit(
+            setting="train_epochs",
+            planned=planned,
+            run=run,
+            changes="prediction",
+            why="shares are those of the epochs that were analysed",
+        )
 
 
 def _blend(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:

@@ -18,13 +18,15 @@ from annotated_types import Interval
 
 from thdprof.errors import UsageError
 
-Loader = Literal["single", "cyclic", "batch"]
+Loader = Literal["single", "cyclic", "batch", "trainer"]
 TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
 Packer = Literal[
     "first_fit_decreasing",
     "first_fit_shuffle",
     "next_fit",
     "best_fit_decreasing",
+    "best_fit_split",
+    "wrapped",
     "dp_balanced",
     "balanced_cp",
     "dynamic_cp",
@@ -33,6 +35,8 @@ DYNAMIC_CP = ("balanced_cp", "dynamic_cp")
 """Packers that give every micro-batch a context-parallel size of its own."""
 STEP_PACKERS = ("dp_balanced", *DYNAMIC_CP)
 """Packers that pack each global batch for itself while training."""
+TRL_PACKERS = ("best_fit_decreasing", "best_fit_split", "wrapped")
+"""Packers that pack as TRL's packing strategies do."""
 Attention = Literal["transformer_engine", "torch"]
 Experts = Literal["none", "padded", "dropless"]
 GraphKind = Literal["module", "chunk", "local", "transformer_engine"]
@@ -274,6 +278,19 @@ class TrainingSettings:
         ),
     ] = 1234
     """Seed of the order of the data."""
+    shuffle_seed: Annotated[
+        int | None,
+        Interval(ge=0, le=2**32 - 1),
+        Setting(
+            help="Seed of TRL's shuffle_dataset.",
+            panel="Data loader",
+            everyday=False,
+            assumed="the dataset is not shuffled as a whole",
+            kinds=("trl", "packs", "documents"),
+            in_every_plan=False,
+        ),
+    ] = None
+    """Seed with which TRL shuffles the dataset before the Trainer reads it, and before it packs; null: it does not."""
     split: Annotated[
         str,
         Setting(
@@ -291,6 +308,19 @@ class TrainingSettings:
         Setting(help="Rows that the run consumes.", panel="Batch and parallelism", assumed="one epoch"),
     ] = None
     """Rows that the run consumes; null: one epoch was analysed."""
+    train_epochs: Annotated[
+        int | None,
+        Interval(ge=1, le=2**20),
+        Setting(
+            help="Epochs of a run of the Trainer.",
+            panel="Batch and parallelism",
+            everyday=False,
+            assumed="one epoch",
+            kinds=("trl", "packs", "documents"),
+            in_every_plan=False,
+        ),
+    ] = None
+    """Epochs that a run of Hugging Face's Trainer reads, in place of train_samples; null: one, or train_samples."""
     weights: Annotated[
         tuple[float, ...] | None,
         Setting(
@@ -329,7 +359,7 @@ class TrainingSettings:
         Setting(
             help="What training does with the unused tail of a row.",
             panel="Packing and padding",
-            kinds=("packs", "documents"),
+            kinds=("trl", "packs", "documents"),
         ),
     ] = "none"
     """What training does with the unused tail of a row that is packed from plain lengths."""
@@ -361,6 +391,18 @@ class TrainingSettings:
         ),
     ] = "first_fit_decreasing"
     """How unpacked lengths become rows."""
+    packing_processes: Annotated[
+        int,
+        Interval(ge=1, le=4096),
+        Setting(
+            help="Processes that pack a part of the data each, TRL's dataset_num_proc.",
+            panel="Packing and padding",
+            everyday=False,
+            kinds=("documents",),
+            in_every_plan=False,
+        ),
+    ] = 1
+    """Processes that pack a part of the documents each, TRL's dataset_num_proc."""
     max_docs_per_pack: Annotated[
         int | None,
         _ANY,
@@ -445,6 +487,19 @@ class TrainingOptions(TypedDict, total=False):
         Setting(help="Steps of the run.", panel="Batch and parallelism", assumed="one epoch"),
     ]
     """Steps of the run, in place of train_samples."""
+    gradient_accumulation: Annotated[
+        int | None,
+        _RANKS,
+        Setting(
+            help="Micro-batches of a rank and step.",
+            panel="Batch and parallelism",
+            assumed="as --global-batch-size says",
+        ),
+    ]
+    """Micro-batches of a rank and step, in place of global_batch_size."""
+    train_epochs: int | None
+    shuffle_seed: int | None
+    packing_processes: int
     weights: Sequence[float] | None
     add_extra_token: bool
     max_num_samples: int | None

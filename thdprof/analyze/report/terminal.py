@@ -295,6 +295,8 @@ def _stall(candidate: Candidate, name: str) -> str:
 
 
 def _coverage_of_run(analysis: Analysis) -> str:
+    if analysis.settings.train_epochs is not None:
+        return "the table is the whole run, so only a change of its data brings any"
     if analysis.settings.train_samples is None:
         return "one epoch was analysed; say how long the run is with --train-samples or --train-iters"
     wanted = analysis.settings.train_samples // analysis.settings.global_batch_size

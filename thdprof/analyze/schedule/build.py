@@ -17,6 +17,7 @@ from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
 from thdprof.analyze.schedule.gpt_dataset import Samples, gpt_samples, train_share
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.schedule.trainer import dataset_shuffle, trainer_table
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, TokenStream, UnpackedDocuments
 from thdprof.errors import DataError, UsageError
 from thdprof.training import DYNAMIC_CP, TrainingSettings
@@ -223,9 +224,13 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
         "max_documents": settings.max_docs_per_pack,
         "pad_to_multiple": settings.pad_seq_to_mult,
         "tail_documents": int(adds_tail),
+        "processes": settings.packing_processes,
     }
+    lengths = documents.document_tokens
+    if settings.shuffle_seed is not None:  # TRL shuffles before it packs, and the rows after
+        lengths = lengths[dataset_shuffle(len(lengths), settings.shuffle_seed)]
     packing = memo.get(
-        "packed", tuple(options.items()), lambda: packers.pack_rows(documents.document_tokens, **options)
+        "packed", (*options.items(), settings.shuffle_seed), lambda: packers.pack_rows(lengths, **options)
     )
     schedule = _schedule_rows(packing.rows, settings)
     return Schedule(
@@ -261,6 +266,10 @@ def _schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
             f"row {row}: {totals[row]} tokens are more than --seq-length {settings.seq_length}"
             f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
         )
+    if settings.loader == "trainer":
+        table = trainer_table(rows, settings)
+        distinct = max(1, rows.num_rows() // settings.micro_batch_size)
+        return Schedule(table=table, independent=min(len(table), distinct))
     mapping = _sample_mapping(rows.num_rows(), settings)
     num_rows = rows.num_rows() if mapping is None else len(mapping)
     steps, warnings = _num_steps(num_rows, settings)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +48,7 @@ def pack_rows(
     max_documents: int | None = None,
     pad_to_multiple: int = 1,
     tail_documents: int = 0,
+    processes: int = 1,
 ) -> Packing:
     """Pack documents into rows of `pack_tokens`.
 
@@ -58,6 +61,9 @@ def pack_rows(
     - `best_fit_decreasing` (TRL's "bfd"): among every 1000 documents the longest comes first, and each goes into the
       fullest row that has room for it. Long documents are cut, empty ones left out. TRL pads micro-batches, so
       `pad_to_multiple` has no effect on its documents.
+    - `best_fit_split` (TRL's "bfd_split"): the same, but long documents become several of them.
+    - `wrapped` (TRL's): the tokens of every 1000 documents are cut into rows, each of which is one document. The last
+      row of the 1000 may be shorter. There is no cap on its documents.
 
     Args:
         document_tokens: tokens of every document in file order, int32, shape [documents].
@@ -68,6 +74,7 @@ def pack_rows(
         pad_to_multiple: tokens to whose multiple documents are padded.
         tail_documents: documents (0 or 1) that training appends to a row for its unused tail: the packer puts at most
             max_documents - tail_documents of its own into a row.
+        processes: number of processes that pack neighbouring parts of the documents, as TRL's dataset_num_proc does.
 
     Raises:
         DataError: no document is left to pack.
@@ -89,9 +96,16 @@ def pack_rows(
         case "next_fit":
             place = _next_fit
             lengths = cut(lengths, pack_tokens, pad_to_multiple, notes)
-        case "best_fit_decreasing":
-            rule, place = "trl", _best_fit
-            lengths = _longest_first(cut(lengths, pack_tokens, 1, notes), notes)
+        case "best_fit_decreasing" | "best_fit_split":
+            rule = "trl"
+            if packer == "best_fit_decreasing":
+                lengths, batches = cut(lengths, pack_tokens, 1, notes), _trl_batches(len(lengths), processes, notes)
+            else:
+                lengths, batches = _split(lengths, pack_tokens, _trl_batches(len(lengths), processes, notes), notes)
+            lengths = _longest_first(lengths, batches, notes)
+            place = partial(_best_fit, batches=batches)
+        case "wrapped":
+            return _wrapped(lengths, pack_tokens, _trl_batches(len(lengths), processes, notes), notes)
         case _:
             raise UsageError(f"--packer {packer}: does not make rows before training starts")
     cap = NO_CAP if max_documents is None else free_documents(max_documents, tail_documents)
@@ -170,15 +184,66 @@ def _fit_bridge(lengths: NDArray[np.int64], pack_tokens: int, multiple: int, not
     return lengths[fits]
 
 
-def _longest_first(lengths: NDArray[np.int64], notes: list[str]) -> NDArray[np.int64]:
+def _trl_batches(num_documents: int, processes: int, notes: list[str]) -> list[int]:
+    """Where the batches of documents that TRL packs together begin, and the end of the last.
+
+    `datasets.Dataset.map` gives each of its processes a contiguous part, and cuts it into batches.
+    """
+    share, more = divmod(num_documents, min(processes, max(num_documents, 1)))
+    starts = [0]
+    while starts[-1] < num_documents:
+        number = len(starts) - 1
+        starts.append(starts[-1] + share + (number < more))
+    batches = [at for low, high in pairwise(starts) for at in range(low, high, _TRL_BATCH)]
+    if len(batches) > 1:
+        parts = "" if processes == 1 else f" in each of {min(processes, num_documents)} processes"
+        notes.append(f"packed {_TRL_BATCH} documents at a time{parts}, as TRL does")
+    return [*batches, num_documents]
+
+
+def _longest_first(lengths: NDArray[np.int64], batches: Sequence[int], notes: list[str]) -> NDArray[np.int64]:
     """Sort each batch of documents that TRL packs together, the longest first."""
-    batches = [np.sort(lengths[start : start + _TRL_BATCH])[::-1] for start in range(0, len(lengths), _TRL_BATCH)]
     empty = int((lengths == 0).sum())
     if empty:
-        notes.append(f"{empty} empty documents were left out")
-    if len(batches) > 1:
-        notes.append(f"packed {_TRL_BATCH} documents at a time, as TRL does")
-    return np.concatenate(batches) if batches else lengths
+        notes.insert(max(0, len(notes) - (len(batches) > 2)), f"{empty} empty documents were left out")
+    parts = [np.sort(lengths[low:high])[::-1] for low, high in pairwise(batches)]
+    return np.concatenate(parts) if parts else lengths
+
+
+def _split(
+    lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int], notes: list[str]
+) -> tuple[NDArray[np.int64], list[int]]:
+    """Cut documents longer than a pack into documents of a pack and a rest; also where the batches begin then."""
+    pieces = np.maximum(1, -(-lengths // pack_tokens))
+    num_long = int((pieces > 1).sum())
+    if num_long:
+        notes.insert(0, f"{num_long} documents longer than {pack_tokens} tokens were split")
+    ends = np.cumsum(pieces)
+    split = np.full(int(ends[-1]) if len(ends) else 0, pack_tokens, dtype=np.int64)
+    split[ends - 1] = lengths - (pieces - 1) * pack_tokens
+    offsets = np.concatenate(([0], ends))
+    return split, offsets[np.asarray(batches)].tolist()
+
+
+def _wrapped(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int], notes: list[str]) -> Packing:
+    """Rows of `pack_tokens` tokens of each batch, whatever its documents are; the last row of a batch is the rest.
+
+    Raises:
+        DataError: the documents have no tokens.
+    """
+    totals = np.add.reduceat(lengths, batches[:-1]) if len(lengths) else lengths
+    rows: list[int] = []
+    for total in totals.tolist():
+        rows += [pack_tokens] * (total // pack_tokens) + ([total % pack_tokens] if total % pack_tokens else [])
+    if not rows:
+        raise DataError(f"no document is left to pack into rows of {pack_tokens} tokens: none has tokens")
+    made = PackedRows(
+        document_tokens=np.array(rows, dtype=np.int32),
+        row_offsets=np.arange(len(rows) + 1, dtype=np.int64),
+        rule="trl",
+    )
+    used = float(lengths.sum()) / (len(rows) * pack_tokens)
+    return Packing(rows=made, efficiency=used, efficiency_without_cap=None, notes=tuple(notes))
 
 
 def _first_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
@@ -234,17 +299,23 @@ def _next_fit_loop(lengths, pack_tokens, cap, packs):  # type: ignore[no-untyped
     return packs
 
 
-def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int) -> NDArray[np.int64]:
+def _best_fit(lengths: NDArray[np.int64], pack_tokens: int, cap: int, *, batches: Sequence[int]) -> NDArray[np.int64]:
     """Place each document into the fullest pack with room; of equally full packs, the one filled so far first wins.
 
     Empty documents get no pack. The packs of a batch that have room are a sorted list of numbers. The upper bits are
     a pack's free tokens, the lower bits the position of its last document, so that one search finds both.
+
+    Args:
+        lengths: tokens of the documents in placing order, int64, shape [documents].
+        pack_tokens: tokens of a pack.
+        cap: most documents of a pack.
+        batches: where the batches that are packed for themselves begin, and the end of the last.
     """
     packs: list[int] = []
-    shift = _TRL_BATCH.bit_length()
+    shift = max((high - low for low, high in pairwise(batches)), default=1).bit_length()
     used = 0
-    for start in range(0, len(lengths), _TRL_BATCH):
-        batch = lengths[start : start + _TRL_BATCH].tolist()
+    for low, high in pairwise(batches):
+        batch = lengths[low:high].tolist()
         chosen: list[int] = []
         with_room: list[int] = []
         counts: dict[int, int] = {}

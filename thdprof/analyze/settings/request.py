@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.errors import DataError, UsageError
 from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions, shared_capture_ranks
 from thdprof.training.model_fields import read_field
+from thdprof.training.trainer_arguments import trainer_settings
 
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
 """Fields of the model that decide the setting `experts`."""
@@ -52,11 +54,18 @@ class Request:
 
 
 def read_request(
-    locations: Sequence[str], flags: Mapping[str, Any], *, settings: Path | None, megatron_args: Path | None
+    locations: Sequence[str],
+    flags: Mapping[str, Any],
+    *,
+    settings: Path | None,
+    megatron_args: Path | None,
+    training_args: Path | None = None,
 ) -> Request:
-    """The request that flags, a settings file and a launch script make, in this order of precedence.
+    """The request that flags, a settings file, and a launch script or a Trainer's arguments make, in this order of
+    precedence.
 
-    `flags` maps names of options to values; None counts as not given.
+    `flags` maps names of options to values; None counts as not given. `training_args` is a file of the fields of
+    TrainingArguments or SFTConfig, as JSON.
 
     Raises:
         DataError: a file that cannot be read.
@@ -79,6 +88,11 @@ def read_request(
     said: ModelReading | None = None
     global_aux_loss = False
     usual_format = "auto"
+    if training_args is not None:
+        if megatron_args is not None:
+            raise UsageError("--training-args and --megatron-args are of different trainers; give one")
+        given = trainer_settings(_read_json("--training-args", training_args), where=f"--training-args {training_args}")
+        notes.append(f"--training-args {training_args}: {_listed(given)} taken from it")
     if megatron_args is not None:
         from thdprof.analyze.settings.launch_script import parse_megatron_args
 
@@ -184,12 +198,31 @@ def check_option(name: str, value: Any) -> None:
 
 
 def _override(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:
-    """Put `stronger` over `given`; the two ways to say a run's length replace each other."""
-    length = {"train_samples", "train_iters"}
-    if length & set(stronger):
-        for name in length:
-            given.pop(name, None)
+    """Put `stronger` over `given`; ways to say a run's length replace each other, and those to say a step's size."""
+    for alike in ({"train_samples", "train_iters", "train_epochs"}, {"global_batch_size", "gradient_accumulation"}):
+        if alike & set(stronger):
+            for name in alike:
+                given.pop(name, None)
     given.update(stronger)
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def _read_json(flag: str, path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        DataError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        found = json.loads(_read_text(flag, path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{flag} {path}: is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{flag} {path}: must hold one JSON object, as SFTConfig.to_json_string() writes it")
+    return found
 
 
 def _text(flag: str, value: Any) -> str:

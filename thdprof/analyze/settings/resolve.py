@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from thdprof.training import (
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
     STEP_PACKERS,
+    TRL_PACKERS,
     Kind,
     Loader,
     TrainingSettings,
@@ -62,6 +63,8 @@ def resolve_settings(
         raise UsageError(f"unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
     for name, value in values.items():
         known[name].check(value)
+    if kind == "trl" and values.get("packer") in TRL_PACKERS:
+        values.pop("shuffle_seed", None)  # the rows were saved after TRL packed them, and shuffled them last of all
     notes = _drop_what_has_no_effect(values, kind, dataset_format)
     assumed: list[Assumption] = []
 
@@ -92,9 +95,12 @@ def resolve_settings(
         if not dynamic and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
             notes += (f"--max-seqlen-per-dp-cp-rank has no effect on --packer {packer} and was left out",)
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
+    _accumulate(values, minimum)
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
     if default_loader is not None:
         assume("loader", default_loader, f"the default loader of {dataset_format} data")
+    if values.get("loader") == "trainer":
+        _assume_trainer(values, kind, assume)
     if kind in ("streams", "conversations"):
         assume("split", known["split"].default, "Megatron-LM's default")
     if kind == "conversations":
@@ -112,6 +118,37 @@ def resolve_settings(
     settings = TrainingSettings(**values)
     _check(settings, dataset_format, num_datasets)
     return settings, tuple(assumed), notes
+
+
+def _accumulate(values: dict[str, Any], minimum: int) -> None:
+    """Turn gradient_accumulation into global_batch_size; `minimum` is the rows of one micro-batch of every rank.
+
+    Raises:
+        UsageError: both are given.
+    """
+    accumulation = values.pop("gradient_accumulation", None)
+    if accumulation is None:
+        return
+    if "global_batch_size" in values:
+        raise UsageError("--gradient-accumulation and --global-batch-size both say how large a step is; give one")
+    values["global_batch_size"] = accumulation * minimum
+
+
+def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[[str, Any, str], None]) -> None:
+    """What Hugging Face's Trainer takes where nothing is given.
+
+    Raises:
+        UsageError: the Trainer does not read data of this kind, or the run's length is given twice.
+    """
+    if kind not in (None, "trl", "packs", "documents"):
+        raise UsageError("--loader trainer: the Trainer reads rows that TRL packs, or lengths; choose another loader")
+    if values.get("packer") in STEP_PACKERS:
+        raise UsageError(f"--packer {values['packer']}: the Trainer reads rows that were packed before")
+    if "train_epochs" in values and {"train_samples", "train_iters"} & {*values}:
+        raise UsageError(f"{shown('train_epochs')} and --train-iters both say how long the run is; give one")
+    assume("seed", 42, "the Trainer's default")
+    assume("drop_last", False, "the Trainer's default")
+    assume("tail_policy", "append_dummy_seq", "thdprof.transformers pads the decoder's rows")
 
 
 def _most_tokens(values: Mapping[str, Any]) -> int:
@@ -169,6 +206,8 @@ def _check(settings: TrainingSettings, dataset_format: str, num_datasets: int) -
             f"--micro-batch-size {settings.micro_batch_size}: Megatron-Bridge trains packed rows with 1; "
             "make the packs longer instead"
         )
+    if settings.train_epochs is not None and settings.loader != "trainer":
+        raise UsageError(f"{shown('train_epochs')}: is for --loader trainer; give --train-iters or --train-samples")
     if settings.loader == "batch" and dataset_format in _BLENDED:
         raise UsageError("--loader batch: Megatron's own datasets are read with single or cyclic")
     if dataset_format == "megatron-sft" and num_datasets > 1 and settings.weights is None:

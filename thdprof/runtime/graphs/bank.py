@@ -60,6 +60,8 @@ class BankOptions:
     """Which activations are in host memory between forward and backward; None: all stay on the device."""
     cuts: Sequence[nn.Module] = ()
     """Submodules before which passes are cut into pieces, each with graphs of its own; none: passes stay whole."""
+    parameters_are_inputs: bool = False
+    """Whether replays take every parameter as an input, so that autograd runs the hooks on gradient accumulation."""
 
 
 class Bank:
@@ -79,7 +81,9 @@ class Bank:
         self._device = device = tensors[0].device
         self._module, self._call, self._options = module, call, options
         self._stream, self._outwards, self._inwards = (torch.cuda.Stream(device) for _ in range(3))
-        self._gradients = GradientBuffers.of([p for p in module.parameters() if p.requires_grad])
+        self._gradients = GradientBuffers.of(
+            [p for p in module.parameters() if p.requires_grad], all_are_inputs=options.parameters_are_inputs
+        )
         self._states = RegisteredStates(options.generators)
         self._placement: Placement | None = None  # made after the first capture: layers may make buffers in it
         self.slots = [

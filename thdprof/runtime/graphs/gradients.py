@@ -25,17 +25,21 @@ class GradientBuffers:
     """The buffer of each parameter, of its shape and on its device."""
     uses_main_grad: list[bool] = field(default_factory=list)
     """Whether each parameter's buffer is its `main_grad`."""
+    all_are_inputs: bool = False
+    """Whether replays take every parameter as an input, so that autograd runs the hooks on its gradient
+    accumulation, such as those of torch's DistributedDataParallel.
+    """
     _pointers: list[int] = field(default_factory=list)
     """Address of each buffer when it was made."""
     _chosen: dict[tuple[bool, ...], list[nn.Parameter]] = field(default_factory=dict)
     """Results of `with_main_grad`, by its argument."""
 
     @classmethod
-    def of(cls, parameters: Sequence[nn.Parameter]) -> GradientBuffers:
+    def of(cls, parameters: Sequence[nn.Parameter], *, all_are_inputs: bool = False) -> GradientBuffers:
         """Buffers for `parameters`: their `main_grad` where they have one, else new tensors that become their
         `.grad`.
         """
-        accumulators = cls(list(parameters))
+        accumulators = cls(list(parameters), all_are_inputs=all_are_inputs)
         _fires_without_gradient()  # cached here: the check runs a backward, and must not run inside another one
         for parameter in accumulators.parameters:
             main_grad = getattr(parameter, "main_grad", None)
@@ -45,7 +49,7 @@ class GradientBuffers:
         return accumulators
 
     def with_main_grad(self, touched: Sequence[bool]) -> list[nn.Parameter]:
-        """Parameters whose gradient a backward pass adds to `main_grad`.
+        """Parameters whose gradient a backward pass adds to `main_grad`; to `.grad` too where `all_are_inputs`.
 
         Args:
             touched: whether the backward pass gives each parameter a gradient.
@@ -53,7 +57,7 @@ class GradientBuffers:
         key = tuple(touched)
         if key not in self._chosen:
             marks = zip(self.parameters, self.uses_main_grad, touched, strict=True)
-            self._chosen[key] = [parameter for parameter, main, used in marks if main and used]
+            self._chosen[key] = [p for p, main, used in marks if used and (main or self.all_are_inputs)]
         return self._chosen[key]
 
     def collect(self, aliases: Sequence[nn.Parameter]) -> set[int]:
@@ -145,15 +149,15 @@ class GradientBuffers:
     def run_hooks(self, touched: Sequence[bool]) -> None:
         """Run the parameters' post-accumulate hooks, as autograd would after adding to `.grad`.
 
-        Parameters with `main_grad` are inputs of the replay, to which the replay returns no gradient. Some versions of
-        torch run their hooks all the same; the hooks are then left to torch, so that they run once.
+        Parameters with `main_grad`, or all, are inputs of the replay, to which the replay returns no gradient. Some
+        versions of torch run their hooks all the same; the hooks are then left to torch, so that they run once.
 
         Args:
             touched: whether the backward graph gives each parameter a gradient.
         """
         for parameter, used, main in zip(self.parameters, touched, self.uses_main_grad, strict=True):
             hooks = parameter._post_accumulate_grad_hooks
-            if hooks and used and not (main and _fires_without_gradient()):
+            if hooks and used and not ((main or self.all_are_inputs) and _fires_without_gradient()):
                 for hook in tuple(hooks.values()):
                     hook(parameter)
 

@@ -75,10 +75,12 @@ class GraphedModule(DispatchedModule):
 
     A replay runs the post-accumulate hooks of parameters and the hooks on the gradient accumulation of parameters with
     `main_grad`, and no other hook. A torch DistributedDataParallel around this module would therefore never reduce its
-    gradients; reduce them after the backward. A replay adds to the parameters' gradients even where
-    `torch.autograd.grad` asks for other gradients only. Decisions that the module's forward takes in Python, and
-    tensors that it keeps as plain attributes, stay as they were at the capture. With `capture="startup"`, all graphs
-    are captured at the first training micro-batch that has the buckets' number of tokens.
+    gradients; reduce them after the backward, or set `reduced_by_hooks`: all parameters then are inputs of a replay,
+    and autograd runs the hooks on their gradient accumulation once the replay has added to `.grad`. A replay adds to
+    the parameters' gradients even where `torch.autograd.grad` asks for other gradients only. Decisions that the
+    module's forward takes in Python, and tensors that it keeps as plain attributes, stay as they were at the capture.
+    With `capture="startup"`, all graphs are captured at the first training micro-batch that has the buckets' number of
+    tokens.
 
     One stream must run the whole step. The keys of this module's state_dict begin with `module.`; save and load the
     inner module itself.
@@ -109,6 +111,7 @@ class GraphedModule(DispatchedModule):
         agree_on: Largest | None = None,
         verify_every: int = 0,
         name: str = "",
+        reduced_by_hooks: bool = False,
     ) -> None:
         """A module that will be captured for `buckets`.
 
@@ -137,6 +140,8 @@ class GraphedModule(DispatchedModule):
                 rank decides by its own micro-batch.
             verify_every: one in so many micro-batches is also run eagerly, and compared; 0: none.
             name: the module's name in what is logged of verified micro-batches.
+            reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay, as those
+                of a DistributedDataParallel around this module do.
 
         Raises:
             ValueError: `num_slots` is less than 1, or both `offload` and `cuts` are given.
@@ -168,6 +173,7 @@ class GraphedModule(DispatchedModule):
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
         self._surroundings, self._offload, self._cuts = surroundings or Surroundings(), offload, tuple(cuts)
+        self._reduced_by_hooks = reduced_by_hooks
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
         self._watch = self._watch_of(verify_every, name)
@@ -306,6 +312,7 @@ class GraphedModule(DispatchedModule):
                 surroundings=self._surroundings,
                 offload=self._offload,
                 cuts=self._cuts,
+                parameters_are_inputs=self._reduced_by_hooks,
             ),
         )
         if self._capture == "startup":
@@ -408,6 +415,7 @@ def graphed(
     chunk: int = 0,
     generators: Sequence[torch.Generator] = (),
     token_dim: int = 0,
+    reduced_by_hooks: bool = False,
 ) -> GraphedModule:
     """`module`, run through the graphs of `plan`.
 
@@ -418,6 +426,8 @@ def graphed(
         chunk: which of that rank's model chunks this module is.
         generators: CUDA generators, besides the default one, that the module draws from.
         token_dim: dimension of the first tensor that runs over tokens.
+        reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay, as those of a
+            DistributedDataParallel around the module do.
 
     Raises:
         ValueError: the plan captures parts of Megatron's layers, or groups of them.
@@ -445,6 +455,7 @@ def graphed(
         token_dim=token_dim,
         offload=offload_of(plan),
         verify_every=graphs.verify_every,
+        reduced_by_hooks=reduced_by_hooks,
     )
     graphed_module.stats().prediction = Prediction.of(plan)
     return graphed_module

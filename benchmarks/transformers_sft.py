@@ -1,0 +1,256 @@
+"""Times TRL's SFTTrainer on packed rows: eager, by torch.compile, and by a plan, with the same attention kernels.
+
+    python benchmarks/transformers_sft.py --shape 0.6b --modes eager,compile,plan --steps 30 --out results.jsonl
+
+Each mode runs in a process of its own, on the same made-up documents and random weights; nothing is downloaded. A line
+of JSON for each says the median seconds of a step, the peak of GPU memory, what captures took, and the losses.
+With `torchrun --nproc-per-node 2` all ranks train together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+SHAPES = {
+    "0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+SAME = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "rope_theta": 1e6,
+        "max_position_embeddings": 40960}  # fmt: skip
+ROW = int(os.environ.get("THDPROF_ROW", 4096))
+WARMUP = 4
+
+
+def documents(count: int, vocabulary: int):
+    """Conversations of 30 to 4,096 tokens, half of them shorter than 240."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.5, 1.0, count).astype(int), 30, ROW)
+    return [rng.integers(10, vocabulary, n).tolist() for n in lengths]
+
+
+def packed_rows(directory: Path, rows: int, vocabulary: int):
+    """At least `rows` rows as TRL packs them, kept in `directory` for the next mode, and for `thdprof analyze`."""
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    path = directory / "packed.parquet"
+    if not path.exists():
+        data = Dataset.from_dict({"input_ids": documents(rows * 12, vocabulary)})
+        packed = pack_dataset(data, ROW, "bfd").select(range(rows))
+        packed.to_parquet(str(path))
+    return Dataset.from_parquet(str(path))
+
+
+def make_plan(directory: Path, *, accumulation: int, processes: int, steps: int, shape: str, lora: bool) -> Path:
+    """The plan that `thdprof analyze` makes of the packed rows, and its report beside it."""
+    plan, report = directory / "plan.yaml", directory / "analysis.txt"
+    if plan.exists():
+        return plan
+    config = directory / "config.json"
+    config.write_text(json.dumps({**SAME, **SHAPES[shape], "tie_word_embeddings": shape != "8b"}))
+    command = [
+        *(sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer"),
+        *("--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", processes, "--seq-length", ROW),
+        *("--gradient-accumulation", accumulation, "--train-iters", steps),
+        *("--model", config, "--gpu", "h200", "-o", plan),
+    ]
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    report.write_text(done.stdout + done.stderr)
+    if done.returncode:
+        raise SystemExit(report.read_text())
+    return plan
+
+
+def run_mode(options: argparse.Namespace, mode: str) -> dict:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from thdprof.plan import load_plan
+    from thdprof.transformers import PlanCallback, attention
+
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    from support.trl_training import tokenizer
+
+    if options.deterministic:
+        torch.use_deterministic_algorithms(True)
+    shape = dict(SHAPES[options.shape])
+    if options.layers:
+        shape["num_hidden_layers"] = options.layers
+    kind = dict(SAME)
+    if options.vocabulary:
+        kind["vocab_size"] = options.vocabulary
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    directory = Path(options.directory)
+    rows = packed_rows(directory, options.steps * options.accumulation * processes + 8, kind["vocab_size"])
+    config = AutoConfig.for_model(kind.pop("model_type"), **kind, **shape, tie_word_embeddings=options.shape != "8b")
+    torch.manual_seed(0)
+    gpu = torch.cuda.is_available()
+    with torch.device("cuda" if gpu else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    callbacks: list[TrainerCallback] = [Clock()]
+    plan_callback = None
+    if mode in ("plan", "padded"):
+        plan = options.plan or make_plan(
+            directory, accumulation=options.accumulation, processes=processes, steps=options.steps,
+            shape=options.shape, lora=options.lora,
+        )  # fmt: skip
+        plan = load_plan(Path(plan))  # verified micro-batches also run eagerly, and the first of them come at the start
+        plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
+        plan_callback = PlanCallback(plan, replay=mode == "plan", stats=directory / f"{mode}.stats.jsonl",
+                                     attention=options.attention)  # fmt: skip
+        callbacks.append(plan_callback)
+    else:
+        attention.register(options.attention)
+        model.config._attn_implementation = attention.IMPLEMENTATION
+    peft_config = None
+    if options.lora:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
+    arguments = SFTConfig(
+        output_dir=str(directory / mode), report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
+        max_length=None, padding_free=True, packing=False, dataset_kwargs={"skip_prepare_dataset": True},
+        per_device_train_batch_size=1, gradient_accumulation_steps=options.accumulation, max_steps=options.steps,
+        gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5, torch_compile=mode == "compile",
+        dataloader_drop_last=False, max_grad_norm=1.0,
+    )  # fmt: skip
+    trainer = SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer(),
+                         callbacks=callbacks, peft_config=peft_config)  # fmt: skip
+    began = time.perf_counter()
+    trainer.train()
+    clock = callbacks[0]
+    assert isinstance(clock, Clock)
+    seconds = clock.seconds[WARMUP:] or clock.seconds
+    return {
+        "mode": mode,
+        "shape": options.shape,
+        "lora": options.lora,
+        "processes": processes,
+        "deterministic": options.deterministic,
+        "step_s": median(seconds),
+        "step_s_min": min(seconds),
+        "step_s_max": max(seconds),
+        "first_step_s": clock.seconds[0],
+        "steps": len(clock.seconds),
+        "total_s": time.perf_counter() - began,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
+        "stats": None if plan_callback is None else clock.stats_of(plan_callback),
+        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    }
+
+
+def _clock_class():
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """Seconds of every step, the GPU waited for at its end."""
+
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self._began = 0.0
+            self._stats = None
+
+        def on_step_begin(self, *args, **kwargs) -> None:
+            self._began = self._began or self._now()
+
+        def on_step_end(self, *args, **kwargs) -> None:
+            now = self._now()
+            self.seconds.append(now - self._began)
+            self._began = now
+
+        def on_train_begin(self, *args, **kwargs) -> None:
+            pass
+
+        @staticmethod
+        def _now() -> float:
+            import torch
+
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            return time.perf_counter()
+
+        def stats_of(self, callback) -> dict | None:
+            return None if callback.last is None else {**callback.last.to_dict(), "capture_s": callback.last.capture_s}
+
+    return Clock
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="0.6b")
+    parser.add_argument(
+        "--modes", default="eager,compile,plan", help="of eager, compile, plan, padded (plan, unreplayed)"
+    )
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--accumulation", type=int, default=8)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--attention", default="auto")
+    parser.add_argument("--plan", help="a plan file; without it thdprof analyze makes one")
+    parser.add_argument("--layers", type=int, help="fewer layers, for a trial")
+    parser.add_argument("--vocabulary", type=int, help="a smaller vocabulary, for a trial")
+    parser.add_argument("--directory", default="transformers_sft")
+    parser.add_argument("--out", type=Path, help="append the lines here")
+    parser.add_argument("--together", action="store_true", help="run all modes in this process, which starts sooner")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    Path(options.directory).mkdir(parents=True, exist_ok=True)
+    if options.one:
+        found = run_mode(options, options.one)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("RESULT " + json.dumps(found), flush=True)
+        return
+    if options.together:
+        for mode in options.modes.split(","):
+            report(run_mode(options, mode), options.out)
+            release_memory()
+        return
+    for mode in options.modes.split(","):
+        launch = [sys.executable]
+        if (gpus := int(os.environ.get("THDPROF_PROCESSES", "1"))) > 1:
+            launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+        done = subprocess.run([*launch, __file__, *sys.argv[1:], "--one", mode], capture_output=True, text=True)
+        line = next((n for n in done.stdout.splitlines() if n.startswith("RESULT ")), None)
+        if line is None:
+            print(f"{mode}: failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}", flush=True)
+            continue
+        report(json.loads(line.removeprefix("RESULT ")), options.out)
+
+
+def report(found: dict, out: Path | None) -> None:
+    """Print a mode's result without its losses, and append it whole to `out`."""
+    shown = {k: v for k, v in found.items() if k != "losses"}
+    print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(json.dumps(found) + "\n")
+
+
+def release_memory() -> None:
+    """Free what the last mode has left on the GPU, and begin its peak anew."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == "__main__":
+    Clock = _clock_class()
+    main()

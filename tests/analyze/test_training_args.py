@@ -1,0 +1,121 @@
+"""`--training-args`: the fields of a Trainer's arguments become settings of the analysis."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.sample_files import write_lines, write_trl
+
+from thdprof.errors import UsageError
+from thdprof.training.trainer_arguments import trainer_settings
+
+FIELDS = {
+    "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_length": 64, "seed": 7, "data_seed": None,
+    "dataloader_drop_last": True, "packing": True, "packing_strategy": "wrapped", "num_train_epochs": 3.0,
+    "max_steps": -1, "train_sampling_strategy": "random",
+    "accelerator_config": {"split_batches": False, "even_batches": True},
+    "dataset_num_proc": None, "pad_to_multiple_of": None, "shuffle_dataset": True, "learning_rate": 1e-5,
+}  # fmt: skip
+
+
+def one_line_error(done, *, code) -> str:
+    assert done.returncode == code, done.stderr
+    *_, error = done.stderr.splitlines()
+    assert error.startswith("thdprof: ")
+    return error
+
+
+def settings(**changes) -> dict:
+    return trainer_settings({**FIELDS, **changes}, where="args.json")
+
+
+def test_fields_become_settings():
+    assert settings() == {
+        "loader": "trainer", "micro_batch_size": 2, "gradient_accumulation": 4, "seq_length": 64, "seed": 7,
+        "shuffle_seed": 7, "drop_last": True, "packer": "wrapped", "train_epochs": 3,
+    }  # fmt: skip
+    found = settings(data_seed=3, max_steps=50, dataset_num_proc=8, pad_to_multiple_of=16, shuffle_dataset=False)
+    assert (found["seed"], found["train_iters"], found["packing_processes"], found["pad_seq_to_mult"]) == (3, 50, 8, 16)
+    assert "train_epochs" not in found
+    assert "shuffle_seed" not in found
+    assert trainer_settings({}, where="x", num_processes=2) == {
+        "loader": "trainer", "drop_last": False, "data_parallel_size": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_by_length": True}, "group_by_length: thdprof does not know in which order"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy 'group_by_length'"),
+        ({"accelerator_config": {"split_batches": True}}, "accelerator_config split_batches True"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "accelerator_config use_seedable_sampler False"),
+        ({"num_train_epochs": 1.5}, "num_train_epochs 1.5: only whole epochs are replayed"),
+        ({"packing_strategy": "worst_fit"}, "packing_strategy 'worst_fit': known are bfd, bfd_split"),
+        ({"seed": "x"}, "seed 'x': must be a whole number of at least 0"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps 0: must be a whole number of at least 1"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(changes, message):
+    with pytest.raises(UsageError) as told:
+        settings(**changes)
+    assert str(told.value).startswith("args.json: ")
+    assert message in str(told.value)
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({**FIELDS, "packing_strategy": "bfd", "shuffle_dataset": False}))
+    return path
+
+
+def test_options_win_over_the_arguments(thdprof, tmp_path, arguments):
+    data = write_lines(tmp_path / "lengths.jsonl", list(range(1, 60)))
+    done = thdprof("analyze", data, "--training-args", arguments, "--data-parallel-size", 2, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["exact"], found["microbatches"] % 6) == (True, 0)
+    done = thdprof(
+        "analyze", data, "--training-args", arguments, "--train-iters", 2, "--global-batch-size", 4, "--json",
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert (found["steps"], found["microbatches"]) == (2, 4)
+
+
+def test_rows_that_trl_has_packed_are_neither_packed_nor_shuffled_again(thdprof, tmp_path, arguments):
+    fields = {**json.loads(arguments.read_text()), "shuffle_dataset": True}
+    arguments.write_text(json.dumps(fields))
+    rows = [[n, 64 - n] for n in range(1, 41)]
+    data, table = write_trl(tmp_path / "rows.parquet", rows), tmp_path / "plan.yaml"
+    done = thdprof("analyze", data, "--training-args", arguments, "-o", table)
+    assert done.returncode == 0, done.stderr
+    assert "shuffle_seed: null" in table.read_text()
+    assert "replayed exactly" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is no JSON"), ("[1]", "must hold one JSON object, as SFTConfig.to_json_string() writes it")],
+)
+def test_files_that_hold_no_arguments_are_refused(thdprof, tmp_path, text, message):
+    data = write_lines(tmp_path / "lengths.jsonl", [3, 4])
+    path = tmp_path / "args.json"
+    path.write_text(text)
+    assert message in one_line_error(thdprof("analyze", data, "--training-args", path), code=1)
+
+
+def test_two_trainers_are_refused(thdprof, tmp_path, arguments):
+    data = write_lines(tmp_path / "lengths.jsonl", [3, 4])
+    (tmp_path / "run.sh").write_text("--micro-batch-size 1\n")
+    done = thdprof("analyze", data, "--training-args", arguments, "--megatron-args", tmp_path / "run.sh")
+    assert "--training-args and --megatron-args are of different trainers" in one_line_error(done, code=2)
+
+
+def test_both_words_for_the_size_of_a_step_are_refused(thdprof, tmp_path):
+    data = write_lines(tmp_path / "lengths.jsonl", [3, 4])
+    done = thdprof("analyze", data, "--gradient-accumulation", 2, "--global-batch-size", 2)
+    assert "--gradient-accumulation and --global-batch-size both say how large a step is" in one_line_error(
+        done, code=2
+    )

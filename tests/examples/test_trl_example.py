@@ -1,0 +1,35 @@
+"""The example of TRL's trainer runs on a processor, and counts what the plan predicts."""
+
+from __future__ import annotations
+
+import pytest
+from support.command import run_in_process, run_script
+
+pytest.importorskip("torch")
+pytest.importorskip("trl", reason="needs thdprof[transformers]")
+
+SMALL = ["--layers", 1, "--hidden", 32, "--heads", 2]
+
+
+@pytest.mark.parametrize("options", [[], ["--lora", "--checkpointing", "--replay", "off"]])
+def test_the_example_closes_the_loop(tmp_path, options):
+    assert run_in_process("demo", "demo", cwd=tmp_path).returncode == 0
+    done = run_in_process(
+        "analyze", "demo/trl", "--loader", "trainer", "--gradient-accumulation", 2, "--train-iters", 2,
+        "--seq-length", 2048, "-o", "plan.yaml", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ran = run_script(
+        "examples/train_trl.py", "--plan", "plan.yaml", "--stats", "stats.jsonl", "demo/trl/packed.parquet",
+        *SMALL, *options, cwd=tmp_path,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "4 micro-batches, 0 captures" in ran.stdout
+    compared = run_in_process("compare", "plan.yaml", "stats.jsonl", cwd=tmp_path)
+    assert compared.returncode == 0, compared.stdout + compared.stderr
+
+
+def test_it_stays_short_enough_to_be_read():
+    from support.paths import ROOT
+
+    assert len((ROOT / "examples" / "train_trl.py").read_text().splitlines()) <= 120

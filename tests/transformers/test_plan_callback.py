@@ -1,0 +1,230 @@
+"""PlanCallback in TRL's SFTTrainer, on a processor: what it changes, what it counts, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from support.trl_plans import plan_for
+
+pytest.importorskip("torch")
+pytest.importorskip("trl", reason="needs thdprof[transformers]")
+
+import torch
+from support.trl_training import dataset_of, documents, losses, small_model, trainer
+from transformers import TrainerCallback
+
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.compare.statistics import compare, read_stats
+from thdprof.errors import UsageError
+from thdprof.transformers import PlanCallback, attention, refusals
+from thdprof.transformers.callback import with_covered_tail
+
+ROWS = documents(60)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    """The plan of two epochs of ROWS with two micro-batches a step."""
+    found = analyze_dataset(
+        [len(row) for row in ROWS], loader="trainer", packer="best_fit_decreasing", seq_length=64,
+        gradient_accumulation=2, train_epochs=2,
+    )  # fmt: skip
+    return make_plan(found)
+
+
+def run(directory, *callbacks, model=None, **arguments):
+    arguments = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, **arguments}
+    model = small_model() if model is None else model
+    return trainer(model, dataset_of(ROWS), directory, callbacks=callbacks, **arguments)
+
+
+def test_a_run_by_a_plan_has_the_losses_of_one_without(plan, tmp_path):
+    evaluated = {"eval_dataset": dataset_of(documents(10, seed=3)), "eval_strategy": "epoch"}
+    alone = run(tmp_path / "a", **evaluated)
+    alone.train()
+    followed = run(tmp_path / "b", PlanCallback(plan), **evaluated)
+    followed.train()
+    assert len(losses(alone)) >= 10
+    assert losses(followed) == pytest.approx(losses(alone), rel=1e-5)
+    evaluations = [[e["eval_loss"] for e in r.state.log_history if "eval_loss" in e] for r in (alone, followed)]
+    assert len(evaluations[0]) == 2
+    assert evaluations[1] == pytest.approx(evaluations[0], rel=1e-5)
+
+
+class Logger(TrainerCallback):
+    """Stands for a callback that the Trainer made before the user's, such as that of TensorBoard."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.seen.append(dict(logs))
+
+
+def test_counters_reach_the_log_and_every_logger(plan, tmp_path):
+    logger = Logger()
+    followed = run(tmp_path, logger, PlanCallback(plan))
+    followed.train()
+    steps = [entry for entry in logger.seen if "loss" in entry]
+    assert [entry["thdprof/microbatches"] for entry in steps][:3] == [2, 4, 6]
+    assert all(entry["thdprof/replayed"] == 0 for entry in steps)
+    assert steps[-1]["thdprof/eager/no_cuda"] == steps[-1]["thdprof/microbatches"]
+    assert followed.state.log_history[0]["thdprof/eager/no_cuda"] == 2
+
+
+def test_the_statistics_are_those_that_the_plan_predicts(plan, tmp_path):
+    callback = PlanCallback(plan, stats=tmp_path / "stats.jsonl")
+    followed = run(tmp_path, callback)
+    followed.train()
+    comparison = compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=0.0)
+    assert (comparison.basis, comparison.microbatches) == ("decided", plan.microbatches.count)
+    assert comparison.observed_fallback_rate == comparison.predicted_fallback_rate
+    assert [b.observed_share for b in comparison.buckets] == [b.predicted_share for b in comparison.buckets]
+    assert callback.stats is None
+    assert callback.last.microbatches == plan.microbatches.count
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(plan, tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    whole = run(tmp_path, PlanCallback(plan), **saving)
+    whole.train()
+    names = list(small_model().state_dict())
+    assert list(whole.model.state_dict()) == names
+    resumed = run(tmp_path, PlanCallback(plan), **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert losses(resumed)[4:] == losses(whole)[4:]
+    for mine, own in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(mine, own)
+
+
+def test_adapters_and_checkpointing_train_as_without_a_plan(plan, tmp_path):
+    from peft import LoraConfig
+
+    options = {"gradient_checkpointing": True, "max_steps": 4}
+    found = []
+    for callbacks in ((), (PlanCallback(plan),)):
+        config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
+        followed = run(tmp_path, *callbacks, peft_config=config, **options)
+        followed.train()
+        found.append(losses(followed))
+    assert len(found[0]) == 4
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def refused(plan, tmp_path, *, model=None, callback=None, **arguments) -> str:
+    followed = run(tmp_path, callback or PlanCallback(plan), model=model, **arguments)
+    with pytest.raises(UsageError) as told:
+        followed.train()
+    assert followed.state.global_step == 0
+    return str(told.value)
+
+
+def test_a_plan_of_another_run_is_refused_with_every_reason(plan, tmp_path):
+    told = refused(plan, tmp_path, per_device_train_batch_size=2, max_length=32, data_seed=3)
+    assert "micro_batch_size" not in told
+    assert "per_device_train_batch_size: the plan was made for 1, the run has 2" in told
+    assert "max_length: the plan was made for 64, the run has 32" in told
+
+
+def test_a_run_in_another_order_is_told_so(plan, tmp_path, caplog):
+    run(tmp_path, PlanCallback(plan), data_seed=3, max_steps=1).train()
+    assert "data_seed (seed): the plan was made for 42, the run has 3" in caplog.text
+
+
+def test_an_order_that_is_not_known_is_refused(plan, tmp_path):
+    told = refused(plan, tmp_path, accelerator_config={"split_batches": True})
+    assert "accelerator_config split_batches True" in told
+
+
+def test_another_family_is_refused_by_its_name(plan, tmp_path):
+    told = refused(plan, tmp_path, model=small_model("gpt_neox"))
+    assert "model_type 'gpt_neox' was not checked in graphs: known are gemma, gemma2" in told
+
+
+def test_checkpointing_with_dropout_is_refused(plan, tmp_path):
+    told = refused(plan, tmp_path, model=small_model(attention_dropout=0.1), gradient_checkpointing=True)
+    assert "gradient checkpointing together with dropout (attention_dropout 0.1)" in told
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"impl": "chunk"}, "graphs.impl is chunk"),
+        ({"offload": {"modules": ["all"]}}, "graphs.offload is set"),
+        ({"layers_per_graph": 2}, "graphs.layers_per_graph is set"),
+    ],
+)
+def test_plans_of_megatron_are_refused(plan, changes, reason):
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"] |= changes
+    assert reason in " ".join(refusals.of_plan(type(plan).model_validate(values)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fsdp": "full_shard"}, "FSDP shards parameters"),
+        ({"deepspeed": "ds.json"}, "DeepSpeed keeps parameters"),
+        ({"n_gpu": 2}, "DataParallel copies the model"),
+        ({"torch_compile": True}, "torch_compile is set"),
+        ({"activation_offloading": True}, "activation_offloading is set"),
+        ({"parallelism_config": object()}, "parallelism_config is set"),
+        ({"accelerator_config": SimpleNamespace(dispatch_batches=True)}, "dispatch_batches"),
+        ({"per_device_train_batch_size": 2}, "padding_free is False with several rows"),
+    ],
+)
+def test_what_surrounds_the_model_is_refused_by_name(changes, reason):
+    usual = {"padding_free": False, "packing": False, "per_device_train_batch_size": 1, "n_gpu": 1}
+    assert list(refusals.of_arguments(SimpleNamespace(**usual))) == []
+    assert reason in " ".join(refusals.of_arguments(SimpleNamespace(**{**usual, **changes})))
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
+def test_what_accelerates_launcher_asks_for_is_refused_too(name, monkeypatch):
+    monkeypatch.setenv(name, "true")
+    usual = SimpleNamespace(padding_free=True, packing=False, per_device_train_batch_size=2, n_gpu=1)
+    assert len(list(refusals.of_arguments(usual))) == 1
+
+
+def of_model(model, backend="torch", **options) -> str:
+    return " ".join(refusals.of_model(model, backend=backend, **{"own_attention": False, "on_gpu": True, **options}))
+
+
+def test_attention_that_the_kernels_cannot_do_is_refused():
+    assert of_model(small_model()) == ""
+    assert "no variable-length attention is installed" in of_model(small_model(), None)
+    assert "attention_dropout 0.1: the attention of torch has none" in of_model(small_model(attention_dropout=0.1))
+    gemma = small_model("gemma2")
+    assert "attn_logit_softcapping 50.0 (Gemma 2): the attention of torch cannot" in of_model(gemma)
+    assert of_model(gemma, "flash_attn") == ""
+
+
+def test_an_attention_that_is_not_installed_is_refused():
+    with pytest.raises(UsageError, match="attention 'flash_attn': choose one of auto, flash_attn, torch"):
+        attention.register("flash_attn")
+
+
+def test_graphs_cover_every_token_whatever_the_plan_says():
+    plan = plan_for(tokens=64, caps=[8], rows=4, tail_policy="none")
+    assert with_covered_tail(plan).graphs.tail_policy == "extend_last"
+    plan = plan_for(tokens=64, caps=[8], rows=4)
+    assert with_covered_tail(plan) is plan
+
+
+def test_the_callback_needs_no_megatron():
+    code = (
+        "import sys, json\nimport thdprof.transformers\n"
+        "print(json.dumps([m for m in ('megatron', 'transformer_engine', 'pandas') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "megatron" not in json.loads(done.stdout.splitlines()[-1])
+
+
+def test_without_transformers_the_extra_is_named():
+    code = "import sys\nsys.modules['transformers'] = None\nimport thdprof.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'thdprof[transformers]'" in done.stderr

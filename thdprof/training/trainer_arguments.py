@@ -1,0 +1,129 @@
+"""The settings of a run of Hugging Face's Trainer or TRL's SFTTrainer, from the fields of its arguments.
+
+Fields are read from `SFTConfig.to_dict()` or `to_json_string()`, and from `TrainingArguments` alike. Rules: TRL 1.16,
+transformers 5.23 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from thdprof.errors import UsageError
+
+TRAINER_ARGUMENTS: Mapping[str, str] = {
+    "seq_length": "max_length",
+    "micro_batch_size": "per_device_train_batch_size",
+    "global_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x processes",
+    "data_parallel_size": "number of processes",
+    "loader": "data loader (the Trainer's own)",
+    "drop_last": "dataloader_drop_last",
+    "seed": "data_seed (seed)",
+    "shuffle_seed": "shuffle_dataset (seed)",
+    "packer": "packing_strategy",
+    "packing_processes": "dataset_num_proc",
+    "pad_seq_to_mult": "pad_to_multiple_of",
+    "train_samples": "samples of the run (max_steps)",
+    "train_epochs": "num_train_epochs",
+}
+"""What Trainer's arguments call the settings of a run."""
+
+PACKERS: Mapping[str, str] = {
+    "bfd": "best_fit_decreasing",
+    "bfd_split": "best_fit_split",
+    "bfd-requeue": "best_fit_split",
+    "wrapped": "wrapped",
+}
+"""TRL's `packing_strategy` -> the packer that packs as it does."""
+
+_SAMPLING = "train_sampling_strategy"
+_OTHER_ORDERS: Mapping[str, Any] = {
+    "split_batches": False,
+    "dispatch_batches": None,
+    "even_batches": True,
+    "use_seedable_sampler": True,
+}
+"""Fields of `accelerator_config` that change the order of the data, and the values under which it is known."""
+
+
+def unknown_orders(arguments: Mapping[str, Any]) -> list[str]:
+    """What makes the order in which the run reads its rows unknown, a clause each; empty where it is replayed."""
+    found = []
+    strategy = arguments.get(_SAMPLING, "random")
+    if arguments.get("group_by_length") or strategy not in ("random", None):
+        found.append("group_by_length" if arguments.get("group_by_length") else f"{_SAMPLING} {strategy!r}")
+    config = arguments.get("accelerator_config") or {}
+    if isinstance(config, Mapping):
+        found += [
+            f"accelerator_config {name} {config[name]}"
+            for name, usual in _OTHER_ORDERS.items()
+            if name in config and config[name] != usual and not (name == "dispatch_batches" and config[name] is False)
+        ]
+    return found
+
+
+def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes: int | None = None) -> dict[str, Any]:
+    """The run's settings by their names in `thdprof.training.TrainingOptions`; those that are not told are missing.
+
+    Args:
+        arguments: fields of SFTConfig or TrainingArguments; unknown fields are not read.
+        where: what holds them, for messages.
+        num_processes: number of data-parallel processes; None: not known.
+
+    Raises:
+        UsageError: a field has a value of a wrong type, or the order of the data would not be known.
+    """
+    unknown = unknown_orders(arguments)
+    if unknown:
+        raise UsageError(
+            f"{where}: {', '.join(unknown)}: thdprof does not know in which order the Trainer then reads the data; "
+            "leave it out, or analyse with the other settings as options"
+        )
+    found: dict[str, Any] = {"loader": "trainer"}
+
+    def take(name: str, field: str, least: int = 1) -> int | None:
+        value = arguments.get(field)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError(f"{where}: {field} {value!r}: must be a whole number of at least {least}")
+        found[name] = value
+        return value
+
+    take("micro_batch_size", "per_device_train_batch_size")
+    take("gradient_accumulation", "gradient_accumulation_steps")
+    take("seq_length", "max_length")
+    take("seed", "seed", least=0)
+    if arguments.get("shuffle_dataset"):
+        take("shuffle_seed", "seed", least=0)
+    take("seed", "data_seed", least=0)
+    take("pad_seq_to_mult", "pad_to_multiple_of")
+    take("packing_processes", "dataset_num_proc")
+    # transformers' default is to keep the last, partial micro-batch of an epoch
+    found["drop_last"] = bool(arguments.get("dataloader_drop_last", False))
+    if arguments.get("packing"):
+        strategy = arguments.get("packing_strategy", "bfd")
+        if strategy not in PACKERS:
+            raise UsageError(f"{where}: packing_strategy {strategy!r}: known are {', '.join(PACKERS)}")
+        found["packer"] = PACKERS[strategy]
+    _take_length(arguments, where, found)
+    if num_processes is not None:
+        found["data_parallel_size"] = num_processes
+    return found
+
+
+def _take_length(arguments: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
+    """Put the run's length into `found`: steps where they are given, else epochs."""
+    steps = arguments.get("max_steps")
+    if isinstance(steps, int) and steps > 0:
+        found["train_iters"] = steps
+        return
+    epochs = arguments.get("num_train_epochs")
+    if epochs is None:
+        return
+    if not isinstance(epochs, int | float) or epochs <= 0 or epochs != int(epochs):
+        raise UsageError(
+            f"{where}: num_train_epochs {epochs!r}: only whole epochs are replayed; give the steps that the Trainer "
+            "logs at its start as --train-iters"
+        )
+    found["train_epochs"] = int(epochs)

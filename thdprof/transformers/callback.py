@@ -1,0 +1,193 @@
+"""PlanCallback: trains by a plan with Hugging Face's Trainer or TRL's SFTTrainer."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from transformers import TrainerCallback
+
+from thdprof.errors import UsageError
+from thdprof.plan import Plan, load_plan
+from thdprof.runtime.stats import Stats
+from thdprof.transformers import attention, refusals
+from thdprof.transformers.boundaries import follow_collator
+from thdprof.transformers.checkpointing import without_random_states
+from thdprof.transformers.decoder import GraphedDecoder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+class PlanCallback(TrainerCallback):
+    """Makes a run follow a plan: `SFTTrainer(..., callbacks=[PlanCallback("plan.yaml")])`.
+
+    The model's decoder layers are captured at the first micro-batch, and replayed wherever a micro-batch fits one of
+    the plan's buckets. Embeddings, loss, evaluation, checkpoints and the model's state_dict are what they are without
+    the callback. The counters go into the Trainer's log under `thdprof/`. One callback serves one run at a time.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | Path,
+        *,
+        replay: bool = True,
+        stats: str | Path | None = None,
+        attention: Literal["auto"] | attention.Backend = "auto",
+    ) -> None:
+        """A callback for one run on this rank.
+
+        Args:
+            plan: the plan to follow, or the file that `thdprof analyze` wrote it to.
+            replay: False: pad as the plan says but run eagerly, for a run to compare with.
+            stats: file to append the run's counters to, for `thdprof compare`; None for none.
+            attention: the package whose attention kernels run on a GPU; auto: the first that is installed of
+                flash_attn, torch and transformer_engine. A model that was loaded with one of transformers' flash
+                attentions keeps it under auto.
+
+        Raises:
+            DataError: the file is no plan.
+        """
+        self._plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
+        self._replay, self._stats_file = replay, None if stats is None else Path(stats)
+        self._wanted = attention
+        self._decoder: GraphedDecoder | None = None
+        self._following = ExitStack()
+        self.last: Stats | None = None
+        """The counters of all ranks together in the run that has ended last; None before."""
+
+    @property
+    def stats(self) -> Stats | None:
+        """The counters of this rank so far; None outside of training."""
+        return None if self._decoder is None else self._decoder.graphed.stats()
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: nn.Module | None = None,
+        train_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Check the plan against the run, and let the model's layers follow it.
+
+        Raises:
+            UsageError: what cannot be served, and settings that the plan was not made for; all of them at once.
+        """
+        del kwargs
+        self._end()  # of a run that this callback was given to before
+        if model is None or train_dataloader is None:
+            raise UsageError("PlanCallback needs a Trainer that gives its callbacks the model and the data loader")
+        _first_of(sys._getframe(1).f_locals.get("self"), self)
+        on_gpu = getattr(args, "device", torch.device("cpu")).type == "cuda"
+        own = self._keeps_own_attention(model)
+        backend = None if own else attention.register(self._wanted)
+        self._check(args, model, backend=backend, own=own, on_gpu=on_gpu)
+        decoder_module = refusals.decoder_of(model)
+        assert decoder_module is not None  # `of_model` has looked for it
+        decoder = GraphedDecoder(
+            decoder_module,
+            with_covered_tail(self._plan),
+            replay=self._replay,
+            reduced_by_hooks=getattr(args, "world_size", 1) > 1,
+        )
+        with ExitStack() as following:
+            following.enter_context(decoder.following())
+            following.enter_context(without_random_states(decoder_module))
+            following.callback(follow_collator(train_dataloader))
+            if not own:
+                decoder.choose_attention(attention.IMPLEMENTATION)
+                following.callback(decoder.restore_attention)
+            self._following = following.pop_all()
+        self._decoder = decoder
+
+    def _keeps_own_attention(self, model: nn.Module) -> bool:
+        """Whether the model's attention is one of transformers' flash attentions, and no other is asked for."""
+        decoder = refusals.decoder_of(model)
+        name = getattr(getattr(decoder, "config", None), "_attn_implementation", None) or ""
+        return self._wanted == "auto" and "flash" in name
+
+    def _check(self, args: Any, model: nn.Module, *, backend: Any, own: bool, on_gpu: bool) -> None:
+        """Refuse the run with every reason there is, and warn of what makes predictions untrue.
+
+        Raises:
+            UsageError: naming each of them.
+        """
+        lines = [*refusals.of_plan(self._plan), *refusals.of_arguments(args)]
+        lines += refusals.of_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
+        refused, untrue = refusals.of_settings(self._plan, args.to_dict(), getattr(args, "world_size", 1))
+        lines += [f"{line}; analyse for this run" for line in refused]
+        if lines:
+            raise UsageError("thdprof cannot train this run by the plan:\n" + "\n".join(f"  - {n}" for n in lines))
+        for line in untrue:
+            logger.warning("thdprof: %s", line)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add the counters to what the Trainer logs."""
+        del args, control, kwargs
+        stats = self.stats
+        if stats is None or logs is None or "loss" not in logs:
+            return
+        scalars = stats.scalars()
+        logs.update(scalars)
+        if state.log_history:
+            state.log_history[-1].update(scalars)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write and tell what was observed, and free the graphs."""
+        del control, kwargs
+        stats = self.stats
+        if stats is None:
+            return
+        self.last = total = _of_all_ranks(stats, getattr(args, "world_size", 1))
+        if getattr(state, "is_world_process_zero", True):
+            logger.info("thdprof: %s", total)
+            if self._stats_file is not None:
+                total.append_jsonl(self._stats_file, step=state.global_step, plan=self._plan.identity, all_ranks=True)
+        self._end()
+
+    def _end(self) -> None:
+        """Free the graphs and give the model its own forward back; a second call does nothing."""
+        self._decoder = None
+        self._following.close()
+
+
+def with_covered_tail(plan: Plan) -> Plan:
+    """`plan`, whose graphs' documents cover all tokens: attention leaves what is behind the last one uninitialised."""
+    if plan.graphs.tail_policy != "none":
+        return plan
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"tail_policy": "extend_last"})})
+
+
+def _first_of(handler: Any, callback: TrainerCallback) -> None:
+    """Put `callback` before the others of the Trainer's handler, so that its counters reach their loggers."""
+    callbacks = getattr(handler, "callbacks", None)
+    if isinstance(callbacks, list) and callback in callbacks:
+        callbacks.remove(callback)
+        callbacks.insert(0, callback)
+
+
+def _of_all_ranks(stats: Stats, world_size: int) -> Stats:
+    """The counters of all ranks together."""
+    if world_size < 2 or not torch.distributed.is_initialized():
+        return stats
+    each: list[Any] = [None] * torch.distributed.get_world_size()
+    own = (stats.replays, stats.fallbacks, stats.fallback_sizes, stats.captures, stats.decided)
+    torch.distributed.all_gather_object(each, own)
+    ranks = [
+        Stats(replays=replays, fallbacks=fallbacks, fallback_sizes=sizes, captures=captures, decided=decided)
+        for replays, fallbacks, sizes, captures, decided in each
+    ]
+    total = Stats.of_ranks(ranks)
+    for rank in ranks:
+        total.decided.update(rank.decided)
+    total.prediction = stats.prediction
+    total.replay_ms, total.eager_ms, total.capture_s = stats.replay_ms, stats.eager_ms, stats.capture_s
+    return total

@@ -1,0 +1,153 @@
+"""What cannot be trained by a plan, found before the first step: a sentence for each reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from thdprof.compare.fit import misfits
+from thdprof.plan import Plan
+from thdprof.training.trainer_arguments import TRAINER_ARGUMENTS, trainer_settings
+from thdprof.transformers.attention import SOFTCAPPED, Backend
+
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
+"""Values of `model_type` in the configs of models whose layers were checked in graphs."""
+
+
+def decoder_of(model: nn.Module) -> nn.Module | None:
+    """The module of a family whose `layers` its forward loops over; None where `model` holds none or several."""
+    found = [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layers", None), nn.ModuleList)
+        and getattr(getattr(module, "config", None), "model_type", None) in FAMILIES
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def of_plan(plan: Plan) -> Iterator[str]:
+    """What the plan asks for and the callback cannot do."""
+    graphs = plan.graphs
+    if graphs.impl not in ("module", "none"):
+        yield f"graphs.impl is {graphs.impl}, which is Megatron's: analyse with --impl module"
+    if graphs.modules or graphs.layers_per_graph is not None:
+        yield "graphs.modules or graphs.layers_per_graph is set: the callback captures all layers as one; analyse anew"
+    if graphs.offload is not None:
+        yield "graphs.offload is set: the callback moves no activations; analyse without --offload"
+    for name in ("context_parallel_size", "pipeline_parallel_size"):
+        if getattr(plan.training, name) != 1:
+            yield f"{name} of the plan is {getattr(plan.training, name)}: the Trainer's layers are all on one rank"
+
+
+def of_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, on_gpu: bool) -> Iterator[str]:
+    """What the model does that a graph cannot follow.
+
+    Args:
+        model: the model as the Trainer holds it, perhaps with adapters.
+        backend: the package whose attention kernels are used; None: there is none.
+        own_attention: whether the model keeps the attention that the user has chosen.
+        on_gpu: whether it trains on a GPU.
+    """
+    decoder = decoder_of(model)
+    if decoder is None:
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        yield f"the model's model_type {kind!r} was not checked in graphs: known are {', '.join(FAMILIES)}"
+        return
+    config: Any = decoder.config
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        yield "the model is quantized: its layers were not checked in graphs; load it in bfloat16"
+    if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
+        yield "the config asks for output_hidden_states or output_attentions, which a graph does not return"
+    dropout = _dropout(decoder)
+    if dropout and getattr(model, "is_gradient_checkpointing", False):
+        yield (
+            f"gradient checkpointing together with dropout ({dropout}): a graph cannot recompute with the same random "
+            "numbers; set the dropout to 0, or gradient_checkpointing to False"
+        )
+    if own_attention or not on_gpu:
+        return
+    if backend is None:
+        yield (
+            "no variable-length attention is installed: install torch 2.10 or later, flash-attn or Transformer Engine"
+        )
+        return
+    rate: float = getattr(config, "attention_dropout", None) or 0.0
+    if backend != "flash_attn" and rate:
+        yield f"attention_dropout {rate}: the attention of {backend} has none; set it to 0.0"
+    if backend not in SOFTCAPPED and getattr(config, "attn_logit_softcapping", None):
+        yield (
+            f"attn_logit_softcapping {config.attn_logit_softcapping} (Gemma 2): the attention of {backend} cannot; "
+            "install flash-attn, or set it to None in the config"
+        )
+
+
+def _dropout(decoder: nn.Module) -> str:
+    """The first dropout inside the layers that drops something; "" where there is none."""
+    layers = decoder.layers
+    assert isinstance(layers, nn.ModuleList)
+    for name, module in layers.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            return f"{name}, p {module.p}"
+    config: Any = decoder.config
+    rate: float = getattr(config, "attention_dropout", None) or 0.0
+    return f"attention_dropout {rate}" if rate else ""
+
+
+def of_arguments(args: Any) -> Iterator[str]:
+    """What the Trainer does around the model that replays cannot follow.
+
+    Args:
+        args: TrainingArguments or SFTConfig.
+    """
+    if getattr(args, "fsdp", None) or _accelerate_says("ACCELERATE_USE_FSDP"):
+        yield (
+            "FSDP shards parameters: they move in memory, and a graph reads them where they were at the capture; use "
+            "DistributedDataParallel"
+        )
+    if getattr(args, "deepspeed", None) or _accelerate_says("ACCELERATE_USE_DEEPSPEED"):
+        yield "DeepSpeed keeps parameters and gradients in buffers of its own; use DistributedDataParallel"
+    if getattr(args, "n_gpu", 1) > 1:
+        yield "DataParallel copies the model at every step: start one process for each GPU (torchrun), or show one GPU"
+    if getattr(args, "torch_compile", False):
+        yield "torch_compile is set: compiled layers cannot be captured; set it to False"
+    if getattr(args, "activation_offloading", False):
+        yield "activation_offloading is set: a graph cannot wait for copies to the host; set it to False"
+    parallelism = getattr(args, "parallelism_config", None)
+    if parallelism is not None:
+        yield "parallelism_config is set: tensor, context and sequence parallelism were not checked in graphs"
+    config = getattr(args, "accelerator_config", None)
+    if config is not None and getattr(config, "dispatch_batches", None):
+        yield "accelerator_config dispatch_batches: other ranks get no boundaries on the host; leave it out"
+    packed = getattr(args, "padding_free", False) or getattr(args, "packing", False)
+    if hasattr(args, "padding_free") and not packed and args.per_device_train_batch_size > 1:
+        yield "padding_free is False with several rows in a micro-batch: set packing=True or padding_free=True"
+
+
+def _accelerate_says(name: str) -> bool:
+    import os
+
+    return os.environ.get(name, "false").lower() in ("true", "1", "yes")
+
+
+def of_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: int) -> tuple[list[str], list[str]]:
+    """How the run differs from the one that the plan was made for: what refuses it, and what makes predictions untrue.
+
+    Args:
+        plan: the plan.
+        arguments: fields of the run's arguments, as `to_dict` gives them.
+        num_processes: number of processes of the run.
+
+    Raises:
+        UsageError: the order in which the run reads its data is not known.
+    """
+    run = trainer_settings(arguments, where="the Trainer's arguments", num_processes=num_processes)
+    accumulation = run.pop("gradient_accumulation", 1)
+    if run.get("micro_batch_size") is not None:
+        run["global_batch_size"] = run["micro_batch_size"] * accumulation * num_processes
+    if plan.dataset.format != "lengths" and run.pop("packer", None) is not None:
+        run.pop("shuffle_seed", None)  # rows that were saved after TRL packed them, and shuffled them last of all
+    found = misfits(plan, run, data_paths=None)
+    told = [(misfit.changes, misfit.told(TRAINER_ARGUMENTS)) for misfit in found]
+    return [t for changes, t in told if changes == "graphs"], [t for changes, t in told if changes == "prediction"]
