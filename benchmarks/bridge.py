@@ -14,7 +14,8 @@ Bridge's own dataset, sampler and collate_fn; nothing is downloaded. Every varia
     stock SETTING    without thdprof, by Bridge's own model.cuda_graph_impl (local, transformer_engine or
                      full_iteration), with boundaries padded to one length by pad_cu_seqlens, as it asks for
 
-The last two run only if --variants names them.
+The last two run only if --variants names them. With --adapters the model is frozen and its adapters train: Bridge loads
+the weights from a checkpoint, which a run of one step makes first.
 
 Bridge imports packages for images that this training does not use; where they are missing, bridge_standins.py stands
 in for them.
@@ -47,6 +48,8 @@ VOCABULARY = 32_000
 MICROBATCHES = 8
 """Of a step."""
 VARIANTS = ("eager", "replayed", "padded eager")
+PRETRAINED = "pretrained"
+"""The run of one step, and its folder, whose checkpoint has the weights below adapters."""
 STOCK = "stock "
 """In names of variants with Bridge's own graphs."""
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "nvidia-modelopt")
@@ -136,9 +139,18 @@ def write_plan(data: Path, plan: Path, *, shape: Shape, steps: int) -> str:
 
 
 def recipe(
-    work: Path, *, shape: Shape, steps: int, evaluate: bool, deterministic: bool, until: int | None = None
+    work: Path,
+    *,
+    shape: Shape,
+    steps: int,
+    evaluate: bool,
+    deterministic: bool,
+    until: int | None = None,
+    peft: Any = None,
 ) -> Any:
-    """The ConfigContainer that every variant trains by; with `until` it saves there, and resumes what was saved."""
+    """The ConfigContainer that every variant trains by; with `until` it saves there, and resumes what was saved; with
+    `peft` it trains adapters over the weights in `work / PRETRAINED`.
+    """
     import torch.nn.functional as F
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
@@ -206,7 +218,9 @@ def recipe(
             save_interval=until,
             async_save=until is not None,
             ckpt_format="torch_dist",
+            pretrained_checkpoint=str(work / PRETRAINED) if peft is not None else None,
         ),
+        peft=peft,
         rng=config.RNGConfig(seed=1234, te_rng_tracker=True),
         mixed_precision="bf16_mixed",
     )
@@ -219,6 +233,16 @@ def with_own_graphs(configuration: Any, setting: str, metadata: Path) -> None:
     specs.pad_cu_seqlens, specs.packed_metadata_path = True, str(metadata)
     configuration.rerun_state_machine.check_for_nan_in_loss = setting != "full_iteration"
     configuration.ddp.check_for_nan_in_grad = setting != "full_iteration"
+
+
+def adapters(kind: str) -> Any:
+    """Bridge's adapters of a kind; their second matrix is not zero at the start, so that both get a gradient."""
+    from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+    from megatron.bridge.peft.dora import DoRA
+    from megatron.bridge.peft.lora import LoRA
+
+    kinds = {"lora": LoRA, "dora": DoRA, "canonical": CanonicalLoRA}
+    return kinds[kind](dim=8, dropout=0.1, lora_B_init_method="xavier")
 
 
 def stand_in() -> list[str]:
@@ -248,20 +272,25 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
             steps.append({"loss": float(loss), "grad_norm": float(context.grad_norm)})
 
     callbacks: list[Any] = [Recorder()]
-    if variant != "eager" and not variant.startswith(STOCK):
+    if variant not in ("eager", PRETRAINED) and not variant.startswith(STOCK):
         from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
 
         stats = work / f"stats {variant}.jsonl"
         callbacks.append(ThdprofCallback(work / "plan.yaml", replay=variant != "padded eager", stats=stats))
     shape = TINY if arguments.tiny else Shape()
+    until = max(1, arguments.steps // 2) if resumes else 1 if variant == PRETRAINED else None
     configuration = recipe(
         work,
         shape=shape,
         steps=arguments.steps,
         evaluate=not arguments.no_evaluation,
         deterministic=arguments.deterministic,
-        until=max(1, arguments.steps // 2) if resumes else None,
+        until=until,
+        peft=adapters(arguments.adapters) if arguments.adapters and variant != PRETRAINED else None,
     )
+    if variant == PRETRAINED:
+        configuration.checkpoint.save, configuration.checkpoint.load = str(work / PRETRAINED), None
+        configuration.checkpoint.async_save = False
     if variant.startswith(STOCK):
         with_own_graphs(configuration, variant.removeprefix(STOCK), work / "metadata.jsonl")
     try:
@@ -349,7 +378,8 @@ def report(ran: list[Ran], *, shape: Shape, arguments: argparse.Namespace, analy
         f"Command: `{shlex.join(['python', 'benchmarks/bridge.py', *sys.argv[1:]])}`",
         "",
         f"{shape.layers} layers, hidden {shape.hidden}, {shape.tokens} tokens a micro-batch, {MICROBATCHES} "
-        f"micro-batches a step, bf16, {'deterministic kernels, ' if arguments.deterministic else ''}random weights. "
+        f"micro-batches a step, bf16, {'deterministic kernels, ' if arguments.deterministic else ''}random weights"
+        f"{f', frozen below adapters ({arguments.adapters})' if arguments.adapters else ''}. "
         f"The plan: `{analyzed}`",
         "",
         "| Variant | Steps | Median ms a step | Fastest | First step | Last loss |",
@@ -391,6 +421,9 @@ def parser() -> argparse.ArgumentParser:
     of_benchmark.add_argument("--steps", type=int, default=40)
     of_benchmark.add_argument("--deterministic", action="store_true", help="deterministic kernels only")
     of_benchmark.add_argument("--no-evaluation", action="store_true", help="no evaluation amid training")
+    of_benchmark.add_argument(
+        "--adapters", choices=("lora", "dora", "canonical"), help="freeze the model, and train these over it"
+    )
     of_benchmark.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated")
     of_benchmark.add_argument("--out", type=Path, help="write the page here, too")
     of_benchmark.add_argument("--variant", help=argparse.SUPPRESS)
@@ -416,6 +449,10 @@ def main() -> int:
         write_tokenizer(work / "tokenizer")
         analyzed = write_plan(work / "rows.idx.parquet", work / "plan.yaml", shape=shape, steps=arguments.steps)
         ran = []
+        if arguments.adapters:
+            flags += ["--adapters", arguments.adapters]
+            before = run_variant(PRETRAINED, work, flags, deterministic=arguments.deterministic)
+            print(f"{PRETRAINED}: exit code {before.code}\n{before.tail}", flush=True)
         for variant in arguments.variants.split(","):
             ran.append(run_variant(variant, work, flags, deterministic=arguments.deterministic))
             times = [round(ms) for ms in ran[-1].step_ms]

@@ -89,18 +89,23 @@ def script_run(
     environment: Mapping[str, str] | None = None,
     limit: float = 300,
     log: Path | None = None,
+    by: Path | None = None,
 ) -> Ran:
-    """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one."""
+    """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one.
+
+    `by` is a script that stands for thdprof.run.
+    """
     command, ranks = launcher(gpus)
     if plan is not None:
-        command += ["-m", "thdprof.run", "--plan", str(plan), "--replay", "on" if replay else "off"]
+        command += [str(by)] if by else ["-m", "thdprof.run"]
+        command += ["--plan", str(plan), "--replay", "on" if replay else "off"]
         command += ["--stats", str(stats)] if stats is not None else []
     command += [str(script), *flags]
     command += ["--tensorboard-dir", str(tensorboard), "--tensorboard-log-interval", "1"] if tensorboard else []
     began = time.perf_counter()
     printed, code = run(
         command,
-        {**environment_here(), **ranks, **(environment or {}), "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        {**environment_here(), **ranks, "CUDA_DEVICE_MAX_CONNECTIONS": "1", **(environment or {})},
         limit=limit,
     )
     if log is not None:

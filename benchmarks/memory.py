@@ -130,6 +130,27 @@ SETTINGS = (
         model=like(QWEN, recompute_granularity="full", recompute_num_layers=1),
         buckets="eager",
     ),
+    Setting(name="Qwen3-0.6B, full recompute", model=like(QWEN, recompute_granularity="full", recompute_num_layers=1)),
+    Setting(
+        name="Qwen3-0.6B, full recompute of 4 layers together",
+        model=like(QWEN, recompute_granularity="full", recompute_num_layers=4),
+    ),
+    Setting(
+        name="Qwen3-0.6B, full recompute of a block of 14 layers",
+        model=like(QWEN, recompute_granularity="full", recompute_method="block", recompute_num_layers=14),
+    ),
+    Setting(
+        name="Qwen3-0.6B, recompute core_attn and mlp",
+        model=like(QWEN, recompute_granularity="selective", recompute_modules=("core_attn", "mlp")),
+    ),
+    Setting(
+        name="4 layers, 64 experts, recompute moe_act and layernorm",
+        model=like(EXPERTS, recompute_granularity="selective", recompute_modules=("moe_act", "layernorm")),
+    ),
+    Setting(
+        name="4 layers, 64 experts, recompute moe",
+        model=like(EXPERTS, recompute_granularity="selective", recompute_modules=("moe",)),
+    ),
     Setting(name="Qwen3-0.6B, FP8 current scaling, eager", model=like(QWEN, fp8_recipe="tensorwise"), buckets="eager"),
     Setting(name="Qwen3-0.6B, PP 2", model=QWEN, pp=2),
     Setting(name="Qwen3-0.6B, PP 2, covered", model=QWEN, pp=2, buckets="covered"),
@@ -213,7 +234,10 @@ def flags_of(setting: Setting, prefix: Path) -> list[str]:
         words += ["--moe-expert-capacity-factor", model.moe_expert_capacity_factor]
         words += ["--expert-tensor-parallel-size", 1, "--moe-router-load-balancing-type", "none"]
     if model.recompute_granularity == "full":
-        words += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+        words += ["--recompute-granularity", "full", "--recompute-method", model.recompute_method]
+        words += ["--recompute-num-layers", model.recompute_num_layers or 1]
+    elif model.recompute_granularity == "selective":
+        words += ["--recompute-granularity", "selective", "--recompute-modules", *model.recompute_modules]
     if model.fp8_recipe:
         words += ["--fp8-format", "hybrid", "--fp8-recipe", model.fp8_recipe]
     words += ["--pipeline-model-parallel-size", setting.pp]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +51,15 @@ class Row:
     Megatron's output layer by a module of Apex, for which a stand-in is found."""
     layers_per_graph: int | None = None
     """The plan's graphs.layers_per_graph; None: whole chunks."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables beside those of all rows."""
     impl: str = "chunk"
     """The plan's graphs.impl."""
     modules: tuple[str, ...] = ()
     """The plan's graphs.modules; empty: as `analyze` writes them."""
+    own_tracker: bool = False
+    """Run the script alone with Megatron's own RNG tracker: with Transformer Engine's, megatron-core 0.19 recomputes
+    with other masks of dropout than the forward had."""
 
 
 APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
@@ -64,12 +69,17 @@ _EXPERTS = (
     "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2"
 )
-_FP8 = "--fp8-format hybrid --fp8-recipe {}"
+_USER_BUFFERS = "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap"
+_BY_IPC = {"UB_SKIPMC": "1"}
+"""Lets Transformer Engine's user buffers do without multicast of NVLink."""
 _DROPLESS = (
     "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-grouped-gemm --moe-token-dispatcher-type "
     "alltoall"
 )
 _BALANCED = f"{_DROPLESS} --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+_OVERLAPPED = "--overlap-moe-expert-parallel-comm"
+_CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""As Megatron wants it for communication that overlaps passes."""
 _PREPROCESSED = ("attn", "moe_router", "moe_preprocess")
 _EP_2 = "--expert-model-parallel-size 2"
 _LATENT = (
@@ -124,6 +134,13 @@ DROPLESS = (
         gpus=2,
         modules=_PREPROCESSED,
     ),
+    _dropless("EP 2, overlapped communication", f"{_BALANCED} {_EP_2} {_OVERLAPPED}", gpus=2, environment=_CONNECTIONS),
+    _dropless(
+        "EP 2, overlapped communication, delayed weight gradients",
+        f"{_BALANCED} {_EP_2} {_OVERLAPPED} --delay-wgrad-compute",
+        gpus=2,
+        environment=_CONNECTIONS,
+    ),
     _dropless("forced load balancing", f"{_BALANCED} --moe-router-force-load-balancing"),
     _dropless(
         "EP 2, latent attention, group-limited routing, shared experts",
@@ -144,6 +161,97 @@ DROPLESS = (
     ),
 )
 """Rows of dropless experts."""
+_FP8 = "--fp8-format hybrid --fp8-recipe {}"
+_SELECTIVE = "--recompute-granularity selective --recompute-modules"
+_FULL = "--recompute-granularity full --recompute-method"
+_SMALL_LATENT = (
+    "--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 "
+    "--v-head-dim 32"
+)
+RECOMPUTE_ROWS = (
+    Row(name="recompute core_attn, dropout", flags=f"{_SELECTIVE} core_attn", dropout=True, own_tracker=True),
+    Row(
+        name="recompute mlp and layernorm, dropout", flags=f"{_SELECTIVE} mlp layernorm", dropout=True, own_tracker=True
+    ),
+    Row(
+        name="recompute full uniform, dropout",
+        flags=f"{_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="recompute full block, dropout",
+        flags=f"{_FULL} block --recompute-num-layers 2",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="TP 2, sequence parallel, recompute core_attn and mlp, dropout",
+        gpus=2,
+        flags=f"--tensor-model-parallel-size 2 --sequence-parallel {_SELECTIVE} core_attn mlp",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="TP 2, sequence parallel, recompute full uniform, dropout",
+        gpus=2,
+        flags=f"--tensor-model-parallel-size 2 --sequence-parallel {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="PP 2, recompute full uniform, dropout",
+        gpus=2,
+        flags=f"--pipeline-model-parallel-size 2 {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="CP 2, recompute core_attn", gpus=2, flags=f"--context-parallel-size 2 {_SELECTIVE} core_attn", multiple=4
+    ),
+    Row(name="one GPU, experts, recompute moe", flags=f"{_EXPERTS} {_SELECTIVE} moe"),
+    Row(name="one GPU, experts, recompute moe_act and layernorm", flags=f"{_EXPERTS} {_SELECTIVE} moe_act layernorm"),
+    Row(
+        name="one GPU, latent attention, recompute mla_up_proj",
+        flags=f"{_SMALL_LATENT} --num-query-groups 4 {_SELECTIVE} mla_up_proj",
+    ),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps, recompute core_attn and mlp, dropout, 1 layer a graph",
+        gpus=2,
+        flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000 "
+        f"{_SELECTIVE} core_attn mlp",
+        dropout=True,
+        own_tracker=True,
+        layers_per_graph=1,
+    ),
+)
+"""Rows whose models recompute activations."""
+ADAPTERS_SCRIPT = str(ROOT / "tests" / "support" / "pretrain.py")
+"""A script of Megatron's own loop that gives a model Megatron-Bridge's adapters, which pretrain_gpt.py cannot."""
+_LORA = "--adapters lora --adapters-dropout 0.1"
+ADAPTER_ROWS = (
+    Row(name="LoRA, dropout", script=ADAPTERS_SCRIPT, flags=_LORA, dropout=True),
+    Row(name="LoRA, fused gradient accumulation", script=ADAPTERS_SCRIPT, flags=_LORA, fused=True),
+    Row(name="DoRA, dropout", script=ADAPTERS_SCRIPT, flags="--adapters dora --adapters-dropout 0.1", dropout=True),
+    Row(name="canonical LoRA", script=ADAPTERS_SCRIPT, flags="--adapters canonical --adapters-dropout 0.1"),
+    Row(
+        name="LoRA, recompute full uniform, dropout",
+        script=ADAPTERS_SCRIPT,
+        flags=f"{_LORA} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(name="LoRA, CP 2", gpus=2, script=ADAPTERS_SCRIPT, flags=f"{_LORA} --context-parallel-size 2", multiple=4),
+    Row(
+        name="LoRA, TP 2, sequence parallel, dropout",
+        gpus=2,
+        script=ADAPTERS_SCRIPT,
+        flags=f"{_LORA} --tensor-model-parallel-size 2 --sequence-parallel",
+        dropout=True,
+    ),
+    Row(name="LoRA, PP 2", gpus=2, script=ADAPTERS_SCRIPT, flags=f"{_LORA} --pipeline-model-parallel-size 2"),
+)
+"""Rows whose models train Megatron-Bridge's adapters over frozen weights."""
 ROWS = (
     *DROPLESS,
     Row(name="one GPU, latent attention", flags=_LATENT),
@@ -270,6 +378,30 @@ ROWS = (
         script="pretrain_hybrid.py",
         flags="--hybrid-layer-pattern *-*-*-*- --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
     ),
+    Row(name="TP 2, user buffers", gpus=2, flags=_USER_BUFFERS, environment=_BY_IPC),
+    Row(name="TP 2, user buffers, dropout", gpus=2, flags=_USER_BUFFERS, environment=_BY_IPC, dropout=True),
+    Row(name="CP 2, all to all", gpus=2, flags="--context-parallel-size 2 --cp-comm-type a2a", multiple=4),
+    Row(name="CP 2, all gather", gpus=2, flags="--context-parallel-size 2 --cp-comm-type all_gather", multiple=4),
+    Row(name="CP 2, all gather, --sft", gpus=2, flags="--context-parallel-size 2 --cp-comm-type all_gather", sft=True),
+    Row(
+        name="CP 4, rings of all to all",
+        gpus=4,
+        flags="--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+        multiple=8,
+    ),
+    Row(
+        name="PP 2, a last stage without layers",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttt|L",
+    ),
+    Row(
+        name="PP 2, deferred weight gradients of the output layer",
+        gpus=2,
+        flags="--pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute",
+        fused=True,
+    ),
+    *RECOMPUTE_ROWS,
+    *ADAPTER_ROWS,
 )
 
 
@@ -330,13 +462,13 @@ def exact_row(row: Row, scripts: Path, directory: Path) -> list[str]:
         planned = name != "unchanged"
         ran[name] = script_run(
             scripts / row.script,
-            flags,
+            without(flags, "--te-rng-tracker") if row.own_tracker and not planned else flags,
             plan=plan if planned else None,
             replay=name == "on",
             stats=folder / f"{name}.jsonl" if planned else None,
             gpus=row.gpus,
             tensorboard=folder / name,
-            environment={**EXACT, "PYTHONPATH": path},
+            environment={**EXACT, **row.environment, "PYTHONPATH": path},
             limit=400,
             log=folder / f"{name}.log",
         )

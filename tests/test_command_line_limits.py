@@ -10,6 +10,7 @@ from support.plans import plan_of_shares
 from thdprof.megatron_limits import LIMITS
 from thdprof.megatron_limits.command_line import COUNTS, LISTS, SHARDS, SWITCHES, TEXTS, refused_arguments
 from thdprof.megatron_limits.middle_stages import FLAGS as MIDDLE_STAGE_FLAGS
+from thdprof.plan import OffloadPart
 
 PLAN = plan_of_shares((0.9,), count=800, steps=100)
 COMMAND = ["pretrain_gpt.py", "--dataloader-inter-document-masking", "--te-rng-tracker", "--num-layers", "2"]
@@ -61,6 +62,8 @@ def test_fields_that_must_be_off_are_told_by_an_argument():
 def test_a_run_that_graphs_serve_is_not_refused():
     assert refused() == []
     assert refused("--rampup-batch-size", "8", "8", "100", "--position-embedding-type", "rope") == []
+    assert refused("--recompute-activations") == []
+    assert refused("--recompute-granularity", "full", "--recompute-method", "uniform") == []
     assert refused("--cuda-graph-impl", "none", "--num-experts", "0", "--cpu-offloading-num-layers", "0") == []
 
 
@@ -81,10 +84,11 @@ def test_a_run_that_graphs_serve_is_not_refused():
             ["--fp8-format", "hybrid", "--use-transformer-engine-op-fuser"],
             "--use-transformer-engine-op-fuser: its operations keep scales in places of their own; leave it out",
         ),
-        (["--recompute-granularity", "full"], "--recompute-granularity full: graphs keep activations"),
-        (["--recompute-activations"], "--recompute-activations: graphs keep activations"),
+        (
+            ["--recompute-granularity", "full", "--distribute-saved-activations"],
+            "--distribute-saved-activations: it puts other memory in the place of a graph's input; leave it out",
+        ),
         (["--cpu-offloading-num-layers", "2"], "--cpu-offloading-num-layers 2: megatron-core refuses it with graphs"),
-        (["--tp-comm-overlap"], "--tp-comm-overlap: its buffers were not checked in a graph; leave it out"),
         (["--qk-clip"], "--qk-clip: it keeps a maximum in Python; leave it out"),
         (
             ["--num-experts", "8"],
@@ -113,14 +117,6 @@ def test_a_run_that_graphs_serve_is_not_refused():
             ["--expert-tensor-parallel-num-weight-shards", "2"],
             "--expert-tensor-parallel-num-weight-shards 2: weights are gathered",
         ),
-        (
-            [*PP_2, "--pipeline-model-parallel-layout", "E|t*2,L"],
-            "--pipeline-model-parallel-layout E|t*2,L: a model chunk then has no decoder layer, and a graph of nothing",
-        ),
-        (
-            [*PP_2, "--account-for-embedding-in-pipeline-split", "--num-layers", "1"],
-            "--account-for-embedding-in-pipeline-split: a model chunk then has no decoder layer",
-        ),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp: it moves parameters"),
     ],
 )
@@ -128,6 +124,26 @@ def test_what_graphs_cannot_serve_is_refused_by_its_argument(more, line):
     (found,) = refused(*more)
     assert found.startswith(line)
     assert refused(*more, plan=of_impl("none")) == []
+
+
+def test_recompute_is_refused_where_the_plans_graphs_cannot_do_it():
+    in_groups = PLAN.model_copy(update={"graphs": PLAN.graphs.model_copy(update={"layers_per_graph": 2})})
+    full = ["--recompute-granularity", "full"]
+    assert refused(*full, plan=in_groups) == [
+        "--recompute-granularity full: layers run inside recomputed functions, between which no pass can be cut; set "
+        "graphs.layers_per_graph to null, or recompute_granularity to selective"
+    ]
+    assert refused("--recompute-activations", plan=in_groups) == []
+    assert refused(*full, plan=in_groups, replay=False) == []
+    offloads = PLAN.model_copy(update={"graphs": PLAN.graphs.model_copy(update={"offload": OffloadPart()})})
+    assert refused("--recompute-activations", plan=offloads) == [
+        "--recompute-activations: a recomputed tensor has no memory that could be moved; set graphs.offload to null, "
+        "or recompute_granularity to None"
+    ]
+    for impl, reason in (("local", "Megatron recomputes nothing"), ("transformer_engine", "Transformer Engine")):
+        (line,) = refused(*full, "--cuda-graph-impl", impl, plan=of_impl(impl))
+        assert line.startswith(f"--recompute-granularity full: {reason}")
+        assert line.endswith("; set graphs.impl to chunk")
 
 
 PP_2 = ["--pipeline-model-parallel-size", "2"]
@@ -183,7 +199,7 @@ def test_a_pipeline_whose_stages_all_have_data_is_not(more):
 
 
 def test_everything_is_told_at_once():
-    assert len(refused("--qk-clip", "--tp-comm-overlap", "--use-torch-fsdp2", command=["pretrain_gpt.py"])) == 5
+    assert len(refused("--qk-clip", "--log-max-attention-logit", "--use-torch-fsdp2", command=["pretrain_gpt.py"])) == 5
 
 
 FP8 = "--fp8-format hybrid --fp8-recipe {} --fp8-param-gather --fp8-amax-history-len 16 --fp8-amax-compute-algo max"

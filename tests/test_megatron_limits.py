@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from itertools import product
+from types import SimpleNamespace
 from typing import get_args
 
 import numpy as np
@@ -18,6 +19,7 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.errors import UsageError
 from thdprof.megatron_limits import LIMITS, Limit, Run, check_settings, limits_of
 from thdprof.plan import Impl, OffloadPart, Plan, load_plan
+from thdprof.training import Model
 
 DYNAMIC = {"packer": "balanced_cp", "max_seqlen_per_dp_cp_rank": 16, "tail_policy": "append_dummy_seq"}
 
@@ -164,6 +166,7 @@ PADDED = {
     "moe_pad_expert_input_to_capacity": True,
     "moe_token_dispatcher_type": "alltoall",
 }
+MODEL = "num_layers: 4\nhidden_size: 64\nnum_attention_heads: 4\n"
 UP_TO_ROUTER = {"impl": "transformer_engine", "modules": ["attn", "moe_router"]}
 CASES = {
     ("pipeline_model_parallel_size", "`local`"): Case(
@@ -238,6 +241,30 @@ CASES = {
     ("`graphs.layers_per_graph` under dynamic context parallelism", None): Case(
         options=["--impl", "chunk"], settings="layers_per_graph: 2", dynamic=True, graphs={"layers_per_graph": 2}
     ),
+    ("recompute_granularity", "`local`"): Case(
+        options=["--impl", "local"],
+        settings=f"{MODEL}recompute_granularity: selective",
+        graphs={"impl": "local"},
+        config={"cuda_graph_impl": "local", "recompute_granularity": "selective"},
+    ),
+    ("full recompute with `transformer_engine`", None): Case(
+        options=["--impl", "transformer_engine"],
+        settings=f"{MODEL}recompute_granularity: full",
+        graphs={"impl": "transformer_engine"},
+        config={**TE, "recompute_granularity": "full"},
+    ),
+    ("full recompute with `graphs.layers_per_graph`", None): Case(
+        options=["--impl", "chunk"],
+        settings=f"{MODEL}recompute_granularity: full\nlayers_per_graph: 2",
+        graphs={"layers_per_graph": 2},
+        config={"recompute_granularity": "full"},
+    ),
+    ("recompute under dynamic context parallelism", None): Case(
+        options=["--impl", "chunk"],
+        settings=f"{MODEL}recompute_granularity: selective",
+        dynamic=True,
+        config={"recompute_granularity": "selective"},
+    ),
 }
 """By the limit's name, and by the graphs that need it where it is a field that must be off."""
 
@@ -302,6 +329,14 @@ def test_analysis_and_install_refuse_it_for_the_same_reason(thdprof, documents, 
     assert not file.exists()
 
 
+def test_a_chunk_that_is_recomputed_whole_is_never_cut(documents):
+    made = analyze_dataset(documents, seq_length=64, loader="single", global_batch_size=8)
+    for granularity, expected in ((None, 2), ("selective", 2), ("full", None)):
+        model = Model(num_layers=4, hidden_size=64, num_attention_heads=4, recompute_granularity=granularity)
+        found = replace(made, model=model, overlap=SimpleNamespace(layers_per_graph=2))
+        assert make_plan(found, impl="chunk").graphs.layers_per_graph == expected
+
+
 def test_a_limit_whose_inputs_are_unknown_does_not_hold():
     assert [*limits_of(Run())] == []
     for impl in get_args(Impl):
@@ -324,3 +359,32 @@ def test_the_table_needs_neither_torch_nor_megatron():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", blocked], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+OVERLAPS = {"overlap_moe_expert_parallel_comm": True, "num_moe_experts": 8, "moe_token_dispatcher_type": "alltoall"}
+TO_ROUTER = {"impl": "transformer_engine", "modules": ("attn", "moe_router"), "experts": "dropless"}
+OVERLAPPED = [
+    (TO_ROUTER, {}, None),
+    (
+        TO_ROUTER,
+        {"delay_wgrad_compute": True},
+        "weight gradients that come after a backward pass were not run beside eager's",
+    ),
+    ({"impl": "none"}, {"mtp_num_layers": 1}, None),
+    ({"impl": "chunk", "modules": (), "experts": "padded"}, {}, "its schedule goes past the decoder's forward"),
+    (TO_ROUTER, {"mtp_num_layers": 1}, "megatron-core takes no packed input there"),
+    (TO_ROUTER, {"hybrid_layer_pattern": "*E*E"}, "their schedule has other nodes"),
+    (
+        TO_ROUTER,
+        {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+        "what quantized weights and scales keep was not checked between its nodes",
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "fields", "reason"), OVERLAPPED)
+def test_overlapped_expert_communication_is_served_by_graphs_up_to_routers_alone(run, fields, reason):
+    config = SimpleNamespace(**OVERLAPS, **fields)
+    others = ("fp8", "recompute_granularity")
+    found = [limit.reason for limit in limits_of(Run(config=config, **run)) if limit.name not in others]
+    assert found == ([] if reason is None else [reason])

@@ -25,6 +25,7 @@ from thdprof.commands.demo import demo
 from thdprof.commands.export import export
 from thdprof.commands.help import PanelCommand, PanelGroup
 from thdprof.commands.merge import merge
+from thdprof.commands.recipes import recipes
 from thdprof.commands.report import report
 from thdprof.commands.sweep import sweep
 from thdprof.errors import ThdprofError
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo):
     app.command(cls=PanelCommand, no_args_is_help=True)(_command)
+app.command(cls=PanelCommand)(recipes)  # which without arguments reads the installed Megatron-Bridge
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 

@@ -100,7 +100,7 @@ def warned(tmp_path, *, gpu="h100", seq_length=2048, model=SMALL, **settings) ->
     [
         ({"fp8_recipe": "tensorwise"}, None),
         ({"fp8_recipe": "mxfp8"}, "graphs of MXFP8 were never measured"),
-        ({"recompute_granularity": "full"}, "recomputed activations cannot be captured yet"),
+        ({"recompute_granularity": "full"}, None),
         ({}, None),
     ],
 )
@@ -116,6 +116,7 @@ def test_graphs_that_install_would_refuse_are_warned_of(tmp_path, changes, named
     ("gpu", "changes", "told"),
     [
         ("h100", {}, "replays of the models that were measured lay within 15% of it"),
+        ("h100", {"lora_dim": 8}, "of adapters over frozen weights no measured times were compared"),
         ("b200", {}, "of the B200 no measured times were compared"),
         ("h200", {"fp8_recipe": "mxfp8"}, "of FP8 mxfp8 no measured times were compared"),
         ("h200", {"tensor_model_parallel_size": 2}, "of communication between GPUs no measured times were compared"),
@@ -124,6 +125,12 @@ def test_graphs_that_install_would_refuse_are_warned_of(tmp_path, changes, named
 def test_a_modelled_time_says_how_far_it_was_compared_with_measured_ones(tmp_path, gpu, changes, told):
     found = warned(tmp_path, gpu=gpu, model=replace(SMALL, **changes))
     assert [told in warning for warning in found.warnings if "modelled, not measured" in warning] == [True]
+
+
+def test_times_of_adapters_are_said_to_be_those_of_full_training(tmp_path):
+    told = "times are modelled as if all weights were trained"
+    for model, expected in ((SMALL, 0), (replace(SMALL, lora_dim=8), 1)):
+        assert sum(warning.startswith(told) for warning in warned(tmp_path, model=model).warnings) == expected
 
 
 def test_measure_first_without_graphs_does_not_say_that_the_gpu_is_busy_anyway(tmp_path):

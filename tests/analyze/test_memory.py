@@ -26,7 +26,7 @@ from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
 from thdprof.analyze.times.memory import predict_memory, slot_bytes
-from thdprof.analyze.times.parameters import stage_parameters, stages, state_bytes
+from thdprof.analyze.times.parameters import adapted_widths, stage_parameters, stages, state_bytes
 from thdprof.dispatch import Bucket
 from thdprof.plan import load_plan, parse_plan
 from thdprof.training import Model
@@ -101,6 +101,22 @@ def test_selective_recompute_drops_the_tensors_of_its_modules():
     assert saved_by_layer(unused) == saved_by_layer(DENSE)
 
 
+def test_frozen_linear_layers_keep_no_input_and_adapters_keep_theirs():
+    frozen = like(lora_dim=4, lora_target_modules=())
+    inputs = 2 * 64 * 2 + 256 * 2  # outputs of both norms, and of the activation
+    assert saved_by_layer(frozen) == saved_by_layer(DENSE) - inputs
+    every = like(lora_dim=4)
+    assert saved_by_layer(every) == saved_by_layer(DENSE) + 4 * 4 * 2  # what lies between the two products of each
+    assert saved_by_layer(like(lora_dim=4, lora_target_modules=("linear_qkv",))) == saved_by_layer(frozen) + 136
+    dropped = saved_by_layer(like(lora_dim=4, lora_dropout=0.1)) - saved_by_layer(every)
+    assert dropped == (64 + 64 + 64 + 256) + 64 * 2  # masks, and a copy of attention's output
+    gathered = like(
+        lora_dim=4, lora_target_modules=("linear_qkv",), tensor_model_parallel_size=2, sequence_parallel=True
+    )
+    alone = replace(gathered, lora_target_modules=())
+    assert saved_by_layer(gathered) == saved_by_layer(alone) + 136  # the whole output of the norm on each rank
+
+
 def test_fp8_keeps_inputs_of_linear_layers_in_one_byte_and_attentions_output_twice():
     halved = 2 * 64 + 256  # outputs of both norms and of the activation, one byte less each
     assert saved_by_layer(like(fp8_recipe="tensorwise")) == saved_by_layer(DENSE) - halved + 64
@@ -165,6 +181,21 @@ def test_a_recomputed_pass_holds_one_layer_at_a_time():
     assert inputs + one <= pass_bytes([layer] * 20, 4096) < inputs + 1.5 * one
 
 
+def test_layers_that_are_recomputed_together_keep_one_input():
+    settings = run_of()
+    shape = like(hidden_size=1024, num_attention_heads=16, num_layers=8, recompute_granularity="full")
+    one, two, all_of_them = (
+        slot_bytes(replace(shape, recompute_num_layers=together), settings, 4096) for together in (1, 2, 8)
+    )
+    assert one == slot_bytes(shape, settings, 4096)
+    hidden = 4096 * 1024 * 2
+    layer = saved_by_layer(like(hidden_size=1024, num_attention_heads=16)) * 4096
+    assert layer - 5 * hidden < two - one < layer  # 4 inputs less, and one layer more with its gradients
+    assert one < all_of_them < slot_bytes(replace(shape, recompute_granularity=None), settings, 4096) + layer
+    uneven = replace(shape, recompute_num_layers=3)
+    assert two < slot_bytes(uneven, settings, 4096) < all_of_them
+
+
 def test_full_recompute_of_a_block_keeps_what_the_layers_behind_it_save():
     settings = run_of()
     shape = like(hidden_size=1024, num_attention_heads=16, num_layers=8, recompute_granularity="full")
@@ -177,6 +208,28 @@ def test_full_recompute_of_a_block_keeps_what_the_layers_behind_it_save():
     piped = run_of(pipeline_parallel_size=4)
     two_of_each = replace(shape, recompute_method="block", recompute_num_layers=2)
     assert slot_bytes(two_of_each, piped, 4096) == slot_bytes(shape, piped, 4096)  # a stage has two layers
+
+
+def test_only_adapters_have_gradients_and_optimizer_state():
+    model = like(lora_dim=4)
+    (stage,) = stages(model, pipeline_size=1, num_chunks=1)
+    found = stage_parameters(model, stage, 256)
+    whole = stage_parameters(DENSE, stage, 256)
+    of_layer = 4 * ((64 + 3 * 64) + (64 + 64) + (64 + 256) + (256 + 64))
+    assert found.adapters == 4 * of_layer
+    assert (found.dense, whole.adapters) == (whole.dense, None)
+    assert found.largest == 4 * (64 + 256)
+    state, moments = state_bytes(model, found, data_parallel_size=1, context_parallel_size=1)
+    assert moments == 8 * found.adapters
+    assert state == 2 * found.dense + 18 * found.adapters
+    shared = replace(model, use_distributed_optimizer=True)
+    assert state_bytes(shared, found, data_parallel_size=4, context_parallel_size=1) == (
+        2 * found.dense + (6 + 12 / 4) * found.adapters,
+        2 * found.adapters,
+    )
+    latent = like(multi_latent_attention=True, lora_dim=2, lora_target_modules=("linear_proj", "linear_kv_up_proj"))
+    assert len(adapted_widths(latent, "attention")) == 2
+    assert adapted_widths(latent, "mamba") == []
 
 
 # --- state ----------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ def test_options_behind_the_script_are_its_own(plan, script, followed):
 
 def test_a_plan_that_does_not_fit_is_refused_with_all_reasons_at_once(plan, script, capsys):
     wrong = [*FITTING, "--seq-length=128", "--micro-batch-size", "2", "--seed", "7"]
-    wrong += ["--qk-clip", "--recompute-activations"]
+    wrong += ["--qk-clip"]
     wrong.remove("--te-rng-tracker")
     assert main(["--plan", str(plan), str(script), *wrong]) == 2
     assert ran(script) is None
@@ -124,7 +124,6 @@ def test_a_plan_that_does_not_fit_is_refused_with_all_reasons_at_once(plan, scri
         "shape, so that none would replay\n"
         "- --micro-batch-size: the plan was made for 1, the run has 2: graphs were chosen for micro-batches of another "
         "shape, so that none would replay\n"
-        "- --recompute-activations: graphs keep activations, and recomputing in them was not checked; leave it out\n"
         "- --qk-clip: it keeps a maximum in Python; leave it out\n"
         "- --te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it\n"
         "for a plan that fits, write this command line into a file and analyse it: "

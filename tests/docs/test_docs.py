@@ -579,7 +579,7 @@ def test_the_settings_error_is_as_shown(demo):
         virtual_pipeline_model_parallel_size=None,
         context_parallel_size=1,
         tensor_model_parallel_size=1,
-        recompute_granularity="full",
+        qk_clip=True,
         apply_rope_fusion=False,
         cuda_graph_impl="none",
     )

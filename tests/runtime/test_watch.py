@@ -14,14 +14,14 @@ torch = pytest.importorskip("torch")
 from support.cpu_graphs import as_if_on_a_gpu  # noqa: E402
 from torch import nn  # noqa: E402
 
-from thdprof.runtime import Bucket, FallbackError, FallbackReason, GraphedModule, pack  # noqa: E402
+from thdprof.runtime import Bucket, FallbackError, FallbackReason, GraphedModule, pack, teardown  # noqa: E402
 from thdprof.runtime.graphs import bank, slots, static_metadata  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 from thdprof.runtime.graphs.watch.findings import Difference, Verified  # noqa: E402
 from thdprof.runtime.graphs.watch.readback import Compared, Readback  # noqa: E402
 from thdprof.runtime.graphs.watch.sampling import EARLY, is_sampled  # noqa: E402
-from thdprof.runtime.graphs.watch.twin import sample_of  # noqa: E402
-from thdprof.runtime.graphs.watch.watch import SETTLED_AFTER  # noqa: E402
+from thdprof.runtime.graphs.watch.twin import Twin, sample_of  # noqa: E402
+from thdprof.runtime.graphs.watch.watch import SETTLED_AFTER, Watch  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
@@ -269,6 +269,28 @@ def test_a_mismatch_puts_its_bucket_alone_into_quarantine(plain, caplog, monkeyp
     assert [r for r in caplog.records if "runs eagerly (quarantined)" in r.getMessage()]
 
 
+def test_a_rank_that_communicates_with_none_refuses_a_bucket_at_once(plain, monkeypatch):
+    wrong_backward(monkeypatch)
+    asked = []
+    model = graphed(plain, around={"agreed": lambda mine: asked.append(mine) or mine})
+    train(model, 12)
+    assert model.stats().fallbacks == {FallbackReason.quarantined: 4}
+    assert not asked
+
+
+def test_closing_does_not_wait_for_a_result_that_the_gpu_never_makes(plain, monkeypatch):
+    """Another rank has ended, and the GPU waits for it inside a collective."""
+    model, order = graphed(plain), []
+    monkeypatch.setattr(Readback, "is_ready", lambda self: False)
+    monkeypatch.setattr(Readback, "differences", lambda self: pytest.fail("waits for ever"))
+    monkeypatch.setattr(teardown, "wait_for_gpu", lambda device: order.append("waited"))
+    dropped = Watch.graphs_dropped
+    monkeypatch.setattr(Watch, "graphs_dropped", lambda self: (order.append("read"), dropped(self)))
+    train(model, 2)
+    model.close()
+    assert order == ["waited", "read"]  # what is there after a while is still told
+
+
 def test_graphs_that_are_captured_anew_are_tried_again(plain, monkeypatch):
     with monkeypatch.context() as patched:
         wrong_backward(patched)
@@ -397,6 +419,22 @@ def test_an_eager_run_that_fails_ends_the_watch_and_not_the_training(caplog):
         assert torch.equal(one, other)
     assert "no more micro-batches are verified" in caplog.text
     assert "OutOfMemoryError: no memory for an eager micro-batch" in caplog.text
+
+
+@pytest.mark.parametrize("step", ["__init__", "forward_ended", "backward_begins"])
+def test_a_copy_that_fails_before_the_eager_run_ends_the_watch_and_not_the_training(plain, caplog, monkeypatch, step):
+    expected = train(graphed(plain, verify_every=0), 3)
+    model = graphed(plain)
+
+    def fails(self, *args, **options):
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    monkeypatch.setattr(Twin, step, fails)
+    for one, other in zip(train(model, 3), expected, strict=True):
+        assert torch.equal(one, other)
+    assert model.stats().replays.total() == 3
+    assert not model.stats().verified
+    assert "no more micro-batches are verified" in caplog.text
 
 
 def test_an_eager_run_that_fails_among_ranks_ends_training():

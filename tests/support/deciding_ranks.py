@@ -18,12 +18,13 @@ import torch
 from torch import distributed, nn
 
 from support import replayed_passes
-from thdprof.dispatch import Bucket, Dispatcher, Shape
+from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.runtime import GraphedModule, pack
 from thdprof.runtime.graphs import bank
+from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron.peers import Peers
 
-SCENARIOS = ("alone", "shapes", "reasons", "late", "failed", "crowded")
+SCENARIOS = ("alone", "shapes", "reasons", "late", "failed", "crowded", "watched")
 TOKENS, HIDDEN, SLOTS, MICROBATCHES = 24, 2, 2, 30
 BUCKETS = (Bucket(2, 24, TOKENS), Bucket(4, 20, TOKENS), Bucket(6, 24, TOKENS), Bucket(8, 12, TOKENS))
 FAILING = 6
@@ -74,8 +75,8 @@ def name_of(choice: object) -> str:
 def train(rank: int, scenario: str, peers: Peers | None) -> dict[str, object]:
     """What one rank saw in a scenario: `told` has decision, slot and all ranks' boundaries for each micro-batch.
 
-    In `alone` the ranks do not agree; in `reasons`, `late` and `failed`, rank 1 has reasons of its own to run eagerly;
-    in `crowded` more micro-batches are in flight than there are slots.
+    In `alone` the ranks do not agree; in `reasons`, `late`, `failed` and `watched`, rank 1 has reasons of its own to
+    run eagerly; in `crowded` more micro-batches are in flight than there are slots; in `watched` some are verified.
     """
     replayed: list[int | None] = [None]
     slots: list[object] = []
@@ -109,9 +110,10 @@ def train(rank: int, scenario: str, peers: Peers | None) -> dict[str, object]:
         on_decision=decisions.append,
         sample_every=0,
         **({} if peers is None else {"agree_on": peers.largest, "agreed": peers.all}),
+        **({"surroundings": watched_by(peers), "verify_every": 3} if scenario == "watched" else {}),
     )
     told, in_flight = [], deque()
-    odd = rank == 1 and scenario == "reasons"
+    odd = rank == 1 and scenario in ("reasons", "watched")
     for number in range(MICROBATCHES):
         replayed[0] = None
         x = torch.ones(TOKENS, HIDDEN, requires_grad=not (odd and number == 4))
@@ -121,9 +123,11 @@ def train(rank: int, scenario: str, peers: Peers | None) -> dict[str, object]:
             y = graphs.unpacked(module, x, pack(bounds_of(rank, number)))
             decisions.append("without boundaries")
         else:
-            y = graphs(x, pack(bounds_of(rank, number)))
+            with graphs.falling_back(FallbackReason.argument_not_known if odd and number == 8 else None):
+                y = graphs(x, pack(bounds_of(rank, number)))
         told.append([name_of(decisions[-1]), replayed[0], module.seen])
-        in_flight.append(None if odd and number % 5 == 0 else y)  # a rank that drops its outputs has its slot back
+        drops = odd and scenario == "reasons" and number % 5 == 0
+        in_flight.append(None if drops else y)  # a rank that drops its outputs has its slot back
         del y
         if len(in_flight) >= SLOTS + (scenario == "crowded"):
             output = in_flight.popleft()
@@ -132,7 +136,20 @@ def train(rank: int, scenario: str, peers: Peers | None) -> dict[str, object]:
             del output
     stats = graphs.stats()
     counted = {str(reason): n for reason, n in stats.fallbacks.items()}
-    return {"told": told, "replays": stats.replays.total(), "fallbacks": counted, "captures": stats.captures}
+    return {
+        "told": told,
+        "replays": stats.replays.total(),
+        "fallbacks": counted,
+        "captures": stats.captures,
+        "verified": stats.verified.total(),
+        "mismatches": stats.mismatches.total(),
+    }
+
+
+def watched_by(peers: Peers | None) -> Surroundings:
+    """What lets ranks verify the same micro-batches."""
+    assert peers is not None
+    return Surroundings(communicates=True, agreed=peers.all, deterministic=lambda: True)
 
 
 def main(rank: int, world: int, store: str) -> None:

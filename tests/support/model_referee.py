@@ -31,7 +31,7 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 _READ_APART = {
     "precision", "fp8_recipe", "rotary", "vocab_size", "num_moe_layers", "untie_embeddings_and_output_weights",
     "hybrid_layer_pattern", "moe_expert_capacity_factor", "use_distributed_optimizer", "recompute_modules",
-    "overlap_grad_reduce", "overlap_param_gather",
+    "overlap_grad_reduce", "overlap_param_gather", "lora_dim", "lora_target_modules", "lora_dropout",
     "recompute_method", "num_query_groups", "kv_channels", "mtp_num_layers", "ffn_hidden_size", "moe_ffn_hidden_size",
     "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
     "expert_tensor_parallel_size",

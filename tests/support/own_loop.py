@@ -66,11 +66,13 @@ def small_gpt(config: TransformerConfig, *, tokens: int) -> Any:
     )
 
 
-def wrapped(model: torch.nn.Module, config: TransformerConfig) -> Any:
-    """The model in bf16 on this rank's GPU, as Megatron's training wraps it."""
+def wrapped(model: torch.nn.Module, config: TransformerConfig, **wrapping: Any) -> Any:
+    """The model in bf16 on this rank's GPU, as Megatron's training wraps it, with these settings of the wrapper."""
     module = Float16Module(config, model.cuda())
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):  # gradients must be tied to no stream that a capture may not wait for
-        found = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), module)
+        found = DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **wrapping), module
+        )
     torch.cuda.synchronize()
     return found.train()

@@ -43,6 +43,9 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from support.adapters import KINDS, adapters
 from thdprof.runtime.megatron import Installation
 
 KEYS = ("attention_mask", "cu_seqlens", "cu_seqlens_padded", "hybrid_cp_group", "labels", "local_cp_size", "loss_mask")
@@ -174,8 +177,10 @@ def record(path: Path) -> None:
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add this script's own argument."""
+    """Add this script's own arguments."""
     parser.add_argument("--record", type=Path, help="file for a JSON line of every step")
+    parser.add_argument("--adapters", choices=KINDS, help="freeze the model, and train Megatron-Bridge's adapters")
+    parser.add_argument("--adapters-dropout", type=float, default=0.0, help="dropout of the adapters [0]")
     return parser
 
 
@@ -188,6 +193,9 @@ def main() -> None:
     dataset_utils.compile_helpers = lambda: None
     pipeline_utils.set_ideal_affinity_for_current_gpu = lambda: None
     model = (hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args)(args)
+    if args.adapters is not None:
+        peft = adapters(args.adapters, dim=8, dropout=args.adapters_dropout, lora_B_init_method="normal")
+        model.pre_wrap_hooks.append(partial(peft, training=True))
     pretrain(pretrain_cfg_container_from_args(args, model), datasets, ModelType.encoder_or_decoder, forward_step)
 
 

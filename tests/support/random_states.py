@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -63,3 +64,85 @@ class FakeDefault(FakeGenerator):
 
     def set_state(self, state: torch.Tensor) -> None:
         torch.default_generator.set_state(state)
+
+
+class CountedGenerator(FakeGenerator):
+    """A CUDA generator whose numbers follow from seed and offset alone, as Philox's do, also inside recorded graphs.
+
+    While a graph is recorded, only generators that it has registered may draw: from tensors, which every replay fills.
+    """
+
+    recording: ClassVar[bool] = False
+    """Whether a graph is being recorded."""
+
+    def __init__(self, state: _CountedState | None = None) -> None:
+        super().__init__(state or _CountedState())
+
+    def graphsafe_get_state(self) -> CountedGenerator:
+        return CountedGenerator(self._state)
+
+    def clone_state(self) -> CountedGenerator:
+        return CountedGenerator(_CountedState(self._state.seed, self._state.offset))
+
+    def initial_seed(self) -> int:
+        _refuse_while_recording()
+        return super().initial_seed()
+
+    def get_offset(self) -> int:
+        _refuse_while_recording()
+        return super().get_offset()
+
+    def set_offset(self, offset: int) -> None:
+        _refuse_while_recording()
+        super().set_offset(offset)
+
+    def state(self) -> _CountedState:
+        """The state that several generators may share; what a graph registers."""
+        return self._state
+
+    def numbers(self, count: int) -> torch.Tensor:
+        """The next numbers, between 0 and 1, shape [count]."""
+        first = self._state.advance(4)
+        spread = torch.arange(count, dtype=torch.float64) * 0.7 + first * 1.3
+        return (torch.sin(spread) * 1e4) % 1.0
+
+
+@dataclass
+class _CountedState(State):
+    """A state as torch keeps it for its CUDA generators."""
+
+    inside: int = 0
+    """How far the recorded graph has drawn."""
+    registered: bool = False
+    """Whether the graph that is being recorded has registered the state."""
+    filled: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    """Seed and offset, which every replay fills, and graphs read."""
+
+    def advance(self, count: int) -> torch.Tensor:
+        """Where the next numbers come from, a tensor of one number; the state goes on by `count`."""
+        if not CountedGenerator.recording:
+            self.offset += count
+            return torch.tensor(float(self.seed * 17 + self.offset - count), dtype=torch.float64)
+        if not self.registered:
+            raise RuntimeError("Attempt to increase offset for a CUDA generator not in capture mode.")
+        self.inside += count
+        return self.filled[0] * 17 + self.filled[1] + (self.inside - count)
+
+    def record(self) -> None:
+        """A graph that has registered the state is recorded from here on."""
+        self.inside, self.registered = 0, True
+
+    def recorded(self) -> int:
+        """The recording is over; returns how far the graph draws."""
+        self.registered = False
+        return self.inside
+
+    def replay(self, inside: int) -> None:
+        """The graph is about to be replayed."""
+        self.filled.copy_(torch.tensor([float(self.seed), float(self.offset)], dtype=torch.float64))
+        self.offset += inside
+
+
+def _refuse_while_recording() -> None:
+    if CountedGenerator.recording:
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::get_offset during CUDA graph capture")

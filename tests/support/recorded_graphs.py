@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from support.random_states import FakeDefault
+from support.random_states import CountedGenerator, FakeDefault
 
 
 class _Recorder(TorchDispatchMode):
@@ -35,6 +35,7 @@ class RecordedGraph:
 
     def __init__(self):
         self.operations, self.replays, self.generators = [], 0, []
+        self.increments = []
         self.made.append(self)
 
     def register_generator_state(self, generator):
@@ -45,6 +46,8 @@ class RecordedGraph:
 
     def replay(self):
         self.replays += 1
+        for state, inside in self.increments:
+            state.replay(inside)
         with torch.no_grad():
             for func, args, kwargs, result in self.operations:
                 again = tree_leaves(func(*args, **kwargs))
@@ -65,13 +68,21 @@ class _Capture:
     """Stands for torch.cuda.graph."""
 
     def __init__(self, graph, *, pool, stream, capture_error_mode):
-        self._recorder = graph.capture()
+        self._graph, self._recorder = graph, graph.capture()
 
     def __enter__(self):
+        generators = [*self._graph.generators, torch.cuda.default_generators[0]]  # torch registers the last one itself
+        states = [g.state() for g in generators if isinstance(g, CountedGenerator)]
+        self._states = [s for i, s in enumerate(states) if not any(s is other for other in states[:i])]
+        for state in self._states:
+            state.record()
+        CountedGenerator.recording = bool(self._states)
         self._recorder.__enter__()
 
     def __exit__(self, *error):
         self._recorder.__exit__(*error)
+        CountedGenerator.recording = False
+        self._graph.increments = [(state, state.recorded()) for state in self._states]
 
 
 def put_in_place(monkeypatch):

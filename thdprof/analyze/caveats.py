@@ -141,10 +141,9 @@ def on_the_model(
             "graphs of MXFP8 were never measured: thdprof.runtime.megatron's install refuses this model before the "
             f"first step, unless {UNMEASURED}=allow is in the environment"
         )
-    if graphs and model.recompute_granularity is not None:
+    if model.lora_dim is not None and times.origin == "modelled":
         sentences.append(
-            "recomputed activations cannot be captured yet: thdprof.runtime.megatron's install refuses this model "
-            "before the first step"
+            "times are modelled as if all weights were trained: with adapters a backward makes fewer gradients"
         )
     return sentences
 
@@ -154,6 +153,8 @@ def _compared(model: Model, settings: TrainingSettings, gpu: Gpu) -> str:
     unlike = [] if gpu.compared else [f"the {gpu.label}"]
     if model.fp8_recipe not in (None, "tensorwise"):
         unlike.append(f"FP8 {model.fp8_recipe}")
+    if model.lora_dim is not None:
+        unlike.append("adapters over frozen weights")
     ranks = model.tensor_model_parallel_size * model.expert_model_parallel_size * settings.context_parallel_size
     if ranks > 1:
         unlike.append("communication between GPUs")

@@ -10,7 +10,7 @@ from thdprof import __version__
 from thdprof.analyze.settings.experts import captured
 from thdprof.analyze.settings.layers_choice import LayersAsked, layers_of_plan
 from thdprof.analyze.settings.offload_choice import check_choice
-from thdprof.megatron_limits import check_plan, check_settings
+from thdprof.megatron_limits import check_plan, check_recompute, check_settings
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
@@ -46,13 +46,16 @@ def make_plan(
     chosen, settings, costs, offload = analysis.recommendation, analysis.settings, analysis.costs, analysis.offload
     if offload is not None:
         check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
+    recompute = None if analysis.model is None else analysis.model.recompute_granularity
+    uncut = analysis.overlap is None or recompute == "full"
     layers = layers_of_plan(
         layers_per_graph,
-        None if analysis.overlap is None else analysis.overlap.layers_per_graph,
+        None if uncut or analysis.overlap is None else analysis.overlap.layers_per_graph,
         impl=resolved_impl,
         offloads=offload is not None,
         packer=settings.packer,
     )
+    check_recompute(recompute, impl=resolved_impl, packer=settings.packer, layers_per_graph=layers)
     one_cap, timed = chosen.one_cap, analysis.times.origin != "none"
     plan = Plan.model_validate(
         {

@@ -76,6 +76,7 @@ def analyze(
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.buckets.stamp_check import note_on_stamp
     from thdprof.analyze.planning import make_plan
+    from thdprof.analyze.settings.beforehand import refused_runs
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
@@ -124,6 +125,8 @@ def analyze(
     if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
+    for line in refused_runs(plan, script=request.script, model_file=request.model_file):
+        streams.say(f"training by this plan would be refused: {line}")
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:

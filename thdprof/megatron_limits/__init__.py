@@ -1,8 +1,10 @@
 """What Megatron's graphs cannot serve: one table, read by `thdprof analyze` and by `install`. No torch in here.
 
-`limit` has the types; `fields`, `quantization`, `parallelism`, `dynamic_cp`, `experts` and `offloading` have the rows;
-`table` joins them; and `check` is for analysis. `thdprof.runtime.megatron.refusals` reads the same table when training
-starts.
+`limit` has the types. `fields`, `quantization`, `parallelism`, `overlap`, `models`, `dynamic_cp`, `experts`,
+`offloading`, `layers_per_graph` and `recompute` have the rows; `table` joins them. `check` is for analysis,
+`command_line` for the arguments of Megatron-LM's scripts, `recipes` for Megatron-Bridge's performance recipes. `served`
+and `proved` say of what is not refused which GPU rows proved it. `thdprof.runtime.megatron.refusals` reads the same
+table when training starts.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from thdprof.megatron_limits.check import (
     check_layers_per_graph,
     check_offload,
     check_plan,
+    check_recompute,
     check_run,
     check_settings,
 )
@@ -33,6 +36,7 @@ __all__ = [
     "check_layers_per_graph",
     "check_offload",
     "check_plan",
+    "check_recompute",
     "check_run",
     "check_settings",
     "limits_of",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from thdprof.errors import UsageError
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.offloading import moved_by_core
+from thdprof.megatron_limits.recompute import RECOMPUTE_LIMITS
 from thdprof.megatron_limits.table import limits_of
-from thdprof.training import DYNAMIC_CP, Experts
+from thdprof.training import DYNAMIC_CP, Experts, Recompute
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl, Plan
@@ -96,6 +97,38 @@ def check_layers_per_graph(
             offload_modules=("all",) if offloads and layers_per_graph is not None and impl == "chunk" else None,
         )
     )
+
+
+def check_recompute(
+    recompute: Recompute | None,
+    *,
+    impl: Impl,
+    packer: str | None = None,
+    layers_per_graph: int | None = None,
+) -> None:
+    """Refuse graphs of kind `impl` that cannot recompute what the model does.
+
+    Args:
+        recompute: how much a backward computes again; None: nothing.
+        impl: the kind of graphs; "none" and "module" are not Megatron's and refuse nothing.
+        packer: the packer that training uses; None: not known.
+        layers_per_graph: layers of one graph; None: all of a model chunk.
+
+    Raises:
+        UsageError: as `check_run`.
+    """
+    if recompute is None or impl in ("none", "module"):
+        return
+    run = Run(
+        impl=impl,
+        recompute=recompute,
+        packer=packer,
+        dynamic_cp=packer in DYNAMIC_CP,
+        layers_per_graph=layers_per_graph,
+    )
+    for limit in RECOMPUTE_LIMITS:
+        if limit.holds(run) and limit.options is not None:
+            raise UsageError(limit.in_options(run))
 
 
 def check_plan(plan: Plan) -> None:

@@ -6,6 +6,7 @@ table, such as an RNG tracker that graphs cannot register, has its lines here, w
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from types import SimpleNamespace
@@ -13,14 +14,9 @@ from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Run
-from thdprof.megatron_limits.middle_stages import (
-    COUNTED_AS_LAYERS,
-    LAYOUT,
-    middle_stages_without_data,
-    virtual_stages,
-)
-from thdprof.megatron_limits.parallelism import WITHOUT_LAYERS
+from thdprof.megatron_limits.middle_stages import middle_stages_without_data
 from thdprof.megatron_limits.quantization import takes_unmeasured
+from thdprof.megatron_limits.recompute import RECOMPUTE_CASES
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts
 
@@ -45,13 +41,13 @@ COUNTS: Mapping[str, str] = {
 }
 SWITCHES: Mapping[str, str] = {
     "recompute_granularity": "--recompute-activations",
+    "distribute_saved_activations": "--distribute-saved-activations",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm",
     "delay_wgrad_compute": "--delay-wgrad-compute",
     "moe_enable_routing_replay": "--moe-enable-routing-replay",
     "moe_paged_stash": "--moe-paged-stash",
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
-    "tp_comm_overlap": "--tp-comm-overlap",
     "multi_latent_attention": "--multi-latent-attention",
     "fp8_param": "--fp8-param-gather",
     "fp4_param": "--fp4-param-gather",
@@ -59,6 +55,7 @@ SWITCHES: Mapping[str, str] = {
 }
 """Arguments by the field of TransformerConfig that they set: with a text, with a number, and without a value."""
 LISTS: Mapping[str, str] = {
+    "recompute_modules": "--recompute-modules",
     "cp_comm_type": "--cp-comm-type",
     "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes",
     "moe_router_load_balancing_type": "--moe-router-load-balancing-type",
@@ -143,6 +140,20 @@ def refused_arguments(
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
 
 
+def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
+    """A line for every argument that the table of limits refuses, for whoever only analyses a run.
+
+    Args:
+        plan: the plan that a run with these arguments would follow.
+        words: the arguments of a Megatron-LM script.
+    """
+    if plan.graphs.impl == "none":
+        return []
+    impl: Impl = plan.graphs.impl if plan.graphs.impl != "module" else "chunk"
+    given = Arguments(words)
+    return [*_of_table(plan, given, impl, os.environ, replay=True), *_of_attention(given)]
+
+
 def _of_table(
     plan: Plan, given: Arguments, impl: Impl, environment: Mapping[str, str], *, replay: bool
 ) -> Iterator[str]:
@@ -171,7 +182,6 @@ def _of_table(
         if (shards := given.count(flag)) is not None:
             flags[field] = flag
             setattr(config, field, shards // size)
-    _set_pipeline(config, given)
     run = Run(
         impl=impl,
         modules=tuple(plan.graphs.modules) if replay else None,
@@ -181,6 +191,8 @@ def _of_table(
         packer=plan.training.packer,
         experts=_experts(given),
         unmeasured=takes_unmeasured(environment),
+        offload_modules=tuple(plan.graphs.offload.modules) if plan.graphs.offload is not None and replay else None,
+        layers_per_graph=plan.graphs.layers_per_graph if replay else None,
         config=config,
     )
     for limit in limits_of(run):
@@ -188,23 +200,13 @@ def _of_table(
             own = limit.off is not None and limit.fields.remedy == f"set it to {limit.off.value!r}"
             remedy = "leave it out" if own or limit.name in SHARDS else limit.fields.remedy
             yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
-        elif limit.name == WITHOUT_LAYERS:
-            flag = next(flag for flag in (LAYOUT, *COUNTED_AS_LAYERS) if flag in given)
-            yield f"{given.shown(flag)}: {limit.reason}; {limit.fields.remedy}"
+        elif limit.name in RECOMPUTE_CASES:
+            yield f"{given.shown(flags['recompute_granularity'])}: {limit.reason}; {limit.fields.remedy}"
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
             yield (
                 f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity: {limit.reason}; analyse "
                 "with --experts dropless (graphs.impl transformer_engine), or add it with --moe-expert-capacity-factor"
             )
-
-
-def _set_pipeline(config: SimpleNamespace, given: Arguments) -> None:
-    """Add the fields that say how layers are spread over the pipeline."""
-    config.pipeline_model_parallel_layout = given.value(LAYOUT)
-    config.num_layers = given.count("--num-layers")
-    config.virtual_pipeline_model_parallel_size = virtual_stages(given)
-    for flag in COUNTED_AS_LAYERS:
-        setattr(config, flag.removeprefix("--").replace("-", "_"), flag in given)
 
 
 def _experts(given: Arguments) -> Experts:

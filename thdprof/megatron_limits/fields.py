@@ -28,17 +28,13 @@ WHY_NO_MROPE = (
 
 ALL_GRAPHS: tuple[Limit, ...] = (
     *QUANTIZATION_LIMITS,
-    _off("recompute_granularity", None, "graphs keep activations, and recomputing in them was not checked"),
     _off("cpu_offloading", False, "megatron-core refuses it with graphs"),
-    _off("overlap_moe_expert_parallel_comm", False, "its schedule goes past the decoder's forward"),
-    _off("delay_wgrad_compute", False, "its weight gradients are not part of a backward pass"),
     _off("quant_recipe", None, "cached quantized weights would not be renewed in replays"),
     _off("use_kitchen", False, "cached quantized weights would not be renewed in replays"),
     _off("moe_enable_routing_replay", False, "it keeps routing decisions in Python"),
     _off("moe_paged_stash", False, f"{NO_PAGED_STASH}; dropless experts run eagerly (graphs.modules)"),
     _off("qk_clip", False, "it keeps a maximum in Python"),
     _off("log_max_attention_logit", False, "it keeps a maximum in Python"),
-    _off("tp_comm_overlap", False, "its buffers were not checked in a graph"),
 )
 """With graphs of any kind."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
-    from thdprof.training import Experts
+    from thdprof.training import Experts, Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,20 @@ class Run:
     """Layers of one graph: `graphs.layers_per_graph` of the plan; None also where a model chunk is captured whole."""
     unmeasured: bool = False
     """Whether the user takes what has graphs but was never measured, for want of a GPU that has it: MXFP8 and FP4."""
+    position_embedding: str | None = None
+    """The model's position embedding: rope, yarn, mrope, learned_absolute or none."""
+    layers: tuple[str, ...] | None = None
+    """Kinds of layers besides attention, MLP, experts and MambaLayers, such as gated_delta_net; `install` looks at the
+    layers themselves.
+    """
+    model: str | None = None
+    """The kind of a model that has no decoder as GPTModel and HybridModel have one: vision-language or diffusion."""
+    wrapper: str | None = None
+    """Name of the class that wraps the model; empty: none does."""
+    trainer: Mapping[str, Any] | None = None
+    """Settings of the trainer by dotted names, such as `ddp.overlap_grad_reduce`; `peft` is the kind of adapters."""
+    recompute: Recompute | None = None
+    """How much a backward computes again, as an analysis knows it of the model; `config` says it to `install`."""
     config: Any = None
     """The model's TransformerConfig, or an object with its fields."""
 

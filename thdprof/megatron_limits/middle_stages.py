@@ -47,12 +47,6 @@ def middle_stages_without_data(given: Given) -> str | None:
     return given.shown(_RANKS) + (f" and {given.shown(virtual)}" if virtual and len(stages) > ranks else "")
 
 
-def virtual_stages(given: Given) -> int:
-    """Model chunks on a rank of the pipeline."""
-    ranks = given.count(_RANKS) or 1
-    return len(_stages(given, ranks)[1]) // ranks
-
-
 def _stages(given: Given, ranks: int) -> tuple[str | None, list[str]]:
     """The argument that tells virtual stages, and the layers of each stage as letters: `m` for multi-token prediction,
     anything where its layers do not matter.

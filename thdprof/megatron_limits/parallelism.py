@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
-from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
+from thdprof.megatron_limits.limit import Limit, Run, must_be_off
 
-WITHOUT_LAYERS = "model chunks without decoder layers"
-"""Name of the row that several arguments of a pipeline can meet."""
 _RING = "p2p"
-_LAYOUT = "pipeline_model_parallel_layout"
-_COUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_DECODER = ("decoder", "t")
-"""What a layout calls a decoder layer: the name in megatron-core's enum, and the letter in a text."""
 
 
 def _captures(run: Run) -> bool:
@@ -37,54 +28,6 @@ _GATHERED = (
     "weights are gathered and their gradients given back by Python between the layers' passes, which a replay does not "
     "run"
 )
-
-
-def decoder_layers(config: Any) -> list[int]:
-    """Decoder layers of every chunk of a pipeline, as far as a layout or counted embeddings make them uneven.
-
-    Empty where the layers are spread evenly, or too little is known.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with some of its fields.
-    """
-    layout = getattr(config, _LAYOUT, None)
-    if layout is not None:
-        return [sum(_is_decoder(layer) for layer in chunk) for chunk in _chunks_of(layout)]
-    counted = [bool(getattr(config, name, False)) for name in _COUNTED]
-    ranks = getattr(config, "pipeline_model_parallel_size", None) or 1
-    chunks = ranks * (getattr(config, "virtual_pipeline_model_parallel_size", None) or 1)
-    num_layers = getattr(config, "num_layers", None)
-    if not any(counted) or num_layers is None or ranks == 1:
-        return []
-    each = [(num_layers + sum(counted)) // chunks] * chunks
-    each[0] -= counted[0]
-    each[-1] -= counted[1]
-    return each
-
-
-def _chunks_of(layout: Any) -> Iterator[Sequence[Any]]:
-    """What each chunk of a layout holds: of megatron-core's object, of a list, or of a text such as `Et*3|(tt|)*2L`."""
-    if isinstance(layout, str):
-        text = layout.replace(",", "")
-        for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-            text = re.sub(repeated, lambda match: match[1] * int(match[2]), text)
-        yield from text.split("|")
-    elif isinstance(layout, list):
-        yield from layout
-    else:
-        for rank in layout.layout:
-            yield from rank
-
-
-def _is_decoder(layer: Any) -> bool:
-    return getattr(layer, "name", str(layer)).strip() in _DECODER
-
-
-def _shown(run: Run) -> str:
-    """The fields that leave a chunk without layers, with their values."""
-    if (layout := run.field(_LAYOUT)) is not None:
-        return f"{_LAYOUT} is {layout!r}"
-    return " and ".join(f"{name} is True" for name in _COUNTED if run.field(name))
 
 
 PARALLELISM_LIMITS: tuple[Limit, ...] = (
@@ -112,12 +55,6 @@ PARALLELISM_LIMITS: tuple[Limit, ...] = (
         None,
         "groups of two levels were not checked in a graph",
         applies=_captures,
-    ),
-    Limit(
-        name=WITHOUT_LAYERS,
-        holds=lambda run: _captures(run) and 0 in decoder_layers(run.config),
-        reason="a model chunk then has no decoder layer, and a graph of nothing was not checked",
-        fields=Words(case=_shown, remedy="give every chunk at least one decoder layer"),
     ),
 )
 """With graphs of any kind. Layers may be spread unevenly: slots and graphs are of a chunk, whatever it holds."""

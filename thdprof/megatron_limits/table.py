@@ -9,17 +9,23 @@ from thdprof.megatron_limits.experts import EXPERT_LIMITS
 from thdprof.megatron_limits.fields import ALL_GRAPHS, LOCAL_GRAPHS
 from thdprof.megatron_limits.layers_per_graph import LAYERS_PER_GRAPH_LIMITS
 from thdprof.megatron_limits.limit import Limit, Run
+from thdprof.megatron_limits.models import MODEL_LIMITS
 from thdprof.megatron_limits.offloading import OFFLOAD_LIMITS
+from thdprof.megatron_limits.overlap import OVERLAP_LIMITS
 from thdprof.megatron_limits.parallelism import PARALLELISM_LIMITS
+from thdprof.megatron_limits.recompute import RECOMPUTE_LIMITS
 
 LIMITS: tuple[Limit, ...] = (
     *ALL_GRAPHS,
     *PARALLELISM_LIMITS,
+    *OVERLAP_LIMITS,
     *LOCAL_GRAPHS,
+    *MODEL_LIMITS,
     *DYNAMIC_CP_LIMITS,
     *EXPERT_LIMITS,
     *OFFLOAD_LIMITS,
     *LAYERS_PER_GRAPH_LIMITS,
+    *RECOMPUTE_LIMITS,
 )
 """Every limit, in the order of messages and of the reference."""
 

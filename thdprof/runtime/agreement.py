@@ -18,6 +18,7 @@ Largest = Callable[[Sequence[int]], Sequence[int]]
 
 _BEFORE_SHAPE = (
     FallbackReason.not_training,
+    FallbackReason.argument_not_known,
     FallbackReason.input_differs,
     FallbackReason.no_cuda,
     FallbackReason.disabled_by_user,
@@ -78,6 +79,13 @@ class Agreed:
     """Index of the slot that all of them use; None where they run eagerly, or there are no slots."""
     opens: bool = False
     """Whether all of them capture their graphs now, and agree once more."""
+    bucket: Bucket | None = None
+    """The bucket that would hold all micro-batches, where its graphs or a slot are missing; else None."""
+
+    @property
+    def told(self) -> Bucket | FallbackReason:
+        """The decision as other pipeline stages take it, whose captures and slots are their own."""
+        return self.choice if self.bucket is None else self.bucket
 
 
 def agree(proposal: Proposal, dispatcher: Dispatcher, largest: Largest, *, opens_at: Callable[[Shape], bool]) -> Agreed:
@@ -110,9 +118,9 @@ def agree(proposal: Proposal, dispatcher: Dispatcher, largest: Largest, *, opens
     if differs:
         return Agreed(choice=FallbackReason.input_differs, shape=shape)
     if failed and failed[dispatcher.buckets.index(choice)]:
-        return Agreed(choice=FallbackReason.capture_failed, shape=shape)
+        return Agreed(choice=FallbackReason.capture_failed, shape=shape, bucket=choice)
     if busy and all(busy):
-        return Agreed(choice=FallbackReason.no_free_slot, shape=shape)
+        return Agreed(choice=FallbackReason.no_free_slot, shape=shape, bucket=choice)
     return Agreed(choice=choice, shape=shape, slot=busy.index(0) if busy else None)
 
 

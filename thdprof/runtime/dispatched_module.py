@@ -139,8 +139,13 @@ class DispatchedModule(nn.Module):
             return None
         if self._presumed:
             self._confirm(call)
-        choice, taken = (self._decide(call), call) if self._agree_on is None else self._decide_together(call)
-        self._on_decision(choice)
+        if self._agree_on is None:
+            choice, taken = self._decide(call), call
+            self._on_decision(choice)
+        else:
+            agreed, taken = self._decide_together(call)
+            choice = agreed.choice
+            self._on_decision(agreed.told)
         if isinstance(choice, Bucket):
             result = self._replay(choice, taken)
             if not isinstance(result, FallbackReason):
@@ -204,7 +209,7 @@ class DispatchedModule(nn.Module):
             return FallbackReason.input_differs
         return choice
 
-    def _decide_together(self, call: Call) -> tuple[Bucket | FallbackReason, Call]:
+    def _decide_together(self, call: Call) -> tuple[Agreed, Call]:
         """The decision of all ranks that share collectives, and `call` with their joint shape and slot."""
         agreed = self._agreed(call)
         if agreed.opens:
@@ -212,7 +217,7 @@ class DispatchedModule(nn.Module):
                 self.recapture()  # another rank has dropped its graphs
             self._begin(call)
             agreed = self._agreed(call)
-        return agreed.choice, replace(call, shape=agreed.shape, slot=agreed.slot)
+        return agreed, replace(call, shape=agreed.shape, slot=agreed.slot)
 
     def _agreed(self, call: Call | None) -> Agreed:
         """What all ranks that share collectives do with their micro-batches; None: this one's has no boundaries."""

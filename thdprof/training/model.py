@@ -137,6 +137,17 @@ class Model:
     """Layers that full recompute computes again (method block), or that are computed again together (uniform)."""
     recompute_method: Annotated[Literal["uniform", "block"], _choice("Which layers full recompute takes.")] = "uniform"
     """Which layers full recompute computes again: all, or the first recompute_num_layers of each stage."""
+    lora_dim: Annotated[int | None, _SIZE, _setting("Rank of adapters over frozen weights.", "no adapters")] = None
+    """Rank of the adapters (LoRA) that alone are trained; null: all weights are."""
+    lora_target_modules: Annotated[tuple[str, ...], _setting("Linear layers that have adapters.")] = (
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    )
+    """Linear layers that have adapters, by megatron-core's names."""
+    lora_dropout: Annotated[float, _setting("Dropout of what adapters take.")] = 0.0
+    """Dropout of what adapters take; 0: no dropout kernel keeps a mask."""
     use_distributed_optimizer: Annotated[bool, _choice("Whether ranks share the optimizer's state.")] = False
     """Whether data-parallel ranks share the optimizer's state out among them."""
     overlap_grad_reduce: Annotated[bool, _choice("Whether gradients are reduced while a backward runs.")] = False

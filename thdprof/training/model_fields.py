@@ -15,6 +15,7 @@ NONE = "none"
 """The value that says outright that a field is null, such as `fp8_recipe: none`; a null counts as not given."""
 _LARGE = 1e9
 _PARTS = {"hidden_dropout": "at least 0 and less than 1", "attention_dropout": "at least 0 and less than 1"}
+_PARTS["lora_dropout"] = _PARTS["hidden_dropout"]
 
 
 @functools.cache

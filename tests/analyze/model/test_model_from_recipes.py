@@ -205,3 +205,24 @@ def test_a_mutated_recipe_never_ends_in_a_traceback(tmp_path, rng):
         except ThdprofError:
             refused += 1
     assert 50 < refused < 400
+
+
+@pytest.mark.parametrize(
+    ("peft", "expected"),
+    [
+        ("", (None, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), 0.0)),
+        ("peft: null\n", (None, ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"), 0.0)),
+        (
+            "peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n  dim: 16\n  dropout: 0.1\n"
+            "  target_modules: [linear_qkv, linear_proj]\n",
+            (16, ("linear_qkv", "linear_proj"), 0.1),
+        ),
+        (
+            "peft:\n  dim: 8\n  dropout: 0.0\n  target_modules: [linear_q, linear_v, linear_fc1_up, linear_fc2]\n",
+            (8, ("linear_qkv", "linear_fc1", "linear_fc2"), 0.0),
+        ),
+    ],
+)
+def test_adapters_of_a_recipe(tmp_path, peft, expected):
+    found = read_model(write(tmp_path, BRIDGE + peft))
+    assert (found.lora_dim, found.lora_target_modules, found.lora_dropout) == expected

@@ -149,6 +149,25 @@ def test_documents_that_share_scaling_factors_are_refused(x, recipe):
     assert made.verify_isolation(packed_seq_params(SMALL, device="cpu"), x)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("expert_tensor_parallel_size", 2, "expert_tensor_parallel_size 2: verify the same layers"),
+        ("moe_router_load_balancing_type", ["global_aux_loss"], "has global_aux_loss, which counts the tokens of all"),
+    ],
+)
+def test_experts_that_other_ranks_share_are_refused(x, monkeypatch, field, value, told):
+    """A rank that looks for a leak makes more passes than one that finds none, and would wait for it."""
+    from megatron.core import parallel_state
+
+    monkeypatch.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)
+    block = make_block()
+    block.config.num_moe_experts = 2
+    setattr(block.config, field, value)
+    with pytest.raises(ValueError, match=told):
+        installation(block).verify_isolation(packed_seq_params(SMALL, device="cpu"), x)
+
+
 def test_experts_with_a_capacity_are_named_as_mixing_documents(x):
     block = make_block()
     drop_boundaries(block)

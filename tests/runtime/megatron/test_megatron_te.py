@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from megatron.core.transformer import cuda_graphs
 from support.late_mover import LateMover
 from support.layer_graphs import (
     BUCKETS,
@@ -87,6 +88,42 @@ def test_numbers_are_those_of_an_eager_run(resets_flags, overlap):
     forward(graphed, batches[0][0], SMALL).sum().backward()
     marked = {name for name, p in graphed.named_parameters() if p.grad_added_to_main_grad}
     assert marked == {f"layers.{i}.self_attention.core_attention.scale" for i in range(LAYERS)}
+
+
+@pytest.mark.parametrize("takes_grad", [False, True])
+def test_frozen_parameters_are_left_alone(takes_grad):
+    """As with adapters: behind a frozen embedding the first layer's hidden states take no gradient."""
+    plain, graphed = make_block(), make_block()
+    batches = [
+        (x.detach().requires_grad_(takes_grad), b) for x, b in zip(inputs(4), [SMALL, LARGE, OVER, SMALL], strict=True)
+    ]
+    for block in (plain, graphed):
+        for name, parameter in block.named_parameters():
+            parameter.requires_grad_("linear_qkv" in name)
+    run = graphs_of(graphed)
+    for block in (plain, graphed):
+        for x, bounds in batches:
+            forward(block, x, bounds).square().sum().backward()
+    checked = 0
+    for (name, p), q in zip(plain.named_parameters(), graphed.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None) == ("linear_qkv" not in name), name
+        if p.grad is not None:
+            assert torch.equal(p.grad, q.grad), name
+            checked += 1
+    assert checked >= LAYERS
+    assert run.stats().replays.total() == 3
+
+
+def test_captures_keep_what_layers_would_recompute():
+    block = make_block()
+    block.config.recompute_granularity = "selective"
+    attention, seen = block.layers[0].self_attention.core_attention, []
+    attention.register_forward_pre_hook(lambda *_: seen.append(cuda_graphs.is_graph_warmup()))
+    graphs_of(block)
+    train(block, list(zip(inputs(3), [SMALL, OVER, LARGE], strict=True)), one_f_one_b(3))
+    assert seen.count(True) >= 2  # captures of two buckets
+    assert False in seen  # a micro-batch that falls back
+    assert not cuda_graphs.is_graph_warmup()
 
 
 def test_gradients_without_main_grad_are_the_callers_to_keep():

@@ -12,6 +12,7 @@ states between linear layers too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -75,6 +76,12 @@ def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
     ]
 
 
+def recomputed_together(layers: Sequence[Sequence[Saved]]) -> list[Saved]:
+    """What layers save that a backward computes again together: of their inputs it keeps only the first one's."""
+    first, *others = (one for layer in layers for one in layer)
+    return [first, *(replace(one, recomputed=True) for one in others)]
+
+
 class _Layer:
     """The tensors of a layer that is being put together."""
 
@@ -88,6 +95,7 @@ class _Layer:
         self._statistics = 2 if model.normalization == "LayerNorm" else 1
         selective = model.recompute_granularity == "selective"
         self._chosen = frozenset(model.recompute_modules) if selective else frozenset[str]()
+        self._adapted = None if model.lora_dim is None else frozenset(model.lora_target_modules)
 
     def _add(self, module: str, width: float, element: float, *, again: str | None = None, drop: str = "") -> None:
         """Append a tensor of `width` elements a token, which selective recompute of any module in `drop` leaves out."""
@@ -98,12 +106,41 @@ class _Layer:
         """A linear layer with the norm before it: the norm's input, its output, its statistics."""
         share = self._outer
         self._add(linear, width * share, self._element)
-        self._add(linear, width * share, self._input_element, drop=drop)
+        self._norms_output(linear, width, drop=drop)
         self._add(linear, self._statistics * share, STATISTICS_BYTES, drop=drop)
 
+    def _norms_output(self, linear: str, width: float, *, drop: str = "") -> None:
+        """What a linear layer with a norm before it saves of its input; its adapter takes it gathered."""
+        if self._adapted is None:
+            self._add(linear, width * self._outer, self._input_element, drop=drop)
+        else:
+            self._adapter(linear, width, drop=drop)
+
     def _linear_input(self, module: str, width: float, *, drop: str = "") -> None:
-        """A linear layer's input that nothing else saves."""
-        self._add(module, width, self._input_element, drop=drop)
+        """A linear layer's input that nothing else saves; a frozen one saves none, its adapter does."""
+        if self._adapted is None:
+            self._add(module, width, self._input_element, drop=drop)
+        else:
+            self._adapter(module, width, drop=drop)
+
+    def _adapter(self, module: str, width: float, *, drop: str = "", given: bool = False) -> None:
+        """What the adapter of a frozen linear layer saves, if it has one: its input, and what is between its two
+        products.
+
+        Args:
+            module: the linear layer.
+            width: width of what both take.
+            drop: as `_add` takes it.
+            given: whether something else saves the input already.
+        """
+        dim = self._model.lora_dim
+        if dim is None or module.rpartition(".")[2] not in (self._adapted or ()):
+            return
+        if self._model.lora_dropout:
+            self._add(module, width, _MASK_BYTES, drop=drop)
+        if self._model.lora_dropout or not given:
+            self._add(module, width, self._element, drop=drop)
+        self._add(module, dim, self._element, drop=drop)
 
     def _dropout(self, module: str) -> None:
         if self._model.hidden_dropout:
@@ -136,11 +173,13 @@ class _Layer:
         for part in (heads * head, keys, keys):
             self._add(core, part, self._element, drop=drop)
         self._add(core, heads, STATISTICS_BYTES, drop="core_attn")
-        if self._model.fp8_recipe or output != heads * head:  # the linear layer takes a copy
+        quantized = self._adapted is None and self._model.fp8_recipe
+        if quantized or output != heads * head:  # the linear layer takes a copy
             self._add(core, heads * head, self._element, drop="core_attn")
             self._linear_input(proj, output)
         else:
-            self._add(core, output, self._element, again=proj)
+            self._add(core, output, self._element, again=proj if self._adapted is None else None)
+            self._adapter(proj, output, given=True)
 
     def latent_attention(self) -> None:
         """Multi-head latent attention: queries, keys and values are made from compressed ones.
@@ -175,7 +214,8 @@ class _Layer:
         model = self._model
         self._add("pre_mlp_layernorm", model.hidden_size * self._outer, self._element)
         self._add("pre_mlp_layernorm", self._statistics * self._outer, STATISTICS_BYTES)
-        self._add("mlp.router", model.hidden_size * self._outer, self._element, drop="layernorm")
+        if self._adapted is None:
+            self._add("mlp.router", model.hidden_size * self._outer, self._element, drop="layernorm")
         count = model.num_experts or 1
         self._add("mlp.router", 2 * count * self._outer, STATISTICS_BYTES, drop="moe")  # logits, probabilities
         # tokens of a rank are shared by the ranks that share an expert, and as many come as go

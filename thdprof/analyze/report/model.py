@@ -64,4 +64,6 @@ def _precision(model: Model) -> list[str]:
     parts = [model.precision if model.fp8_recipe is None else f"{model.precision} with FP8 {model.fp8_recipe}"]
     if model.recompute_granularity is not None:
         parts.append(f"recompute {model.recompute_granularity}")
+    if model.lora_dim is not None:
+        parts.append(f"adapters of rank {model.lora_dim}")
     return parts

@@ -40,6 +40,8 @@ class Request:
     """Where the model was read; None where it is not known."""
     model_file: Path | None
     """The file of --model that was read; None without one."""
+    script: str | None
+    """The text of the launch script; None without one."""
     gpu: str | None
     """Name of the GPU that times are of; None: not given."""
     gpu_hour_price: float | None
@@ -82,6 +84,7 @@ def read_request(
     path = Path(_text("--model", command["model"])) if "model" in command else None
     file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
+    text: str | None = None
     said: ModelReading | None = None
     global_aux_loss = False
     usual_format = "auto"
@@ -96,8 +99,9 @@ def read_request(
         known = {"data_paths": found} if found else {}
         if command.get("format", "auto") != "auto":
             known["format"] = command["format"]
+        text = _read_text("--megatron-args", megatron_args)
         script = parse_megatron_args(
-            _read_text("--megatron-args", megatron_args),
+            text,
             where=str(megatron_args),
             world_size=world_size,
             given={**stronger, **_ranks(file), **own, **known},
@@ -138,6 +142,7 @@ def read_request(
         model=resolved.model,
         model_source=resolved.source,
         model_file=None if path is None else model_file(path),
+        script=text,
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=price_of(command["gpu_hour_price"]) if "gpu_hour_price" in command else None,
         layers_per_graph=layers_asked(command.get("layers_per_graph")),

@@ -19,7 +19,7 @@ import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
-from thdprof.analyze.buckets.saved_tensors import Kind, Saved, layer_kinds, layer_tensors
+from thdprof.analyze.buckets.saved_tensors import Kind, Saved, layer_kinds, layer_tensors, recomputed_together
 from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.parameters import Stage, stage_parameters, stages, state_bytes
@@ -245,10 +245,16 @@ def hidden_bytes(model: Model, n_tokens: int) -> int:
 
 
 def _layers(model: Model, chunk: Sequence[Kind]) -> list[list[Saved]]:
-    """What each layer of a chunk saves. Full recompute by the method block takes the first layers of every chunk."""
+    """What each layer of a chunk saves. Full recompute by the method block takes the first layers of every chunk; by
+    the method uniform, layers that are computed again together count as one.
+    """
     made = {kind: layer_tensors(model, kind) for kind in set(chunk)}
-    if model.recompute_granularity != "full" or model.recompute_method != "block":
+    if model.recompute_granularity != "full":
         return [made[kind] for kind in chunk]
+    if model.recompute_method == "uniform":
+        together = model.recompute_num_layers or 1
+        groups = (chunk[first : first + together] for first in range(0, len(chunk), together))
+        return [recomputed_together([made[kind] for kind in group]) for group in groups]
     first = len(chunk) if model.recompute_num_layers is None else model.recompute_num_layers
     kept = {kind: layer_tensors(replace(model, recompute_granularity=None), kind) for kind in set(chunk)}
     return [(made if number < first else kept)[kind] for number, kind in enumerate(chunk)]
@@ -264,7 +270,7 @@ def _outside(model: Model, stage: Stage, vocab_size: int, n_tokens: int) -> int:
     if stage.last:
         extra = model.mtp_num_layers
         logits = n_tokens * rows
-        gradient = rows * model.hidden_size * 2
+        gradient = 0 if model.lora_dim else rows * model.hidden_size * 2
         total += round(max(_LOGITS_BYTES * logits, 2 * logits + gradient) + extra * _SAVED_LOGITS_BYTES * logits)
         total += 2 * hidden
         if extra:

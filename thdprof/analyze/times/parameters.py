@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thdprof.analyze.buckets.saved_tensors import Kind, layer_kinds
@@ -22,7 +23,9 @@ class Parameters:
     outside: float
     """Those of `dense` that are the embedding's or the output layer's."""
     largest: float
-    """Elements of the largest parameter inside layers."""
+    """Elements of the largest parameter inside layers that is trained."""
+    adapters: float | None = None
+    """Those of adapters, which alone are trained; None: all parameters are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,16 @@ def stage_parameters(model: Model, stage: Stage, vocab_size: int) -> Parameters:
         dense += model.mtp_num_layers * (last[0] + joined)
         experts += model.mtp_num_layers * last[1]
     largest = max((count[2] for count in counts), default=0.0)
-    return Parameters(dense=dense + outside, experts=experts, outside=outside, largest=largest)
+    if model.lora_dim is None:
+        return Parameters(dense=dense + outside, experts=experts, outside=outside, largest=largest)
+    adapted = [[width * model.lora_dim for width in adapted_widths(model, kind)] for kind in stage.layers]
+    return Parameters(
+        dense=dense + outside,
+        experts=experts,
+        outside=outside,
+        largest=max((count for counts in adapted for count in counts), default=0.0),
+        adapters=sum(sum(counts) for counts in adapted),
+    )
 
 
 def state_bytes(
@@ -93,12 +105,39 @@ def state_bytes(
     if not model.use_distributed_optimizer:
         shares, expert_shares = 1, 1.0
     weight, gradient, master = {"bf16": (2, 4, 4), "fp16": (2, 2, 8), "fp32": (4, 4, 0)}[model.precision]
-    kept = (parameters.dense, shares), (parameters.experts, expert_shares)
+    kept: Sequence[tuple[float, float]] = ((parameters.dense, shares), (parameters.experts, expert_shares))
+    frozen = 0.0
+    if parameters.adapters is not None:
+        kept, frozen = ((parameters.adapters, shares),), weight * (parameters.dense + parameters.experts)
     moments = sum(count * 8 / share for count, share in kept)
-    rest = sum(count * (weight + gradient + master / share) for count, share in kept)
+    rest = frozen + sum(count * (weight + gradient + master / share) for count, share in kept)
     if model.fp8_recipe:
         rest += 2 * (parameters.dense - parameters.outside + parameters.experts)
     return rest + moments, moments
+
+
+def adapted_widths(model: Model, kind: Kind) -> list[float]:
+    """For every linear layer of one layer that has an adapter, the width of its input and its output together, on one
+    rank. Experts share one adapter for each of their two linear layers.
+    """
+    hidden, gated = model.hidden_size, 2 if model.gated_linear_unit else 1
+    widths: dict[str, float] = {}
+    if "attention" in kind:
+        heads = model.num_attention_heads
+        if model.multi_latent_attention:
+            queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+            values = heads * model.v_head_dim
+            widths["linear_q_up_proj"] = (model.q_lora_rank or hidden) + queries
+            widths["linear_kv_up_proj"] = model.kv_lora_rank + heads * model.qk_head_dim + values
+            widths["linear_proj"] = values + hidden
+        else:
+            queries, keys = heads * model.head_dim, model.query_groups * model.head_dim
+            widths |= {"linear_qkv": hidden + queries + 2 * keys, "linear_proj": queries + hidden}
+    ffn = model.ffn_size if "mlp" in kind else model.expert_ffn_size if "moe" in kind else 0
+    if ffn:
+        widths |= {"linear_fc1": hidden + gated * ffn, "linear_fc2": ffn + hidden}
+    tensor = model.tensor_model_parallel_size
+    return [width / tensor for name, width in widths.items() if name in model.lora_target_modules]
 
 
 def _of_layer(model: Model, kind: Kind) -> tuple[float, float, float]:

@@ -134,6 +134,7 @@ class Bank:
                 extra_state=self._options.surroundings.extra_state,
                 offload=self._offload_of(slot),
                 cuts=self._options.cuts,
+                repeats=self._options.surroundings.repeats,
             )
         return slot.passes[bucket].pool_bytes
 

@@ -22,6 +22,7 @@ from thdprof.runtime.graphs.failed_captures import undone_if_failed
 from thdprof.runtime.graphs.gradients import GradientBuffers, spare_main_grads
 from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
 from thdprof.runtime.graphs.pieces import Graphs, completed, cut_before, recorded
+from thdprof.runtime.graphs.redrawn import RedrawnState, Repeats, repeats_of_pass
 from thdprof.runtime.offload.passes import NoOffload, PassOffload
 
 
@@ -63,6 +64,8 @@ class CapturedPass:
     """For every piece, whether each parameter's gradient is complete after the piece's backward; empty: the pass is
     one piece.
     """
+    redrawn: tuple[RedrawnState, ...] = ()
+    """The random states from which recomputed parts draw again in the backward; each micro-batch sets them."""
 
 
 def capture_pass(
@@ -78,6 +81,7 @@ def capture_pass(
     extra_state: Callable[[], Sequence[torch.Tensor]] = tuple,
     offload: PassOffload | None = None,
     cuts: Sequence[nn.Module] = (),
+    repeats: Repeats | None = None,
 ) -> CapturedPass:
     """Warm up and capture one forward and one backward of `call()`, which runs `module` on static inputs.
 
@@ -94,6 +98,7 @@ def capture_pass(
         offload: moves activations to the host, over `stream`; None: all stay on the device.
         cuts: submodules before which the pass is cut into pieces, each with graphs of its own; none: it stays whole.
             `call` must call each of them once, in this order.
+        repeats: the module's parts that run again in the backward (recomputed activations); None: there are none.
 
     An error leaves the current stream, the allocator and the generators as they were before.
 
@@ -111,6 +116,7 @@ def capture_pass(
         _no_autocast_cache(),
         _no_gradients_kept(inputs),
         undone_if_failed(device, generators),
+        repeats_of_pass(repeats, generators) as parts,
     ):
         parameters = [aliases[id(p)] for p in gradients.parameters]
         spare_main_grads(parameters)
@@ -118,13 +124,14 @@ def capture_pass(
         try:
             with torch.cuda.stream(stream):
                 for _ in range(WARMUP_PASSES):
+                    parts.warm_up()
                     with moves.forward(), cut_before(cuts) as joints:
                         warm_outputs = _tensors(call())
                     heads = _heads(warm_outputs)
                     del warm_outputs
                     # training runs the backward outside the forward's autocast
                     with torch.autocast("cuda", enabled=False), moves.backward():
-                        for _, tensors, grads in joints.backwards(heads, static_output_grads(heads)):
+                        for parts.piece, tensors, grads in joints.backwards(heads, static_output_grads(heads)):
                             if tensors:
                                 torch.autograd.backward(tensors, grads)
                             del tensors, grads
@@ -138,6 +145,9 @@ def capture_pass(
         before = pool_bytes(device, pool)
         default = torch.cuda.default_generators[device.index]
         forward, backward = (Graphs(len(cuts) + 1, generators, default) for _ in range(2))
+        redrawn = parts.capture()
+        for piece, again in redrawn:
+            backward.each[len(cuts) - piece].register_generator_state(again.state)
         with (
             recorded(forward.each, pool=pool, stream=stream) as next_piece,
             moves.forward(),
@@ -174,6 +184,7 @@ def capture_pass(
             pool_bytes=pool_bytes(device, pool) - before,
             offload=moves.plan,
             completed=completed(in_pieces, len(parameters)) if cuts else (),
+            redrawn=tuple(again for _, again in redrawn),
         )
         for parameter in parameters:
             parameter.grad = None

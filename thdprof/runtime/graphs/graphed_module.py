@@ -180,7 +180,8 @@ class GraphedModule(DispatchedModule):
 
     def _watch_of(self, verify_every: int, name: str) -> Watch | None:
         around = self._surroundings
-        agreement = Agreement(communicates=around.communicates, agreed=around.agreed)
+        # a rank that communicates with none can refuse a bucket at once
+        agreement = Agreement(communicates=around.communicates, agreed=around.agreed if around.communicates else None)
         if not verify_every or not self._buckets:
             return None
         if self._cuts:  # parameters' hooks run between the pieces, and may change gradients before they are compared
@@ -211,6 +212,19 @@ class GraphedModule(DispatchedModule):
         if self._watch is not None and not self._opening_ahead:
             self._watch.next_microbatch()
         return super().forward(*args, **kwargs)
+
+    def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `DispatchedModule.unpacked`. The watch counts the micro-batch, as it does on ranks to which it came with
+        metadata: all of them must choose the same micro-batches.
+        """
+        if self._watch is not None:
+            self._watch.next_microbatch()
+        return super().unpacked(function, *args, **kwargs)
+
+    def _run_alike_without_boundaries(self) -> None:
+        super()._run_alike_without_boundaries()
+        if self._watch is not None:
+            self._watch.verifies(replays=False)  # after the agreement, as `_note_fallback` does on other ranks
 
     def stats(self) -> Stats:
         """The counters so far; times and findings are those of passes that the GPU has ended."""
@@ -351,10 +365,14 @@ class GraphedModule(DispatchedModule):
         missing = bank.missing_for_eager(lease.slot) if torch.is_grad_enabled() else 0
         if not watch.verifies(replays=torch.is_grad_enabled(), missing_bytes=missing):
             return None
-        metadata = bank.metadata_of(call.boundaries, lease.bucket)
-        slot = bank.slots.index(lease.slot)
-        subject = replace(bank.subject(), as_in_forward=self._as_now())
-        lease.witness = watched = watch.begin(subject, call.tensors, metadata, lease.bucket, slot)
+        try:
+            metadata = bank.metadata_of(call.boundaries, lease.bucket)
+            slot = bank.slots.index(lease.slot)
+            subject = replace(bank.subject(), as_in_forward=self._as_now())
+            lease.witness = watched = watch.begin(subject, call.tensors, metadata, lease.bucket, slot)
+        except Exception as error:
+            watch.twin_failed(error)
+            return None
         return watched
 
     def _as_now(self) -> Callable[[], AbstractContextManager[None]]:
@@ -365,10 +383,10 @@ class GraphedModule(DispatchedModule):
 
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
+        if self._bank is not None:
+            self._bank.close()  # waits for the GPU, and with it for the watch's results, but not for ever
         if self._watch is not None:
             self._watch.graphs_dropped()
-        if self._bank is not None:
-            self._bank.close()
         self._bank = None
         super().recapture()
 

@@ -206,6 +206,7 @@ class Lease(SlotLease):
         self.bucket, self.captured = bucket, slot.passes[bucket]
         self._gradients, self._on_backward, self._on_piece = gradients, on_backward, on_piece
         self._after_backward = after_backward
+        self._redrawn: list[tuple[int, int]] = []
         self.witness: Witness | None = None
         """Who verifies the micro-batch; None: nobody."""
         super().__init__(slot)
@@ -241,7 +242,10 @@ class Lease(SlotLease):
         return input_grads
 
     def stage(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> None:
-        """Queue the copies of the micro-batch's tensors and boundaries into the static buffers."""
+        """Queue the copies of the micro-batch's tensors and boundaries into the static buffers, and note the random
+        states with which the forward begins.
+        """
+        self._redrawn = [again.noted() for again in self.captured.redrawn]
         self.slot.metadata.stage(boundaries, self.bucket)
         self.slot.stage_inputs(tensors)
 
@@ -252,6 +256,8 @@ class Lease(SlotLease):
     def stage_output_grads(self, output_grads: Sequence[torch.Tensor | None]) -> None:
         """Make everything ready for the first graph of the backward; the arguments are those of `backward`."""
         self.check_backward()
+        for again, (seed, offset) in zip(self.captured.redrawn, self._redrawn, strict=True):
+            again.begin_at(seed, offset)
         differentiable = (i for i, d in enumerate(self.captured.differentiable) if d)
         for static, position in zip(self.captured.output_grads, differentiable, strict=True):
             grad = output_grads[position]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime.graphs.capture import WarmupError
+from thdprof.runtime.graphs.redrawn import Repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class Surroundings:
     """
     deterministic: Callable[[], bool] = torch.are_deterministic_algorithms_enabled
     """Returns whether two passes over the same numbers give the same numbers bit for bit."""
+    repeats: Repeats | None = None
+    """The module's parts that run again in the backward (recomputed activations); None: there are none."""
 
 
 def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:

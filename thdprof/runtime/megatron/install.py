@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
@@ -18,9 +18,9 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
-from thdprof.runtime.megatron import capture_agreement, isolation, surroundings, versions
+from thdprof.runtime.megatron import capture_agreement, isolation, recompute, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder import adapters, mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
 from thdprof.runtime.megatron.graphs import chunk, local
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from thdprof.plan import Plan
+    from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,19 @@ logger = logging.getLogger(__name__)
 class Installation:
     """The changes that `install` made to the model chunks of this rank; `close` takes them back."""
 
-    def __init__(self, decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], decisions: Decisions) -> None:
-        self._decoders, self._runs, self._decisions = tuple(decoders), tuple(runs), decisions
+    def __init__(
+        self,
+        decoders: Sequence[Decoder],
+        runs: Sequence[DispatchedModule],
+        decisions: Decisions,
+        plans: Sequence[SchedulePlans] = (),
+    ) -> None:
+        self._decoders, self._runs, self._decisions, self._plans = tuple(decoders), tuple(runs), decisions, tuple(plans)
+        self._changes = ExitStack()
+
+    def until_closed(self, change: AbstractContextManager[Any]) -> None:
+        """Enter a context that `close` leaves."""
+        self._changes.enter_context(change)
 
     def stats(self, chunk: int = 0) -> Stats:
         """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
@@ -130,6 +142,9 @@ class Installation:
     def close(self) -> None:
         """Free all graphs and give the decoders their own forward back. Call it before destroying process groups."""
         with ExitStack() as stack:  # runs every callback, even after one fails
+            for plans in self._plans:
+                stack.callback(plans.detach)
+            stack.callback(self._changes.close)
             for run, decoder in zip(self._runs, self._decoders, strict=True):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
@@ -143,7 +158,7 @@ class Installation:
 
 class PaddedEager(DispatchedModule):
     """Pads micro-batches as their graphs would have them, and runs them eagerly: the run to compare a replaying run
-    with.
+    with, and a decoder without layers in a replaying run.
     """
 
     why_no_rehearsal = "the installation pads and runs eagerly (replay=False)"
@@ -214,6 +229,11 @@ def install(
     every = verified_every(plan) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
+    if replay and plan.captured and plan.graphs.impl == "transformer_engine" and recompute.repeats_of(config):
+        logger.warning(
+            "recompute_granularity: graphs of single layers keep what they would recompute, and save no memory; "
+            "what is outside of them is recomputed"
+        )
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
         warn_of_other_surroundings(plan)
     peers = peers_of(config, plan, host_timeout)
@@ -235,7 +255,7 @@ def install(
             "on_decision": decisions.recorder(number),
             "agree_on": None if peers is None else peers.largest,
         }
-        if replay:
+        if replay and has_layers(model.decoder):
             common |= {"say": said_of(number, len(models), say), "agreed": agreed}
             run = runner_of(
                 decoder,
@@ -256,17 +276,46 @@ def install(
         decoders, runs, groups, strict=True
     ):  # changes begin only here, after all that can fail
         decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
-    installation = Installation(decoders, runs, decisions)
+    plans = schedule_plans(models, decoders, runs)
+    for schedule in plans:
+        schedule.attach()
+    installation = Installation(decoders, runs, decisions, plans)
+    if plan.captured:
+        installation.until_closed(recompute.mended(recompute.repeats_of(config)))
     if replay and capture_now:
         try:
-            takes_grad = [takes_gradient(model) for model in models]
             openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
-            capture_ahead(decoders, runs, openings, takes_grad, say=say)
+            with_graphs = [number for number, model in enumerate(models) if has_layers(model.decoder)]
+            capture_ahead(
+                [decoders[number] for number in with_graphs],
+                [runs[number] for number in with_graphs],
+                openings,
+                [takes_gradient(models[number]) for number in with_graphs],
+                say=say,
+            )
         except BaseException:
             with suppress(Exception):  # the first error is the one to show
                 installation.close()
             raise
     return installation
+
+
+def has_layers(block: Any) -> bool:
+    """Whether a decoder has anything to capture: a pipeline's layout may give a chunk the output layer alone."""
+    return len(block.layers) > 0
+
+
+def schedule_plans(
+    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule]
+) -> list[SchedulePlans]:
+    """What leads the nodes of Megatron's schedules to graphs, for the model chunks that have such graphs."""
+    from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
+
+    return [
+        SchedulePlans(model, decoder, run)
+        for model, decoder, run in zip(models, decoders, runs, strict=True)
+        if isinstance(run, OverlappedLayerGraphs)
+    ]
 
 
 def said_of(chunk: int, num_chunks: int, say: Callable[[str], None]) -> Callable[[str], None]:
@@ -318,12 +367,14 @@ def runner_of(
         case "local":
             return local.LocalGraphs(decoder, plan.captured, generators=surroundings.generators, **common)
         case "transformer_engine":
+            from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs
             from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
-            return LayerGraphs(
+            overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+            return (OverlappedLayerGraphs if overlaps else LayerGraphs)(
                 decoder,
                 plan.captured,
-                num_slots=slots,
+                num_slots=slots + overlaps,  # a micro-batch's forward begins before the backward of the one before
                 modules=plan.graphs.modules,
                 generators=surroundings.generators,
                 surroundings=around,
@@ -401,6 +452,8 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
         foreign_layers=tuple(sorted(set(mamba.foreign(layers)))),
         has_mamba=any(mamba.has_mamba(model.decoder) for model in models),
         mamba_outside=any(mamba.outside(model) for model in models),
+        fused_adapters=tuple(name for model in models for name in adapters.fused(model.decoder)),
+        hooked_parameters=tuple(name for model in models for name in adapters.hooked(model.decoder)),
         wrapper=wrapper,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )

@@ -19,7 +19,12 @@ from thdprof.runtime.padding import PackedSequence
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-_SIZES = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+_SIZES = (
+    "tensor_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
 
 
 def verify_decoder(
@@ -82,10 +87,17 @@ def _written(packed: PackedSequence, like: PackedSeqParams, device: torch.device
 
 def _refuse_several_ranks(config: Any) -> None:
     """Raise ValueError where a decoder's passes need other ranks, whose numbers of passes could differ."""
+    from megatron.core import parallel_state
+
     sizes = {name: getattr(config, name, 1) or 1 for name in _SIZES}
     large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if large:
         raise ValueError(f"{large}: verify the same layers in a model on one rank, with these sizes 1")
+    if surroundings.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size()):
+        raise ValueError(
+            "moe_router_load_balancing_type has global_aux_loss, which counts the tokens of all data-parallel ranks: "
+            "verify the same layers in a model on one rank"
+        )
 
 
 def _refuse_shared_factors(config: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.quantized import quantization
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -52,6 +53,7 @@ def of_decoder(
     """
     ready, config = torch.cuda.Event(), getattr(block, "config", None)
     quantized = quantization.of_block(block, config, layers=layers)
+    repeats = recompute.repeats_of(config)
     parameters = [p for p in block.parameters() if p.requires_grad]
 
     def on_backward() -> None:
@@ -65,14 +67,20 @@ def of_decoder(
         for parameter in complete:
             parameter._cudagraph_wgrad_ready_event = of_piece  # type: ignore[attr-defined]
 
+    @contextmanager
+    def while_capturing() -> Iterator[None]:
+        with capturing(), recompute.mended(repeats):
+            yield
+
     around = Surroundings(
         extra_state=expert_metrics,
-        while_capturing=capturing,
+        while_capturing=while_capturing,
         on_backward=on_backward,
         on_piece=on_piece,
         communicates=communicates,
         agreed=agreed,
         deterministic=lambda: is_deterministic(config),
+        repeats=repeats,
     )
     return around if quantized is None else with_quantization(around, quantized)
 

@@ -174,6 +174,19 @@ RELIED_ON = (
         why="its checks of every micro-batch's loss each wait for the GPU; they are made together, in their order",
     ),
     Reliance(
+        package="megatron-core",
+        name="tensor_parallel.random: checkpoint, called as tensor_parallel.checkpoint; CheckpointFunction; "
+        "CheckpointWithoutOutput.checkpoint",
+        checked=MEGATRON,
+        why="what they recompute draws the masks of its forward, and is recomputed in a capture too",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="pytorch.distributed.checkpoint, imported by Megatron at every call",
+        checked=TRANSFORMER_ENGINE,
+        why="by it Megatron recomputes under FP8; it keeps references to random states, not copies",
+    ),
+    Reliance(
         package="transformer-engine",
         name="make_graphed_callables: _order, _num_layers_per_chunk, _reuse_graph_input_output_buffers, reset",
         checked=TRANSFORMER_ENGINE,
@@ -216,6 +229,12 @@ RELIED_ON = (
 
 BRIDGE = SpecifierSet(">=0.6.2,<0.7")
 RELIED_ON_IN_BRIDGE = (
+    Reliance(
+        package="megatron-bridge",
+        name="peft.recompute, which puts a forward on a block; peft.lora_layers.TEFusedLoRALinear",
+        checked=BRIDGE,
+        why="the one is kept around graphs, the other one refused",
+    ),
     Reliance(
         package="megatron-bridge",
         name="training.gpt_step.get_batch_from_iterator, called by get_batch by that name",

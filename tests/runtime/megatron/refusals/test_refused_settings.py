@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
-from support.refusals import complaints, config
+from support.refusals import complaints
 
-from thdprof.megatron_limits.parallelism import decoder_layers
 from thdprof.plan import OffloadPart
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.training.pipeline_slots import slots
@@ -46,9 +42,8 @@ REFUSED = [
         "- fp8_dot_product_attention is True: attention in FP8 was not checked in a graph; set it to False",
     ),
     (
-        {"recompute_granularity": "full"},
-        "- recompute_granularity is 'full': graphs keep activations, and recomputing in them was not checked; set it "
-        "to None",
+        {"recompute_granularity": "full", "distribute_saved_activations": True},
+        "- distribute_saved_activations is True: it puts other memory in the place of a graph's input; set it to False",
     ),
     (
         {"pipeline_model_parallel_size": 2},
@@ -90,6 +85,70 @@ REFUSED = [
 @pytest.mark.parametrize(("changes", "line"), REFUSED, ids=lambda value: next(iter(value), "")[:30])
 def test_settings_are_refused_with_the_one_to_use(plan, changes, line):
     assert complaints(plan, changes) == [line]
+
+
+RECOMPUTED = [
+    ({"impl": "chunk"}, {}, "full", []),
+    ({"impl": "chunk"}, {}, "selective", []),
+    ({"impl": "chunk", "layers_per_graph": 1}, {}, "selective", []),
+    (
+        {"impl": "chunk", "layers_per_graph": 1},
+        {},
+        "full",
+        [
+            "- recompute_granularity is 'full' with graphs.layers_per_graph 1: layers run inside recomputed functions, "
+            "between which no pass can be cut; set graphs.layers_per_graph to null, or recompute_granularity to "
+            "selective"
+        ],
+    ),
+    (
+        {"impl": "chunk", "offload": OffloadPart()},
+        {},
+        "selective",
+        [
+            "- recompute_granularity is 'selective' with graphs.offload: a recomputed tensor has no memory that could "
+            "be moved; set graphs.offload to null, or recompute_granularity to None"
+        ],
+    ),
+    (
+        {"impl": "local"},
+        {"cuda_graph_impl": "local"},
+        "selective",
+        [
+            "- recompute_granularity is 'selective': Megatron recomputes nothing in its own layer graphs; set "
+            "graphs.impl to chunk"
+        ],
+    ),
+    (
+        {"impl": "transformer_engine"},
+        {"cuda_graph_impl": "transformer_engine"},
+        "full",
+        [
+            "- recompute_granularity is 'full' with graphs.impl transformer_engine: Transformer Engine captures a "
+            "layer's backward by torch.autograd.grad, which refuses to recompute; set graphs.impl to chunk"
+        ],
+    ),
+    ({"impl": "transformer_engine"}, {"cuda_graph_impl": "transformer_engine"}, "selective", []),
+    ({"impl": "none", "buckets": []}, {}, "full", []),
+]
+"""Fields of the plan's graphs, of the TransformerConfig, its recompute_granularity, and the lines."""
+
+
+@pytest.mark.parametrize(("graphs", "fields", "granularity", "lines"), RECOMPUTED)
+def test_recompute_is_refused_where_graphs_cannot_do_it(plan, graphs, fields, granularity, lines):
+    changed = plan.model_copy(update={"graphs": plan.graphs.model_copy(update=graphs)})
+    assert complaints(changed, {**fields, "recompute_granularity": granularity}) == lines
+
+
+def test_adapters_that_a_replay_cannot_serve_are_refused(plan):
+    facts = settings.Facts(num_chunks=1, fused_adapters=("a", "b"), hooked_parameters=("c",))
+    assert complaints(plan, facts=facts) == [
+        "- a (and 1 more) runs through Transformer Engine's operation fuser, which keeps parameters of its own past a "
+        "capture; set use_transformer_engine_op_fuser to False",
+        "- c has a gradient hook, which a replay cannot run; for adapters of experts set experts_shared_outer_loras or "
+        "share_expert_adapters to False, or leave their linear_fc1 and linear_fc2 out of target_modules",
+    ]
+    assert complaints(plan, facts=replace(facts, replay=False)) == []
 
 
 GATHERED = (
@@ -137,10 +196,10 @@ def test_parallelism_that_no_graph_can_serve_is_refused(plan, impl, changes, lin
     assert complaints(counting, changes) == []
 
 
-@pytest.mark.parametrize("changes", [{"cp_comm_type": None}, {"cp_comm_type": "p2p"}, {"cp_comm_type": ["p2p", "p2p"]}])
-def test_rings_are_accepted(plan, changes):
+@pytest.mark.parametrize("kind", [None, "p2p", ["p2p", "p2p"]])
+def test_rings_are_accepted(plan, kind):
     of_run = plan.model_copy(update={"training": replace(plan.training, context_parallel_size=2)})
-    assert complaints(of_run, {**OF_TWO_RANKS, **changes}) == []
+    assert complaints(of_run, {**OF_TWO_RANKS, "cp_comm_type": kind}) == []
     assert complaints(plan, {"cp_comm_type": "a2a"}) == []  # one rank has nobody to communicate with
 
 
@@ -158,63 +217,16 @@ def piped(plan, *, virtual=None, microbatches=8, group=None):
     return plan.model_copy(update={"training": training, "graphs": graphs})
 
 
-LAYOUTS = {
-    "E|t*3|L": 0,
-    "Et|ttL": 1,
-    "Ettt|(t|)*2tL": 1,
-    "E|(tt|)*2L": 0,
-}
-"""Layouts as texts, and the fewest decoder layers of a chunk."""
-
-
-@pytest.mark.parametrize("text", LAYOUTS)
-def test_layouts_are_counted_as_megatron_counts_them(text):
-    made = PipelineParallelLayerLayout(text, 1)
-    counts = [chunk.count(LayerType.decoder) for rank in made.layout for chunk in rank]
-    assert decoder_layers(SimpleNamespace(pipeline_model_parallel_layout=text)) == counts
-    assert decoder_layers(SimpleNamespace(pipeline_model_parallel_layout=made)) == counts
-    names = [["embedding", "decoder"], ["loss"]]
-    assert decoder_layers(SimpleNamespace(pipeline_model_parallel_layout=names)) == [1, 0]
-    assert min(counts) == LAYOUTS[text]
-
-
-@pytest.mark.parametrize("counted", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize(("ranks", "virtual"), [(2, None), (2, 2), (4, None)])
-def test_embeddings_that_count_as_layers_are_counted_as_megatron_counts_them(counted, ranks, virtual):
-    names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-    checked = 0
-    for each in (1, 2, 3):
-        changed = config(num_layers=ranks * 12)
-        changed.num_layers = ranks * (virtual or 1) * each - sum(counted)
-        changed.pipeline_model_parallel_size, changed.virtual_pipeline_model_parallel_size = ranks, virtual
-        for name, value in zip(names, counted, strict=True):
-            setattr(changed, name, value)
-        built = [
-            get_num_layers_to_build(changed, vp_stage=None if virtual is None else stage, pp_rank=rank)
-            for stage in range(virtual or 1)
-            for rank in range(ranks)
-        ]
-        assert decoder_layers(changed) == built
-        checked += 0 in built
-    assert checked
-
-
-def test_uneven_pipelines_are_served_unless_a_chunk_has_no_layer(plan):
+def test_uneven_pipelines_are_served_whatever_layers_a_chunk_has(plan):
     of_run, pipeline = piped(plan), {"pipeline_model_parallel_size": 2, "num_layers": 4}
     for uneven in (
         {"pipeline_model_parallel_layout": PipelineParallelLayerLayout("Et|tttL", 2)},
         {"num_layers_in_first_pipeline_stage": 1},
         {"num_layers_in_last_pipeline_stage": 1},
+        {"pipeline_model_parallel_layout": PipelineParallelLayerLayout("Etttt|L", 2)},
         {"num_layers": 3, "account_for_embedding_in_pipeline_split": True},
     ):
         assert complaints(of_run, {**pipeline, **uneven}) == []
-    why = "a model chunk then has no decoder layer, and a graph of nothing was not checked; give every chunk at least "
-    layout = PipelineParallelLayerLayout("E|tttL", 2)
-    (line,) = complaints(of_run, {**pipeline, "pipeline_model_parallel_layout": layout})
-    assert line == f"- pipeline_model_parallel_layout is E|tttL: {why}one decoder layer"
-    counted = {"num_layers": 1, "account_for_embedding_in_pipeline_split": True}
-    (line,) = complaints(of_run, {**pipeline, **counted})
-    assert line == f"- account_for_embedding_in_pipeline_split is True: {why}one decoder layer"
 
 
 def test_groups_of_micro_batches_are_served_where_the_plans_slots_hold_them(plan):
@@ -281,7 +293,7 @@ def test_multi_latent_attention_is_refused_where_its_tables_are_not_in_place(pla
 
 
 def test_every_complaint_is_told_at_once(plan):
-    lines = complaints(plan, {"tp_comm_overlap": True, "cuda_graph_impl": "local", "qk_clip": True})
+    lines = complaints(plan, {"log_max_attention_logit": True, "cuda_graph_impl": "local", "qk_clip": True})
     assert len(lines) == 3
 
 
@@ -301,7 +313,7 @@ def test_every_complaint_is_told_at_once(plan):
         ),
         ({"foreign_layers": ("Linear", "Mixer")}, "the decoder has Linear, Mixer: only attention, MLP, experts and"),
         ({"mamba_outside": True}, "multi-token prediction has MambaLayers, which run outside the decoder"),
-        ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel, which moves parameters"),
+        ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel: it moves parameters, whose"),
         ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
     ],
 )
@@ -330,8 +342,8 @@ def test_a_plan_for_torch_modules_is_refused(plan):
 
 def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
     none = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "none"})})
-    assert complaints(none, {"tp_comm_overlap": True, "qk_clip": True}) == []
-    assert len(complaints(plan, {"tp_comm_overlap": True, "qk_clip": True})) == 2
+    assert complaints(none, {"log_max_attention_logit": True, "qk_clip": True}) == []
+    assert len(complaints(plan, {"log_max_attention_logit": True, "qk_clip": True})) == 2
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])

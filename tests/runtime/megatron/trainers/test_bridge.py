@@ -188,8 +188,8 @@ def test_every_reason_against_a_run_is_told_at_once(run, plan, monkeypatch):
 
 
 def test_what_bridge_alone_forbids_is_refused_and_leaves_nothing_installed(run, plan):
-    run.config = configuration(peft=SimpleNamespace())
-    with pytest.raises(SettingsError, match=r"peft is SimpleNamespace: .*replay=False"):
+    run.config = configuration(tensor_inspect=SimpleNamespace(enabled=True))
+    with pytest.raises(SettingsError, match=r"tensor_inspect.enabled is True: a replay runs none"):
         run.start(ThdprofCallback(plan))
     assert run.seen == ["installed chunk replay=True", "closed"]
     run.start(ThdprofCallback(plan, replay=False))

@@ -38,9 +38,20 @@ _READ_APART = frozenset(
         "gated_linear_unit",
         "num_experts",
         "add_bias_linear",
+        "lora_dim",
+        "lora_target_modules",
+        "lora_dropout",
     )
 )
 """Fields of `Model` that more than one key decides, or a key of another meaning."""
+_CANONICAL = {
+    "linear_q": "linear_qkv",
+    "linear_k": "linear_qkv",
+    "linear_v": "linear_qkv",
+    "linear_fc1_up": "linear_fc1",
+    "linear_fc1_gate": "linear_fc1",
+}
+"""Linear layers by the names of their parts, to which canonical LoRA gives adapters."""
 _TRAINING = {
     "context_parallel_size": ("context_parallel_size",),
     "pipeline_parallel_size": ("pipeline_model_parallel_size",),
@@ -70,6 +81,22 @@ def read_recipe(content: Mapping[str, Any], source: str) -> ModelReading:
         DataError: a key has an impossible value.
     """
     return _Recipe(content, source).read()
+
+
+def settings_of_recipe(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The fields of TransformerConfig that a recipe trains with, by name; None where it is no recipe.
+
+    Those of its precision, of its overlap of communication and of its wrapper stand beside the model's.
+    """
+    path = _architecture(content)
+    if path is None:
+        return None
+    beside = [content.get(part) for part in ("ddp", "dist", "comm_overlap", "mixed_precision")]
+    fields: dict[str, Any] = {}
+    for place in (*reversed(list(_beside(content))), path[0], *beside):
+        if isinstance(place, dict):
+            fields |= {name: value for name, value in place.items() if value is not None}
+    return fields
 
 
 def _architecture(content: Mapping[str, Any]) -> list[Mapping[str, Any]] | None:
@@ -119,6 +146,7 @@ class _Recipe:
         self._hybrid()
         self._experts()
         self._optimizer()
+        self._adapters()
         try:
             self.values |= read_precision(self.content, self.places, self.shown, self.unsettled)
         except ValueError as error:
@@ -221,6 +249,18 @@ class _Recipe:
                     self.values[overlap] = True
             if isinstance(place, dict) and place.get("name") == "distributed_fused_adam":
                 self.values["use_distributed_optimizer"] = True
+
+    def _adapters(self) -> None:
+        """Adapters over frozen weights: the fields of Megatron-Bridge's LoRA, DoRA and canonical LoRA, beside model."""
+        peft = self.content.get("peft")
+        if not isinstance(peft, dict) or peft.get("dim") is None:
+            return
+        self._set("lora_dim", peft["dim"], "peft.dim")
+        if peft.get("target_modules"):
+            names = [_CANONICAL.get(name, name) for name in peft["target_modules"]]
+            self._set("lora_target_modules", list(dict.fromkeys(names)), "peft.target_modules")
+        if peft.get("dropout"):
+            self._set("lora_dropout", peft["dropout"], "peft.dropout")
 
     def _vocabulary(self) -> Vocabulary | None:
         tokens = self._get("padded_vocab_size", "vocab_size")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -182,9 +182,12 @@ class Watch:
         self._waiting = still
 
     def graphs_dropped(self) -> None:
-        """Forget what was found of graphs that are gone: buckets that were refused are captured anew."""
+        """Forget what was found of graphs that are gone: buckets that were refused are captured anew.
+
+        Results that the GPU has not made by now are dropped unread: it may wait for a rank that has ended.
+        """
         with suppress(RuntimeError):  # the GPU may be gone: whoever ends the run tells why
-            self.read(wait=True)
+            self.read(wait=False)
         self._waiting.clear()
         self._suspects.clear()
         self._quarantined.clear()
@@ -229,16 +232,29 @@ class Watched:
     """A replay that is verified: it hands what the replay does to the twin, and the result to the watch."""
 
     def __init__(self, watch: Watch, twin: Twin, *, number: int, bucket: Bucket, slot: int, exact: bool) -> None:
-        self._watch, self._twin = watch, twin
+        self._watch = watch
+        self._twin: Twin | None = twin  # None: it has ended, or failed
         self._number, self._bucket, self._slot, self._exact = number, bucket, slot, exact
 
     def forward_ended(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The replay of the forward has returned `outputs`."""
-        self._twin.forward_ended(outputs)
+        """The replay of the forward has returned `outputs`.
+
+        Raises:
+            RuntimeError: as `backward_ended`.
+        """
+        with self._failing_alone():
+            if self._twin is not None:
+                self._twin.forward_ended(outputs)
 
     def backward_begins(self, gradients: GradientBuffers, touched: Sequence[bool]) -> None:
-        """The replay of the backward is about to add to `gradients`."""
-        self._twin.backward_begins(gradients, touched)
+        """The replay of the backward is about to add to `gradients`.
+
+        Raises:
+            RuntimeError: as `backward_ended`.
+        """
+        with self._failing_alone():
+            if self._twin is not None:
+                self._twin.backward_begins(gradients, touched)
 
     def backward_ended(
         self,
@@ -251,13 +267,19 @@ class Watched:
         Raises:
             RuntimeError: the eager run failed while other ranks communicated with it.
         """
+        with self._failing_alone():
+            if self._twin is not None:
+                self._watch.await_result(self, self._twin.backward_ended(gradients, output_grads, input_grads))
+        self._twin = None
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Let an error inside the block, such as too little memory for a copy, end the watch and not the training."""
         try:
-            result = self._twin.backward_ended(gradients, output_grads, input_grads)
+            yield
         except Exception as error:
+            self._twin = None
             self._watch.twin_failed(error)
-        else:
-            self._watch.await_result(self, result)
-        del self._twin
 
     def verified(self, result: Readback) -> Verified:
         """What was found."""

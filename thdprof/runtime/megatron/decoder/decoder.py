@@ -17,7 +17,7 @@ from torch import nn
 
 from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder import adapters, mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence
@@ -57,7 +57,8 @@ class Decoder(nn.Module):
             SettingsError: the block's forward has been replaced, for example by another installation.
         """
         super().__init__()
-        if "forward" in vars(block):
+        self._instance_forward = vars(block).get("forward")
+        if self._instance_forward is not None and not adapters.is_bridges_forward(self._instance_forward):
             raise SettingsError(
                 f"the forward of {type(block).__name__} is replaced already: close the installation that is there, or "
                 "undo what replaced it"
@@ -196,9 +197,21 @@ class Decoder(nn.Module):
         with self._given(hidden):
             self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
 
+    def decide(self, hidden: torch.Tensor, **arguments: Any) -> Any:
+        """What is attached returns for one packed micro-batch of a schedule that does not call the block itself.
+
+        Args:
+            hidden: hidden states of the first layer, shape [tokens of this rank, 1, hidden size].
+            arguments: the block's other arguments.
+        """
+        with self._given(hidden):
+            return self.block.forward(hidden_states=hidden, **arguments)
+
     def detach(self) -> None:
         """Give the decoder its own forward back, and its layers' rotary modules their own tables."""
         self.block.__dict__.pop("forward", None)
+        if self._instance_forward is not None:
+            self.block.forward = self._instance_forward
         for tables in self._layers_tables:
             tables.detach()
         self._layers_tables = ()

@@ -24,6 +24,7 @@ from thdprof.runtime.graphs.gradients import spare_main_grads
 from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
 from thdprof.runtime.graphs.static_metadata import sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
 from thdprof.runtime.megatron.graphs.split import Split
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -84,6 +85,7 @@ class LayerCapture:
         with (
             moving,
             self._surroundings.quantizing(),
+            recompute.kept(getattr(self._decoder.block, "config", None)),
             unchanged_state(self._decoder, self._generators, self._surroundings.extra_state),
             undone_if_failed(self._device, self._generators),
         ):

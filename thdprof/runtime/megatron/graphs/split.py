@@ -41,6 +41,9 @@ class Split(Protocol):
     def gather(self) -> None:
         """Wait until Megatron has gathered the parameters that the graph reads."""
 
+    def parts(self) -> Sequence[nn.Module]:
+        """The modules whose passes are captured."""
+
     def replay(self, graph: Graph, hidden: torch.Tensor) -> torch.Tensor:
         """Run the layer with `graph` in place of its captured part; returns the hidden states after the layer."""
 
@@ -65,6 +68,10 @@ class WholeLayer:
     def gather(self) -> None:
         """Wait until Megatron has gathered all parameters of the layer."""
         gather_parameters(self.layer)
+
+    def parts(self) -> Sequence[nn.Module]:
+        """The layer itself."""
+        return (self.layer,)
 
     def replay(self, graph: Graph, hidden: torch.Tensor) -> torch.Tensor:
         """Replay the graph."""

@@ -91,7 +91,7 @@ class LayerGraphs(DispatchedModule):
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
         super().__init__(decoder, buckets, **options)
-        self._layers = _graphed_layers(decoder.block)
+        self._layers = self._graphed(decoder.block)
         self._splits = splits(self._layers, modules)
         self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
         self._num_slots, self._find_generators = num_slots, generators
@@ -104,6 +104,10 @@ class LayerGraphs(DispatchedModule):
         self._states: RegisteredStates | None = None
         self._anchor: torch.Tensor | None = None
         self._layer_capture: LayerCapture | None = None
+
+    def _graphed(self, block: Any) -> tuple[nn.Module, ...]:
+        """The layers that are captured."""
+        return _graphed_layers(block)
 
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in the graphs' memory pools and in their static inputs, of which every layer has its
@@ -165,11 +169,9 @@ class LayerGraphs(DispatchedModule):
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         self._refuse_megatrons_own()
-        lease = self._lease(bucket, call.slot)
+        lease = self._leased(bucket, call)
         if isinstance(lease, FallbackReason):
             return lease
-        self._surroundings.before_forward()
-        lease.slot.stage(call, bucket)
         packed = lease.slot.metadata.packed(bucket)
         if not self._all_graphed:  # layers that run eagerly may keep the metadata beyond the lease
             n_tokens = call.shape.n_tokens * call.packed.cp_size
@@ -199,6 +201,14 @@ class LayerGraphs(DispatchedModule):
 
     def _failed(self) -> Sequence[bool]:
         return [bucket in self._captures.failures for bucket in self._dispatcher.buckets]
+
+    def _leased(self, bucket: Bucket, call: Call) -> LayerLease | FallbackReason:
+        """A slot for a micro-batch, with all in place that its graphs read, or why there is none."""
+        lease = self._lease(bucket, call.slot)
+        if not isinstance(lease, FallbackReason):
+            self._surroundings.before_forward()
+            lease.slot.stage(call, bucket)
+        return lease
 
     def _lease(self, bucket: Bucket, slot: int | None = None) -> LayerLease | FallbackReason:
         assert self._anchor is not None

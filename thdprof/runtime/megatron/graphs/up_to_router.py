@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from thdprof.runtime.megatron.graphs.dispatchers import AFTER_PREPROCESS, DispatcherSizes
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -83,12 +84,16 @@ class UpToRouter:
         """Wait until Megatron has gathered the parameters before the experts. The experts' modules run their own
         hooks.
         """
+        for part in self.parts():
+            gather_parameters(part)
+
+    def parts(self) -> Sequence[nn.Module]:
+        """The modules before the experts."""
         with self._split():
             parts = [*self.layer._get_submodules_under_cudagraphs()]
         if self._sizes is not None and hasattr(self.layer.mlp, "fc1_latent_proj"):
             parts.append(self.layer.mlp.fc1_latent_proj)  # runs in the dispatcher's preprocessing
-        for part in parts:
-            gather_parameters(part)
+        return parts
 
     def replay(self, graph: Callable[[torch.Tensor], Any], hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states after the experts, which go on from the graph's outputs."""
@@ -102,15 +107,42 @@ class UpToRouter:
         if self._sizes is not None:
             self._sizes.restore(num_tokens)
         with ExitStack() as stack:
+            stack.enter_context(self._replaying(graph))
+            if samples > 1:
+                stack.enter_context(self._experts_run(by_token))
+            output: torch.Tensor = self.layer._te_cuda_graph_replay(hidden)[0]
+        return output
+
+    @contextmanager
+    def standing_for(self, graph: Callable[[torch.Tensor], Any], num_tokens: int) -> Iterator[None]:
+        """Inside the block, megatron-core's own node of the layer, which computes what is captured, takes it from
+        `graph`.
+
+        Args:
+            graph: replays the layer's graph: it takes the hidden states and returns the captured outputs.
+            num_tokens: tokens of this rank's hidden states.
+        """
+        if self._sizes is not None:
+            self._sizes.restore(num_tokens)
+        own = self.layer._te_cuda_graph_replay
+
+        def without_metadata(hidden_states: torch.Tensor, **_: Any) -> Any:
+            return own(hidden_states)  # the graph has metadata of its own
+
+        stand_ins = {"_te_cuda_graph_replay": without_metadata, "set_te_cuda_graph_backward_dw_wrapper": lambda: None}
+        with self._replaying(graph), _attributes(self.layer, **stand_ins):
+            yield
+
+    @contextmanager
+    def _replaying(self, graph: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+        """Let megatron-core find `graph` as the layer's own inside the block."""
+        with ExitStack() as stack:
             stack.enter_context(self._split())
             stack.enter_context(_attributes(self.layer, cuda_graphs=[lambda inputs, **_: graph(inputs)]))
             if not hasattr(self.layer, "cuda_graph_manual_hooks"):
                 stack.enter_context(_attributes(self.layer, cuda_graph_manual_hooks=[]))
-            if samples > 1:
-                stack.enter_context(self._experts_run(by_token))
             stack.callback(self.layer.mlp.cudagraph_tensor_store.clear)
-            output: torch.Tensor = self.layer._te_cuda_graph_replay(hidden)[0]
-        return output
+            yield
 
     @contextmanager
     def _split(self) -> Iterator[None]:

@@ -23,6 +23,10 @@ class Facts:
     """Whether a decoder has MambaLayers."""
     mamba_outside: bool = False
     """Whether a model has MambaLayers outside its decoder."""
+    fused_adapters: tuple[str, ...] = ()
+    """Names of adapters that Transformer Engine's operation fuser runs."""
+    hooked_parameters: tuple[str, ...] = ()
+    """Names of the decoders' parameters that have a gradient hook."""
     wrapper: str = "DistributedDataParallel"
     """Name of the class that wraps the chunks; empty: none does."""
     data_parallel_size: int = 1

@@ -40,22 +40,27 @@ def refusals(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, st
         offload_modules=None if offload is None else tuple(offload.modules),
         core_offload=uses_core(config),
         layers_per_graph=graphs.layers_per_graph if captures else None,
+        position_embedding=facts.position_embedding,
+        wrapper=facts.wrapper,
         unmeasured=takes_unmeasured(environment),
         config=config,
     )
     return (limit.in_fields(run) for limit in limits_of(run))
 
 
-def refusals_of_decoder(config: Any, environment: Mapping[str, str]) -> Iterator[str]:
+def refusals_of_decoder(config: Any, facts: Facts, environment: Mapping[str, str]) -> Iterator[str]:
     """A line for every row of the table that whole-decoder graphs (`chunk`) meet, whatever the plan.
 
     Args:
         config: as `refusals` takes it.
+        facts: what else is known of the model.
         environment: environment variables by name.
     """
     run = Run(
         impl="chunk",
         modules=(),
+        position_embedding=facts.position_embedding,
+        wrapper=facts.wrapper,
         context_parallel_size=getattr(config, "context_parallel_size", None),
         experts=_experts_of(config),
         unmeasured=takes_unmeasured(environment),

@@ -69,6 +69,11 @@ def refused_by_transformer_engine(config: Any, plan: Plan) -> Iterator[str]:
     if config.cuda_graph_impl == "transformer_engine" and sorted(modules) != sorted(planned):
         plan_captures = f"the plan's graphs.modules is {planned}" if planned else "the plan captures whole layers"
         yield f"cuda_graph_modules is {modules}: {plan_captures}; set it to {planned}"
+    if getattr(config, "overlap_moe_expert_parallel_comm", False) and plan.training.micro_batch_size > 1:
+        yield (
+            f"overlap_moe_expert_parallel_comm is True, and a micro-batch has {plan.training.micro_batch_size} "
+            "samples: the nodes of its schedule give routers no samples behind a graph; set micro_batch_size to 1"
+        )
     if getattr(config, "cuda_graph_retain_backward_graph", False):
         yield (
             "cuda_graph_retain_backward_graph is True: a slot's memory is given back after its backward; set it to "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from thdprof.runtime.megatron.refusals import (
-    attention,
+    adapters,
     dynamic_cp,
     first_use,
     known_run,
@@ -46,12 +46,12 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
     lines = [*planned_run.refusals(config, plan, facts), *dynamic_cp.refusals(config, plan)]
     lines += known_run.refusals(config, plan, facts, environment)
     if impl != "none":  # which captures nothing
-        lines += [*layers.refused_impl(config, impl), *attention.refusals(config, facts)]
+        lines += [*layers.refused_impl(config, impl)]
         lines += [*layers.refused_by_local(config, plan, facts), *layers.refused_by_transformer_engine(config, plan)]
         lines += [*mamba.refusals(config, facts), *mamba.refusals_of_plan(plan, facts)]
         lines += surroundings.refusals(facts, environment, impl)
         if facts.replay:
-            lines += [*offloading.refusals(config, plan)]
+            lines += [*adapters.refusals(facts), *offloading.refusals(config, plan)]
             lines += [*shared_captures.refusals(config, plan), *first_use.refusals(config, plan)]
     _refuse("install graphs", lines)
 
@@ -67,10 +67,9 @@ def check_decoder(config: Any, facts: Facts, environment: Mapping[str, str] = os
     Raises:
         SettingsError: one line for every setting in the way, with the value to use.
     """
-    lines = [*known_run.refusals_of_decoder(config, environment), *layers.refused_impl(config, "chunk")]
-    lines += attention.refusals(config, facts)
+    lines = [*known_run.refusals_of_decoder(config, facts, environment), *layers.refused_impl(config, "chunk")]
     lines += [*offloading.refusals_of_decoder(config), *mamba.refusals(config, facts)]
-    lines += surroundings.refusals(facts, environment)
+    lines += [*surroundings.refusals(facts, environment), *adapters.refusals(facts)]
     _refuse("measure a decoder", lines)
 
 

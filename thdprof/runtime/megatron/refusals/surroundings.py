@@ -1,4 +1,4 @@
-"""What surrounds the decoder: the RNG tracker, hooks, foreign layers, the wrapper and the CUDA allocator."""
+"""What surrounds the decoder: the RNG tracker, hooks, foreign layers and the CUDA allocator."""
 
 from __future__ import annotations
 
@@ -41,8 +41,6 @@ def refusals(facts: Facts, environment: Mapping[str, str], impl: str = "chunk") 
             f"the decoder has {', '.join(sorted(foreign))}: only attention, MLP, experts and MambaLayers were "
             "checked in a graph; use those alone, or set graphs.impl to none and graphs.buckets to []"
         )
-    if facts.wrapper not in ("", "DistributedDataParallel"):
-        yield f"the model is wrapped in {facts.wrapper}, which moves parameters; use DistributedDataParallel"
     allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:True" in allocator and environment.get("NCCL_GRAPH_REGISTER") != "0":
         yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"

@@ -71,11 +71,6 @@ def _always(config: Any, plan: Plan) -> Iterator[str]:
 def _of_graphs(config: Any) -> Iterator[str]:
     if not config.rng.te_rng_tracker:
         yield "rng.te_rng_tracker is False: random states must be such that graphs can hold them; set it to True"
-    if getattr(config, "peft", None) is not None:
-        yield (
-            f"peft is {type(config.peft).__name__}: adapters were not checked in a graph; set it to None, or give "
-            "ThdprofCallback(..., replay=False)"
-        )
     inspection = getattr(config, "tensor_inspect", None)
     if inspection is not None and inspection.enabled:
         yield "tensor_inspect.enabled is True: a replay runs none of its inspections; set it to False"

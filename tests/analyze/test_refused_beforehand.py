@@ -1,0 +1,69 @@
+"""An analysis says which settings of its launch script or recipe `install` would refuse, by the same table."""
+
+from __future__ import annotations
+
+import pytest
+from support.sample_files import write_lines
+
+ARGUMENTS = (
+    "torchrun --nproc-per-node 2 pretrain_gpt.py --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
+    "--global-batch-size 4 --train-iters 10 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+)
+RECIPE = """\
+model:
+  num_layers: 2
+  hidden_size: 64
+  num_attention_heads: 4
+  ffn_hidden_size: 128
+  vocab_size: 256
+  seq_length: 64
+  qk_clip: {clip}
+ddp:
+  use_megatron_fsdp: {sharded}
+"""
+SAID = "training by this plan would be refused: "
+
+
+@pytest.fixture
+def documents(tmp_path, rng):
+    return write_lines(tmp_path / "documents.jsonl", rng.integers(4, 64, 200).tolist())
+
+
+def refused(done):
+    assert done.returncode == 0, done.stderr
+    return [line.removeprefix(SAID) for line in done.stderr.splitlines() if line.startswith(SAID)]
+
+
+@pytest.mark.parametrize(
+    ("more", "lines"),
+    [
+        ("", []),
+        ("--qk-clip", ["--qk-clip: it keeps a maximum in Python; leave it out"]),
+        (
+            "--position-embedding-type rope --no-rope-fusion --moe-enable-routing-replay",
+            [
+                "--moe-enable-routing-replay: it keeps routing decisions in Python; leave it out",
+                "--no-rope-fusion: without fusion RoPE reads the boundaries on the host; leave it out",
+            ],
+        ),
+    ],
+)
+def test_arguments_that_install_refuses_are_said(thdprof, documents, tmp_path, more, lines):
+    script = tmp_path / "launch.sh"
+    script.write_text(ARGUMENTS + more)
+    packed = ("--loader", "single", "--packer", "first_fit_decreasing")
+    done = thdprof("analyze", documents, "--megatron-args", script, *packed)
+    assert refused(done) == lines
+
+
+def test_a_recipes_settings_that_install_refuses_are_said(thdprof, documents, tmp_path):
+    run = ["--loader", "single", "--packer", "first_fit_decreasing", "--seq-length", 64, "--global-batch-size", 4]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(clip="true", sharded="true"))
+    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == [
+        "qk_clip is True: it keeps a maximum in Python; set it to False",
+        "the model is wrapped in FullyShardedDataParallel: it moves parameters, whose places graphs keep; use "
+        "DistributedDataParallel",
+    ]
+    recipe.write_text(RECIPE.format(clip="false", sharded="false"))
+    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == []

@@ -1,0 +1,126 @@
+"""Nodes of Megatron's overlapping schedule are led to graphs: decided once, in the first layer's first node."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans  # noqa: E402
+
+
+class Layer:
+    """A layer whose norm before the experts is recomputed."""
+
+    recompute_pre_mlp_layernorm = True
+
+
+class Model:
+    """Makes schedule plans of three layers: one with a dense MLP, two with experts."""
+
+    def __init__(self):
+        self.layers = [Layer() for _ in range(3)]
+        self.calls = []
+
+    def build_schedule_plan(self, params):
+        state = SimpleNamespace(packed_seq_params=params, attention_mask=None, rotary_pos_emb=torch.ones(1))
+
+        def node(name):
+            def submodule(node, hidden):
+                number = int(name[-1])
+                norm = "mlp" in name and number and self.layers[number].recompute_pre_mlp_layernorm
+                self.calls.append(f"{name} with its norm" if norm else name)
+                return hidden + 1
+
+            return SimpleNamespace(submodule=submodule, chunk_state=state)
+
+        planned = [
+            SimpleNamespace(
+                layer=layer,
+                pre_dispatch_computation=node(f"first {i}"),
+                moe_dispatch=SimpleNamespace(free_input=True),
+                mlp=node(f"mlp {i}"),
+            )
+            for i, layer in enumerate(self.layers)
+        ]
+        return SimpleNamespace(state=state, num_layers=lambda: 3, get_layer=planned.__getitem__)
+
+
+class Run:
+    """Captures the layers with experts."""
+
+    def __init__(self, model):
+        self.model, self.holds_preprocessing, self.replays = model, True, []
+
+    def number_of(self, layer):
+        return self.model.layers.index(layer) - 1 if layer is not self.model.layers[0] else None
+
+    def deciding(self):
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def replayed(self, number, lease, own, hidden):
+        self.replays.append((lease, number))
+        return hidden * 10
+
+
+def run_of(plan):
+    """The output of the nodes that compute, in a forward's order."""
+    hidden = torch.ones(1)
+    for place in range(plan.num_layers()):
+        layer = plan.get_layer(place)
+        for node in (layer.pre_dispatch_computation, layer.mlp):
+            hidden = node.submodule(node, hidden)
+    return hidden.item()
+
+
+@pytest.fixture
+def led():
+    """A model whose plans are led, and what leads them."""
+    model = Model()
+    run, asked = Run(model), []
+
+    def decide(hidden, **arguments):
+        asked.append(sorted(arguments))
+        return f"slot {len(asked)}" if len(asked) % 2 else None
+
+    plans = SchedulePlans(model, SimpleNamespace(decide=decide), run)
+    plans.attach()
+    return model, run, asked, plans
+
+
+def test_a_micro_batch_with_a_slot_replays_the_first_node_of_every_layer(led):
+    model, run, asked, _ = led
+    plan = model.build_schedule_plan("metadata")
+    assert asked == []  # nothing is decided before the schedule comes to it
+    assert run_of(plan) == 311  # 1 + 2 in the dense layer; * 10 + 1, twice
+    assert run.replays == [("slot 1", 0), ("slot 1", 1)]
+    assert model.calls == ["first 0", "mlp 0", "mlp 1", "mlp 2"]
+    freed = [plan.get_layer(place).moe_dispatch.free_input for place in range(3)]
+    assert freed == [True, False, False]  # Megatron would give back memory of the graph
+    assert asked == [["attention_mask", "packed_seq_params", "rotary_pos_emb"]]
+
+
+def test_a_micro_batch_without_a_slot_runs_megatrons_own_nodes(led):
+    model, run, asked, _ = led
+    first, second = model.build_schedule_plan("metadata"), model.build_schedule_plan("metadata")
+    run_of(first)
+    model.calls.clear()
+    assert run_of(second) == 7
+    ends = ["", " with its norm", " with its norm"]
+    nodes = [(f"first {layer}", f"mlp {layer}{end}") for layer, end in enumerate(ends)]
+    assert model.calls == [name for pair in nodes for name in pair]
+    assert len(run.replays) == 2
+    assert len(asked) == 2
+
+
+def test_without_boundaries_or_after_the_end_nothing_is_led(led):
+    model, run, asked, plans = led
+    assert run_of(model.build_schedule_plan(None)) == 7
+    plans.detach()
+    assert run_of(model.build_schedule_plan("metadata")) == 7
+    assert (asked, run.replays) == ([], [])

@@ -1,0 +1,56 @@
+"""What `install` would refuse of the run that is analysed, by the table of limits that `install` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from thdprof.analyze.settings.model.recipes import settings_of_recipe
+from thdprof.analyze.settings.training_command import training_command
+from thdprof.errors import UsageError
+from thdprof.files import parse_yaml, read_text
+from thdprof.megatron_limits.command_line import refused_beforehand
+from thdprof.megatron_limits.limit import Run
+from thdprof.megatron_limits.table import limits_of
+from thdprof.training import DYNAMIC_CP
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+
+def refused_runs(plan: Plan, *, script: str | None, model_file: Path | None) -> Iterator[str]:
+    """A line for every setting with which training by `plan` would be refused.
+
+    Args:
+        plan: the plan of the analysis.
+        script: the text of the launch script; None without one.
+        model_file: the file of --model; one that is no recipe says nothing of the trainer.
+    """
+    if script is not None:
+        with suppress(UsageError):  # the analysis itself needs less of the script
+            yield from refused_beforehand(plan, training_command(script, where="").words)
+    if model_file is not None and model_file.suffix.lower() in (".yaml", ".yml"):
+        content = parse_yaml(read_text(model_file, where=str(model_file), kind="YAML"), where="", unique_keys=False)
+        fields = settings_of_recipe(content) if isinstance(content, dict) else None
+        if fields is not None and plan.graphs.impl != "none":
+            yield from (limit.in_fields(run) for run in (_run_of(plan, fields),) for limit in limits_of(run))
+
+
+def _run_of(plan: Plan, fields: Mapping[str, Any]) -> Run:
+    """The run of a recipe, by the plan."""
+    training, graphs = plan.training, plan.graphs
+    return Run(
+        impl="chunk" if graphs.impl == "module" else graphs.impl,
+        modules=tuple(graphs.modules),
+        pipeline_parallel_size=training.pipeline_parallel_size,
+        context_parallel_size=training.context_parallel_size,
+        dynamic_cp=training.packer in DYNAMIC_CP,
+        packer=training.packer,
+        experts=training.experts,
+        position_embedding=str(fields.get("position_embedding_type") or "rope"),
+        wrapper="FullyShardedDataParallel" if fields.get("use_megatron_fsdp") is True else None,
+        config=SimpleNamespace(**{str(name): value for name, value in fields.items()}),
+    )

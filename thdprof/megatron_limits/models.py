@@ -1,0 +1,106 @@
+"""What graphs cannot serve of the model itself, and of what wraps it: attention, dispatchers, kinds of models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thdprof.megatron_limits.fields import WHY_NO_MROPE
+from thdprof.megatron_limits.limit import Limit, Run, Words
+
+_UNCHECKED = "it was not checked in a graph"
+_READS_BOUNDARIES = "without it RoPE reads the boundaries on the host"
+_OTHER_KINDS = {
+    "vision-language": "its decoder takes positions in three dimensions and the image's embeddings",
+    "diffusion": "its layers take conditions and time steps beside their hidden states",
+}
+"""Kinds of models that have no decoder of GPTModel's or HybridModel's kind, and what their layers take besides."""
+
+
+def _captures(run: Run) -> bool:
+    return run.impl not in (None, "none")
+
+
+def _latent(run: Run) -> bool:
+    return _captures(run) and bool(run.field("multi_latent_attention"))
+
+
+def _rope_type(run: Run) -> Any:
+    return run.field("rope_type") or "yarn"
+
+
+def _unfused(run: Run) -> bool:
+    if run.field("apply_rope_fusion") is not False:
+        return False
+    return _rope_type(run) == "yarn" if _latent(run) else run.position_embedding in ("rope", "yarn")
+
+
+MODEL_LIMITS: tuple[Limit, ...] = (
+    Limit(
+        name="a rotary type other than yarn with latent attention",
+        holds=lambda run: _latent(run) and _rope_type(run) != "yarn",
+        reason="with multi-latent attention only yarn's RoPE is fused, and an unfused one reads the boundaries on the "
+        "host",
+        fields=Words(
+            case=lambda run: f"rope_type is {run.field('rope_type')!r}",
+            remedy="set it to 'yarn', and apply_rope_fusion to True",
+        ),
+    ),
+    Limit(
+        name="unfused RoPE",
+        holds=lambda run: _captures(run) and _unfused(run),
+        reason=_READS_BOUNDARIES,
+        fields=Words(case=lambda run: "apply_rope_fusion is False", remedy="set it to True"),
+    ),
+    Limit(
+        name="cached latents",
+        holds=lambda run: _latent(run) and bool(run.field("cache_mla_latents")),
+        reason="megatron-core refuses it in training",
+        fields=Words(case=lambda run: "cache_mla_latents is True", remedy="set it to False"),
+    ),
+    Limit(
+        name="variants of attention",
+        holds=lambda run: _latent(run) and run.field("experimental_attention_variant") is not None,
+        reason=_UNCHECKED,
+        fields=Words(
+            case=lambda run: f"experimental_attention_variant is {run.field('experimental_attention_variant')!r}",
+            remedy="set it to None",
+        ),
+    ),
+    Limit(
+        name="positions in several dimensions (`mrope`)",
+        holds=lambda run: _captures(run) and run.position_embedding == "mrope",
+        reason=WHY_NO_MROPE,
+        fields=Words(case=lambda run: "position_embedding_type is 'mrope'", remedy="set it to 'rope'"),
+    ),
+    Limit(
+        name="gated delta nets in graphs of whole chunks",
+        holds=lambda run: (
+            _captures(run) and run.impl != "transformer_engine" and "gated_delta_net" in (run.layers or ())
+        ),
+        reason="they read the boundaries on the host in every pass",
+        fields=Words(
+            case=lambda run: "the decoder has gated delta nets",
+            remedy="analyse with --impl transformer_engine, whose graphs of the other layers leave those that have "
+            "one to run eagerly",
+        ),
+    ),
+    Limit(
+        name="models of other kinds than GPT and hybrids",
+        holds=lambda run: _captures(run) and run.model in _OTHER_KINDS,
+        reason="only decoders of GPTModel and HybridModel are captured",
+        fields=Words(
+            case=lambda run: f"a {run.model} model, and {_OTHER_KINDS[run.model or '']}",
+            remedy="set graphs.impl to none and graphs.buckets to []",
+        ),
+    ),
+    Limit(
+        name="wrappers other than DistributedDataParallel",
+        holds=lambda run: _captures(run) and run.wrapper not in (None, "", "DistributedDataParallel"),
+        reason="it moves parameters, whose places graphs keep",
+        fields=Words(
+            case=lambda run: f"the model is wrapped in {run.wrapper}",
+            remedy="use DistributedDataParallel",
+        ),
+    ),
+)
+"""With graphs of any kind, in the order of messages."""

@@ -1,0 +1,57 @@
+"""The register of settings that were run on a GPU: for each, the rows of benchmarks/results that prove it, or the cases
+of tests/gpu that held there.
+
+A row is named by its file and its name there, a case by its test's file and its name. A setting without either is
+accepted where no limit refuses it, but nothing was measured of it. Whoever runs a row or a case names it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
+_COMMUNICATION, _EXPERTS = "communication.md", "experts.md"
+_FP8, _RECOMPUTE, _ADAPTERS = (f"test_{name}_gpu.py" for name in ("fp8", "recompute", "adapters"))
+
+PROVED: Mapping[str, tuple[str, ...]] = {
+    "tensor_model_parallel_size": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
+    "sequence_parallel": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, sequence parallel, dropout"),
+    "pipeline_model_parallel_size": (f"{_EXACT}: PP 2", f"{_EXACT}: PP 2, dropout"),
+    "virtual_pipeline_model_parallel_size": (f"{_EXACT}: PP 2, VPP 2, --sft", f"{_OWN_LOOP}: exact-pp2-vpp2-dp2"),
+    "context_parallel_size p2p": (f"{_EXACT}: CP 2", f"{_EXACT}: CP 2, --sft"),
+    "padded experts, alltoall": (f"{_EXACT}: one GPU, experts padded to capacity", f"{_OWN_LOOP}: exact-moe"),
+    "dropless experts, alltoall": (f"{_BEYOND}: exact-moe-dropless",),
+    "expert_model_parallel_size, padded": (f"{_EXACT}: EP 2", f"{_OWN_LOOP}: exact-pp2-ep2-moe"),
+    "expert_model_parallel_size, dropless": (f"{_COMMUNICATION}: dropless experts, EP 2",),
+    "overlap_moe_expert_parallel_comm": (f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped",),
+    "tp_comm_overlap": (f"{_COMMUNICATION}: TP 2, sequence parallel, user buffers",),
+    "moe_grouped_gemm": (f"{_EXACT}: EP 2",),
+    "moe_router_load_balancing_type aux_loss": (f"{_EXACT}: EP 2",),
+    "moe_router_enable_expert_bias": (f"{_EXACT}: one GPU, experts, expert bias", f"{_EXACT}: EP 2, expert bias"),
+    "moe_router_score_function sigmoid": (f"{_EXACT}: one GPU, experts, expert bias",),
+    "moe_permute_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
+    "moe_router_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
+    "mtp_num_layers": (f"{_EXACT}: one GPU, multi-token prediction",),
+    "fp8_recipe tensorwise": (f"{_FP8}: current, layer graphs", f"{_FP8}: current, dropless experts, layer graphs"),
+    "fp8_recipe delayed": (f"{_FP8}: delayed, parameters gathered in FP8",),
+    "fp8_param_gather": (f"{_FP8}: delayed, parameters gathered in FP8",),
+    "recompute_granularity full, uniform": (f"{_RECOMPUTE}: full uniform",),
+    "recompute_granularity full, block": (f"{_RECOMPUTE}: full block",),
+    "recompute_modules core_attn": (f"{_RECOMPUTE}: core_attn and mlp",),
+    "recompute_modules mlp": (f"{_RECOMPUTE}: mlp",),
+    "recompute_modules moe_act": (f"{_RECOMPUTE}: moe_act and layernorm",),
+    "recompute_modules layernorm": (f"{_RECOMPUTE}: moe_act and layernorm",),
+    "peft LoRA": (f"{_ADAPTERS}: LoRA, dropout", f"{_ADAPTERS}: LoRA, dropout, full recompute"),
+    "multi_latent_attention": (f"{_BEYOND}: exact-mla",),
+    "Mamba layers": (f"{_BEYOND}: exact-mamba",),
+    "dropout": (f"{_EXACT}: one GPU, dropout",),
+    "ddp.use_distributed_optimizer": (f"{_EXACT}: DP 2, distributed optimizer, both overlaps",),
+    "ddp.overlap_grad_reduce": (f"{_EXACT}: DP 2, distributed optimizer, both overlaps",),
+    "ddp.overlap_param_gather": (f"{_EXACT}: DP 2, distributed optimizer, both overlaps",),
+    "ddp.num_distributed_optimizer_instances": (f"{_EXACT}: DP 2, two instances of the distributed optimizer",),
+    "packed dataset of Megatron-Bridge": (f"{_BRIDGE}: replayed, padded eager (`replay=False`)",),
+    "fine_grained_activation_offloading": (f"{_BEYOND}: exact-offload",),
+    "offload_modules core_attn": (f"{_BEYOND}: exact-offload",),
+    "offload_modules attn_proj": (f"{_BEYOND}: exact-offload",),
+}
+"""Rows by the name of a setting, as `served.settings_of` gives it."""

@@ -1,0 +1,190 @@
+"""Recomputed activations of Megatron: the same random numbers in a forward and in its recomputation, eager or captured.
+
+megatron-core 0.19 keeps references to random states for a recomputation, not copies, where its RNG tracker is one that
+graphs can register: the recomputation then draws where the forward has ended, and masks of dropout differ between the
+two. It also recomputes nothing while a graph is being captured. Both are mended inside `mended`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from thdprof.runtime.graphs.redrawn import Repeats
+from thdprof.runtime.megatron.trainers.replaced import replaced
+
+
+class MegatronTracker:
+    """The default CUDA generator and those of Megatron's RNG tracker, whose states graphs can register."""
+
+    def current(self) -> Sequence[torch.Generator]:
+        """The default generator of the current device, and then the tracker's, in the order in which they were
+        added.
+        """
+        return [_default(), *_tracker().get_states().values()]
+
+    @contextmanager
+    def drawing_from(self, generators: Sequence[torch.Generator]) -> Iterator[None]:
+        """Let all passes draw from the states of `generators` inside the block."""
+        default, tracker = _default(), _tracker()
+        state, states = default.graphsafe_get_state(), tracker.get_states()
+        default.graphsafe_set_state(generators[0])
+        tracker.set_states(dict(zip(states, generators[1:], strict=True)))
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(state)
+            tracker.set_states(states)
+
+
+_ENGINES_OWN = frozenset(
+    (
+        "distribute_saved_activations",
+        "get_rng_state_tracker",
+        "tp_group",
+        "use_reentrant",
+        "context_fn",
+        "determinism_check",
+        "debug",
+    )
+)
+"""Arguments of Transformer Engine's `checkpoint` that are not the function's."""
+_REPEATS = Repeats(MegatronTracker())
+"""The repeats of every model: the process has one tracker."""
+
+
+def repeats_of(config: Any) -> Repeats | None:
+    """The parts that a model recomputes; None: none.
+
+    Args:
+        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
+    """
+    return _REPEATS if getattr(config, "recompute_granularity", None) else None
+
+
+@contextmanager
+def kept(config: Any) -> Iterator[None]:
+    """Let passes inside the block keep what they would recompute: graphs of single layers cannot recompute.
+
+    Their backward is captured by torch.autograd.grad, which gives no gradient to a parameter inside a recomputation.
+
+    Args:
+        config: as `repeats_of` takes it.
+    """
+    from megatron.core.transformer import cuda_graphs
+
+    if repeats_of(config) is None or cuda_graphs.is_graph_warmup():
+        yield
+        return
+    cuda_graphs._set_warmup_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_warmup_end()
+
+
+class _Mending:
+    """Whether Megatron recomputes through `repeats` now. Several owners may ask for it, and end in any order."""
+
+    def __init__(self) -> None:
+        self._owners = 0
+        self._stack = ExitStack()
+
+    def begin(self, repeats: Repeats) -> None:
+        """One more owner."""
+        if self._owners == 0:
+            self._stack.enter_context(_recomputing_through(repeats))
+        self._owners += 1
+
+    def end(self) -> None:
+        """One owner less; the last one's end gives Megatron its own functions back."""
+        self._owners -= 1
+        if self._owners == 0:
+            self._stack.close()
+
+
+_MENDING = _Mending()
+
+
+@contextmanager
+def mended(repeats: Repeats | None) -> Iterator[None]:
+    """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap.
+
+    Args:
+        repeats: what `repeats_of` returned; None: nothing is changed.
+    """
+    if repeats is None:
+        yield
+        return
+    _MENDING.begin(repeats)
+    try:
+        yield
+    finally:
+        _MENDING.end()
+
+
+@contextmanager
+def _recomputing_through(repeats: Repeats) -> Iterator[None]:
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+
+    own, without_output = random.checkpoint, random.CheckpointWithoutOutput.checkpoint
+
+    def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        if repeats.captured is not None:  # Megatron's own would not recompute now
+            return random.CheckpointFunction.apply(repeats.repeated(function), distribute_saved_activations, *args)
+        return own(_repeated(repeats, function), distribute_saved_activations, *args)
+
+    def checkpoint_without_output(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return without_output(self, _repeated(repeats, run_function), *args)
+
+    with ExitStack() as stack:
+        for owner in (tensor_parallel, random):
+            stack.enter_context(replaced(owner, "checkpoint", checkpoint))
+        stack.enter_context(replaced(random.CheckpointWithoutOutput, "checkpoint", checkpoint_without_output))
+        stack.enter_context(_in_transformer_engine(repeats))
+        yield
+
+
+@contextmanager
+def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
+    """The same for Transformer Engine's `checkpoint`, by which Megatron recomputes under FP8, in warm-ups too."""
+    try:
+        from transformer_engine.pytorch import distributed
+    except ImportError:
+        yield
+        return
+    from megatron.core.transformer.cuda_graphs import is_graph_warmup
+
+    own = distributed.checkpoint
+
+    def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if repeats.captured is None and is_graph_warmup():  # Megatron's own `checkpoint` keeps activations then
+            return function(*args, **{name: value for name, value in kwargs.items() if name not in _ENGINES_OWN})
+        return own(_repeated(repeats, function), *args, **kwargs)
+
+    with replaced(distributed, "checkpoint", checkpoint):
+        yield
+
+
+def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` as `repeats` runs it; as it is inside captures of Megatron's own, which recompute nothing."""
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
+
+    if repeats.captured is None and (is_graph_capturing() or is_graph_warmup()):
+        return function
+    return repeats.repeated(function)
+
+
+def _default() -> torch.Generator:
+    generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    return generator
+
+
+def _tracker() -> Any:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    return get_cuda_rng_tracker()
