@@ -140,6 +140,13 @@ def test_an_order_that_is_not_known_is_refused(plan, tmp_path):
     assert "accelerator_config split_batches True" in told
 
 
+def test_rows_without_boundaries_are_refused_at_the_first_micro_batch(tmp_path):
+    plan = plan_for(tokens=64, caps=[8], rows=8, micro_batch_size=2, global_batch_size=4, seed=42, drop_last=False)
+    told = refused(plan, tmp_path, packing_strategy="wrapped", per_device_train_batch_size=2)
+    assert "came without document boundaries on the host" in told
+    assert "set padding_free=True" in told
+
+
 def test_another_family_is_refused_by_its_name(plan, tmp_path):
     told = refused(plan, tmp_path, model=small_model("gpt_neox"))
     assert "model_type 'gpt_neox' was not checked in graphs: known are gemma, gemma2" in told

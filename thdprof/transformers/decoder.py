@@ -112,7 +112,16 @@ class GraphedDecoder:
             del self._model.__dict__["layers"]
 
     def _run_plain(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's forward as it is, with its own attention where boundaries are not known."""
+        """The model's forward as it is, with its own attention where boundaries are not known.
+
+        Raises:
+            UsageError: it is training, of which the plan would then know nothing.
+        """
+        if self._model.training and torch.is_grad_enabled():
+            raise UsageError(
+                "a micro-batch of training came without document boundaries on the host: the collator gave neither "
+                "cu_seq_lens_q nor one row with position_ids; set padding_free=True, or per_device_train_batch_size=1"
+            )
         if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
             return own(*args, **kwargs)
         with self._attention_set_to(self._own_attention):
