@@ -56,6 +56,16 @@ def test_arguments_that_install_refuses_are_said(thdprof, documents, tmp_path, m
     assert refused(done) == lines
 
 
+def test_a_pipelines_middle_stages_without_data_are_said(thdprof, documents, tmp_path):
+    script = tmp_path / "launch.sh"
+    four = ARGUMENTS.replace("--nproc-per-node 2", "--nproc-per-node 4").replace("--num-layers 2", "--num-layers 4")
+    script.write_text(f"{four} --pipeline-model-parallel-size 4 --dataloader-inter-document-masking")
+    packed = ("--loader", "single", "--packer", "first_fit_decreasing")
+    (line,) = refused(thdprof("analyze", documents, "--megatron-args", script, *packed))
+    assert line.startswith("--dataloader-inter-document-masking with ")
+    assert "Megatron-LM 0.19 gives middle stages no data" in line
+
+
 def test_a_recipes_settings_that_install_refuses_are_said(thdprof, documents, tmp_path):
     run = ["--loader", "single", "--packer", "first_fit_decreasing", "--seq-length", 64, "--global-batch-size", 4]
     recipe = tmp_path / "recipe.yaml"

@@ -151,7 +151,11 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
         return []
     impl: Impl = plan.graphs.impl if plan.graphs.impl != "module" else "chunk"
     given = Arguments(words)
-    return [*_of_table(plan, given, impl, os.environ, replay=True), *_of_attention(given)]
+    return [
+        *_of_table(plan, given, impl, os.environ, replay=True),
+        *_of_middle_stages(given),
+        *_of_attention(given),
+    ]
 
 
 def _of_table(
@@ -221,7 +225,12 @@ def _of_packing(given: Arguments, script: str) -> Iterator[str]:
             f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
             "(or --sft)"
         )
-    if script in _READ_BY and _PACKS[0] in given and _PACKS[1] not in given:
+    if script in _READ_BY:
+        yield from _of_middle_stages(given)
+
+
+def _of_middle_stages(given: Arguments) -> Iterator[str]:
+    if _PACKS[0] in given and _PACKS[1] not in given:
         stages = middle_stages_without_data(given)
         if stages is not None:
             yield (
