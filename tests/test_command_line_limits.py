@@ -19,6 +19,7 @@ NOT_YET_TOLD = {"use_kitchen", "quant_recipe", "fp8_dot_product_attention", "fp8
 
 
 PP_2 = ["--pipeline-model-parallel-size", "2"]
+PADDED = ["--num-experts", "8", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor", "1.5"]
 
 
 def of_impl(impl: str, modules=()):
@@ -30,10 +31,10 @@ def refused(*more: str, plan=PLAN, command=COMMAND, replay=True, environment=())
 
 
 def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig  # has all fields of TransformerConfig
 
     known = {flag: action for action in megatron_parser._actions for flag in action.option_strings}
-    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
     checked = 0
     for table, takes in ((TEXTS, True), (COUNTS, True), (SWITCHES, False)):
         for field, flag in table.items():
@@ -50,13 +51,21 @@ def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
     others = "--experimental-attention-variant --no-rope-fusion --position-embedding-type --cuda-graph-impl --sft"
     others += " --enable-cuda-graph --external-cuda-graph --use-megatron-fsdp --use-torch-fsdp2 --te-rng-tracker"
     others += " --dataloader-inter-document-masking --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor"
-    others += " --context-parallel-size --tensor-model-parallel-size --pipeline-model-parallel-layout"
+    others += (
+        " --hybrid-layer-pattern --context-parallel-size --tensor-model-parallel-size --pipeline-model-parallel-layout"
+    )
     assert {*others.split(), *MIDDLE_STAGE_FLAGS} <= {*known}
 
 
 def test_fields_that_must_be_off_are_told_by_an_argument():
     told = {*TEXTS, *COUNTS, *SWITCHES, *LISTS, *SHARDS, *NOT_YET_TOLD}
     assert {limit.name for limit in LIMITS if limit.off is not None} <= told
+
+
+def test_cases_of_several_arguments_are_limits_of_the_table():
+    from thdprof.megatron_limits.command_line import _CASES
+
+    assert {*_CASES} <= {limit.name for limit in LIMITS if limit.off is None}
 
 
 def test_a_run_that_graphs_serve_is_not_refused():
@@ -118,6 +127,19 @@ def test_a_run_that_graphs_serve_is_not_refused():
             "--expert-tensor-parallel-num-weight-shards 2: weights are gathered",
         ),
         (["--use-megatron-fsdp"], "--use-megatron-fsdp: it moves parameters"),
+        (
+            [*PADDED, "--moe-token-dispatcher-type", "flex"],
+            "--moe-token-dispatcher-type flex: it was not checked in a graph; give --moe-token-dispatcher-type al",
+        ),
+        (PADDED, "--moe-token-dispatcher-type is missing, which means allgather: it was not checked in a graph; give"),
+        (
+            ["--multi-latent-attention", "--rope-type", "rope"],
+            "--rope-type rope: with multi-latent attention only yarn's RoPE is fused",
+        ),
+        (
+            ["--multi-latent-attention", "--cache-mla-latents"],
+            "--cache-mla-latents: megatron-core refuses it in training; leave it out",
+        ),
     ],
 )
 def test_what_graphs_cannot_serve_is_refused_by_its_argument(more, line):
@@ -279,6 +301,33 @@ def test_dropless_experts_up_to_the_router_are_served():
     plan = of_impl("transformer_engine", ("attn", "moe_router"))
     assert refused("--cuda-graph-impl", "transformer_engine", "--num-experts", "8", plan=plan) == []
     assert refused("--num-experts", "8", "--moe-token-dispatcher-type", "flex", plan=plan) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (
+            ["--mtp-num-layers", "1"],
+            "--overlap-moe-expert-parallel-comm with --mtp-num-layers 1: megatron-core takes no packed input there; "
+            "leave one of the two out",
+        ),
+        (
+            ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
+            "--overlap-moe-expert-parallel-comm with --fp8-format hybrid: what quantized weights and scales keep was "
+            "not checked between its nodes; leave --overlap-moe-expert-parallel-comm out",
+        ),
+        (
+            ["--hybrid-layer-pattern", "M*E"],
+            "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern M*E: their schedule has other nodes; leave "
+            "--overlap-moe-expert-parallel-comm out",
+        ),
+    ],
+)
+def test_overlapped_expert_communication_is_refused_with_what_its_nodes_lack(more, line):
+    plan = of_impl("transformer_engine", ("attn", "moe_router"))
+    overlapped = ["--num-experts", "8", "--overlap-moe-expert-parallel-comm"]
+    assert refused(*overlapped, plan=plan) == []
+    assert refused(*overlapped, *more, plan=plan) == [line]
 
 
 @pytest.mark.parametrize(

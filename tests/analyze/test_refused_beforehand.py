@@ -40,6 +40,10 @@ def refused(done):
         ("", []),
         ("--qk-clip", ["--qk-clip: it keeps a maximum in Python; leave it out"]),
         (
+            "--use-megatron-fsdp",
+            ["--use-megatron-fsdp: it moves parameters, whose places graphs keep; leave it out"],
+        ),
+        (
             "--position-embedding-type rope --no-rope-fusion --moe-enable-routing-replay",
             [
                 "--moe-enable-routing-replay: it keeps routing decisions in Python; leave it out",

@@ -29,6 +29,8 @@ TEXTS: Mapping[str, str] = {
     "fp8_quantizer_factory": "--fp8-quantizer-factory",
     "fp4": "--fp4-format",
     "fp4_quantizer_factory": "--fp4-quantizer-factory",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
+    "rope_type": "--rope-type",
     "recompute_granularity": "--recompute-granularity",
     "moe_router_force_biased": "--moe-router-force-biased",
 }
@@ -49,6 +51,7 @@ SWITCHES: Mapping[str, str] = {
     "qk_clip": "--qk-clip",
     "log_max_attention_logit": "--log-max-attention-logit",
     "multi_latent_attention": "--multi-latent-attention",
+    "cache_mla_latents": "--cache-mla-latents",
     "fp8_param": "--fp8-param-gather",
     "fp4_param": "--fp4-param-gather",
     "use_transformer_engine_op_fuser": "--use-transformer-engine-op-fuser",
@@ -69,6 +72,29 @@ SHARDS: Mapping[str, tuple[str, str]] = {
     ),
 }
 """Arguments whose quotient Megatron-LM writes into a field; the second is --tensor-model-parallel-size if missing."""
+
+_OVERLAP = SWITCHES["overlap_moe_expert_parallel_comm"]
+_DISPATCHER = TEXTS["moe_token_dispatcher_type"]
+_CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "overlapped expert communication with multi-token prediction": (
+        (_OVERLAP, COUNTS["mtp_num_layers"]),
+        "leave one of the two out",
+    ),
+    "overlapped expert communication in hybrid models": ((_OVERLAP, "--hybrid-layer-pattern"), f"leave {_OVERLAP} out"),
+    "overlapped expert communication with FP8 or FP4": (
+        (_OVERLAP, TEXTS["fp8"], TEXTS["fp4"]),
+        f"leave {_OVERLAP} out",
+    ),
+    "token dispatchers other than `alltoall` with experts that are captured whole": (
+        (_DISPATCHER,),
+        f"give {_DISPATCHER} alltoall",
+    ),
+    "a rotary type other than yarn with latent attention": ((TEXTS["rope_type"],), "leave it out"),
+    "cached latents": ((SWITCHES["cache_mla_latents"],), "leave it out"),
+}
+"""Limits that no field turns on by itself: their names, the arguments that make the case, and what to change."""
+_DEFAULT_DISPATCHER = "allgather"
+"""Megatron-LM's dispatcher where no argument names one."""
 
 _READ_BY = ("pretrain_gpt.py", "pretrain_hybrid.py")
 """Megatron-LM's own scripts, whose batches have boundaries with the next arguments alone; others may pack otherwise."""
@@ -155,6 +181,7 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
         *_of_table(plan, given, impl, os.environ, replay=True),
         *_of_middle_stages(given),
         *_of_attention(given),
+        *_of_wrapper(given),
     ]
 
 
@@ -186,6 +213,10 @@ def _of_table(
         if (shards := given.count(flag)) is not None:
             flags[field] = flag
             setattr(config, field, shards // size)
+    if given.value("--hybrid-layer-pattern") is not None:
+        config.hybrid_layer_pattern = given.value("--hybrid-layer-pattern")
+    if _experts(given) == "padded" and given.value(_DISPATCHER) is None:
+        config.moe_token_dispatcher_type = _DEFAULT_DISPATCHER
     run = Run(
         impl=impl,
         modules=tuple(plan.graphs.modules) if replay else None,
@@ -206,6 +237,10 @@ def _of_table(
             yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
         elif limit.name in RECOMPUTE_CASES:
             yield f"{given.shown(flags['recompute_granularity'])}: {limit.reason}; {limit.fields.remedy}"
+        elif limit.name in _CASES:
+            of_case, remedy = _CASES[limit.name]
+            shown = " with ".join(given.shown(flag) for flag in of_case if flag in given)
+            yield f"{shown or f'{of_case[0]} is missing, which means {_DEFAULT_DISPATCHER}'}: {limit.reason}; {remedy}"
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
             yield (
                 f"{given.shown('--num-experts')} without --moe-pad-expert-input-to-capacity: {limit.reason}; analyse "
@@ -277,9 +312,14 @@ def _around(given: Arguments, impl: Impl, environment: Mapping[str, str]) -> Ite
     graphs = impl in ("local", "transformer_engine") and built  # Megatron turns the tracker on itself for these
     if not graphs and "--te-rng-tracker" not in given:
         yield "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
-    for flag in _FSDP:
-        if flag in given:
-            yield f"{flag}: it moves parameters, whose places graphs keep; leave it out"
+    yield from _of_wrapper(given)
     allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:True" in allocator and environment.get("NCCL_GRAPH_REGISTER") != "0":
         yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"
+
+
+def _of_wrapper(given: Arguments) -> Iterator[str]:
+    """Wrappers other than DistributedDataParallel."""
+    for flag in _FSDP:
+        if flag in given:
+            yield f"{flag}: it moves parameters, whose places graphs keep; leave it out"
