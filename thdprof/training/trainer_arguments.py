@@ -6,6 +6,7 @@ transformers 5.23 and accelerate 1.15.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,7 +104,7 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
     found["drop_last"] = bool(arguments.get("dataloader_drop_last", False))
     if arguments.get("packing"):
         strategy = arguments.get("packing_strategy", "bfd")
-        if strategy not in PACKERS:
+        if not isinstance(strategy, str) or strategy not in PACKERS:
             raise UsageError(f"{where}: packing_strategy {strategy!r}: known are {', '.join(PACKERS)}")
         found["packer"] = PACKERS[strategy]
     _take_length(arguments, where, found)
@@ -121,7 +122,7 @@ def _take_length(arguments: Mapping[str, Any], where: str, found: dict[str, Any]
     epochs = arguments.get("num_train_epochs")
     if epochs is None:
         return
-    if not isinstance(epochs, int | float) or epochs <= 0 or epochs != int(epochs):
+    if not isinstance(epochs, int | float) or not math.isfinite(epochs) or epochs <= 0 or epochs != int(epochs):
         raise UsageError(
             f"{where}: num_train_epochs {epochs!r}: only whole epochs are replayed; give the steps that the Trainer "
             "logs at its start as --train-iters"
