@@ -122,3 +122,10 @@ def test_both_words_for_the_size_of_a_step_are_refused(thdprof, tmp_path):
     assert "--gradient-accumulation and --global-batch-size both say how large a step is" in one_line_error(
         done, code=2
     )
+
+
+@pytest.mark.parametrize("option", ["--context-parallel-size", "--pipeline-parallel-size"])
+def test_parallelism_that_the_callback_refuses_is_refused_here(thdprof, tmp_path, arguments, option):
+    data = write_lines(tmp_path / "lengths.jsonl", [3, 4])
+    done = thdprof("analyze", data, "--training-args", arguments, option, 2)
+    assert f"--loader trainer: the callback for the Trainer refuses {option} 2" in one_line_error(done, code=2)

@@ -370,6 +370,7 @@ class TrainingOptions(TypedDict, total=False):
     data_sharding: bool
     drop_last: bool
     seed: int
+    shuffle_seed: int | None
     split: str
     train_samples: int | None
     train_iters: Annotated[
@@ -389,8 +390,6 @@ class TrainingOptions(TypedDict, total=False):
     ]
     """Micro-batches of a rank and step, in place of global_batch_size."""
     train_epochs: int | None
-    shuffle_seed: int | None
-    packing_processes: int
     weights: Sequence[float] | None
     add_extra_token: bool
     max_num_samples: int | None
@@ -398,6 +397,7 @@ class TrainingOptions(TypedDict, total=False):
     pad_to_max_length: bool
     pad_seq_to_mult: int
     packer: Packer
+    packing_processes: int
     max_docs_per_pack: int | None
     max_seqlen_per_dp_cp_rank: int | None
     tokenizer_model: str | None

@@ -144,6 +144,9 @@ def _assume_trainer(values: dict[str, Any], kind: Kind | None, assume: Callable[
         raise UsageError("--loader trainer: the Trainer reads rows that TRL packs, or lengths; choose another loader")
     if values.get("packer") in STEP_PACKERS:
         raise UsageError(f"--packer {values['packer']}: the Trainer reads rows that were packed before")
+    for name in ("context_parallel_size", "pipeline_parallel_size"):
+        if values.get(name, 1) != 1:
+            raise UsageError(f"--loader trainer: the callback for the Trainer refuses {shown(name, values[name])}")
     if "train_epochs" in values and {"train_samples", "train_iters"} & {*values}:
         raise UsageError(f"{shown('train_epochs')} and --train-iters both say how long the run is; give one")
     assume("seed", 42, "the Trainer's default")
