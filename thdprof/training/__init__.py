@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from thdprof.training.definition import Definition, Kind, Panel, Setting, definitions_of
 from thdprof.training.model import Fp8Recipe, Model, Norm, Precision, Recompute
 from thdprof.training.model_check import check_model
 from thdprof.training.model_fields import model_definitions
@@ -11,19 +12,14 @@ from thdprof.training.settings import (
     STEP_PACKERS,
     TRL_PACKERS,
     Attention,
-    Definition,
     Experts,
     GraphKind,
-    Kind,
     Loader,
-    Panel,
     PromptFormat,
-    Setting,
     TailPolicy,
     TrainingOptions,
     TrainingSettings,
     definitions,
-    definitions_of,
     shown,
     to_give,
 )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Interval
 
-from thdprof.training.settings import Setting
+from thdprof.training.definition import Setting
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from thdprof.errors import UsageError
+from thdprof.training.definition import Definition, definitions_of
 from thdprof.training.model import Model
-from thdprof.training.settings import Definition, definitions_of
 
 NONE = "none"
 """The value that says outright that a field is null, such as `fp8_recipe: none`; a null counts as not given."""
