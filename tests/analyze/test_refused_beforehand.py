@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from support.sample_files import write_lines
 
+from thdprof.analyze.settings.beforehand import refused_runs
+from thdprof.plan import OffloadPart, load_plan
+
 ARGUMENTS = (
     "torchrun --nproc-per-node 2 pretrain_gpt.py --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
     "--global-batch-size 4 --train-iters 10 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
@@ -81,3 +84,28 @@ def test_a_recipes_settings_that_install_refuses_are_said(thdprof, documents, tm
     ]
     recipe.write_text(RECIPE.format(clip="false", sharded="false"))
     assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == []
+
+
+def test_a_recipes_quantization_is_refused_unless_it_may_be_unmeasured(thdprof, documents, tmp_path, monkeypatch):
+    run = ["--loader", "single", "--packer", "first_fit_decreasing", "--seq-length", 64, "--global-batch-size", 4]
+    recipe = tmp_path / "recipe.yaml"
+    quantized = "mixed_precision:\n  fp8: e4m3\n  fp8_recipe: mxfp8\n"
+    recipe.write_text(RECIPE.format(clip="false", sharded="false") + quantized)
+    (line,) = refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk"))
+    assert line.endswith("with THDPROF_UNMEASURED=allow in the environment it is taken all the same")
+    monkeypatch.setenv("THDPROF_UNMEASURED", "allow")
+    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk")) == []
+
+
+def test_what_a_recipe_offloads_is_held_against_the_plan(thdprof, documents, tmp_path):
+    run = ["--loader", "single", "--packer", "first_fit_decreasing", "--seq-length", 64, "--global-batch-size", 4]
+    recipe = tmp_path / "recipe.yaml"
+    quantized = "mixed_precision:\n  fp8: hybrid\n  fp8_recipe: tensorwise\n"
+    recipe.write_text(RECIPE.format(clip="false", sharded="false") + quantized)
+    file = tmp_path / "plan.yaml"
+    assert refused(thdprof("analyze", documents, *run, "--model", recipe, "--impl", "chunk", "-o", file)) == []
+    plan = load_plan(file)
+    offload = OffloadPart(modules=["core_attn"])
+    offloading = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"offload": offload})})
+    lines = list(refused_runs(offloading, script=None, model_file=recipe))
+    assert lines == ["graphs.offload: it was not checked with FP8 or FP4; set it to null"]

@@ -203,6 +203,22 @@ def test_a_setting_that_nobody_knows_is_never_proved(bridge):
     assert ("never_heard_of 3", 1) in missing(coverage.verdicts)
 
 
+def test_a_setting_whose_value_is_not_known_keeps_a_recipe_from_being_proved(bridge):
+    found = next(v for v in coverage_of(bridge, limits=()).verdicts if v.name.startswith("three_"))
+    rows = dict.fromkeys(found.settings, ("a.md: b",))
+    found = next(v for v in coverage_of(bridge, limits=(), proved=rows).verdicts if v.name.startswith("three_"))
+    assert (found.unmeasured, found.unknown) == ((), ("qk_clip",))
+    assert found.kind == "accepted unmeasured"
+
+
+def test_a_quantization_that_is_read_from_a_file_is_refused_as_install_refuses_it(bridge):
+    file = bridge / "perf_recipes" / "llama" / "h100" / "llama.py"
+    made = "cfg.model.quant_recipe = load_quantization_recipe(str(_PATH))"
+    file.write_text(RECIPES.replace("cfg.model.never_heard_of = 3", made))
+    found = next(v for v in coverage_of(bridge).verdicts if v.name.startswith("five_"))
+    assert (found.kind, tuple(found.refusals)) == ("refused", ("quant_recipe",))
+
+
 def test_megatrons_own_graphs_are_replaced_and_refuse_nothing(bridge):
     verdict = next(v for v in coverage_of(bridge).verdicts if v.name.startswith("one_"))
     assert (verdict.kind, verdict.replaced) == ("proved", ("cuda_graph_impl",))

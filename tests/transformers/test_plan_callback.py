@@ -190,6 +190,13 @@ def test_what_surrounds_the_model_is_refused_by_name(changes, reason):
     assert reason in " ".join(refusals.of_arguments(SimpleNamespace(**{**usual, **changes})))
 
 
+def test_a_cache_is_refused_where_the_trainer_leaves_it_on():
+    usual = {"per_device_train_batch_size": 1, "n_gpu": 1, "use_cache": True}
+    assert "use_cache is True" in " ".join(refusals.of_arguments(SimpleNamespace(**usual)))
+    trls = SimpleNamespace(**usual, padding_free=True, packing=False)  # SFTTrainer runs its models without
+    assert list(refusals.of_arguments(trls)) == []
+
+
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_what_accelerates_launcher_asks_for_is_refused_too(name, monkeypatch):
     monkeypatch.setenv(name, "true")

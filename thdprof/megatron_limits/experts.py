@@ -115,19 +115,6 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
             remedy=f"take {PREPROCESS} out of graphs.modules",
         ),
     ),
-    Limit(
-        name="recomputing `moe` around a graph that ends inside",
-        holds=lambda run: (
-            _in_part(run)
-            and run.field("recompute_granularity") == "selective"
-            and "moe" in (run.field("recompute_modules") or ())
-        ),
-        reason="a layer's experts would be recomputed together with the router, which is part of the graph",
-        fields=Words(
-            case=lambda run: "recompute_modules has moe",
-            remedy="recompute moe_act and others of the layer's parts in its place",
-        ),
-    ),
     must_be_off(
         "moe_router_load_balancing_type",
         "aux_loss",

@@ -61,10 +61,10 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
             and run.field("recompute_granularity") == "selective"
             and "moe" in (run.field("recompute_modules") or ())
         ),
-        reason="the router is in the graph, and the experts behind it are not",
+        reason="a layer's experts would be recomputed together with the router, which is part of the graph",
         fields=Words(
-            case=lambda run: f"recompute_modules is {list(run.field('recompute_modules'))}",
-            remedy="leave moe out of it",
+            case=lambda run: "recompute_modules has moe",
+            remedy="recompute moe_act and others of the layer's parts in its place",
         ),
     ),
     must_be_off(

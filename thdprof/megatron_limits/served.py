@@ -59,6 +59,8 @@ _FP8_SWITCHES = (
 )
 _PRESENT = ("mtp_num_layers", "moe_shared_expert_intermediate_size", "moe_latent_size", "window_size", "quant_recipe")
 """Fields that are settings where they have a value."""
+_OF_DDP = ("ddp.overlap_grad_reduce", "ddp.overlap_param_gather", "ddp.use_distributed_optimizer", "ddp.nccl_ub")
+_INSTANCES = "ddp.num_distributed_optimizer_instances"
 _OF_EXPERTS = "moe_"
 _OFF = {"moe_router_load_balancing_type": ("none",), "softmax_type": ("vanilla",)}
 _DEFAULTS = {"moe_router_score_function": ("softmax",)}
@@ -111,8 +113,10 @@ OUTSIDE = frozenset(
     )
 )
 """Fields that need no row of their own, because they change nothing of what a capture has to hold."""
-_READ = frozenset(
+READ = frozenset(
     (
+        *_OF_DDP,
+        _INSTANCES,
         *_SIZES,
         *_SWITCHES,
         *_VALUES,
@@ -125,7 +129,7 @@ _READ = frozenset(
         *("position_embedding_type", "attention_dropout", "hidden_dropout"),
     )
 )
-"""Fields that the settings below are made of."""
+"""Fields, and settings of the trainer, that the settings below are made of."""
 
 
 def settings_of(run: Run, given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -229,17 +233,15 @@ def _of_trainer(trainer: Mapping[str, Any]) -> Iterator[str]:
         yield f"peft {trainer['peft']}"
     if trainer.get("dataset.enable_offline_packing"):
         yield "packed dataset of Megatron-Bridge"
-    for name in ("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "nccl_ub"):
-        if trainer.get(f"ddp.{name}"):
-            yield f"ddp.{name}"
-    if (trainer.get("ddp.num_distributed_optimizer_instances") or 1) > 1:
-        yield "ddp.num_distributed_optimizer_instances"
+    yield from (name for name in _OF_DDP if trainer.get(name))
+    if (trainer.get(_INSTANCES) or 1) > 1:
+        yield _INSTANCES
 
 
 def _of_others(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     """Fields that are on and that none of the names above is made of."""
     for name, value in given.items():
-        if name in _READ or name in OUTSIDE or name.startswith(REPLACED) or name.startswith(("freeze_", "dsa_")):
+        if name in READ or name in OUTSIDE or name.startswith(REPLACED) or name.startswith(("freeze_", "dsa_")):
             continue
         if run.experts == "none" and name.startswith(_OF_EXPERTS):
             continue

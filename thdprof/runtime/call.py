@@ -12,6 +12,10 @@ from thdprof.dispatch import Shape
 from thdprof.runtime.padding import Boundaries, PackedSequence
 
 
+class FallbackError(RuntimeError):
+    """A micro-batch would run eagerly although the plan forbids it (`overflow: error`)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of a dispatched module: its arguments, and the micro-batch that they describe."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 from thdprof.dispatch import BY_SHAPE, WRONG_GRAPHS, Bucket, Dispatcher, FallbackReason, Shape, advice
 from thdprof.runtime import teardown
 from thdprof.runtime.agreement import Agreed, Largest, Proposal, agree
-from thdprof.runtime.call import Call, describe_argument, difference
+from thdprof.runtime.call import Call, FallbackError, describe_argument, difference
 from thdprof.runtime.captured import Captured, alone
 from thdprof.runtime.padding import PackedSequence, boundaries_of, shape_of, to_device
 from thdprof.runtime.stats import Stats
@@ -31,10 +31,6 @@ logger = logging.getLogger(__name__)
 
 _TIMERS_KEPT = 1000
 """Most timers that wait for the GPU to end their pass; older ones are dropped unread."""
-
-
-class FallbackError(RuntimeError):
-    """A micro-batch would run eagerly although the plan forbids it (`overflow: error`)."""
 
 
 class DispatchedModule(nn.Module):
@@ -60,12 +56,7 @@ class DispatchedModule(nn.Module):
         say: Callable[[str], None] = logger.info,
         agree_on: Largest | None = None,
     ) -> None:
-        """A module that will be captured for `buckets`; the arguments are those of `GraphedModule`, and one more.
-
-        Args:
-            agree_on: returns the largest of each value over the ranks whose captured passes share collectives; they
-                then decide alike about every micro-batch. None: this rank decides by its own micro-batch.
-        """
+        """A module that will be captured for `buckets`; the arguments are those of `GraphedModule`."""
         super().__init__()
         self.module = module
         self.enabled = True

@@ -128,7 +128,13 @@ def definitions_of(settings: type) -> dict[str, Definition]:
 
 
 def definition_of(name: str, hint: Any, default: Any) -> Definition:
-    """The definition of the field `name`, whose annotation `hint` holds a `Setting`."""
+    """The facts that a field's annotation `hint` holds.
+
+    Args:
+        name: the field's name.
+        hint: its type, as typing.Annotated with a Setting.
+        default: its value where none is given.
+    """
     wanted, *facts = get_args(hint)
     if get_origin(wanted) in (Union, UnionType):
         wanted = next(t for t in get_args(wanted) if t is not type(None))

@@ -42,7 +42,8 @@ def host_boundaries(batch: Any) -> HostBoundaries | None:
     """The boundaries of a batch that a collator has made on the host; None where it does not tell them.
 
     They are read from `cu_seq_lens_q`, else from `position_ids` that begin anew with every document. A batch of one row
-    without either is one document: a mask of padding at its end changes no other token.
+    without either is one document: a mask of padding at its end changes no other token. Padding before its tokens does,
+    and such a batch tells no boundaries.
 
     Args:
         batch: a mapping with tensors on the host. Rows are flattened into one, except where there is one alone.
@@ -54,11 +55,20 @@ def host_boundaries(batch: Any) -> HostBoundaries | None:
         return HostBoundaries(cu_seqlens=cu_seqlens.reshape(-1).numpy().astype(np.int32))
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 2 or tokens.shape[0] != 1:
         return None
+    if _masks_before_tokens(batch.get("attention_mask")):
+        return None
     if isinstance(positions, torch.Tensor) and positions.device.type == "cpu" and positions.shape == tokens.shape:
         starts = np.flatnonzero(positions[0].numpy() == 0)
         starts = starts if starts.size and starts[0] == 0 else np.append(0, starts)
         return HostBoundaries(cu_seqlens=np.append(starts, tokens.shape[1]).astype(np.int32))
     return HostBoundaries(cu_seqlens=np.array([0, tokens.shape[1]], dtype=np.int32))
+
+
+def _masks_before_tokens(mask: Any) -> bool:
+    """Whether a mask of one row, 1 at tokens and 0 at padding, hides something that a token comes after."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
+        return False
+    return bool((mask[:, 1:] != 0).logical_and(mask[:, :-1] == 0).any())
 
 
 def follow_collator(dataloader: Any) -> Callable[[], None]:

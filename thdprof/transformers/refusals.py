@@ -114,6 +114,8 @@ def of_arguments(args: Any) -> Iterator[str]:
         yield "torch_compile is set: compiled layers cannot be captured; set it to False"
     if getattr(args, "activation_offloading", False):
         yield "activation_offloading is set: a graph cannot wait for copies to the host; set it to False"
+    if getattr(args, "use_cache", False) and not hasattr(args, "packing"):  # SFTTrainer turns it off by itself
+        yield "use_cache is True: layers then write to a cache, which a graph does not take; leave it at False"
     parallelism = getattr(args, "parallelism_config", None)
     if parallelism is not None:
         yield "parallelism_config is set: tensor, context and sequence parallelism were not checked in graphs"

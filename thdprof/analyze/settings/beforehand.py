@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from thdprof.errors import UsageError
 from thdprof.files import parse_yaml, read_text
 from thdprof.megatron_limits.command_line import refused_beforehand
 from thdprof.megatron_limits.limit import Run
+from thdprof.megatron_limits.quantization import takes_unmeasured
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP
 
@@ -50,6 +52,10 @@ def _run_of(plan: Plan, fields: Mapping[str, Any]) -> Run:
         dynamic_cp=training.packer in DYNAMIC_CP,
         packer=training.packer,
         experts=training.experts,
+        offload_modules=None if graphs.offload is None else tuple(graphs.offload.modules),
+        core_offload=bool(fields.get("fine_grained_activation_offloading")),
+        layers_per_graph=graphs.layers_per_graph,
+        unmeasured=takes_unmeasured(os.environ),
         position_embedding=str(fields.get("position_embedding_type") or "rope"),
         wrapper="FullyShardedDataParallel" if fields.get("use_megatron_fsdp") is True else None,
         config=SimpleNamespace(**{str(name): value for name, value in fields.items()}),

@@ -141,7 +141,7 @@ def _precision(recipe: Settings, root: Path, modules: Modules) -> Settings | Non
 
 def _verdict(name: str, recipe: Settled, limits: Sequence[Limit], proved: Mapping[str, tuple[str, ...]]) -> Verdict:
     run, given = recipe.run, recipe.given
-    unknown = [] if recipe.known_model else ["the model"]
+    unknown = [*recipe.unknown] if recipe.known_model else ["the model", *recipe.unknown]
     return Verdict(
         name=name,
         gpu=_gpu(name),

@@ -11,6 +11,7 @@ from thdprof.megatron_limits.experts import UP_TO_ROUTER
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.recipes.architectures import architecture_of
 from thdprof.megatron_limits.recipes.values import Settings, Unknown
+from thdprof.megatron_limits.served import READ
 
 _FSDP = "FullyShardedDataParallel"
 _COMMUNICATION = (
@@ -22,6 +23,8 @@ _COMMUNICATION = (
 """Fields of the model that Bridge's CommOverlapConfig sets."""
 _OF_TRAINER = ("ddp", "optimizer", "peft", "dataset")
 """Parts of a recipe that are known to `Run.trainer`."""
+_OUT_OF_FILES = ("quant_recipe",)
+"""Fields that are on where a call makes their value, whatever the file that it reads holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,8 @@ class Settled:
     """The run."""
     given: Mapping[str, Any]
     """Fields of TransformerConfig that the recipe, its precision or its model sets, by name; values may be unknown."""
+    unknown: tuple[str, ...]
+    """Names of settings that the table and the register go by, and whose values the recipe's text does not tell."""
     known_model: bool
     """Whether it is known what the model is made of."""
 
@@ -55,7 +60,11 @@ def settled(recipe: Settings, precision: Settings | None) -> Settled:
     trainer = {
         f"{part}.{key}": plain(value) for part in _OF_TRAINER for key, value in _part(recipe, part).values.items()
     }
+    unknown = [name for name, value in trainer.items() if name in READ and isinstance(value, Unknown)]
+    trainer = {name: value for name, value in trainer.items() if not isinstance(value, Unknown)}
     trainer["peft"] = _part(recipe, "peft").kind or None
+    fields |= {key: fields[key].text for key in _OUT_OF_FILES if _made_by_call(fields.get(key))}
+    unknown += [name for name, value in fields.items() if name in READ and isinstance(value, Unknown)]
     config = SimpleNamespace(**{key: None if isinstance(value, Unknown) else value for key, value in fields.items()})
     config.cp_comm_type = _comm_type(config)
     experts = _experts(config)
@@ -78,6 +87,7 @@ def settled(recipe: Settings, precision: Settings | None) -> Settled:
             config=config,
         ),
         given=fields,
+        unknown=tuple(unknown),
         known_model=architecture is not None,
     )
 
@@ -87,6 +97,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, Unknown) and value.options and not any(_on(option) for option in value.options):
         return None
     return value
+
+
+def _made_by_call(value: Any) -> bool:
+    return isinstance(value, Unknown) and not value.options and value.text.endswith(")")
 
 
 def _on(option: Any) -> bool:

@@ -16,9 +16,9 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason, Shape
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime.agreement import Largest
-from thdprof.runtime.call import Call
+from thdprof.runtime.call import Call, FallbackError
 from thdprof.runtime.captured import Captured, alone
-from thdprof.runtime.dispatched_module import DispatchedModule, FallbackError
+from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
 from thdprof.runtime.graphs.piecewise import replay_in_pieces
