@@ -1,8 +1,7 @@
-"""The register of settings that were run on a GPU: for each, the rows of benchmarks/results that prove it, or the cases
-of tests/gpu that held there.
+"""The register of settings that were run on a GPU: for each, the rows of benchmarks/results that prove it.
 
-A row is named by its file and its name there, a case by its test's file and its name. A setting without either is
-accepted where no limit refuses it, but nothing was measured of it. Whoever runs a row or a case names it here.
+A row is named by its file and its name there. A setting without one is accepted where no limit refuses it, but nothing
+was measured of it. Whoever runs a row names it here.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 
 _EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
 _COMMUNICATION, _EXPERTS = "communication.md", "experts.md"
-_FP8, _RECOMPUTE, _ADAPTERS = (f"test_{name}_gpu.py" for name in ("fp8", "recompute", "adapters"))
+_SETTINGS = "settings.md"
 
 PROVED: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
@@ -32,16 +31,22 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "moe_permute_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
     "moe_router_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
     "mtp_num_layers": (f"{_EXACT}: one GPU, multi-token prediction",),
-    "fp8_recipe tensorwise": (f"{_FP8}: current, layer graphs", f"{_FP8}: current, dropless experts, layer graphs"),
-    "fp8_recipe delayed": (f"{_FP8}: delayed, parameters gathered in FP8",),
-    "fp8_param_gather": (f"{_FP8}: delayed, parameters gathered in FP8",),
-    "recompute_granularity full, uniform": (f"{_RECOMPUTE}: full uniform",),
-    "recompute_granularity full, block": (f"{_RECOMPUTE}: full block",),
-    "recompute_modules core_attn": (f"{_RECOMPUTE}: core_attn and mlp",),
-    "recompute_modules mlp": (f"{_RECOMPUTE}: mlp",),
-    "recompute_modules moe_act": (f"{_RECOMPUTE}: moe_act and layernorm",),
-    "recompute_modules layernorm": (f"{_RECOMPUTE}: moe_act and layernorm",),
-    "peft LoRA": (f"{_ADAPTERS}: LoRA, dropout", f"{_ADAPTERS}: LoRA, dropout, full recompute"),
+    "fp8_recipe tensorwise": (
+        f"{_SETTINGS}: one GPU, FP8 current",
+        f"{_SETTINGS}: FP8 current, layer graphs, dropless experts",
+    ),
+    "fp8_recipe delayed": (
+        f"{_SETTINGS}: FP8 delayed, dropout",
+        f"{_SETTINGS}: FP8 delayed, parameters gathered in FP8",
+    ),
+    "fp8_param_gather": (f"{_SETTINGS}: FP8 delayed, parameters gathered in FP8",),
+    "recompute_granularity full, uniform": (f"{_SETTINGS}: recompute full uniform, dropout",),
+    "recompute_granularity full, block": (f"{_SETTINGS}: recompute full block, dropout, 12 steps",),
+    "recompute_modules core_attn": (f"{_SETTINGS}: recompute core_attn, dropout, 12 steps",),
+    "recompute_modules mlp": (f"{_SETTINGS}: recompute mlp, dropout, 12 steps",),
+    "recompute_modules moe_act": (f"{_SETTINGS}: recompute moe_act and layernorm, experts padded to capacity",),
+    "recompute_modules layernorm": (f"{_SETTINGS}: recompute moe_act and layernorm, experts padded to capacity",),
+    "peft LoRA": (f"{_SETTINGS}: LoRA, dropout", f"{_SETTINGS}: LoRA, dropout, full recompute"),
     "multi_latent_attention": (f"{_BEYOND}: exact-mla",),
     "Mamba layers": (f"{_BEYOND}: exact-mamba",),
     "dropout": (f"{_EXACT}: one GPU, dropout",),
