@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from megatron_lm import COMMON, plan_of, scalars_of, script_run, without, write_documents
+from megatron_lm import COMMON, plan_of, script_run, without, write_documents
 
 TINY = (
     "--num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --group-query-attention "
@@ -85,7 +85,7 @@ def soak(scripts: Path, directory: Path, *, steps: int, minutes: int) -> list[st
         limit=minutes * 60 + 60,
         log=directory / f"part-{part}.log",
     )
-    seen = judged(scalars_of(directory / "tensorboard"), [log.read_text() for log in directory.glob("part-*.log")])
+    seen = judged(ran.scalars, [log.read_text() for log in directory.glob("part-*.log")])
     lines = [*seen.lines]
     if ran.code:
         lines.append(f"FAILED: part {part} ended with exit code {ran.code}: {ran.error}")
