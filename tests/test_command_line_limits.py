@@ -8,7 +8,7 @@ import pytest
 from support.plans import plan_of_shares
 
 from thdprof.megatron_limits import LIMITS
-from thdprof.megatron_limits.command_line import COUNTS, LISTS, SHARDS, SWITCHES, TEXTS, refused_arguments
+from thdprof.megatron_limits.command_line import CASES, COUNTS, LISTS, SHARDS, SWITCHES, TEXTS, refused_arguments
 from thdprof.megatron_limits.middle_stages import FLAGS as MIDDLE_STAGE_FLAGS
 from thdprof.plan import OffloadPart
 
@@ -63,9 +63,7 @@ def test_fields_that_must_be_off_are_told_by_an_argument():
 
 
 def test_cases_of_several_arguments_are_limits_of_the_table():
-    from thdprof.megatron_limits.command_line import _CASES
-
-    assert {*_CASES} <= {limit.name for limit in LIMITS if limit.off is None}
+    assert {*CASES} <= {limit.name for limit in LIMITS if limit.off is None}
 
 
 def test_a_run_that_graphs_serve_is_not_refused():

@@ -75,7 +75,7 @@ SHARDS: Mapping[str, tuple[str, str]] = {
 
 _OVERLAP = SWITCHES["overlap_moe_expert_parallel_comm"]
 _DISPATCHER = TEXTS["moe_token_dispatcher_type"]
-_CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
+CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "overlapped expert communication with multi-token prediction": (
         (_OVERLAP, COUNTS["mtp_num_layers"]),
         "leave one of the two out",
@@ -237,8 +237,8 @@ def _of_table(
             yield f"{given.shown(flags[limit.name])}: {limit.reason}; {remedy}"
         elif limit.name in RECOMPUTE_CASES:
             yield f"{given.shown(flags['recompute_granularity'])}: {limit.reason}; {limit.fields.remedy}"
-        elif limit.name in _CASES:
-            of_case, remedy = _CASES[limit.name]
+        elif limit.name in CASES:
+            of_case, remedy = CASES[limit.name]
             shown = " with ".join(given.shown(flag) for flag in of_case if flag in given)
             yield f"{shown or f'{of_case[0]} is missing, which means {_DEFAULT_DISPATCHER}'}: {limit.reason}; {remedy}"
         elif run.experts == "dropless" and limit.name == "whole layers of dropless experts":
