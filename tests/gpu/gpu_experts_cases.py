@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.own_loop import VOCABULARY, process_groups, wrapped
+from support.own_loop import SMALL, VOCABULARY, process_groups, wrapped
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
@@ -94,15 +94,7 @@ def built(case: Case) -> tuple[Any, Any]:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     values = {
-        "num_layers": 2,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "add_bias_linear": False,
-        "apply_rope_fusion": True,
+        **SMALL,
         "num_moe_experts": 8,
         "moe_router_topk": 2,
         "moe_ffn_hidden_size": 128,

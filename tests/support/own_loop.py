@@ -36,20 +36,23 @@ def process_groups(**sizes: Any) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "add_bias_linear": False,
+    "apply_rope_fusion": True,
+}
+"""The configuration of a small model in bf16."""
+
+
 def config_of(**changes: Any) -> TransformerConfig:
     """The configuration of a small model in bf16."""
-    values = {
-        "num_layers": 2,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "add_bias_linear": False,
-        "apply_rope_fusion": True,
-    }
-    return TransformerConfig(**{**values, **changes})
+    return TransformerConfig(**{**SMALL, **changes})
 
 
 def small_gpt(config: TransformerConfig, *, tokens: int) -> Any:
