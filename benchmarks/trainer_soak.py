@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from megatron_lm import COMMON, plan_of, script_run, without, write_documents
 
@@ -21,9 +20,13 @@ CAPS = (0.5, 0.8, 0.95)
 """Shares of micro-batches at which the buckets are; the rest runs eagerly."""
 EVALUATE_EVERY, SAVE_EVERY, LOG_EVERY = 100, 1000, 10
 FLAT = 0.01
-"""Share by which memory may differ between the two moments that are compared."""
-WARM, AVERAGED = 1000, 10
-"""Steps of the run before the first of the two moments, and logged steps of which each is the median."""
+"""Share by which the most memory in the last `SAVE_EVERY` steps may differ from that in as many after `WARM`.
+
+The allocator gives memory back at every checkpoint and reserves it again on the way to the next one, so that two
+moments of a run are no measure of it.
+"""
+WARM = 1000
+"""Steps of the run before memory is looked at."""
 _MEMORY = ("mem-allocated-bytes", "mem-reserved-bytes")
 
 Scalars = Mapping[str, Mapping[int, float]]
@@ -148,13 +151,13 @@ def _mixed(scalars: Scalars) -> str:
 
 
 def _flat(name: str, values: Mapping[int, float]) -> str:
-    early = [values[step] for step in sorted(values) if step >= WARM][:AVERAGED]
-    late = [values[step] for step in sorted(values)][-AVERAGED:]
-    if not early or max(values) < 2 * WARM:
-        return f"not looked at: {name}, before step {2 * WARM:,}"
-    before, after = median(early), median(late)
+    last = max(values, default=0)
+    if last < WARM + 2 * SAVE_EVERY:
+        return f"not looked at: {name}, before step {WARM + 2 * SAVE_EVERY:,}"
+    before = max(value for step, value in values.items() if WARM < step <= WARM + SAVE_EVERY)
+    after = max(value for step, value in values.items() if step > last - SAVE_EVERY)
     change = after / before - 1
     return (
-        f"{'FAILED' if abs(change) > FLAT else 'held'}: {name} {before / 2**20:.1f} MiB at step {WARM:,}, "
-        f"{after / 2**20:.1f} at step {max(values):,} ({change:+.2%})"
+        f"{'FAILED' if abs(change) > FLAT else 'held'}: {name} at most {before / 2**20:.1f} MiB in steps "
+        f"{WARM + 1:,} to {WARM + SAVE_EVERY:,}, {after / 2**20:.1f} in the last {SAVE_EVERY:,} ({change:+.2%})"
     )

@@ -122,6 +122,11 @@ def test_a_long_run_without_a_fault_holds(soak):
     assert all(line.startswith("held") for line in seen.lines)
 
 
+def test_memory_that_goes_with_every_checkpoint_and_comes_back_is_flat(soak):
+    reserved = {step: 80e6 + step % 1000 * 1e4 for step in range(1, 3001)}
+    assert soak.judged(logged(**{"mem-reserved-bytes": reserved}), [OWN_COUNT]).held
+
+
 @pytest.mark.parametrize(
     ("changed", "log", "line"),
     [
