@@ -29,12 +29,6 @@ _DROPLESS = "analyse with --experts dropless, whose graphs its nodes replay, or 
 
 OVERLAP_LIMITS: tuple[Limit, ...] = (
     _off(_OVERLAP, False, "its schedule goes past the decoder's forward", remedy=_DROPLESS),
-    must_be_off(
-        "delay_wgrad_compute",
-        False,
-        "weight gradients that come after a backward pass were not run beside eager's",
-        applies=_captures,
-    ),
     Limit(
         name="overlapped expert communication with multi-token prediction",
         holds=lambda run: _overlaps(run) and bool(run.field("mtp_num_layers")),
@@ -49,15 +43,6 @@ OVERLAP_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _overlaps(run) and bool(run.field("hybrid_layer_pattern")),
         reason="their schedule has other nodes",
         fields=Words(case=lambda run: f"{_OVERLAP} is True in a hybrid model", remedy=f"set {_OVERLAP} to False"),
-    ),
-    Limit(
-        name="overlapped expert communication with FP8 or FP4",
-        holds=lambda run: _overlaps(run) and bool(run.field("fp8") or run.field("fp4")),
-        reason="what quantized weights and scales keep was not checked between its nodes",
-        fields=Words(
-            case=lambda run: f"{_OVERLAP} is True with {'fp8' if run.field('fp8') else 'fp4'}",
-            remedy=f"set {_OVERLAP} to False",
-        ),
     ),
 )
 """With graphs of any kind; where nothing else is said, those of layers up to their routers are served."""

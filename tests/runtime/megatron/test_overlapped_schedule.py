@@ -9,7 +9,45 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from torch import nn  # noqa: E402
+
 from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans  # noqa: E402
+from thdprof.runtime.megatron.graphs.weight_gradients import CapturedWeightGradients  # noqa: E402
+
+
+class Store:
+    """Transformer Engine's queue of weight gradients that are still to be computed."""
+
+    def __init__(self):
+        self.enabled, self.waiting = True, []
+
+    def delay_wgrad_compute(self):
+        return self.enabled
+
+    def enable_delay_wgrad_compute(self):
+        self.enabled = True
+
+    def disable_delay_wgrad_compute(self):
+        self.enabled = False
+
+
+class Linear(nn.Module):
+    """A module of Transformer Engine with one gradient to compute in a backward or after it, and Megatron's hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.wgrad_store, self.reduced, self.computed = Store(), 0, []
+        self.wgrad_accumulation_and_reduce_hooks = [self.reduce]
+
+    def reduce(self):
+        self.reduced += 1
+
+    def backward(self, gradient):
+        (self.wgrad_store.waiting if self.wgrad_store.enabled else self.computed).append(gradient)
+
+    def backward_dw(self):
+        self.computed.append(self.wgrad_store.waiting.pop(0))
+        self.reduce()
 
 
 class Layer:
@@ -24,6 +62,7 @@ class Model:
     def __init__(self):
         self.layers = [Layer() for _ in range(3)]
         self.calls = []
+        self.inside, self.outside = Linear(), Linear()
 
     def build_schedule_plan(self, params):
         state = SimpleNamespace(packed_seq_params=params, attention_mask=None, rotary_pos_emb=torch.ones(1))
@@ -54,6 +93,7 @@ class Run:
 
     def __init__(self, model):
         self.model, self.holds_preprocessing, self.replays = model, True, []
+        self.weights = CapturedWeightGradients(nn.ModuleList([model.inside, model.outside]), [model.inside])
 
     def number_of(self, layer):
         return self.model.layers.index(layer) - 1 if layer is not self.model.layers[0] else None
@@ -116,6 +156,35 @@ def test_a_micro_batch_without_a_slot_runs_megatrons_own_nodes(led):
     assert model.calls == [name for pair in nodes for name in pair]
     assert len(run.replays) == 2
     assert len(asked) == 2
+
+
+def test_weight_gradients_of_what_is_captured_come_in_the_backward_and_are_told_of_later(led):
+    model, _, _, plans = led
+    inside, outside = model.inside, model.outside
+    for module in (inside, outside):
+        module.backward("first")
+    assert (inside.computed, outside.computed) == (["first"], [])
+    for module in (inside, outside):
+        module.backward_dw()  # as Megatron's schedule calls it after the backward
+    assert (inside.computed, outside.computed) == (["first"], ["first"])
+    assert (inside.reduced, outside.reduced) == (1, 1)
+    plans.detach()
+    plans.detach()
+    inside.backward("second")
+    assert inside.computed == ["first"]
+    inside.backward_dw()
+    assert (inside.computed, inside.reduced) == (["first", "second"], 2)
+
+
+def test_a_pass_before_a_capture_leaves_no_weight_gradient_for_training(led):
+    model, run, _, _ = led
+    outside = model.outside
+    outside.backward("of a micro-batch in flight")
+    with run.weights.none_delayed():
+        outside.backward("of a rehearsal")
+    assert outside.wgrad_store.waiting == ["of a micro-batch in flight"]
+    assert outside.wgrad_store.enabled
+    assert not model.inside.wgrad_store.enabled
 
 
 def test_without_boundaries_or_after_the_end_nothing_is_led(led):

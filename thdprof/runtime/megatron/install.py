@@ -272,16 +272,18 @@ def install(
         decoders.append(decoder)
         runs.append(run)
     cp_size = config.context_parallel_size
-    for decoder, run, own in zip(
-        decoders, runs, groups, strict=True
-    ):  # changes begin only here, after all that can fail
-        decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
     plans = schedule_plans(models, decoders, runs)
-    for schedule in plans:
-        schedule.attach()
-    installation = Installation(decoders, runs, decisions, plans)
-    if plan.captured:
-        installation.until_closed(recompute.mended(recompute.repeats_of(config)))
+    with ExitStack() as undone:  # changes begin only here, after all that can fail; the first failure takes them back
+        for decoder, run, own in zip(decoders, runs, groups, strict=True):
+            undone.callback(decoder.detach)
+            decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
+        for schedule in plans:
+            undone.callback(schedule.detach)
+            schedule.attach()
+        installation = Installation(decoders, runs, decisions, plans)
+        if plan.captured:
+            installation.until_closed(recompute.mended(recompute.repeats_of(config)))
+        undone.pop_all()
     if replay and capture_now:
         try:
             openings = Openings(plan, config, shards=shards, form=form or MetadataForm())

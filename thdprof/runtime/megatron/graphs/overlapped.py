@@ -6,7 +6,7 @@ Here every micro-batch is decided on in the first node of its first layer with e
 eagerly, while tokens are exchanged and experts run as Megatron does it.
 
 Delayed weight gradients (`delay_wgrad_compute`) of what is captured are computed in the backward's graph, and those of
-experts go on being delayed; `install` refuses them until that was run beside eager.
+experts and of layers without experts go on being delayed (`weight_gradients`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.call import Call
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.graphs.layer_slots import LayerLease
+from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerSlot
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.graphs.up_to_router import UpToRouter
+from thdprof.runtime.megatron.graphs.weight_gradients import CapturedWeightGradients
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 
 
@@ -40,15 +41,9 @@ class OverlappedLayerGraphs(LayerGraphs):
         self.holds_preprocessing = "moe_preprocess" in options.get("modules", ())
         """Whether the dispatcher's preprocessing is captured, so that what it sends is memory of the graph."""
         self._deciding = False
-        self._delaying: list[Any] = [
-            module
-            for split in self._splits
-            for part in split.parts()
-            for module in part.modules()
-            if (store := getattr(module, "wgrad_store", None)) is not None and store.delay_wgrad_compute()
-        ]
-        for module in self._delaying:
-            _delay_no_more(module)
+        captured = [part for split in self._splits for part in split.parts()]
+        self.weights = CapturedWeightGradients(decoder.block, captured)
+        """The weight gradients that are delayed, of what is captured and of the rest."""
 
     def _graphed(self, block: Any) -> tuple[nn.Module, ...]:
         layers = tuple(layer for layer in super()._graphed(block) if getattr(layer, "is_moe_layer", False))
@@ -101,26 +96,9 @@ class OverlappedLayerGraphs(LayerGraphs):
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
         return None if self._deciding else super()._run_eagerly(call, timed=timed)
 
-    def close(self) -> None:
-        """Free all graphs, and let weight gradients be delayed as before."""
-        super().close()
-        for module in self._delaying:
-            vars(module).pop("backward_dw", None)
-            module.wgrad_store.enable_delay_wgrad_compute()
-
-
-def _delay_no_more(module: Any) -> None:
-    """Let a module of Transformer Engine compute its weight gradient in the backward, and only tell of it later.
-
-    Megatron's gradient reduction waits for the module's `backward_dw`, after the backward of the same node.
-    """
-
-    def backward_dw() -> None:
-        for hook in module.wgrad_accumulation_and_reduce_hooks:
-            hook()
-
-    module.wgrad_store.disable_delay_wgrad_compute()
-    vars(module)["backward_dw"] = backward_dw
+    def _make_graphs(self, slot: LayerSlot, bucket: Bucket) -> int:
+        with self.weights.none_delayed():
+            return super()._make_graphs(slot, bucket)
 
 
 @dataclass(slots=True)
@@ -147,6 +125,7 @@ class SchedulePlans:
     def attach(self) -> None:
         """Lead the nodes of every micro-batch from here on."""
         own = self._model.build_schedule_plan
+        self._run.weights.begin()
 
         def build_schedule_plan(*args: Any, **kwargs: Any) -> Any:
             plan = own(*args, **kwargs)
@@ -157,8 +136,9 @@ class SchedulePlans:
         self._model.build_schedule_plan = build_schedule_plan
 
     def detach(self) -> None:
-        """Give the model its own function back."""
+        """Give the model its own function back, and let weight gradients be delayed as before."""
         vars(self._model).pop("build_schedule_plan", None)
+        self._run.weights.end()
 
     def _lead(self, plan: Any) -> None:
         micro_batch = _MicroBatch()
