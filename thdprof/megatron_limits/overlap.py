@@ -15,9 +15,12 @@ def _captures(run: Run) -> bool:
 
 
 def _beyond_nodes(run: Run) -> bool:
-    """Whether graphs hold something else than what a node of the schedule does: a layer up to its router."""
+    """Whether graphs hold something else than what a node of the schedule does: a layer up to its router.
+
+    Where nothing is captured, as with `replay=False`, it is not known what would be.
+    """
     in_part = run.impl == "transformer_engine" and {*UP_TO_ROUTER} <= {*(run.modules or ())}
-    return _captures(run) and not in_part
+    return _captures(run) and run.modules is not None and not in_part
 
 
 def _overlaps(run: Run) -> bool:

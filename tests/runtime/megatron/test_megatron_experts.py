@@ -253,7 +253,12 @@ FLEX_PREPROCESSED = {"dispatcher": "flex", "modules": [*MODULES, "moe_preprocess
 @pytest.mark.parametrize("recomputed", [MOE_RECOMPUTED, ALL_RECOMPUTED], ids=["moe", "full"])
 @pytest.mark.parametrize(
     "settings",
-    [{"dispatcher": "alltoall"}, {"dispatcher": "alltoall", "shared": 4}, {"dispatcher": "allgather"}, FLEX_PREPROCESSED],
+    [
+        {"dispatcher": "alltoall"},
+        {"dispatcher": "alltoall", "shared": 4},
+        {"dispatcher": "allgather"},
+        FLEX_PREPROCESSED,
+    ],
     ids=["alltoall", "shared experts", "allgather", "flex, preprocessed"],
 )
 @pytest.mark.usefixtures("_engine_can_be_imported", "_hybrid_ep_can_be_imported", "_recomputation_needs_no_gpu")

@@ -68,7 +68,9 @@ def settled(recipe: Settings, precision: Settings | None) -> Settled:
     config = SimpleNamespace(**{key: None if isinstance(value, Unknown) else value for key, value in fields.items()})
     config.cp_comm_type = _comm_type(config)
     experts = _experts(config)
-    up_to_router = experts == "dropless" or (experts == "padded" and getattr(config, "moe_token_dispatcher_type", None) == "flex")
+    up_to_router = experts == "dropless" or (
+        experts == "padded" and getattr(config, "moe_token_dispatcher_type", None) == "flex"
+    )
     return Settled(
         run=Run(
             impl="transformer_engine" if up_to_router else "chunk",

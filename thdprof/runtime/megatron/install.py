@@ -234,6 +234,10 @@ def install(
             "recompute_granularity: graphs of single layers keep what they would recompute, and save no memory; "
             "what is outside of them is recomputed"
         )
+    if not replay and plan.captured and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        logger.warning(
+            "overlap_moe_expert_parallel_comm: without graphs its schedule runs micro-batches as they come, not padded"
+        )
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
         warn_of_other_surroundings(plan)
     peers = peers_of(config, plan, host_timeout)

@@ -15,7 +15,6 @@ import torch
 
 from thdprof.runtime.megatron import recompute
 
-
 _DIFFERENTIABLE = ("hidden_states", "probs", "shared_expert_output")
 """What a graph leaves in megatron-core's store for the rest of a layer, but for the routing map."""
 
