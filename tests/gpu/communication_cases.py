@@ -117,6 +117,7 @@ CASES = {
     "shared_experts_overlapped_delayed": _of_experts(
         {**DELAYED, "moe_shared_expert_intermediate_size": 512, "qk_layernorm": True}
     ),
+    "multi_token_prediction_overlapped": _of_experts({**DELAYED, "mtp_num_layers": 1}),
     "experts_recomputed": _of_experts(
         {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}
     ),
@@ -174,6 +175,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_with_transformer_engine_spec,
+        get_gpt_mtp_block_spec,
     )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
@@ -185,10 +187,14 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         spec = get_gpt_layer_with_transformer_engine_spec()
     else:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    predictions = None
+    if config.mtp_num_layers:
+        predictions = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True)
     model = wrapped(
         GPTModel(
             config=config,
             transformer_layer_spec=spec,
+            mtp_block_spec=predictions,
             vocab_size=VOCABULARY,
             max_sequence_length=TOKENS,
             position_embedding_type="rope",

@@ -76,10 +76,6 @@ SHARDS: Mapping[str, tuple[str, str]] = {
 _OVERLAP = SWITCHES["overlap_moe_expert_parallel_comm"]
 _DISPATCHER = TEXTS["moe_token_dispatcher_type"]
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "overlapped expert communication with multi-token prediction": (
-        (_OVERLAP, COUNTS["mtp_num_layers"]),
-        "leave one of the two out",
-    ),
     "overlapped expert communication in hybrid models": ((_OVERLAP, "--hybrid-layer-pattern"), f"leave {_OVERLAP} out"),
     "token dispatchers other than `alltoall` with experts that are captured whole": (
         (_DISPATCHER,),

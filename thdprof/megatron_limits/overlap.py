@@ -33,15 +33,6 @@ _DROPLESS = "analyse with --experts dropless, whose graphs its nodes replay, or 
 OVERLAP_LIMITS: tuple[Limit, ...] = (
     _off(_OVERLAP, False, "its schedule goes past the decoder's forward", remedy=_DROPLESS),
     Limit(
-        name="overlapped expert communication with multi-token prediction",
-        holds=lambda run: _overlaps(run) and bool(run.field("mtp_num_layers")),
-        reason="megatron-core takes no packed input there",
-        fields=Words(
-            case=lambda run: f"{_OVERLAP} is True, and mtp_num_layers is {run.field('mtp_num_layers')}",
-            remedy=f"set {_OVERLAP} to False, or mtp_num_layers to None",
-        ),
-    ),
-    Limit(
         name="overlapped expert communication in hybrid models",
         holds=lambda run: _overlaps(run) and bool(run.field("hybrid_layer_pattern")),
         reason="their schedule has other nodes",

@@ -193,3 +193,49 @@ def test_without_boundaries_or_after_the_end_nothing_is_led(led):
     plans.detach()
     assert run_of(model.build_schedule_plan("metadata")) == 7
     assert (asked, run.replays) == ([], [])
+
+
+def test_a_prediction_layers_first_node_takes_packed_input_where_megatron_core_asserts_there_is_none():
+    from megatron.core.models.common import fine_grained_callables
+
+    seen = []
+
+    class Prediction:
+        mtp_model_layer = eh_proj = None
+        config = SimpleNamespace(sequence_parallel=False, delay_wgrad_compute=False)
+
+        def _get_embeddings(self, *, packed_seq_params, hidden_states, **_):
+            seen.append(("embeddings", packed_seq_params))
+            return None, None, None, None, hidden_states
+
+        def _concat_embeddings(self, hidden, _):
+            return hidden * 2
+
+    def pre_dispatch(node, hidden):
+        seen.append(("attention", node.chunk_state.packed_seq_params))
+        return hidden + 1
+
+    layer = Prediction()
+    with pytest.MonkeyPatch.context() as patch:
+        inner = ([pre_dispatch, *[None] * 4], {"pre_dispatch_computation": None})
+        patch.setattr(fine_grained_callables, "build_layer_callables", lambda _: inner)
+        patch.setattr(fine_grained_callables, "get_layer_moe_metadata", lambda _: (True, 2))
+        forwards, _ = fine_grained_callables.build_mtp_layer_callables(layer)
+    state = SimpleNamespace(packed_seq_params="metadata", context=None, model=SimpleNamespace(embedding=None))
+    for name in ("input_ids", "position_ids", "padding_mask"):
+        setattr(state, name, None)
+    node = SimpleNamespace(chunk_state=state, is_first_layer=False)
+    with pytest.raises(AssertionError, match="sequence packing is not yet supported"):
+        forwards[0](node, torch.ones(1))
+    seen.clear()
+    prediction = SimpleNamespace(
+        layer=layer, pre_dispatch_computation=SimpleNamespace(submodule=forwards[0]), mlp=None, moe_dispatch=None
+    )
+    plan = SimpleNamespace(state=state, num_layers=lambda: 1, get_layer=lambda _: prediction)
+    model = SimpleNamespace(build_schedule_plan=lambda: plan)
+    SchedulePlans(model, None, None).attach()  # as for a chunk without graphs, or a run that is not replayed
+    first = model.build_schedule_plan().get_layer(0).pre_dispatch_computation
+    assert first.submodule(node, torch.ones(1)).item() == 3
+    assert seen == [("embeddings", "metadata"), ("attention", "metadata")]
+    assert state.packed_seq_params == "metadata"
+    assert vars(layer) == {}

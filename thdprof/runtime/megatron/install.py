@@ -276,7 +276,7 @@ def install(
         decoders.append(decoder)
         runs.append(run)
     cp_size = config.context_parallel_size
-    plans = schedule_plans(models, decoders, runs)
+    plans = schedule_plans(models, decoders, runs, config) if plan.captured else []
     with ExitStack() as undone:  # changes begin only here, after all that can fail; the first failure takes them back
         for decoder, run, own in zip(decoders, runs, groups, strict=True):
             undone.callback(decoder.detach)
@@ -312,15 +312,18 @@ def has_layers(block: Any) -> bool:
 
 
 def schedule_plans(
-    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule]
+    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], config: Any
 ) -> list[SchedulePlans]:
-    """What leads the nodes of Megatron's schedules to graphs, for the model chunks that have such graphs."""
+    """What leads the nodes of Megatron's overlapping schedule to graphs, and lets them take packed input; one for each
+    model chunk, or none where nothing overlaps.
+    """
+    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return []
     from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
 
     return [
-        SchedulePlans(model, decoder, run)
+        SchedulePlans(model, decoder, run if isinstance(run, OverlappedLayerGraphs) else None)
         for model, decoder, run in zip(models, decoders, runs, strict=True)
-        if isinstance(run, OverlappedLayerGraphs)
     ]
 
 
