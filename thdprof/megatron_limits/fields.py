@@ -29,7 +29,6 @@ WHY_NO_MROPE = (
 ALL_GRAPHS: tuple[Limit, ...] = (
     *QUANTIZATION_LIMITS,
     _off("cpu_offloading", False, "megatron-core refuses it with graphs"),
-    _off("quant_recipe", None, "cached quantized weights would not be renewed in replays"),
     _off("use_kitchen", False, "cached quantized weights would not be renewed in replays"),
     _off("moe_enable_routing_replay", False, "it keeps routing decisions in Python"),
     _off("moe_paged_stash", False, f"{NO_PAGED_STASH}; dropless experts run eagerly (graphs.modules)"),
