@@ -147,7 +147,6 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: (
             _captures(run)
             and bool(run.field("quant_recipe") and run.field("overlap_moe_expert_parallel_comm"))
-            and not (run.field("fp8") or run.field("fp4"))
         ),
         reason="what quantized weights keep was not checked between the schedule's nodes",
         fields=Words(
