@@ -148,7 +148,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = (args.keep or Path(temporary)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
+        write_documents(directory / "data" / "documents", tokens=max(200_000, 20_000 * args.steps), mean=90)
         with ThreadPoolExecutor(args.jobs) as pool:
             jobs = [pool.submit(line_of, case, args.megatron_lm, directory, args) for case in cases]
             lines = []

@@ -178,7 +178,9 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         get_gpt_mtp_block_spec,
     )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
+    get_moe_metrics_tracker().metrics.clear()  # which have as many layers as the first model had
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
     config = config_of(**case.config)

@@ -145,8 +145,7 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="`quant_recipe` with overlapped expert communication",
         holds=lambda run: (
-            _captures(run)
-            and bool(run.field("quant_recipe") and run.field("overlap_moe_expert_parallel_comm"))
+            _captures(run) and bool(run.field("quant_recipe") and run.field("overlap_moe_expert_parallel_comm"))
         ),
         reason="what quantized weights keep was not checked between the schedule's nodes",
         fields=Words(
