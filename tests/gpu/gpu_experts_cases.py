@@ -59,6 +59,14 @@ GROUPS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 32,
+}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 CASES = {
@@ -94,16 +102,14 @@ CASES = {
     "padded to capacity": Case(
         config={"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True, **GROUPS}
     ),
-    "latent": Case(
+    "latent": Case(config={**LATENT, "moe_shared_expert_intermediate_size": 128, **GROUPS}),
+    "latent recomputed": Case(
         config={
-            "multi_latent_attention": True,
-            "q_lora_rank": 96,
-            "kv_lora_rank": 64,
-            "qk_head_dim": 32,
-            "qk_pos_emb_head_dim": 32,
-            "v_head_dim": 32,
-            "moe_shared_expert_intermediate_size": 128,
+            **LATENT,
             **GROUPS,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mla_up_proj", "layernorm", "moe_act"],
+            "moe_router_force_load_balancing": True,
         }
     ),
 }
