@@ -89,7 +89,7 @@ def test_a_run_that_graphs_serve_is_not_refused():
         ),
         (
             ["--fp8-format", "hybrid", "--use-transformer-engine-op-fuser"],
-            "--use-transformer-engine-op-fuser: its operations keep scales in places of their own; leave it out",
+            "--use-transformer-engine-op-fuser: its operations keep parameters and scales in places of their own; ",
         ),
         (
             ["--recompute-granularity", "full", "--distribute-saved-activations"],

@@ -71,6 +71,16 @@ REFUSED = [
         "- use_kitchen is True: cached quantized weights would not be renewed in replays; set it to False",
     ),
     (
+        {"fused_residual_rmsnorm": True},
+        "- fused_residual_rmsnorm is True: Transformer Engine's operations keep parameters in places of their own; "
+        "set it to False",
+    ),
+    (
+        {"use_transformer_engine_op_fuser": True},
+        "- use_transformer_engine_op_fuser is True: its operations keep parameters and scales in places of their own; "
+        "set graphs.impl to transformer_engine, whose graphs hold none of its operations, or set it to False",
+    ),
+    (
         {"moe_enable_routing_replay": True},
         "- moe_enable_routing_replay is True: it keeps routing decisions in Python; set it to False",
     ),
