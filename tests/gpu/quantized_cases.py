@@ -122,6 +122,9 @@ CASES = {
     "dropless, blockwise": Case(
         config={**EXPERTS, **BLOCKWISE}, graphs=UP_TO_ROUTER, experts="dropless", overlap=True, kinds=()
     ),
+    "chunk, blockwise": Case(config={**SHAPE, **BLOCKWISE, "fp8_param": False, "attention_dropout": 0.1}, kinds=CACHED),
+    "chunk, blockwise, parameters": Case(config={**SHAPE, **BLOCKWISE}, kinds=()),
+    "chunk, delayed": Case(config={**SHAPE, **HISTORY, "attention_dropout": 0.1}, kinds=(*SCALES, *CACHED)),
     "two layers a graph, overlapped": Case(
         config={**SHAPE, **PARAMETERS}, graphs={"layers_per_graph": 2}, overlap=True
     ),
@@ -260,7 +263,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
             )
             told["losses"] += [part["loss"].item() for part in given]
             _, norm, _ = optimizer.step()
-            told["norms"].append(norm)
+            told["norms"].append(float(norm))
             told["states"].append(digests([model]))
             if case.overlap and step == 0:
                 model.enable_forward_pre_hook()

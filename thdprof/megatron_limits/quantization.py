@@ -85,7 +85,9 @@ _local = partial(
 )
 _layers = partial(must_be_off, applies=_in_layers, graphs="`transformer_engine`, with FP8 or FP4", remedy=_USE_CHUNK)
 _quantized = partial(must_be_off, applies=_quantizes, graphs="all, with FP8 or FP4")
-_ATTENTION = "attention in FP8 was not checked in a graph"
+_ATTENTION = (
+    "Transformer Engine 2.20 found no backend for attention in FP8 over packed input on an H200, with graphs or without"
+)
 _CUSTOM = "what its quantizers keep between passes is not known"
 _unmeasured = partial(
     must_be_off,

@@ -40,7 +40,8 @@ REFUSED = [
     ),
     (
         {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_dot_product_attention": True},
-        "- fp8_dot_product_attention is True: attention in FP8 was not checked in a graph; set it to False",
+        "- fp8_dot_product_attention is True: Transformer Engine 2.20 found no backend for attention in FP8 over "
+        "packed input on an H200, with graphs or without; set it to False",
     ),
     (
         {"recompute_granularity": "full", "distribute_saved_activations": True},
