@@ -46,7 +46,8 @@ def _by_module(run: Run) -> Iterator[Mapping[str, Any]]:
     """What a run's `quant_recipe` says of modules by their names; nothing where it is not known."""
     for one in (getattr(run.field("quant_recipe"), "configs", None) or {}).values():
         yield one
-        yield from (part for key in ("training_recipe", "evaluation_recipe") if (part := one.get(key)))
+        parts = (one.get(key) for key in ("training_recipe", "evaluation_recipe"))
+        yield from (part for part in parts if isinstance(part, Mapping))
 
 
 def _kinds_by_module(run: Run) -> tuple[str, ...]:
