@@ -33,6 +33,7 @@ from support.plans import plan_of_shares
 from support.training_states import digests
 
 from thdprof.runtime.megatron import install, packed_seq_params
+from thdprof.runtime.megatron.refusals import settings
 
 TOKENS, STEPS, EACH = 1024, 4, 5
 """Tokens of a micro-batch; steps; micro-batches of a step."""
@@ -69,6 +70,8 @@ class Case:
     kinds: tuple[str, ...] = ("quantized parameters",)
     sizes: dict[str, Any] = field(default_factory=dict)
     """Sizes of Megatron's process groups."""
+    refused: bool = False
+    """Whether `install` refuses the case for want of such a run; it is run all the same."""
 
 
 LAYERS = {"impl": "transformer_engine"}
@@ -95,6 +98,7 @@ HISTORY = {
 }
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 PARTS = {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}
+CHECK = settings.check
 SCALES = ("scaling_fwd, factors", "scaling_fwd, histories", "scaling_bwd, factors", "scaling_bwd, histories")
 CACHED = ("quantized weights",)
 CASES = {
@@ -125,6 +129,16 @@ CASES = {
     "chunk, blockwise": Case(config={**SHAPE, **BLOCKWISE, "fp8_param": False, "attention_dropout": 0.1}, kinds=CACHED),
     "chunk, blockwise, parameters": Case(config={**SHAPE, **BLOCKWISE}, kinds=()),
     "chunk, delayed": Case(config={**SHAPE, **HISTORY, "attention_dropout": 0.1}, kinds=(*SCALES, *CACHED)),
+    "layers, delayed": Case(
+        config={**SHAPE, **HISTORY, "attention_dropout": 0.1}, graphs=LAYERS, kinds=(*SCALES, *CACHED), refused=True
+    ),
+    "dropless, delayed": Case(
+        config={**EXPERTS, **HISTORY, "fp8_param": True},
+        graphs=UP_TO_ROUTER,
+        experts="dropless",
+        kinds=SCALES,
+        refused=True,
+    ),
     "two layers a graph, overlapped": Case(
         config={**SHAPE, **PARAMETERS}, graphs={"layers_per_graph": 2}, overlap=True
     ),
@@ -248,6 +262,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         config.no_sync_func = model.no_sync
         model.disable_forward_pre_hook(param_sync=False)
     told: dict[str, Any] = {"losses": [], "norms": [], "states": []}
+    settings.check = (lambda *_: None) if case.refused else CHECK
     with install(model, plan_of(case), config, replay=replay, say=lambda line: None) as installation:
         for step in range(STEPS):
             model.zero_grad_buffer()
