@@ -92,6 +92,11 @@ _GROUPS = (
 )
 
 
+_FP8 = "--fp8-format hybrid --fp8-recipe {}"
+_SELECTIVE = "--recompute-granularity selective --recompute-modules"
+_FULL = "--recompute-granularity full --recompute-method"
+
+
 def _dropless(name: str, flags: str, **more: Any) -> Row:
     """A row of dropless experts, whose layers are graphs up to their routers."""
     return Row(name=f"dropless, {name}", flags=flags, impl="transformer_engine", **more)
@@ -141,6 +146,24 @@ DROPLESS = (
         gpus=2,
         environment=_CONNECTIONS,
     ),
+    _dropless(
+        "EP 2, overlapped communication, delayed weight gradients, FP8 current",
+        f"{_BALANCED} {_EP_2} {_OVERLAPPED} --delay-wgrad-compute {_FP8.format('tensorwise')}",
+        gpus=2,
+        environment=_CONNECTIONS,
+    ),
+    _dropless(
+        "one GPU, recompute moe and layernorm, shared experts, dropout",
+        f"{_BALANCED} {_SELECTIVE} moe layernorm --moe-shared-expert-intermediate-size 256",
+        dropout=True,
+        own_tracker=True,
+    ),
+    _dropless(
+        "one GPU, recompute full uniform, dropout",
+        f"{_BALANCED} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
     _dropless("forced load balancing", f"{_BALANCED} --moe-router-force-load-balancing"),
     _dropless(
         "EP 2, latent attention, group-limited routing, shared experts",
@@ -161,9 +184,6 @@ DROPLESS = (
     ),
 )
 """Rows of dropless experts."""
-_FP8 = "--fp8-format hybrid --fp8-recipe {}"
-_SELECTIVE = "--recompute-granularity selective --recompute-modules"
-_FULL = "--recompute-granularity full --recompute-method"
 _SMALL_LATENT = (
     "--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 "
     "--v-head-dim 32"

@@ -128,9 +128,9 @@ def test_a_run_that_graphs_serve_is_not_refused():
         (["--use-megatron-fsdp"], "--use-megatron-fsdp: it moves parameters"),
         (
             [*PADDED, "--moe-token-dispatcher-type", "flex"],
-            "--moe-token-dispatcher-type flex: it was not checked in a graph; give --moe-token-dispatcher-type al",
+            "--moe-token-dispatcher-type flex: it was not checked in a graph; analyse with --experts dropless, whose",
         ),
-        (PADDED, "--moe-token-dispatcher-type is missing, which means allgather: it was not checked in a graph; give"),
+        (PADDED, "--moe-token-dispatcher-type is missing, which means allgather: it was not checked in a graph; ana"),
         (
             ["--multi-latent-attention", "--rope-type", "rope"],
             "--rope-type rope: with multi-latent attention only yarn's RoPE is fused",
@@ -161,10 +161,10 @@ def test_recompute_is_refused_where_the_plans_graphs_cannot_do_it():
         "--recompute-activations: a recomputed tensor has no memory that could be moved; set graphs.offload to null, "
         "or recompute_granularity to None"
     ]
-    for impl, reason in (("local", "Megatron recomputes nothing"), ("transformer_engine", "Transformer Engine")):
-        (line,) = refused(*full, "--cuda-graph-impl", impl, plan=of_impl(impl))
-        assert line.startswith(f"--recompute-granularity full: {reason}")
-        assert line.endswith("; set graphs.impl to chunk")
+    (line,) = refused(*full, "--cuda-graph-impl", "local", plan=of_impl("local"))
+    assert line.startswith("--recompute-granularity full: Megatron recomputes nothing")
+    assert line.endswith("; set graphs.impl to chunk")
+    assert refused(*full, "--cuda-graph-impl", "transformer_engine", plan=of_impl("transformer_engine")) == []
 
 
 PP_2 = ["--pipeline-model-parallel-size", "2"]
@@ -326,16 +326,6 @@ def test_dropless_experts_up_to_the_router_are_served():
     ("more", "line"),
     [
         (
-            ["--mtp-num-layers", "1"],
-            "--overlap-moe-expert-parallel-comm with --mtp-num-layers 1: megatron-core takes no packed input there; "
-            "leave one of the two out",
-        ),
-        (
-            ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
-            "--overlap-moe-expert-parallel-comm with --fp8-format hybrid: what quantized weights and scales keep was "
-            "not checked between its nodes; leave --overlap-moe-expert-parallel-comm out",
-        ),
-        (
             ["--hybrid-layer-pattern", "M*E"],
             "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern M*E: their schedule has other nodes; leave "
             "--overlap-moe-expert-parallel-comm out",
@@ -346,6 +336,8 @@ def test_overlapped_expert_communication_is_refused_with_what_its_nodes_lack(mor
     plan = of_impl("transformer_engine", ("attn", "moe_router"))
     overlapped = ["--num-experts", "8", "--overlap-moe-expert-parallel-comm"]
     assert refused(*overlapped, plan=plan) == []
+    served = ["--mtp-num-layers", "1", "--delay-wgrad-compute", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+    assert refused(*overlapped, *served, plan=plan) == []
     assert refused(*overlapped, *more, plan=plan) == [line]
 
 

@@ -178,6 +178,27 @@ CASES = {
     ),
 }
 """Cases for one rank, or for data-parallel ranks."""
+OVERLAPPED = {**EXPERTS, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True}
+
+
+def _of_two_ranks(**config: Any) -> Case:
+    """Overlapped expert communication and delayed weight gradients, with those of data parallelism or without."""
+    return Case(
+        config={**OVERLAPPED, "delay_wgrad_compute": True, **config},
+        graphs=UP_TO_ROUTER,
+        experts="dropless",
+        overlap=True,
+        sizes={"expert_model_parallel_size": 2},
+        kinds=() if config.get("fp8_recipe") == "blockwise" else ("quantized parameters",),
+    )
+
+
+TWO_RANKS = {
+    "overlapped experts, parameters": _of_two_ranks(**PARAMETERS),
+    "overlapped experts, parameters, recompute": _of_two_ranks(**PARAMETERS, **PARTS, qk_layernorm=True),
+    "overlapped experts, blockwise": _of_two_ranks(**BLOCKWISE),
+}
+"""Cases for two ranks."""
 
 
 def main(names: list[str]) -> None:
@@ -185,7 +206,7 @@ def main(names: list[str]) -> None:
     failed = []
     alone = "RANK" not in os.environ
     for name in names or CASES:
-        case = CASES[name]
+        case = (CASES | TWO_RANKS)[name]
         with process_groups(**case.sizes):
             try:
                 told = compared(case, *(trained(case, replay=replay) for replay in (False, True)))
@@ -225,6 +246,7 @@ def model_of(case: Case) -> tuple[Any, Any]:
         position_embedding_type="rope",
     )
     wrapping = {"overlap_grad_reduce": case.overlap, "overlap_param_gather": case.overlap}
+    wrapping["delay_wgrad_compute"] = config.delay_wgrad_compute
     return wrapped(
         model, config, use_distributed_optimizer=True, fp8_param_gather=bool(config.fp8_param), **wrapping
     ), config
@@ -317,7 +339,9 @@ def batches(step: int) -> Iterator[dict[str, Any]]:
         yield {"bounds": [0, *cuts.tolist(), TOKENS], "tokens": tokens[:1], "labels": tokens[1:]}
 
 
-def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+def forward_step(
+    data: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
     """What Megatron's schedule calls for a micro-batch."""
     batch = next(data)
     positions = torch.arange(TOKENS, device="cuda")[None]
@@ -327,7 +351,8 @@ def forward_step(data: Iterator[dict[str, Any]], model: Any) -> tuple[torch.Tens
         return loss, {"loss": loss.detach()}
 
     params = packed_seq_params(batch["bounds"])
-    return model(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=params), loss_of
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=params), loss_of
 
 
 def compared(case: Case, eager: dict[str, Any], replayed: dict[str, Any]) -> str:

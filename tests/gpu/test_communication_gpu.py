@@ -26,6 +26,12 @@ CASES = {
     "experts": "8",
     "experts_overlapped": "8",
     "experts_overlapped_delayed": "8",
+    "experts_overlapped_fp8": "8",
+    "experts_overlapped_delayed_fp8": "8",
+    "dense_layer_first_overlapped_delayed_fp8": "8",
+    "shared_experts_overlapped_delayed": "8",
+    "multi_token_prediction_overlapped": "8",
+    "experts_recomputed": "8",
 }
 """Cases of communication_cases.py, each with CUDA_DEVICE_MAX_CONNECTIONS as Megatron wants it."""
 

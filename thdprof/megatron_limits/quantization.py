@@ -155,9 +155,7 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="`quant_recipe` with overlapped expert communication",
         holds=lambda run: (
-            _captures(run)
-            and bool(run.field("quant_recipe") and run.field("overlap_moe_expert_parallel_comm"))
-            and not (run.field("fp8") or run.field("fp4"))
+            _captures(run) and bool(run.field("quant_recipe") and run.field("overlap_moe_expert_parallel_comm"))
         ),
         reason="what quantized weights keep was not checked between the schedule's nodes",
         fields=Words(

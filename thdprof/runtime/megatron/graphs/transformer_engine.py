@@ -32,6 +32,7 @@ from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
 from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.mamba import has_gated_delta_net, is_mamba
 from thdprof.runtime.megatron.decoder.operations import has_fused_operations
@@ -188,7 +189,12 @@ class LayerGraphs(DispatchedModule):
             return output if is_mamba(split.layer) else (output, None)  # the layer's own return type
 
         around = self._offload.replaying() if self._offload is not None else nullcontext()
-        with around, self._timed(call.tensors, replayed=True) as outputs, layers_run(self._layers, replayed):
+        with (
+            around,
+            self._timed(call.tensors, replayed=True) as outputs,
+            recompute.layer_by_layer(getattr(self.module.block, "config", None)),
+            layers_run(self._layers, replayed),
+        ):
             result = self.module(*args, **kwargs)
             outputs.extend(tree_flatten(result)[0])
         return result
