@@ -246,6 +246,54 @@ RECOMPUTE_ROWS = (
     ),
 )
 """Rows whose models recompute activations."""
+_FP8_PARAMETERS = "--fp8-param-gather --use-distributed-optimizer"
+_BOTH_OVERLAPS = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000"
+_HISTORY = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max"
+_BY_MODULE = f"--te-precision-config-file {Path(__file__).parent / 'quantized_by_module.yaml'}"
+QUANTIZED_ROWS = (
+    _dropless(
+        "one GPU, FP8 current, --fp8-param-gather, fused gradient accumulation",
+        f"{_BALANCED} {_FP8.format('tensorwise')} {_FP8_PARAMETERS}",
+        fused=True,
+    ),
+    _dropless(
+        "EP 2, FP8 current, --fp8-param-gather, both overlaps",
+        f"{_BALANCED} {_EP_2} {_FP8.format('tensorwise')} {_FP8_PARAMETERS} {_BOTH_OVERLAPS}",
+        gpus=2,
+    ),
+    _dropless(
+        "DP 2, FP8 blockwise, --fp8-param-gather, both overlaps",
+        f"{_BALANCED} {_FP8.format('blockwise')} {_FP8_PARAMETERS} {_BOTH_OVERLAPS}",
+        gpus=2,
+    ),
+    _dropless(
+        "one GPU, FP8 current, --fp8-param-gather, recompute moe_act and layernorm",
+        f"{_BALANCED} {_FP8.format('tensorwise')} {_FP8_PARAMETERS} {_SELECTIVE} moe_act layernorm",
+    ),
+    _dropless(
+        "one GPU, FP8 by the names of modules", f"{_BALANCED} {_FP8.format('tensorwise')} {_BY_MODULE}", fused=True
+    ),
+    Row(
+        name="one GPU, layer graphs, FP8 current, --fp8-param-gather, dropout",
+        flags=f"{_FP8.format('tensorwise')} {_FP8_PARAMETERS}",
+        impl="transformer_engine",
+        dropout=True,
+    ),
+    Row(name="one GPU, FP8 by the names of modules", flags=f"{_FP8.format('tensorwise')} {_BY_MODULE}"),
+    Row(
+        name="one GPU, FP8 current, --fp8-param-gather, recompute full uniform, dropout",
+        flags=f"{_FP8.format('tensorwise')} {_FP8_PARAMETERS} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="one GPU, FP8 delayed, recompute full uniform, dropout",
+        flags=f"{_FP8.format('delayed')} {_HISTORY} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+)
+"""Rows of parameters in FP8 in layer graphs, of FP8 with recomputed activations, and of recipes by modules' names."""
 ADAPTERS_SCRIPT = str(ROOT / "tests" / "support" / "pretrain.py")
 """A script of Megatron's own loop that gives a model Megatron-Bridge's adapters, which pretrain_gpt.py cannot."""
 _LORA = "--adapters lora --adapters-dropout 0.1"
@@ -274,6 +322,7 @@ ADAPTER_ROWS = (
 """Rows whose models train Megatron-Bridge's adapters over frozen weights."""
 ROWS = (
     *DROPLESS,
+    *QUANTIZED_ROWS,
     Row(name="one GPU, latent attention", flags=_LATENT),
     Row(name="one GPU"),
     Row(name="one GPU, dropout", dropout=True),

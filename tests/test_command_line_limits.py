@@ -14,7 +14,8 @@ from thdprof.plan import OffloadPart
 
 PLAN = plan_of_shares((0.9,), count=800, steps=100)
 COMMAND = ["pretrain_gpt.py", "--dataloader-inter-document-masking", "--te-rng-tracker", "--num-layers", "2"]
-NOT_YET_TOLD = {"use_kitchen", "quant_recipe", "fp8_dot_product_attention", "fp8_multi_head_attention"}
+LOCAL = [*COMMAND, "--cuda-graph-impl", "local"]
+NOT_YET_TOLD = {"use_kitchen", "fp8_dot_product_attention", "fp8_multi_head_attention"}
 """Fields of the table that no argument, or none of an installation without Kitchen, turns on by itself."""
 
 
@@ -58,7 +59,7 @@ def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
 
 
 def test_fields_that_must_be_off_are_told_by_an_argument():
-    told = {*TEXTS, *COUNTS, *SWITCHES, *LISTS, *SHARDS, *NOT_YET_TOLD}
+    told = {*TEXTS, *COUNTS, *SWITCHES, *LISTS, *SHARDS, "quant_recipe", *NOT_YET_TOLD}
     assert {limit.name for limit in LIMITS if limit.off is not None} <= told
 
 
@@ -89,7 +90,7 @@ def test_a_run_that_graphs_serve_is_not_refused():
         ),
         (
             ["--fp8-format", "hybrid", "--use-transformer-engine-op-fuser"],
-            "--use-transformer-engine-op-fuser: its operations keep scales in places of their own; leave it out",
+            "--use-transformer-engine-op-fuser: its operations keep parameters and scales in places of their own; ",
         ),
         (
             ["--recompute-granularity", "full", "--distribute-saved-activations"],
@@ -251,6 +252,29 @@ def test_graphs_of_single_layers_serve_fp8_without_states():
     assert lines() == [
         f"--fp8-format hybrid: {delayed}; set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
     ]
+
+
+def test_a_file_of_recipes_by_modules_is_read(tmp_path):
+    file, flag = tmp_path / "recipes.yaml", "--te-precision-config-file"
+
+    def lines(recipe: str, *more: str, **changes) -> list[str]:
+        file.write_text("configs: {one: {training_recipe: {" + recipe + "}}}")
+        return refused("--fp8-format", "e4m3", "--fp8-recipe", "tensorwise", flag, str(file), *more, **changes)
+
+    assert lines("") == lines("fp8_quantization_recipe: blockwise") == []
+    (line,) = lines("fp8_quantization_recipe: mxfp8")
+    assert line == (
+        f"{flag} {file}: its graphs are made as those of other recipes, but no GPU that has it was there to measure "
+        "them; with THDPROF_UNMEASURED=allow in the environment it is taken all the same"
+    )
+    assert lines("fp4_quantization_recipe: nvfp4", environment={"THDPROF_UNMEASURED": "allow"}) == []
+    (line,) = lines("fp8_quantization_recipe: custom, custom_recipe_factory: mine.make")
+    assert line.endswith("what its quantizers keep between passes is not known; choose among Transformer Engine's own "
+                         "recipes")  # fmt: skip
+    file.write_text("configs: [")
+    assert refused(flag, str(file)) == refused(flag, str(tmp_path / "missing.yaml")) == []
+    (line,) = [line for line in refused(flag, str(file), plan=of_impl("local"), command=LOCAL) if flag in line]
+    assert line.endswith("Megatron's own layer graphs were not checked with it; set graphs.impl to chunk")
 
 
 def test_what_was_not_measured_is_taken_where_the_user_says_so():

@@ -23,6 +23,7 @@ class QuantizedTensor(torch.Tensor):
         shape, strides = data.shape, data.stride()
         made = torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=factor.dtype, device=data.device)
         made._data, made._transpose, made._scale_inv, made._stale = data, transpose, factor, stale
+        made._amax = made._amax_columnwise = None
         return made
 
     @classmethod
@@ -33,7 +34,9 @@ class QuantizedTensor(torch.Tensor):
         return made
 
     def detach(self):
-        return QuantizedTensor(self._data, self._transpose, self._scale_inv, self._stale)
+        made = type(self)(self._data, self._transpose, self._scale_inv, self._stale)
+        made._amax, made._amax_columnwise = self._amax, self._amax_columnwise
+        return made
 
     def quantize_(self, values):
         """Renew the data in place, as an optimizer does; a transpose that is there is stale from then on."""
@@ -44,6 +47,9 @@ class QuantizedTensor(torch.Tensor):
 
     def dequantize(self):
         return self._data * self._scale_inv
+
+    def transposed(self):
+        return self._transpose * self._scale_inv
 
     def get_metadata(self):
         return {"data": self._data, "data_transpose": self._transpose, "fp8_scale_inv": self._scale_inv, "quantizer": 0}
@@ -72,25 +78,63 @@ class QuantizedTensor(torch.Tensor):
         raise NotImplementedError(f"{func} of a quantized tensor")
 
 
+class FourBitTensor(QuantizedTensor):
+    """As NVFP4 does, it keeps a factor of the whole tensor, too, once for the data and once for their transpose."""
+
+    @classmethod
+    def of(cls, values):
+        """`values`, quantized, without a transpose."""
+        made = cls(torch.empty_like(values), None, torch.ones(()), True)
+        made._amax = torch.ones(())
+        made.quantize_(values)
+        return made
+
+    def quantize_(self, values):
+        super().quantize_(values)
+        self._amax.copy_(values.abs().mean())
+        self._scale_inv.div_(self._amax)
+
+    def create_transpose(self):
+        super().create_transpose()
+        if self._amax_columnwise is None:
+            self._amax_columnwise = self._amax.clone()
+        self._amax_columnwise.copy_(self._amax)
+
+    def get_metadata(self):
+        return {
+            "rowwise_data": self._data,
+            "columnwise_data": self._transpose,
+            "rowwise_scale_inv": self._scale_inv,
+            "amax_rowwise": self._amax,
+            "amax_columnwise": self._amax_columnwise,
+        }
+
+    def dequantize(self):
+        return self._data * (self._scale_inv * self._amax)
+
+    def transposed(self):
+        return self._transpose * (self._scale_inv * self._amax_columnwise)
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         weight.update_usage(rowwise_usage=True, columnwise_usage=True)
         ctx.save_for_backward(x, weight)
-        return x @ (weight._data * weight._scale_inv)
+        return x @ weight.dequantize()
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        return grad @ (weight._transpose * weight._scale_inv), x.T @ grad
+        return grad @ weight.transposed(), x.T @ grad
 
 
 class QuantizedLinear(nn.Module):
     """A layer whose parameter is quantized itself."""
 
-    def __init__(self, size):
+    def __init__(self, size, kind=QuantizedTensor):
         super().__init__()
-        self.weight = nn.Parameter(QuantizedTensor.of(torch.randn(size, size)))
+        self.weight = nn.Parameter(kind.of(torch.randn(size, size)))
         self.main = self.weight.dequantize().clone()
 
     def forward(self, x):

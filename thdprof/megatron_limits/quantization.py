@@ -46,7 +46,8 @@ def _by_module(run: Run) -> Iterator[Mapping[str, Any]]:
     """What a run's `quant_recipe` says of modules by their names; nothing where it is not known."""
     for one in (getattr(run.field("quant_recipe"), "configs", None) or {}).values():
         yield one
-        yield from (part for key in ("training_recipe", "evaluation_recipe") if (part := one.get(key)))
+        parts = (one.get(key) for key in ("training_recipe", "evaluation_recipe"))
+        yield from (part for part in parts if isinstance(part, Mapping))
 
 
 def _kinds_by_module(run: Run) -> tuple[str, ...]:
@@ -85,7 +86,9 @@ _local = partial(
 )
 _layers = partial(must_be_off, applies=_in_layers, graphs="`transformer_engine`, with FP8 or FP4", remedy=_USE_CHUNK)
 _quantized = partial(must_be_off, applies=_quantizes, graphs="all, with FP8 or FP4")
-_ATTENTION = "attention in FP8 was not checked in a graph"
+_ATTENTION = (
+    "Transformer Engine 2.20 found no backend for attention in FP8 over packed input on an H200, with graphs or without"
+)
 _CUSTOM = "what its quantizers keep between passes is not known"
 _unmeasured = partial(
     must_be_off,
@@ -123,7 +126,14 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
     _quantized("fp4_quantizer_factory", None, _CUSTOM),
     _quantized("fp8_dot_product_attention", False, _ATTENTION),
     _quantized("fp8_multi_head_attention", False, _ATTENTION),
-    _quantized("use_transformer_engine_op_fuser", False, "its operations keep scales in places of their own"),
+    must_be_off(
+        "use_transformer_engine_op_fuser",
+        False,
+        "its operations keep parameters and scales in places of their own",
+        applies=lambda run: _captures(run) and run.impl != "transformer_engine",
+        graphs="`chunk`, `local`",
+        remedy="set graphs.impl to transformer_engine, whose graphs hold none of its operations, or set it to False",
+    ),
     _sizes("fp8"),
     _sizes("fp4"),
     _sizes("quant_recipe"),

@@ -14,11 +14,12 @@ from support import layer_graphs
 from support.layer_graphs import HIDDEN, LAYERS, MIXED, TOKENS, Attention, forward, graphs_of, inputs, make_block, train
 from support.layer_graphs import one_f_one_b as in_flight
 from support.quantized_layers import Manager
-from support.quantized_parameters import QuantizedLinear, QuantizedTensor
+from support.quantized_parameters import FourBitTensor, QuantizedLinear, QuantizedTensor
 
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron.quantized.quantization import Quantization
+from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.surroundings import with_quantization
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
@@ -50,12 +51,12 @@ class Attending(Attention):
         return super().forward(mixed, key, value, *others, **named)
 
 
-def block_of(**settings):
-    block = make_block(**settings)
+def block_of(kind=QuantizedTensor):
+    block = make_block()
     for number, layer in enumerate(block.layers):
         torch.manual_seed(number)
         layer.self_attention.core_attention.__class__ = Attending
-        layer.self_attention.core_attention.product = QuantizedLinear(HIDDEN)
+        layer.self_attention.core_attention.product = QuantizedLinear(HIDDEN, kind)
     return block
 
 
@@ -78,15 +79,16 @@ def steps(block, *, gathers, after=lambda: None, count=3):
         for product in products(block):
             seen.append(product.weight.grad.clone())
             product.step(gathers=gathers)
-            seen += [product.weight._data.clone(), product.weight._scale_inv.clone()]
+            seen += [product.weight._data.clone(), product.weight._scale_inv.clone(), product.weight.dequantize()]
         block.zero_grad()
         after()
     return seen
 
 
+@pytest.mark.parametrize("kind", [QuantizedTensor, FourBitTensor])
 @pytest.mark.parametrize("gathers", [True, False])
-def test_replays_of_layers_read_quantized_parameters_as_the_last_step_left_them(gathers):
-    plain, graphed = block_of(), block_of()
+def test_replays_of_layers_read_quantized_parameters_as_the_last_step_left_them(gathers, kind):
+    plain, graphed = block_of(kind), block_of(kind)
     run = quantized_graphs(graphed)
     expected, found = (steps(block, gathers=gathers) for block in (plain, graphed))
     assert len(expected) == len(found) > 3 * (2 * len(MIXED) + LAYERS)
@@ -120,3 +122,24 @@ def test_a_quantized_parameter_that_moved_ends_the_run_by_its_name():
         forward(block, inputs(1)[0].requires_grad_(), MIXED[0])
     run.recapture()
     forward(block, inputs(1)[0].requires_grad_(), MIXED[0]).sum().backward()
+
+
+def test_a_layer_of_fused_operations_runs_eagerly_between_graphs():
+    plain, graphed = block_of(), block_of()
+    graphed.layers[1].mlp._fused_impl = None  # the operations themselves are made at the first pass
+    entered = []
+    graphed.layers[1].mlp.register_forward_pre_hook(lambda *_: entered.append(layer_graphs.FusedScale.capturing))
+    run = quantized_graphs(graphed)
+    expected, found = (steps(block, gathers=True) for block in (plain, graphed))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert run.stats().replays.total() == 18
+    assert entered.count(False) >= 24
+    assert not any(entered)
+
+
+def test_a_chunk_of_fused_operations_alone_is_refused():
+    block = block_of()
+    for layer in block.layers:
+        layer.mlp._fused_impl = None
+    with pytest.raises(SettingsError, match=r"without fused operations, and this chunk of 3 layers has none; set it"):
+        graphs_of(block)

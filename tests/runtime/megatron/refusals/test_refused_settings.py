@@ -40,7 +40,8 @@ REFUSED = [
     ),
     (
         {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_dot_product_attention": True},
-        "- fp8_dot_product_attention is True: attention in FP8 was not checked in a graph; set it to False",
+        "- fp8_dot_product_attention is True: Transformer Engine 2.20 found no backend for attention in FP8 over "
+        "packed input on an H200, with graphs or without; set it to False",
     ),
     (
         {"recompute_granularity": "full", "distribute_saved_activations": True},
@@ -70,6 +71,16 @@ REFUSED = [
     (
         {"use_kitchen": True},
         "- use_kitchen is True: cached quantized weights would not be renewed in replays; set it to False",
+    ),
+    (
+        {"fused_residual_rmsnorm": True},
+        "- fused_residual_rmsnorm is True: Transformer Engine's operations keep parameters in places of their own; "
+        "set it to False",
+    ),
+    (
+        {"use_transformer_engine_op_fuser": True},
+        "- use_transformer_engine_op_fuser is True: its operations keep parameters and scales in places of their own; "
+        "set graphs.impl to transformer_engine, whose graphs hold none of its operations, or set it to False",
     ),
     (
         {"moe_enable_routing_replay": True},
