@@ -31,6 +31,8 @@ from megatron_lm import (
 )
 from trainer_exact import CAPS
 
+KINDS = ("unchanged", "off", "on")
+"""The runs of a case: the script alone, padded eagerly by a plan, and replayed."""
 LAUNCHER = Path(__file__).parent / "lifted_run.py"
 
 
@@ -86,12 +88,13 @@ def flags_of(case: Case, data: Path, steps: int) -> list[str]:
     return [*flags, "--data-path", str(data / "documents")]
 
 
-def line_of(case: Case, scripts: Path, directory: Path, steps: int, limit: float) -> list[str]:
+def line_of(case: Case, scripts: Path, directory: Path, args: argparse.Namespace) -> list[str]:
     """The line of a case."""
+    steps, limit = args.steps, args.limit
     folder = directory / "".join(c if c.isalnum() else "-" for c in case.name)
     folder.mkdir()
     flags = flags_of(case, directory / "data", steps)
-    kinds = ("unchanged",) if case.alone else ("unchanged", "off", "on")
+    kinds = [kind for kind in KINDS if kind in args.kinds.split(",") and (kind == "unchanged" or not case.alone)]
     planned = without(flags, *case.unplanned)
     plan = None if case.alone else plan_of(planned, folder, "plan", gpus=case.gpus, caps=CAPS, layers_per_graph="all")
 
@@ -110,22 +113,21 @@ def line_of(case: Case, scripts: Path, directory: Path, steps: int, limit: float
             by=LAUNCHER,
         )
 
-    with ThreadPoolExecutor(3) as pool:
-        unchanged, *by_plan = pool.map(ran, kinds)
-    return [case.name, *cells(unchanged, *by_plan)]
+    with ThreadPoolExecutor(args.at_once) as pool:
+        return [case.name, *cells(**dict(zip(kinds, pool.map(ran, kinds), strict=True)))]
 
 
-def cells(unchanged: Ran, off: Ran | None = None, on: Ran | None = None) -> list[str]:
-    """Exit codes, differing steps, micro-batches and the last errors."""
-    runs = [ran for ran in (on, off, unchanged) if ran is not None]
-    told = [", ".join(str(ran.code) for ran in runs)]
-    for one, other in ((on, off), (off, unchanged)):
+def cells(*, unchanged: Ran | None = None, off: Ran | None = None, on: Ran | None = None) -> list[str]:
+    """Exit codes, differing steps, micro-batches and the last errors; a dash for a run that was not asked for."""
+    runs = (on, off, unchanged)
+    told = [", ".join("-" if ran is None else str(ran.code) for ran in runs)]
+    for one, other in ((on, off or unchanged), (off, unchanged)):
         counts = [different_steps(one, other, name) for name in ("lm loss", "grad-norm")] if one and other else []
         told.append("; ".join(f"{differ} of {steps}" for differ, steps in counts) or "-")
     seen = on.scalars if on is not None else {}
     replayed = max(seen.get("thdprof/replayed", {0: 0}).values())
     eager = sum(max(v.values()) for name, v in seen.items() if name.startswith("thdprof/eager/"))
-    return [*told, f"{replayed:.0f}, {eager:.0f}", " / ".join(ran.error or "-" for ran in runs)]
+    return [*told, f"{replayed:.0f}, {eager:.0f}", " / ".join("-" if ran is None else ran.error or "-" for ran in runs)]
 
 
 def main() -> None:
@@ -137,18 +139,28 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="words out of names of cases, separated by commas")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--limit", type=float, default=110, help="seconds that a run may take")
-    parser.add_argument("--jobs", type=int, default=len(CASES))
+    parser.add_argument("--jobs", type=int, default=len(CASES), help="cases at a time")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="runs of each case, separated by commas")
+    parser.add_argument("--at-once", type=int, default=len(KINDS), help="runs of a case at a time")
     args = parser.parse_args()
     words = [word for word in args.cases.split(",") if word]
     cases = [case for case in CASES if not words or any(word in case.name for word in words)]
     with tempfile.TemporaryDirectory() as temporary:
         directory = (args.keep or Path(temporary)).absolute()
         directory.mkdir(parents=True, exist_ok=True)
-        write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
+        write_documents(directory / "data" / "documents", tokens=max(200_000, 20_000 * args.steps), mean=90)
         with ThreadPoolExecutor(args.jobs) as pool:
-            jobs = [pool.submit(line_of, case, args.megatron_lm, directory, args.steps, args.limit) for case in cases]
-            lines = [job.result() for job in jobs]
-    head = ["case", "exit codes (on, off, unchanged)", "losses; norms differ, on from off", "off from unchanged"]
+            jobs = [pool.submit(line_of, case, args.megatron_lm, directory, args) for case in cases]
+            lines = []
+            for job in jobs:
+                lines.append(job.result())
+                print(" | ".join(lines[-1]), flush=True)
+    head = [
+        "case",
+        "exit codes (on, off, unchanged)",
+        "losses; norms differ, on from off (unchanged without it)",
+        "off from unchanged",
+    ]
     head += ["micro-batches replayed, eager", "last errors (on / off / unchanged)"]
     rows = [head, ["---"] * len(head), *lines]
     args.out.write_text("\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n")

@@ -92,6 +92,11 @@ _GROUPS = (
 )
 
 
+_FP8 = "--fp8-format hybrid --fp8-recipe {}"
+_SELECTIVE = "--recompute-granularity selective --recompute-modules"
+_FULL = "--recompute-granularity full --recompute-method"
+
+
 def _dropless(name: str, flags: str, **more: Any) -> Row:
     """A row of dropless experts, whose layers are graphs up to their routers."""
     return Row(name=f"dropless, {name}", flags=flags, impl="transformer_engine", **more)
@@ -141,6 +146,24 @@ DROPLESS = (
         gpus=2,
         environment=_CONNECTIONS,
     ),
+    _dropless(
+        "EP 2, overlapped communication, delayed weight gradients, FP8 current",
+        f"{_BALANCED} {_EP_2} {_OVERLAPPED} --delay-wgrad-compute {_FP8.format('tensorwise')}",
+        gpus=2,
+        environment=_CONNECTIONS,
+    ),
+    _dropless(
+        "one GPU, recompute moe and layernorm, shared experts, dropout",
+        f"{_BALANCED} {_SELECTIVE} moe layernorm --moe-shared-expert-intermediate-size 256",
+        dropout=True,
+        own_tracker=True,
+    ),
+    _dropless(
+        "one GPU, recompute full uniform, dropout",
+        f"{_BALANCED} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
     _dropless("forced load balancing", f"{_BALANCED} --moe-router-force-load-balancing"),
     _dropless(
         "EP 2, latent attention, group-limited routing, shared experts",
@@ -161,9 +184,6 @@ DROPLESS = (
     ),
 )
 """Rows of dropless experts."""
-_FP8 = "--fp8-format hybrid --fp8-recipe {}"
-_SELECTIVE = "--recompute-granularity selective --recompute-modules"
-_FULL = "--recompute-granularity full --recompute-method"
 _SMALL_LATENT = (
     "--multi-latent-attention --q-lora-rank 128 --kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 32 "
     "--v-head-dim 32"
@@ -226,6 +246,54 @@ RECOMPUTE_ROWS = (
     ),
 )
 """Rows whose models recompute activations."""
+_FP8_PARAMETERS = "--fp8-param-gather --use-distributed-optimizer"
+_BOTH_OVERLAPS = "--overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 400000"
+_HISTORY = "--fp8-amax-history-len 16 --fp8-amax-compute-algo max"
+_BY_MODULE = f"--te-precision-config-file {Path(__file__).parent / 'quantized_by_module.yaml'}"
+QUANTIZED_ROWS = (
+    _dropless(
+        "one GPU, FP8 current, --fp8-param-gather, fused gradient accumulation",
+        f"{_BALANCED} {_FP8.format('tensorwise')} {_FP8_PARAMETERS}",
+        fused=True,
+    ),
+    _dropless(
+        "EP 2, FP8 current, --fp8-param-gather, both overlaps",
+        f"{_BALANCED} {_EP_2} {_FP8.format('tensorwise')} {_FP8_PARAMETERS} {_BOTH_OVERLAPS}",
+        gpus=2,
+    ),
+    _dropless(
+        "DP 2, FP8 blockwise, --fp8-param-gather, both overlaps",
+        f"{_BALANCED} {_FP8.format('blockwise')} {_FP8_PARAMETERS} {_BOTH_OVERLAPS}",
+        gpus=2,
+    ),
+    _dropless(
+        "one GPU, FP8 current, --fp8-param-gather, recompute moe_act and layernorm",
+        f"{_BALANCED} {_FP8.format('tensorwise')} {_FP8_PARAMETERS} {_SELECTIVE} moe_act layernorm",
+    ),
+    _dropless(
+        "one GPU, FP8 by the names of modules", f"{_BALANCED} {_FP8.format('tensorwise')} {_BY_MODULE}", fused=True
+    ),
+    Row(
+        name="one GPU, layer graphs, FP8 current, --fp8-param-gather, dropout",
+        flags=f"{_FP8.format('tensorwise')} {_FP8_PARAMETERS}",
+        impl="transformer_engine",
+        dropout=True,
+    ),
+    Row(name="one GPU, FP8 by the names of modules", flags=f"{_FP8.format('tensorwise')} {_BY_MODULE}"),
+    Row(
+        name="one GPU, FP8 current, --fp8-param-gather, recompute full uniform, dropout",
+        flags=f"{_FP8.format('tensorwise')} {_FP8_PARAMETERS} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="one GPU, FP8 delayed, recompute full uniform, dropout",
+        flags=f"{_FP8.format('delayed')} {_HISTORY} {_FULL} uniform --recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+)
+"""Rows of parameters in FP8 in layer graphs, of FP8 with recomputed activations, and of recipes by modules' names."""
 ADAPTERS_SCRIPT = str(ROOT / "tests" / "support" / "pretrain.py")
 """A script of Megatron's own loop that gives a model Megatron-Bridge's adapters, which pretrain_gpt.py cannot."""
 _LORA = "--adapters lora --adapters-dropout 0.1"
@@ -254,6 +322,7 @@ ADAPTER_ROWS = (
 """Rows whose models train Megatron-Bridge's adapters over frozen weights."""
 ROWS = (
     *DROPLESS,
+    *QUANTIZED_ROWS,
     Row(name="one GPU, latent attention", flags=_LATENT),
     Row(name="one GPU"),
     Row(name="one GPU, dropout", dropout=True),

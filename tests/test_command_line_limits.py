@@ -14,7 +14,8 @@ from thdprof.plan import OffloadPart
 
 PLAN = plan_of_shares((0.9,), count=800, steps=100)
 COMMAND = ["pretrain_gpt.py", "--dataloader-inter-document-masking", "--te-rng-tracker", "--num-layers", "2"]
-NOT_YET_TOLD = {"use_kitchen", "quant_recipe", "fp8_dot_product_attention", "fp8_multi_head_attention"}
+LOCAL = [*COMMAND, "--cuda-graph-impl", "local"]
+NOT_YET_TOLD = {"use_kitchen", "fp8_dot_product_attention", "fp8_multi_head_attention"}
 """Fields of the table that no argument, or none of an installation without Kitchen, turns on by itself."""
 
 
@@ -58,7 +59,7 @@ def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
 
 
 def test_fields_that_must_be_off_are_told_by_an_argument():
-    told = {*TEXTS, *COUNTS, *SWITCHES, *LISTS, *SHARDS, *NOT_YET_TOLD}
+    told = {*TEXTS, *COUNTS, *SWITCHES, *LISTS, *SHARDS, "quant_recipe", *NOT_YET_TOLD}
     assert {limit.name for limit in LIMITS if limit.off is not None} <= told
 
 
@@ -89,7 +90,7 @@ def test_a_run_that_graphs_serve_is_not_refused():
         ),
         (
             ["--fp8-format", "hybrid", "--use-transformer-engine-op-fuser"],
-            "--use-transformer-engine-op-fuser: its operations keep scales in places of their own; leave it out",
+            "--use-transformer-engine-op-fuser: its operations keep parameters and scales in places of their own; ",
         ),
         (
             ["--recompute-granularity", "full", "--distribute-saved-activations"],
@@ -127,9 +128,9 @@ def test_a_run_that_graphs_serve_is_not_refused():
         (["--use-megatron-fsdp"], "--use-megatron-fsdp: it moves parameters"),
         (
             [*PADDED, "--moe-token-dispatcher-type", "flex"],
-            "--moe-token-dispatcher-type flex: it was not checked in a graph; give --moe-token-dispatcher-type al",
+            "--moe-token-dispatcher-type flex: it was not checked in a graph; analyse with --experts dropless, whose",
         ),
-        (PADDED, "--moe-token-dispatcher-type is missing, which means allgather: it was not checked in a graph; give"),
+        (PADDED, "--moe-token-dispatcher-type is missing, which means allgather: it was not checked in a graph; ana"),
         (
             ["--multi-latent-attention", "--rope-type", "rope"],
             "--rope-type rope: with multi-latent attention only yarn's RoPE is fused",
@@ -160,10 +161,10 @@ def test_recompute_is_refused_where_the_plans_graphs_cannot_do_it():
         "--recompute-activations: a recomputed tensor has no memory that could be moved; set graphs.offload to null, "
         "or recompute_granularity to None"
     ]
-    for impl, reason in (("local", "Megatron recomputes nothing"), ("transformer_engine", "Transformer Engine")):
-        (line,) = refused(*full, "--cuda-graph-impl", impl, plan=of_impl(impl))
-        assert line.startswith(f"--recompute-granularity full: {reason}")
-        assert line.endswith("; set graphs.impl to chunk")
+    (line,) = refused(*full, "--cuda-graph-impl", "local", plan=of_impl("local"))
+    assert line.startswith("--recompute-granularity full: Megatron recomputes nothing")
+    assert line.endswith("; set graphs.impl to chunk")
+    assert refused(*full, "--cuda-graph-impl", "transformer_engine", plan=of_impl("transformer_engine")) == []
 
 
 PP_2 = ["--pipeline-model-parallel-size", "2"]
@@ -236,7 +237,7 @@ def test_fp8_as_hopper_has_it_is_served_by_graphs_of_whole_chunks(recipe):
     ]
 
 
-def test_graphs_of_single_layers_serve_fp8_without_states_over_parameters_in_bf16():
+def test_graphs_of_single_layers_serve_fp8_without_states():
     def lines(*more):
         own = ("--cuda-graph-impl", "transformer_engine", "--fp8-format", "hybrid", *more)
         return refused(*own, plan=of_impl("transformer_engine"))
@@ -244,16 +245,36 @@ def test_graphs_of_single_layers_serve_fp8_without_states_over_parameters_in_bf1
     delayed = "graphs of single layers do not keep the states of delayed scaling"
     for recipe in ("tensorwise", "blockwise"):
         assert lines("--fp8-recipe", recipe) == []
-        assert lines("--fp8-recipe", recipe, "--fp8-param-gather") == [
-            "--fp8-param-gather: parameters that are quantized themselves were not checked as arguments of graphs of "
-            "single layers; set graphs.impl to chunk"
-        ]
+        assert lines("--fp8-recipe", recipe, "--fp8-param-gather") == []
     assert lines("--fp8-recipe", "delayed") == [
         f"--fp8-recipe delayed: {delayed}; set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
     ]
     assert lines() == [
         f"--fp8-format hybrid: {delayed}; set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
     ]
+
+
+def test_a_file_of_recipes_by_modules_is_read(tmp_path):
+    file, flag = tmp_path / "recipes.yaml", "--te-precision-config-file"
+
+    def lines(recipe: str, *more: str, **changes) -> list[str]:
+        file.write_text("configs: {one: {training_recipe: {" + recipe + "}}}")
+        return refused("--fp8-format", "e4m3", "--fp8-recipe", "tensorwise", flag, str(file), *more, **changes)
+
+    assert lines("") == lines("fp8_quantization_recipe: blockwise") == []
+    (line,) = lines("fp8_quantization_recipe: mxfp8")
+    assert line == (
+        f"{flag} {file}: its graphs are made as those of other recipes, but no GPU that has it was there to measure "
+        "them; with THDPROF_UNMEASURED=allow in the environment it is taken all the same"
+    )
+    assert lines("fp4_quantization_recipe: nvfp4", environment={"THDPROF_UNMEASURED": "allow"}) == []
+    (line,) = lines("fp8_quantization_recipe: custom, custom_recipe_factory: mine.make")
+    assert line.endswith("what its quantizers keep between passes is not known; choose among Transformer Engine's own "
+                         "recipes")  # fmt: skip
+    file.write_text("configs: [")
+    assert refused(flag, str(file)) == refused(flag, str(tmp_path / "missing.yaml")) == []
+    (line,) = [line for line in refused(flag, str(file), plan=of_impl("local"), command=LOCAL) if flag in line]
+    assert line.endswith("Megatron's own layer graphs were not checked with it; set graphs.impl to chunk")
 
 
 def test_what_was_not_measured_is_taken_where_the_user_says_so():
@@ -305,16 +326,6 @@ def test_dropless_experts_up_to_the_router_are_served():
     ("more", "line"),
     [
         (
-            ["--mtp-num-layers", "1"],
-            "--overlap-moe-expert-parallel-comm with --mtp-num-layers 1: megatron-core takes no packed input there; "
-            "leave one of the two out",
-        ),
-        (
-            ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"],
-            "--overlap-moe-expert-parallel-comm with --fp8-format hybrid: what quantized weights and scales keep was "
-            "not checked between its nodes; leave --overlap-moe-expert-parallel-comm out",
-        ),
-        (
             ["--hybrid-layer-pattern", "M*E"],
             "--overlap-moe-expert-parallel-comm with --hybrid-layer-pattern M*E: their schedule has other nodes; leave "
             "--overlap-moe-expert-parallel-comm out",
@@ -325,6 +336,8 @@ def test_overlapped_expert_communication_is_refused_with_what_its_nodes_lack(mor
     plan = of_impl("transformer_engine", ("attn", "moe_router"))
     overlapped = ["--num-experts", "8", "--overlap-moe-expert-parallel-comm"]
     assert refused(*overlapped, plan=plan) == []
+    served = ["--mtp-num-layers", "1", "--delay-wgrad-compute", "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+    assert refused(*overlapped, *served, plan=plan) == []
     assert refused(*overlapped, *more, plan=plan) == [line]
 
 

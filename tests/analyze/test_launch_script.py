@@ -538,6 +538,8 @@ def test_flags_that_are_not_followed_are_noted(flag):
         ("--num-experts 8 --moe-expert-capacity-factor 1.0", "dropless"),
         ("--num-experts 8 --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity", "padded"),
         ("--moe-pad-expert-input-to-capacity", None),
+        ("--num-experts 8 --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type alltoall", "padded"),
+        ("--num-experts 8 --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type flex", "dropless"),
     ],
 )
 def test_what_experts_do_with_tokens(flags, experts):

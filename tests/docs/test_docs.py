@@ -475,6 +475,7 @@ def test_refused_settings_are_those_of_install():
         "all",
         "all, with FP8 or FP4",
         "`local`",
+        "`chunk`, `local`",
         "`chunk`, `transformer_engine`",
         "`transformer_engine`, with FP8 or FP4",
     }

@@ -55,7 +55,18 @@ EXPERTS = {
     "moe_aux_loss_coeff": 1e-2,
     "expert_model_parallel_size": 2,
 }
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+OVERLAPPED = {**EXPERTS, "overlap_moe_expert_parallel_comm": True}
+DELAYED = {**OVERLAPPED, "delay_wgrad_compute": True}
+DENSE_FIRST = {"moe_layer_freq": [0, 1, 1]}
 UP_TO_ROUTER = {"impl": "transformer_engine", "modules": ["attn", "moe_router"]}
+
+
+def _of_experts(config: dict[str, Any]) -> Case:
+    """Dropless experts over two ranks, whose layers are graphs up to their routers."""
+    return Case(sizes={"expert_model_parallel_size": 2}, config=config, experts=4, plan=UP_TO_ROUTER)
+
+
 CASES = {
     "user_buffers": Case(
         sizes={"tensor_model_parallel_size": 2},
@@ -96,17 +107,19 @@ CASES = {
         },
     ),
     "experts": Case(sizes={"expert_model_parallel_size": 2}, config=EXPERTS, experts=4, plan=UP_TO_ROUTER),
-    "experts_overlapped": Case(
-        sizes={"expert_model_parallel_size": 2},
-        config={**EXPERTS, "overlap_moe_expert_parallel_comm": True},
-        experts=4,
-        plan=UP_TO_ROUTER,
+    "experts_overlapped": _of_experts(OVERLAPPED),
+    "experts_overlapped_delayed": _of_experts(DELAYED),
+    "experts_overlapped_fp8": _of_experts({**OVERLAPPED, **FP8}),
+    "experts_overlapped_delayed_fp8": _of_experts({**DELAYED, **FP8}),
+    "dense_layer_first_overlapped_delayed_fp8": _of_experts(
+        {**DELAYED, **FP8, **DENSE_FIRST, "gradient_accumulation_fusion": True}
     ),
-    "experts_overlapped_delayed": Case(
-        sizes={"expert_model_parallel_size": 2},
-        config={**EXPERTS, "overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
-        experts=4,
-        plan=UP_TO_ROUTER,
+    "shared_experts_overlapped_delayed": _of_experts(
+        {**DELAYED, "moe_shared_expert_intermediate_size": 512, "qk_layernorm": True}
+    ),
+    "multi_token_prediction_overlapped": _of_experts({**DELAYED, "mtp_num_layers": 1}),
+    "experts_recomputed": _of_experts(
+        {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}
     ),
 }
 
@@ -159,17 +172,31 @@ def user_buffers(case: Case) -> Iterator[None]:
 def trained(case: Case, *, replay: bool) -> dict[str, Any]:
     """Losses, gradients and counters of a run of a new model."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
+    get_moe_metrics_tracker().metrics.clear()  # which have as many layers as the first model had
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
     config = config_of(**case.config)
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=case.experts, moe_grouped_gemm=bool(case.experts))
+    spec: Any
+    if case.experts is None:
+        spec = get_gpt_layer_with_transformer_engine_spec()
+    else:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    predictions = None
+    if config.mtp_num_layers:
+        predictions = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True)
     model = wrapped(
         GPTModel(
             config=config,
             transformer_layer_spec=spec,
+            mtp_block_spec=predictions,
             vocab_size=VOCABULARY,
             max_sequence_length=TOKENS,
             position_embedding_type="rope",

@@ -59,6 +59,16 @@ GROUPS = {
     "moe_router_enable_expert_bias": True,
     "moe_router_load_balancing_type": "seq_aux_loss",
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 96,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 32,
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 CASES = {
     "router": Case(),
     "preprocess": Case(config={"moe_permute_fusion": True}, modules=PREPROCESSED),
@@ -72,16 +82,34 @@ CASES = {
     "masked": Case(config={"moe_z_loss_coeff": 1e-3}, masked=True),
     "global": Case(config={"moe_router_load_balancing_type": "global_aux_loss"}),
     "forced": Case(config={"moe_router_force_load_balancing": True}),
-    "latent": Case(
+    "recomputed": Case(
         config={
-            "multi_latent_attention": True,
-            "q_lora_rank": 96,
-            "kv_lora_rank": 64,
-            "qk_head_dim": 32,
-            "qk_pos_emb_head_dim": 32,
-            "v_head_dim": 32,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe", "layernorm"],
             "moe_shared_expert_intermediate_size": 128,
+            "hidden_dropout": 0.1,
+        }
+    ),
+    "recomputed after preprocess": Case(
+        config={"recompute_granularity": "selective", "recompute_modules": ["moe"], "moe_permute_fusion": True},
+        modules=PREPROCESSED,
+    ),
+    "recomputed in fp8": Case(
+        config={"recompute_granularity": "selective", "recompute_modules": ["moe"], **FP8},
+    ),
+    "all recomputed": Case(config={**FULL, "hidden_dropout": 0.1}),
+    "all recomputed in fp8": Case(config={**FULL, **FP8}),
+    "padded to capacity": Case(
+        config={"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True, **GROUPS}
+    ),
+    "latent": Case(config={**LATENT, "moe_shared_expert_intermediate_size": 128, **GROUPS}),
+    "latent recomputed": Case(
+        config={
+            **LATENT,
             **GROUPS,
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mla_up_proj", "layernorm", "moe_act"],
+            "moe_router_force_load_balancing": True,
         }
     ),
 }

@@ -26,24 +26,48 @@ CASES = {
     "experts": "8",
     "experts_overlapped": "8",
     "experts_overlapped_delayed": "8",
+    "experts_overlapped_fp8": "8",
+    "experts_overlapped_delayed_fp8": "8",
+    "dense_layer_first_overlapped_delayed_fp8": "8",
+    "shared_experts_overlapped_delayed": "8",
+    "multi_token_prediction_overlapped": "8",
+    "experts_recomputed": "8",
 }
 """Cases of communication_cases.py, each with CUDA_DEVICE_MAX_CONNECTIONS as Megatron wants it."""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_communication_inside_graphs_equals_eager(case):
+QUANTIZED = (
+    "overlapped experts, parameters",
+    "overlapped experts, parameters, recompute",
+    "overlapped experts, blockwise",
+)
+"""Cases of quantized_cases.py for two ranks."""
+
+
+def run_on_two_ranks(script, case, connections):
+    """What both ranks of a case print."""
     folders = (ROOT, ROOT / "tests", ROOT / "benchmarks" / "apex_stand_in")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]),
-        "CUDA_DEVICE_MAX_CONNECTIONS": CASES[case],
+        "CUDA_DEVICE_MAX_CONNECTIONS": connections,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "TRITON_CACHE_AUTOTUNING": "1",
         "UB_SKIPMC": "1",  # user buffers without multicast of NVLink
     }
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), str(ROOT / "tests" / "gpu" / "communication_cases.py"), case]
+    command += ["--master-port", str(free_port()), str(ROOT / "tests" / "gpu" / script), case]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    assert done.stdout.count(f": {case}: equal: ") == 2
+    return done.stdout
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_communication_inside_graphs_equals_eager(case):
+    assert run_on_two_ranks("communication_cases.py", case, CASES[case]).count(f": {case}: equal: ") == 2
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_overlapped_experts_in_fp8_leave_behind_what_the_eager_schedule_does(case):
+    assert run_on_two_ranks("quantized_cases.py", case, "8").count(f": {case}: equal: ") == 2

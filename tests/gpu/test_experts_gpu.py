@@ -42,7 +42,8 @@ def test_dropless_experts_train_as_they_do_eagerly(plans, tmp_path, name):
 
 
 SMALL = ("router", "preprocess", "fusions", "groups", "shared", "overlapped", "samples", "masked", "global", "forced")
-SMALL += ("latent",)
+SMALL += ("latent", "recomputed", "recomputed after preprocess", "recomputed in fp8", "all recomputed")
+SMALL += ("all recomputed in fp8", "padded to capacity", "latent recomputed")
 """Cases of gpu_experts_cases.py."""
 
 

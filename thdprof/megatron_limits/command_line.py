@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.middle_stages import middle_stages_without_data
+from thdprof.megatron_limits.precision_file import CASES as OF_PRECISION_FILE
+from thdprof.megatron_limits.precision_file import FLAG as PRECISION_FILE
+from thdprof.megatron_limits.precision_file import quant_recipe_of
 from thdprof.megatron_limits.quantization import takes_unmeasured
 from thdprof.megatron_limits.recompute import RECOMPUTE_CASES
 from thdprof.megatron_limits.table import limits_of
@@ -76,21 +79,14 @@ SHARDS: Mapping[str, tuple[str, str]] = {
 _OVERLAP = SWITCHES["overlap_moe_expert_parallel_comm"]
 _DISPATCHER = TEXTS["moe_token_dispatcher_type"]
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "overlapped expert communication with multi-token prediction": (
-        (_OVERLAP, COUNTS["mtp_num_layers"]),
-        "leave one of the two out",
-    ),
     "overlapped expert communication in hybrid models": ((_OVERLAP, "--hybrid-layer-pattern"), f"leave {_OVERLAP} out"),
-    "overlapped expert communication with FP8 or FP4": (
-        (_OVERLAP, TEXTS["fp8"], TEXTS["fp4"]),
-        f"leave {_OVERLAP} out",
-    ),
     "token dispatchers other than `alltoall` with experts that are captured whole": (
         (_DISPATCHER,),
-        f"give {_DISPATCHER} alltoall",
+        f"analyse with --experts dropless, whose graphs end at the router, or give {_DISPATCHER} alltoall",
     ),
     "a rotary type other than yarn with latent attention": ((TEXTS["rope_type"],), "leave it out"),
     "cached latents": ((SWITCHES["cache_mla_latents"],), "leave it out"),
+    **{name: ((PRECISION_FILE,), remedy) for name, remedy in OF_PRECISION_FILE.items()},
 }
 """Limits that no field turns on by itself: their names, the arguments that make the case, and what to change."""
 _DEFAULT_DISPATCHER = "allgather"
@@ -213,6 +209,9 @@ def _of_table(
         if (shards := given.count(flag)) is not None:
             flags[field] = flag
             setattr(config, field, shards // size)
+    if (file := given.value(PRECISION_FILE)) is not None:
+        flags["quant_recipe"] = PRECISION_FILE
+        config.quant_recipe = quant_recipe_of(file)
     if given.value("--hybrid-layer-pattern") is not None:
         config.hybrid_layer_pattern = given.value("--hybrid-layer-pattern")
     if _experts(given) == "padded" and given.value(_DISPATCHER) is None:

@@ -29,12 +29,17 @@ WHY_NO_MROPE = (
 ALL_GRAPHS: tuple[Limit, ...] = (
     *QUANTIZATION_LIMITS,
     _off("cpu_offloading", False, "megatron-core refuses it with graphs"),
-    _off("quant_recipe", None, "cached quantized weights would not be renewed in replays"),
     _off("use_kitchen", False, "cached quantized weights would not be renewed in replays"),
     _off("moe_enable_routing_replay", False, "it keeps routing decisions in Python"),
     _off("moe_paged_stash", False, f"{NO_PAGED_STASH}; dropless experts run eagerly (graphs.modules)"),
     _off("qk_clip", False, "it keeps a maximum in Python"),
     _off("log_max_attention_logit", False, "it keeps a maximum in Python"),
+    Limit(
+        name="norms by fused operations",
+        holds=lambda run: _captures(run) and bool(run.field("fused_residual_rmsnorm")),
+        reason="Transformer Engine's operations keep parameters in places of their own",
+        fields=Words(case=lambda run: "fused_residual_rmsnorm is True", remedy="set it to False"),
+    ),
 )
 """With graphs of any kind."""
 

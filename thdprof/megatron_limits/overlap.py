@@ -15,9 +15,12 @@ def _captures(run: Run) -> bool:
 
 
 def _beyond_nodes(run: Run) -> bool:
-    """Whether graphs hold something else than what a node of the schedule does: a layer up to its router."""
+    """Whether graphs hold something else than what a node of the schedule does: a layer up to its router.
+
+    Where nothing is captured, as with `replay=False`, it is not known what would be.
+    """
     in_part = run.impl == "transformer_engine" and {*UP_TO_ROUTER} <= {*(run.modules or ())}
-    return _captures(run) and not in_part
+    return _captures(run) and run.modules is not None and not in_part
 
 
 def _overlaps(run: Run) -> bool:
@@ -29,35 +32,11 @@ _DROPLESS = "analyse with --experts dropless, whose graphs its nodes replay, or 
 
 OVERLAP_LIMITS: tuple[Limit, ...] = (
     _off(_OVERLAP, False, "its schedule goes past the decoder's forward", remedy=_DROPLESS),
-    must_be_off(
-        "delay_wgrad_compute",
-        False,
-        "weight gradients that come after a backward pass were not run beside eager's",
-        applies=_captures,
-    ),
-    Limit(
-        name="overlapped expert communication with multi-token prediction",
-        holds=lambda run: _overlaps(run) and bool(run.field("mtp_num_layers")),
-        reason="megatron-core takes no packed input there",
-        fields=Words(
-            case=lambda run: f"{_OVERLAP} is True, and mtp_num_layers is {run.field('mtp_num_layers')}",
-            remedy=f"set {_OVERLAP} to False, or mtp_num_layers to None",
-        ),
-    ),
     Limit(
         name="overlapped expert communication in hybrid models",
         holds=lambda run: _overlaps(run) and bool(run.field("hybrid_layer_pattern")),
         reason="their schedule has other nodes",
         fields=Words(case=lambda run: f"{_OVERLAP} is True in a hybrid model", remedy=f"set {_OVERLAP} to False"),
-    ),
-    Limit(
-        name="overlapped expert communication with FP8 or FP4",
-        holds=lambda run: _overlaps(run) and bool(run.field("fp8") or run.field("fp4")),
-        reason="what quantized weights and scales keep was not checked between its nodes",
-        fields=Words(
-            case=lambda run: f"{_OVERLAP} is True with {'fp8' if run.field('fp8') else 'fp4'}",
-            remedy=f"set {_OVERLAP} to False",
-        ),
     ),
 )
 """With graphs of any kind; where nothing else is said, those of layers up to their routers are served."""

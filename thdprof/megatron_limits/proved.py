@@ -23,6 +23,23 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "expert_model_parallel_size, padded": (f"{_EXACT}: EP 2", f"{_OWN_LOOP}: exact-pp2-ep2-moe"),
     "expert_model_parallel_size, dropless": (f"{_COMMUNICATION}: dropless experts, EP 2",),
     "overlap_moe_expert_parallel_comm": (f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped",),
+    "delay_wgrad_compute": (
+        f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped, weight gradients delayed",
+    ),
+    "recompute_modules moe": (
+        f"{_COMMUNICATION}: dropless experts, EP 2, recompute moe and layernorm",
+        f"{_EXPERTS}: recompute moe and layernorm, shared experts, dropout",
+    ),
+    "moe_shared_expert_intermediate_size": (
+        f"{_COMMUNICATION}: the same, bf16, shared experts, norms of queries and keys",
+    ),
+    "qk_layernorm": (f"{_COMMUNICATION}: the same, bf16, shared experts, norms of queries and keys",),
+    "moe_router_num_groups": (
+        f"{_EXPERTS}: experts padded to capacity, group-limited routing, expert bias, `seq_aux_loss`",
+    ),
+    "moe_router_load_balancing_type seq_aux_loss": (
+        f"{_EXPERTS}: experts padded to capacity, group-limited routing, expert bias, `seq_aux_loss`",
+    ),
     "tp_comm_overlap": (f"{_COMMUNICATION}: TP 2, sequence parallel, user buffers",),
     "moe_grouped_gemm": (f"{_EXACT}: EP 2",),
     "moe_router_load_balancing_type aux_loss": (f"{_EXACT}: EP 2",),

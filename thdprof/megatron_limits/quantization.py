@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
 
@@ -41,14 +42,40 @@ def _otherwise(run: Run) -> bool:
     return _captures(run) and not _in_local(run)
 
 
+def _by_module(run: Run) -> Iterator[Mapping[str, Any]]:
+    """What a run's `quant_recipe` says of modules by their names; nothing where it is not known."""
+    for one in (getattr(run.field("quant_recipe"), "configs", None) or {}).values():
+        yield one
+        parts = (one.get(key) for key in ("training_recipe", "evaluation_recipe"))
+        yield from (part for part in parts if isinstance(part, Mapping))
+
+
+def _kinds_by_module(run: Run) -> tuple[str, ...]:
+    """The recipes of FP8 and FP4 that modules have by their names, by megatron-core's names."""
+    keys = ("fp8_quantization_recipe", "fp4_quantization_recipe")
+    values = (part.get(key) for part in _by_module(run) for key in keys)
+    return tuple(sorted({str(getattr(value, "value", value)) for value in values if value is not None}))
+
+
+def _foreign_by_module(run: Run) -> bool:
+    """Whether modules are quantized by somebody else's quantizers: those of a factory, or of Kitchen."""
+    return any("kitchen_config_type" in part or part.get("custom_recipe_factory") for part in _by_module(run))
+
+
+def _new_by_module(run: Run) -> tuple[str, ...]:
+    return tuple(kind for kind in _kinds_by_module(run) if kind not in (*_MEASURED, "custom"))
+
+
 def _quantizes(run: Run) -> bool:
-    return _captures(run) and bool(run.field("fp8") or run.field("fp4"))
+    return _captures(run) and any(run.field(name) for name in ("fp8", "fp4", "quant_recipe"))
 
 
 def _sized(run: Run) -> bool:
     return _captures(run) and bool(run.dynamic_cp)
 
 
+_NO_GPU = "its graphs are made as those of other recipes, but no GPU that has it was there to measure them"
+_TAKEN = f"with {UNMEASURED}=allow in the environment it is taken all the same"
 _local = partial(
     must_be_off,
     off=None,
@@ -58,16 +85,17 @@ _local = partial(
     remedy=_USE_CHUNK,
 )
 _layers = partial(must_be_off, applies=_in_layers, graphs="`transformer_engine`, with FP8 or FP4", remedy=_USE_CHUNK)
-_PARAMETERS = "parameters that are quantized themselves were not checked as arguments of graphs of single layers"
 _quantized = partial(must_be_off, applies=_quantizes, graphs="all, with FP8 or FP4")
-_ATTENTION = "attention in FP8 was not checked in a graph"
+_ATTENTION = (
+    "Transformer Engine 2.20 found no backend for attention in FP8 over packed input on an H200, with graphs or without"
+)
 _CUSTOM = "what its quantizers keep between passes is not known"
 _unmeasured = partial(
     must_be_off,
-    reason="its graphs are made as those of other recipes, but no GPU that has it was there to measure them",
+    reason=_NO_GPU,
     applies=_otherwise,
     graphs="`chunk`, `transformer_engine`",
-    remedy=f"with {UNMEASURED}=allow in the environment it is taken all the same",
+    remedy=_TAKEN,
 )
 _sizes = partial(
     must_be_off,
@@ -80,6 +108,7 @@ _sizes = partial(
 QUANTIZATION_LIMITS: tuple[Limit, ...] = (
     _local("fp8"),
     _local("fp4"),
+    _local("quant_recipe"),
     _layers(
         "fp8_recipe",
         "tensorwise",
@@ -87,8 +116,6 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
         is_on=lambda run: bool(run.field("fp8")) and _recipe(run) == "delayed",
         remedy="set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk",
     ),
-    _layers("fp8_param", False, _PARAMETERS),
-    _layers("fp4_param", False, _PARAMETERS),
     _unmeasured(
         "fp8_recipe",
         "tensorwise",
@@ -99,9 +126,43 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
     _quantized("fp4_quantizer_factory", None, _CUSTOM),
     _quantized("fp8_dot_product_attention", False, _ATTENTION),
     _quantized("fp8_multi_head_attention", False, _ATTENTION),
-    _quantized("use_transformer_engine_op_fuser", False, "its operations keep scales in places of their own"),
+    must_be_off(
+        "use_transformer_engine_op_fuser",
+        False,
+        "its operations keep parameters and scales in places of their own",
+        applies=lambda run: _captures(run) and run.impl != "transformer_engine",
+        graphs="`chunk`, `local`",
+        remedy="set graphs.impl to transformer_engine, whose graphs hold none of its operations, or set it to False",
+    ),
     _sizes("fp8"),
     _sizes("fp4"),
+    _sizes("quant_recipe"),
+    Limit(
+        name="`quant_recipe` with quantizers of one's own or Kitchen's",
+        holds=lambda run: _quantizes(run) and _foreign_by_module(run),
+        reason=_CUSTOM,
+        fields=Words(
+            case=lambda run: "quant_recipe has a custom_recipe_factory or a kitchen_config_type",
+            remedy="choose among Transformer Engine's own recipes",
+        ),
+    ),
+    Limit(
+        name="`quant_recipe` with recipes that Hopper GPUs do not have",
+        holds=lambda run: _otherwise(run) and bool(_new_by_module(run)) and not run.unmeasured,
+        reason=_NO_GPU,
+        fields=Words(case=lambda run: f"quant_recipe has {', '.join(_new_by_module(run))}", remedy=_TAKEN),
+    ),
+    Limit(
+        name="`quant_recipe` with overlapped expert communication",
+        holds=lambda run: (
+            _captures(run) and bool(run.field("quant_recipe") and run.field("overlap_moe_expert_parallel_comm"))
+        ),
+        reason="what quantized weights keep was not checked between the schedule's nodes",
+        fields=Words(
+            case=lambda run: "quant_recipe with overlap_moe_expert_parallel_comm",
+            remedy="set overlap_moe_expert_parallel_comm to False",
+        ),
+    ),
     Limit(
         name="offloading of quantized activations",
         holds=lambda run: _quantizes(run) and run.offload_modules is not None,

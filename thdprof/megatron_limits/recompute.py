@@ -41,32 +41,6 @@ RECOMPUTE_LIMITS: tuple[Limit, ...] = (
         is_on=_recomputes,
         options=Words(case=lambda run: f"--impl local with {_option(run)}", remedy="use --impl chunk"),
     ),
-    Limit(
-        name="full recompute with `transformer_engine`",
-        holds=lambda run: run.impl == "transformer_engine" and _granularity(run) == "full",
-        reason="Transformer Engine captures a layer's backward by torch.autograd.grad, which refuses to recompute",
-        options=Words(
-            case=lambda run: f"--impl transformer_engine with {_option(run)}",
-            remedy="use --impl chunk, or recompute_granularity selective",
-        ),
-        fields=Words(
-            case=lambda run: "recompute_granularity is 'full' with graphs.impl transformer_engine", remedy=_USE_CHUNK
-        ),
-    ),
-    Limit(
-        name="recompute of `moe` with layers captured up to their router",
-        holds=lambda run: (
-            run.impl == "transformer_engine"
-            and "moe_router" in (run.modules or ())
-            and run.field("recompute_granularity") == "selective"
-            and "moe" in (run.field("recompute_modules") or ())
-        ),
-        reason="a layer's experts would be recomputed together with the router, which is part of the graph",
-        fields=Words(
-            case=lambda run: "recompute_modules has moe",
-            remedy="recompute moe_act and others of the layer's parts in its place",
-        ),
-    ),
     must_be_off(
         "distribute_saved_activations",
         False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -221,6 +222,81 @@ def test_other_dispatchers_and_overlapped_shared_experts_go_on_from_the_graph(di
         found.append([*seen, *(p.main_grad.clone() for p in block.parameters())])
     assert run.stats().replays.total() == 3
     assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 1}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.fixture
+def _recomputation_needs_no_gpu(monkeypatch):
+    """megatron-core's checkpoints put CUDA's random states back, of which a CPU has none."""
+    from megatron.core.tensor_parallel import random
+
+    monkeypatch.setattr(random, "_get_all_rng_states", tuple)
+    monkeypatch.setattr(random, "_set_all_rng_states", lambda *_: None)
+    monkeypatch.setattr(random, "_fork_rng", nullcontext)
+
+
+def counted(own, calls, key):
+    """`own`, whose calls are counted."""
+
+    def run(*args, **kwargs):
+        calls[key] += 1
+        return own(*args, **kwargs)
+
+    return run
+
+
+MOE_RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+ALL_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FLEX_PREPROCESSED = {"dispatcher": "flex", "modules": [*MODULES, "moe_preprocess"], **FLEX}
+
+
+@pytest.mark.parametrize("recomputed", [MOE_RECOMPUTED, ALL_RECOMPUTED], ids=["moe", "full"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dispatcher": "alltoall"},
+        {"dispatcher": "alltoall", "shared": 4},
+        {"dispatcher": "allgather"},
+        FLEX_PREPROCESSED,
+    ],
+    ids=["alltoall", "shared experts", "allgather", "flex, preprocessed"],
+)
+@pytest.mark.usefixtures("_engine_can_be_imported", "_hybrid_ep_can_be_imported", "_recomputation_needs_no_gpu")
+def test_experts_are_recomputed_from_the_outputs_of_their_routers_graph(settings, recomputed):
+    found, calls = [], Counter()
+    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    given = {**settings}
+    modules = given.pop("modules", MODULES)
+    for graphs in (False, True):
+        block = make_experts(graphs=False, **given, **recomputed)
+        run = graphs_of(block, modules=modules) if graphs else None
+        Reduction(block).zero(resets_flags=True)
+        experts = block.layers[2].mlp.experts
+        experts.forward = counted(experts.forward, calls, graphs)
+        seen = train(block, batches, one_f_one_b(len(batches)))
+        found.append([*seen, *(p.main_grad.clone() for p in block.parameters())])
+    assert run.stats().replays.total() == 6
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert calls == {False: 2 * len(MIXED), True: 2 * len(MIXED)}  # once in each forward and in each backward
+    for layer in block.layers:
+        if layer.is_moe_layer:
+            assert layer.mlp.cudagraph_tensor_store.is_empty()
+            assert layer.mlp.moe_layer_recompute is (recomputed is MOE_RECOMPUTED)
+    assert block.config.recompute_granularity == recomputed["recompute_granularity"]
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_experts_padded_to_capacity_go_on_from_their_routers_graph():
+    found = []
+    batches = list(zip(inputs(4), [SMALL, LARGE, OVER, SMALL], strict=True))
+    padded = {"moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+    for graphs in (False, True):
+        block = make_experts(graphs=False, dispatcher="alltoall", **padded)
+        run = graphs_of(block, modules=MODULES) if graphs else None
+        Reduction(block).zero(resets_flags=True)
+        seen = train(block, batches, one_f_one_b(len(batches)))
+        found.append([*seen, *(p.main_grad.clone() for p in block.parameters())])
+    assert run.stats().replays.total() == 3
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -371,6 +373,16 @@ def test_a_weight_that_a_second_capture_made_anew_is_an_error():
 
 def test_a_decoder_without_quantized_products_needs_nothing():
     assert of_block(torch.nn.Linear(2, 2), type("Config", (), {"fp8": None})()) is None
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4", "quant_recipe"])
+def test_products_are_quantized_by_any_of_three_fields(monkeypatch, name):
+    stand_in = SimpleNamespace(FP8GlobalStateManager=Manager)
+    for module in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", stand_in)
+    config = SimpleNamespace(**{"fp8": None, "fp4": None, name: "something"})
+    assert isinstance(of_block(torch.nn.Linear(2, 2), config, layers=True), Quantization)
 
 
 def test_weights_that_are_not_kept_are_quantized_in_every_replay():

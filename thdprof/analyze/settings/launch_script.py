@@ -17,8 +17,10 @@ from thdprof.analyze.settings.megatron_flags import (
     CONVERSATIONS,
     COUNTED_AS_LAYERS,
     DATA_PATH,
+    DISPATCHER,
     EXPERTS,
     FLAGS,
+    FLEX,
     LAYERS,
     LAYERS_PER_CHUNK,
     LOADER,
@@ -153,6 +155,13 @@ def _read_experts(flags: ScriptFlags, settings: dict[str, Any]) -> None:
     try:
         if flags.one(EXPERTS, "experts") is not None:
             settings["experts"] = "padded" if flags.has(PADDED_EXPERTS, "experts") else "dropless"
+            dispatcher = flags.one(DISPATCHER, "experts")
+            words = [word.text for word in dispatcher.values] if dispatcher is not None else []
+            if settings["experts"] == "padded" and words == [FLEX]:
+                settings["experts"] = "dropless"
+                flags.notes.append(
+                    f"{flags.where}: {DISPATCHER} {FLEX}: graphs end at the router, as those of dropless experts do"
+                )
     except UsageError as error:
         flags.notes.append(f"{error}; a model without experts is taken")
 

@@ -44,6 +44,8 @@ TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT = "--tokenizer-type", "--tokenizer-mode
 BATCH_SCHEDULE = "--step-batch-size-schedule"
 LOADER, NO_DATA_SHARDING, SPLIT = "--dataloader-type", "--no-data-sharding", "--split"
 EXPERTS, PADDED_EXPERTS = "--num-experts", "--moe-pad-expert-input-to-capacity"
+DISPATCHER, FLEX = "--moe-token-dispatcher-type", "flex"
+"""Behind this dispatcher no experts are captured, padded ones neither: graphs end at the router."""
 BALANCING, OVER_ALL_RANKS = "--moe-router-load-balancing-type", "global_aux_loss"
 TENSOR_PARALLEL_SIZE = "--tensor-model-parallel-size"
 LAYERS = "--num-layers"
@@ -80,6 +82,7 @@ _FLAGS = (
     Flag(name=DOCUMENT_MASKING, value="switch"),
     Flag(name=EXPERTS, value="text"),
     Flag(name=PADDED_EXPERTS, value="switch"),
+    Flag(name=DISPATCHER, value="text"),
     Flag(name=BALANCING, value="list"),
     Flag(name=TENSOR_PARALLEL_SIZE, value="count"),
     Flag(name=LAYERS, value="count"),

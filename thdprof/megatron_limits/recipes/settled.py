@@ -68,10 +68,13 @@ def settled(recipe: Settings, precision: Settings | None) -> Settled:
     config = SimpleNamespace(**{key: None if isinstance(value, Unknown) else value for key, value in fields.items()})
     config.cp_comm_type = _comm_type(config)
     experts = _experts(config)
+    up_to_router = experts == "dropless" or (
+        experts == "padded" and getattr(config, "moe_token_dispatcher_type", None) == "flex"
+    )
     return Settled(
         run=Run(
-            impl="transformer_engine" if experts == "dropless" else "chunk",
-            modules=UP_TO_ROUTER if experts == "dropless" else (),
+            impl="transformer_engine" if up_to_router else "chunk",
+            modules=UP_TO_ROUTER if up_to_router else (),
             pipeline_parallel_size=getattr(config, "pipeline_model_parallel_size", None) or 1,
             context_parallel_size=getattr(config, "context_parallel_size", None) or 1,
             dynamic_cp=False,

@@ -234,6 +234,10 @@ def install(
             "recompute_granularity: graphs of single layers keep what they would recompute, and save no memory; "
             "what is outside of them is recomputed"
         )
+    if not replay and plan.captured and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        logger.warning(
+            "overlap_moe_expert_parallel_comm: without graphs its schedule runs micro-batches as they come, not padded"
+        )
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
         warn_of_other_surroundings(plan)
     peers = peers_of(config, plan, host_timeout)
@@ -272,16 +276,18 @@ def install(
         decoders.append(decoder)
         runs.append(run)
     cp_size = config.context_parallel_size
-    for decoder, run, own in zip(
-        decoders, runs, groups, strict=True
-    ):  # changes begin only here, after all that can fail
-        decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
-    plans = schedule_plans(models, decoders, runs)
-    for schedule in plans:
-        schedule.attach()
-    installation = Installation(decoders, runs, decisions, plans)
-    if plan.captured:
-        installation.until_closed(recompute.mended(recompute.repeats_of(config)))
+    plans = schedule_plans(models, decoders, runs, config) if plan.captured else []
+    with ExitStack() as undone:  # changes begin only here, after all that can fail; the first failure takes them back
+        for decoder, run, own in zip(decoders, runs, groups, strict=True):
+            undone.callback(decoder.detach)
+            decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
+        for schedule in plans:
+            undone.callback(schedule.detach)
+            schedule.attach()
+        installation = Installation(decoders, runs, decisions, plans)
+        if plan.captured:
+            installation.until_closed(recompute.mended(recompute.repeats_of(config)))
+        undone.pop_all()
     if replay and capture_now:
         try:
             openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
@@ -306,15 +312,18 @@ def has_layers(block: Any) -> bool:
 
 
 def schedule_plans(
-    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule]
+    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], config: Any
 ) -> list[SchedulePlans]:
-    """What leads the nodes of Megatron's schedules to graphs, for the model chunks that have such graphs."""
+    """What leads the nodes of Megatron's overlapping schedule to graphs, and lets them take packed input; one for each
+    model chunk, or none where nothing overlaps.
+    """
+    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return []
     from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
 
     return [
-        SchedulePlans(model, decoder, run)
+        SchedulePlans(model, decoder, run if isinstance(run, OverlappedLayerGraphs) else None)
         for model, decoder, run in zip(models, decoders, runs, strict=True)
-        if isinstance(run, OverlappedLayerGraphs)
     ]
 
 

@@ -8,7 +8,7 @@ two. It also recomputes nothing while a graph is being captured. Both are mended
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -67,9 +67,10 @@ def repeats_of(config: Any) -> Repeats | None:
 
 @contextmanager
 def kept(config: Any) -> Iterator[None]:
-    """Let passes inside the block keep what they would recompute: graphs of single layers cannot recompute.
+    """Let passes inside the block keep what they would recompute: graphs of single layers recompute nothing.
 
-    Their backward is captured by torch.autograd.grad, which gives no gradient to a parameter inside a recomputation.
+    A recomputation would draw random numbers that no graph has registered, and megatron-core itself makes none while it
+    captures layers.
 
     Args:
         config: as `repeats_of` takes it.
@@ -84,6 +85,48 @@ def kept(config: Any) -> Iterator[None]:
         yield
     finally:
         cuda_graphs._set_warmup_end()
+
+
+def is_full(config: Any) -> bool:
+    """Whether a model recomputes whole layers.
+
+    Args:
+        config: as `repeats_of` takes it.
+    """
+    return getattr(config, "recompute_granularity", None) == "full"
+
+
+@contextmanager
+def layer_by_layer(config: Any) -> Iterator[None]:
+    """Let a decoder call each of its layers once inside the block, also where it recomputes whole layers: those that
+    are graphs keep what they would recompute.
+
+    Args:
+        config: the decoder's configuration, as `repeats_of` takes it.
+    """
+    with replaced(config, "recompute_granularity", None) if is_full(config) else nullcontext():
+        yield
+
+
+def checkpointed(layer: Any, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`function(*tensors)`, of which only the tensors are kept: it runs again in the backward, as Megatron does it.
+
+    Args:
+        layer: a TransformerLayer with experts, of which `function` is a part.
+        function: takes `tensors`; it may read other tensors that take no gradient.
+        tensors: on the GPU.
+    """
+    from megatron.core import tensor_parallel
+
+    output: torch.Tensor
+    if layer.config.fp8 or layer.config.fp4:
+        from megatron.core.extensions.transformer_engine import te_checkpoint
+
+        tracker, group = tensor_parallel.random.get_cuda_rng_tracker, getattr(layer.mlp, "tp_group", None)
+        output = te_checkpoint(function, False, tracker, group, *tensors)
+    else:
+        output = tensor_parallel.checkpoint(function, False, *tensors)
+    return output
 
 
 class _Mending:

@@ -205,6 +205,12 @@ RELIED_ON = (
         why="it marks the first micro-batch of a step, at which quantized weights are made; a replay clears the marks",
     ),
     Reliance(
+        package="megatron-core",
+        name="extensions.transformer_engine: _fused_impl of TEFusedMLP and TEFusedResidualRMSNorm",
+        checked=MEGATRON,
+        why="a layer that has one is left out of graphs: its operations keep the parameters that they first find",
+    ),
+    Reliance(
         package="transformer-engine",
         name="quantization.FP8GlobalStateManager: reduce_and_update_fp8_tensors, quantization_state with "
         "skip_fp8_weight_update_tensor and fp8_tensors_recompute_buffer",

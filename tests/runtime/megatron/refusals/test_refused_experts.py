@@ -92,12 +92,16 @@ def test_routers_that_go_by_the_host_are_refused(plan, changes, line):
     assert complaints(plan, {**padded, **changes}) == [line]
 
 
-def test_experts_that_are_recomputed_with_their_router_are_refused(plan):
-    changes = {**DROPLESS, "recompute_granularity": "selective", "recompute_modules": ["moe"]}
-    assert any(
-        line.startswith("- recompute_modules has moe: a layer's experts would be recomputed together with the router")
-        for line in complaints(up_to_router(plan), changes)
-    )
+@pytest.mark.parametrize(
+    "recomputed",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+    ids=["moe", "full"],
+)
+def test_experts_that_are_recomputed_are_accepted_behind_the_router(plan, recomputed):
+    assert complaints(up_to_router(plan), {**DROPLESS, **recomputed}) == []
 
 
 def test_megatron_cores_own_configuration_takes_the_modules(plan):
@@ -126,12 +130,6 @@ def test_inputs_are_padded_for_dropless_experts_without_graphs(plan):
             "'moe_router']",
         ),
         (
-            {"moe_pad_expert_input_to_capacity": True},
-            {},
-            "- graphs.modules is ['attn', 'moe_router']: experts are padded to capacity, and their layers are captured "
-            "whole; analyse with --experts padded",
-        ),
-        (
             {"num_moe_experts": None},
             {},
             "- graphs.modules is ['attn', 'moe_router']: the model has no experts; analyse with --experts none",
@@ -149,11 +147,14 @@ def test_dropless_experts_are_refused_where_the_plan_is_of_another_run(plan, cha
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "flex"])
-def test_experts_padded_to_capacity_need_the_alltoall_dispatcher(plan, dispatcher):
+def test_experts_padded_to_capacity_need_the_alltoall_dispatcher_where_they_are_captured(plan, dispatcher):
     padded = {"num_moe_experts": 4, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": dispatcher}
     assert complaints(plan, padded) == [
-        f"- moe_token_dispatcher_type is {dispatcher!r}: it was not checked in a graph; set it to 'alltoall'"
+        f"- moe_token_dispatcher_type is {dispatcher!r}: it was not checked in a graph; analyse with --experts "
+        "dropless, whose graphs end at the router, or set it to 'alltoall'"
     ]
+    to_router = {**padded, "cuda_graph_impl": "none"}
+    assert complaints(up_to_router(plan), to_router) == []
 
 
 SHARED = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,8 @@ REFUSED = [
     ),
     (
         {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_dot_product_attention": True},
-        "- fp8_dot_product_attention is True: attention in FP8 was not checked in a graph; set it to False",
+        "- fp8_dot_product_attention is True: Transformer Engine 2.20 found no backend for attention in FP8 over "
+        "packed input on an H200, with graphs or without; set it to False",
     ),
     (
         {"recompute_granularity": "full", "distribute_saved_activations": True},
@@ -63,11 +65,22 @@ REFUSED = [
     ),
     (
         {"num_moe_experts": 4, "moe_token_dispatcher_type": "flex", "moe_pad_expert_input_to_capacity": True},
-        "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; set it to 'alltoall'",
+        "- moe_token_dispatcher_type is 'flex': it was not checked in a graph; analyse with --experts dropless, whose "
+        "graphs end at the router, or set it to 'alltoall'",
     ),
     (
         {"use_kitchen": True},
         "- use_kitchen is True: cached quantized weights would not be renewed in replays; set it to False",
+    ),
+    (
+        {"fused_residual_rmsnorm": True},
+        "- fused_residual_rmsnorm is True: Transformer Engine's operations keep parameters in places of their own; "
+        "set it to False",
+    ),
+    (
+        {"use_transformer_engine_op_fuser": True},
+        "- use_transformer_engine_op_fuser is True: its operations keep parameters and scales in places of their own; "
+        "set graphs.impl to transformer_engine, whose graphs hold none of its operations, or set it to False",
     ),
     (
         {"moe_enable_routing_replay": True},
@@ -119,15 +132,7 @@ RECOMPUTED = [
             "graphs.impl to chunk"
         ],
     ),
-    (
-        {"impl": "transformer_engine"},
-        {"cuda_graph_impl": "transformer_engine"},
-        "full",
-        [
-            "- recompute_granularity is 'full' with graphs.impl transformer_engine: Transformer Engine captures a "
-            "layer's backward by torch.autograd.grad, which refuses to recompute; set graphs.impl to chunk"
-        ],
-    ),
+    ({"impl": "transformer_engine"}, {"cuda_graph_impl": "transformer_engine"}, "full", []),
     ({"impl": "transformer_engine"}, {"cuda_graph_impl": "transformer_engine"}, "selective", []),
     ({"impl": "none", "buckets": []}, {}, "full", []),
 ]
@@ -350,7 +355,8 @@ def test_a_plan_that_captures_nothing_is_refused_nothing(plan):
 def test_fp8_as_hopper_has_it_is_accepted(plan, recipe):
     assert complaints(plan, {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param": True}) == []
     in_layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
-    told = complaints(in_layers, {"fp8": "hybrid", "fp8_recipe": recipe, "cuda_graph_impl": "transformer_engine"})
+    layers = {"fp8": "hybrid", "fp8_recipe": recipe, "fp8_param": True, "cuda_graph_impl": "transformer_engine"}
+    told = complaints(in_layers, layers)
     if recipe != "delayed":
         assert told == []
         return
@@ -364,6 +370,55 @@ def test_what_was_not_measured_is_accepted_where_the_user_says_so(plan):
     allowed = {"THDPROF_UNMEASURED": "allow"}
     assert complaints(plan, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, environment=allowed) == []
     assert complaints(plan, {"fp4": "e2m1"}, environment=allowed) == []
+
+
+@pytest.mark.parametrize("impl", ["chunk", "transformer_engine"])
+def test_parameters_that_hopper_does_not_have_are_accepted_where_the_user_says_so(plan, impl):
+    changed = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
+    for fields in ({"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param": True}, {"fp4": "e2m1", "fp4_param": True}):
+        fields["cuda_graph_impl"] = "none" if impl == "chunk" else impl
+        assert complaints(changed, fields, environment={"THDPROF_UNMEASURED": "allow"}) == []
+        assert len(complaints(changed, fields)) == 1
+
+
+def recipe_of(**training):
+    by_name = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": training}
+    return SimpleNamespace(configs={"some": by_name})
+
+
+BY_MODULE = [
+    ({}, {}, []),
+    ({"fp8_quantization_recipe": "blockwise", "fp8_param": True}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, []),
+    (
+        {"fp8_quantization_recipe": "mxfp8"},
+        {},
+        [
+            "- quant_recipe has mxfp8: its graphs are made as those of other recipes, but no GPU that has it was there "
+            "to measure them; with THDPROF_UNMEASURED=allow in the environment it is taken all the same"
+        ],
+    ),
+    (
+        {"fp4_quantization_recipe": "custom", "custom_recipe_factory": "mine.make"},
+        {},
+        [
+            "- quant_recipe has a custom_recipe_factory or a kitchen_config_type: what its quantizers keep between "
+            "passes is not known; choose among Transformer Engine's own recipes"
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("training", "fields", "lines"), BY_MODULE)
+def test_quantization_by_the_names_of_modules_is_judged_by_what_it_names(plan, training, fields, lines):
+    assert complaints(plan, {**fields, "quant_recipe": recipe_of(**training)}) == lines
+
+
+def test_quantization_by_the_names_of_modules_is_refused_where_nothing_of_it_was_checked(plan):
+    local = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "local"})})
+    (line,) = complaints(local, {"quant_recipe": recipe_of(), "cuda_graph_impl": "local"})
+    assert "Megatron's own layer graphs were not checked with it; set graphs.impl to chunk" in line
+    kitchen = SimpleNamespace(configs={"some": {"kitchen_config_type": "QLinearParams", "recipe_idx": 2}})
+    assert "has a custom_recipe_factory or a kitchen_config_type" in complaints(plan, {"quant_recipe": kitchen})[0]
 
 
 def test_quantized_activations_stay_on_the_device(plan):

@@ -85,7 +85,8 @@ class LayerCapture:
         with (
             moving,
             self._surroundings.quantizing(),
-            recompute.kept(getattr(self._decoder.block, "config", None)),
+            recompute.kept(config := getattr(self._decoder.block, "config", None)),
+            recompute.layer_by_layer(config),
             unchanged_state(self._decoder, self._generators, self._surroundings.extra_state),
             undone_if_failed(self._device, self._generators),
         ):

@@ -17,6 +17,7 @@ from thdprof.runtime import teardown
 from thdprof.runtime.call import Call
 from thdprof.runtime.graphs.slots import SlotLease, SlotMemory
 from thdprof.runtime.megatron.offload.layers import LayerMoves
+from thdprof.runtime.megatron.quantized.weights import is_quantized
 
 Moves = Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]
 """The type of a function that runs a layer on its hidden states and moves the tensors that the layer saves to the
@@ -256,7 +257,8 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> Any:
-        return tuple(p.view_as(p) for p in parameters)
+        # quantized parameters are no views of memory: another object over the same inner tensors stands for them
+        return tuple(p.detach() if is_quantized(p) else p.view_as(p) for p in parameters)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -6,7 +6,7 @@ Here every micro-batch is decided on in the first node of its first layer with e
 eagerly, while tokens are exchanged and experts run as Megatron does it.
 
 Delayed weight gradients (`delay_wgrad_compute`) of what is captured are computed in the backward's graph, and those of
-experts go on being delayed; `install` refuses them until that was run beside eager.
+experts and of layers without experts go on being delayed (`weight_gradients`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.call import Call
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.graphs.layer_slots import LayerLease
+from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerSlot
+from thdprof.runtime.megatron.graphs.packed_prediction import predicts, taking_packed_input
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.graphs.up_to_router import UpToRouter
+from thdprof.runtime.megatron.graphs.weight_gradients import CapturedWeightGradients
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 
 
@@ -40,15 +42,9 @@ class OverlappedLayerGraphs(LayerGraphs):
         self.holds_preprocessing = "moe_preprocess" in options.get("modules", ())
         """Whether the dispatcher's preprocessing is captured, so that what it sends is memory of the graph."""
         self._deciding = False
-        self._delaying: list[Any] = [
-            module
-            for split in self._splits
-            for part in split.parts()
-            for module in part.modules()
-            if (store := getattr(module, "wgrad_store", None)) is not None and store.delay_wgrad_compute()
-        ]
-        for module in self._delaying:
-            _delay_no_more(module)
+        captured = [part for split in self._splits for part in split.parts()]
+        self.weights = CapturedWeightGradients(decoder.block, captured)
+        """The weight gradients that are delayed, of what is captured and of the rest."""
 
     def _graphed(self, block: Any) -> tuple[nn.Module, ...]:
         layers = tuple(layer for layer in super()._graphed(block) if getattr(layer, "is_moe_layer", False))
@@ -101,26 +97,9 @@ class OverlappedLayerGraphs(LayerGraphs):
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
         return None if self._deciding else super()._run_eagerly(call, timed=timed)
 
-    def close(self) -> None:
-        """Free all graphs, and let weight gradients be delayed as before."""
-        super().close()
-        for module in self._delaying:
-            vars(module).pop("backward_dw", None)
-            module.wgrad_store.enable_delay_wgrad_compute()
-
-
-def _delay_no_more(module: Any) -> None:
-    """Let a module of Transformer Engine compute its weight gradient in the backward, and only tell of it later.
-
-    Megatron's gradient reduction waits for the module's `backward_dw`, after the backward of the same node.
-    """
-
-    def backward_dw() -> None:
-        for hook in module.wgrad_accumulation_and_reduce_hooks:
-            hook()
-
-    module.wgrad_store.disable_delay_wgrad_compute()
-    vars(module)["backward_dw"] = backward_dw
+    def _make_graphs(self, slot: LayerSlot, bucket: Bucket) -> int:
+        with self.weights.none_delayed():
+            return super()._make_graphs(slot, bucket)
 
 
 @dataclass(slots=True)
@@ -134,19 +113,21 @@ class _MicroBatch:
 class SchedulePlans:
     """Lets the nodes of a model chunk's schedule replay its graphs, until `detach`."""
 
-    def __init__(self, model: Any, decoder: Decoder, run: OverlappedLayerGraphs) -> None:
+    def __init__(self, model: Any, decoder: Decoder, run: OverlappedLayerGraphs | None) -> None:
         """Nodes of a model chunk.
 
         Args:
             model: a GPTModel, whose `build_schedule_plan` makes the nodes of a micro-batch.
             decoder: its decoder, to which `run` is attached.
-            run: decides about micro-batches, and holds the graphs.
+            run: decides about micro-batches, and holds the graphs; None: no layer of the chunk is captured.
         """
         self._model, self._decoder, self._run = model, decoder, run
 
     def attach(self) -> None:
         """Lead the nodes of every micro-batch from here on."""
         own = self._model.build_schedule_plan
+        if self._run is not None:
+            self._run.weights.begin()
 
         def build_schedule_plan(*args: Any, **kwargs: Any) -> Any:
             plan = own(*args, **kwargs)
@@ -157,35 +138,40 @@ class SchedulePlans:
         self._model.build_schedule_plan = build_schedule_plan
 
     def detach(self) -> None:
-        """Give the model its own function back."""
+        """Give the model its own function back, and let weight gradients be delayed as before."""
         vars(self._model).pop("build_schedule_plan", None)
+        if self._run is not None:
+            self._run.weights.end()
 
     def _lead(self, plan: Any) -> None:
         micro_batch = _MicroBatch()
         for place in range(plan.num_layers()):
             of_layer = plan.get_layer(place)
-            number = self._run.number_of(of_layer.layer)
-            if number is not None:
-                node = of_layer.pre_dispatch_computation
-                node.submodule = self._first_node(micro_batch, number, node.submodule)
+            node = of_layer.pre_dispatch_computation
+            if predicts(of_layer.layer):
+                node.submodule = taking_packed_input(of_layer.layer, node.submodule)
+            elif self._run is not None and (number := self._run.number_of(of_layer.layer)) is not None:
+                node.submodule = self._first_node(self._run, micro_batch, number, node.submodule)
                 of_layer.mlp.submodule = _of_experts(micro_batch, of_layer.layer, of_layer.mlp.submodule)
                 if self._run.holds_preprocessing:
                     of_layer.moe_dispatch.free_input = False
 
-    def _first_node(self, micro_batch: _MicroBatch, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _first_node(
+        self, run: OverlappedLayerGraphs, micro_batch: _MicroBatch, number: int, own: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def submodule(node: Any, hidden: torch.Tensor) -> Any:
             if number == 0:
-                micro_batch.lease = self._decided(node.chunk_state, hidden)
+                micro_batch.lease = self._decided(run, node.chunk_state, hidden)
             if micro_batch.lease is None:
                 return own(node, hidden)
-            return self._run.replayed(number, micro_batch.lease, lambda: own(node, hidden), hidden)
+            return run.replayed(number, micro_batch.lease, lambda: own(node, hidden), hidden)
 
         return submodule
 
-    def _decided(self, state: Any, hidden: torch.Tensor) -> LayerLease | None:
+    def _decided(self, run: OverlappedLayerGraphs, state: Any, hidden: torch.Tensor) -> LayerLease | None:
         """The lease of a micro-batch, whose decision is made by the arguments that its decoder would get."""
         given = {name: getattr(state, name, None) for name in ("rotary_pos_emb", "packed_seq_params", "padding_mask")}
-        with self._run.deciding():
+        with run.deciding():
             lease: LayerLease | None = self._decoder.decide(
                 hidden, attention_mask=state.attention_mask, **{k: v for k, v in given.items() if v is not None}
             )

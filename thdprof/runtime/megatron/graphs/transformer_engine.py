@@ -5,8 +5,8 @@ The graphs come from `transformer_engine.pytorch.make_graphed_callables`. megatr
 only for dense input. Here megatron-core believes that its layers run eagerly (their `cuda_graphs` stay empty); while a
 micro-batch holds a slot, the layers' `forward` is replaced, on the instances, by the slot's graphs. A layer that is
 neither a TransformerLayer nor a MambaLayer runs eagerly between them, and so do a layer with a gated delta net, which
-reads boundaries on the host, and the final layer norm. In a layer with dropless experts the graph ends at the router
-(`split`).
+reads boundaries on the host, a layer of Transformer Engine's fused operations, and the final layer norm. In a layer
+with dropless experts the graph ends at the router (`split`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
 from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.mamba import has_gated_delta_net, is_mamba
+from thdprof.runtime.megatron.decoder.operations import has_fused_operations
 from thdprof.runtime.megatron.graphs.layer_capture import (
     LayerCapture,
     Make,
@@ -187,7 +189,12 @@ class LayerGraphs(DispatchedModule):
             return output if is_mamba(split.layer) else (output, None)  # the layer's own return type
 
         around = self._offload.replaying() if self._offload is not None else nullcontext()
-        with around, self._timed(call.tensors, replayed=True) as outputs, layers_run(self._layers, replayed):
+        with (
+            around,
+            self._timed(call.tensors, replayed=True) as outputs,
+            recompute.layer_by_layer(getattr(self.module.block, "config", None)),
+            layers_run(self._layers, replayed),
+        ):
             result = self.module(*args, **kwargs)
             outputs.extend(tree_flatten(result)[0])
         return result
@@ -303,11 +310,12 @@ def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     known = (layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
-    layers = tuple(layer for layer in known if not has_gated_delta_net(layer))
+    layers = tuple(layer for layer in known if not (has_gated_delta_net(layer) or has_fused_operations(layer)))
     if not layers:
         raise SettingsError(
-            "graphs.impl transformer_engine captures TransformerLayers and MambaLayers, and this chunk of "
-            f"{len(block.layers)} layers has none; set it to chunk"
+            "graphs.impl transformer_engine captures TransformerLayers and MambaLayers without fused operations, and "
+            f"this chunk of {len(block.layers)} layers has none; set it to chunk, and use_transformer_engine_op_fuser "
+            "to False"
         )
     owned = [id(p) for layer in layers for p in layer.parameters()]
     if len(set(owned)) < len(owned):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from thdprof.runtime.megatron.graphs.dispatchers import AFTER_PREPROCESS, DispatcherSizes
+from thdprof.runtime.megatron.graphs.recomputed_experts import RecomputedExperts, are_recomputed
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.surroundings import capturing, gather_parameters
 
@@ -49,6 +50,7 @@ class UpToRouter:
         self._modules = [CudaGraphModule[name] for name in modules]
         self._sizes = DispatcherSizes(layer.mlp.token_dispatcher) if "moe_preprocess" in modules else None
         self._samples: dict[int, int] = {}
+        self._recomputed = RecomputedExperts(layer, self._going_on) if are_recomputed(layer) else None
 
     def captured(self, hidden_states: torch.Tensor, **constants: Any) -> tuple[torch.Tensor, ...]:
         """The outputs of the captured part: the experts' input, probabilities, the routing map or what the dispatcher
@@ -100,18 +102,29 @@ class UpToRouter:
         num_tokens = int(hidden.shape[0])
         samples = self._samples.get(num_tokens, 1)
 
-        def by_token(own: Callable[..., Any], inputs: torch.Tensor) -> Any:
-            output, bias = own(inputs)
-            return output.transpose(0, 1).reshape(num_tokens, 1, -1), bias
+        def experts(own: Callable[..., Any], inputs: torch.Tensor) -> Any:
+            if self._recomputed is None:
+                output, bias = own(inputs)
+            else:
+                output, bias = self._recomputed.run(own, num_tokens), None
+            return output if samples == 1 else output.transpose(0, 1).reshape(num_tokens, 1, -1), bias
 
         if self._sizes is not None:
             self._sizes.restore(num_tokens)
         with ExitStack() as stack:
             stack.enter_context(self._replaying(graph))
-            if samples > 1:
-                stack.enter_context(self._experts_run(by_token))
+            if samples > 1 or self._recomputed is not None:
+                stack.enter_context(self._experts_run(experts))
             output: torch.Tensor = self.layer._te_cuda_graph_replay(hidden)[0]
         return output
+
+    @contextmanager
+    def _going_on(self, num_tokens: int) -> Iterator[None]:
+        """Let megatron-core's experts go on from a graph's outputs inside the block, and keep what they compute."""
+        if self._sizes is not None:
+            self._sizes.restore(num_tokens)
+        with self._split(), _attributes(self.layer.mlp, moe_layer_recompute=False):
+            yield
 
     @contextmanager
     def standing_for(self, graph: Callable[[torch.Tensor], Any], num_tokens: int) -> Iterator[None]:

@@ -161,7 +161,7 @@ def of_block(block: nn.Module, config: Any, *, layers: bool = False) -> Quantiza
         config: its TransformerConfig, or an object with some of its fields.
         layers: whether graphs hold single layers, and not the whole block.
     """
-    if not (getattr(config, "fp8", None) or getattr(config, "fp4", None)):
+    if not any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe")):
         return None
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 

@@ -99,7 +99,8 @@ def _shared_captures(model: Any, data_parallel_size: int) -> dict[str, int]:
     if not getattr(model, "num_moe_experts", None):
         return {}
     over_all = "global_aux_loss" in _listed(model.moe_router_load_balancing_type)
-    if not getattr(model, "moe_pad_expert_input_to_capacity", False):
+    outside = getattr(model, "moe_token_dispatcher_type", "alltoall") == "flex"  # where graphs end at the router
+    if outside or not getattr(model, "moe_pad_expert_input_to_capacity", False):
         return {"shared_capture_ranks": data_parallel_size} if over_all else {}
     ranks = shared_capture_ranks(
         data_parallel_size=data_parallel_size,

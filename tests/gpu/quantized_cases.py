@@ -1,0 +1,384 @@
+"""Matrix products in FP8, trained by Megatron's schedule and optimizer: `python tests/gpu/quantized_cases.py NAME...`.
+
+Each case trains a small model twice by the same micro-batches of other shapes, some of which fit no bucket: padded and
+eager, and replayed. After every step it compares loss, gradients, weights, scaling factors, amax histories and
+quantized weights, bit for bit. With torchrun it runs on several ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # before Transformer Engine is imported
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")  # else Megatron refuses fused operations of experts
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from support.own_loop import VOCABULARY, config_of, process_groups, wrapped
+from support.plans import plan_of_shares
+from support.training_states import digests
+
+from thdprof.runtime.megatron import install, packed_seq_params
+from thdprof.runtime.megatron.refusals import settings
+
+TOKENS, STEPS, EACH = 1024, 4, 5
+"""Tokens of a micro-batch; steps; micro-batches of a step."""
+DOCUMENTS = (12, 3, 8, 20, 16, 3, 12)
+"""Numbers of documents that micro-batches have in turn; buckets hold 8 and 16."""
+PRECISION = {
+    "two": """
+configs:
+  bf16: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {}}
+  blocks:
+    transformer_engine_config_type: TEQuantizationParams
+    training_recipe: {fp8_quantization_recipe: blockwise}
+matchers:
+  projections: {type: glob, pattern: "*linear_proj*", config: bf16, enabled: true}
+  second: {type: glob, pattern: "*linear_fc2*", config: blocks, enabled: true}
+"""
+}
+"""Quantization by the names of modules, as Megatron reads it from a file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, what of it is captured, and the states that must be among those that are compared."""
+
+    config: dict[str, Any]
+    """Fields of the TransformerConfig."""
+    graphs: dict[str, Any] = field(default_factory=dict)
+    """Changes of the plan's graphs."""
+    overlap: bool = False
+    """Whether gradients are reduced, and parameters gathered, while passes run."""
+    experts: str = "none"
+    precision: str | None = None
+    """A name in PRECISION."""
+    kinds: tuple[str, ...] = ("quantized parameters",)
+    sizes: dict[str, Any] = field(default_factory=dict)
+    """Sizes of Megatron's process groups."""
+    refused: bool = False
+    """Whether `install` refuses the case for want of such a run; it is run all the same."""
+
+
+LAYERS = {"impl": "transformer_engine"}
+UP_TO_ROUTER = {"impl": "transformer_engine", "modules": ["attn", "moe_router"]}
+SHAPE = {"num_layers": 3, "gradient_accumulation_fusion": True, "hidden_dropout": 0.1}
+EXPERTS = {
+    **SHAPE,
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 256,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+}
+PARAMETERS = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param": True}
+WORKSPACES = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+BLOCKWISE = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": True}
+HISTORY = {
+    "fp8": "hybrid",
+    "fp8_recipe": "delayed",
+    "fp8_amax_history_len": 8,
+    "fp8_amax_compute_algo": "max",
+}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+PARTS = {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]}
+CHECK = settings.check
+SCALES = ("scaling_fwd, factors", "scaling_fwd, histories", "scaling_bwd, factors", "scaling_bwd, histories")
+CACHED = ("quantized weights",)
+CASES = {
+    "layers": Case(config={**SHAPE, **PARAMETERS}, graphs=LAYERS),
+    "dropless, overlapped": Case(
+        config={**EXPERTS, **PARAMETERS}, graphs=UP_TO_ROUTER, experts="dropless", overlap=True
+    ),
+    "layers, blockwise, overlapped": Case(config={**SHAPE, **BLOCKWISE}, graphs=LAYERS, overlap=True, kinds=()),
+    "dropless, preprocessed": Case(
+        config={**EXPERTS, **PARAMETERS, "moe_permute_fusion": True},
+        graphs={**UP_TO_ROUTER, "modules": [*UP_TO_ROUTER["modules"], "moe_preprocess"]},
+        experts="dropless",
+    ),
+    "dropless, first layer in bf16": Case(
+        config={
+            **EXPERTS,
+            **PARAMETERS,
+            "first_last_layers_bf16": True,
+            "num_layers_at_start_in_bf16": 1,
+            "num_layers_at_end_in_bf16": 0,
+        },
+        graphs=UP_TO_ROUTER,
+        experts="dropless",
+    ),
+    "dropless, blockwise": Case(
+        config={**EXPERTS, **BLOCKWISE}, graphs=UP_TO_ROUTER, experts="dropless", overlap=True, kinds=()
+    ),
+    "chunk, blockwise": Case(config={**SHAPE, **BLOCKWISE, "fp8_param": False, "attention_dropout": 0.1}, kinds=CACHED),
+    "chunk, blockwise, parameters": Case(config={**SHAPE, **BLOCKWISE}, kinds=()),
+    "chunk, delayed": Case(config={**SHAPE, **HISTORY, "attention_dropout": 0.1}, kinds=(*SCALES, *CACHED)),
+    "layers, delayed": Case(
+        config={**SHAPE, **HISTORY, "attention_dropout": 0.1}, graphs=LAYERS, kinds=(*SCALES, *CACHED), refused=True
+    ),
+    "dropless, delayed": Case(
+        config={**EXPERTS, **HISTORY, "fp8_param": True},
+        graphs=UP_TO_ROUTER,
+        experts="dropless",
+        kinds=SCALES,
+        refused=True,
+    ),
+    "two layers a graph, overlapped": Case(
+        config={**SHAPE, **PARAMETERS}, graphs={"layers_per_graph": 2}, overlap=True
+    ),
+    "full recompute": Case(config={**SHAPE, **PARAMETERS, **FULL, "attention_dropout": 0.1}),
+    "full recompute, delayed": Case(
+        config={**SHAPE, **HISTORY, **FULL, "attention_dropout": 0.1}, kinds=(*SCALES, *CACHED)
+    ),
+    "full recompute, weights in bf16": Case(config={**SHAPE, **WORKSPACES, **FULL}, kinds=CACHED),
+    "dropless, recompute": Case(
+        config={**EXPERTS, **WORKSPACES, **PARTS}, graphs=UP_TO_ROUTER, experts="dropless", kinds=CACHED
+    ),
+    "dropless, recompute, parameters": Case(
+        config={**EXPERTS, **PARAMETERS, **PARTS}, graphs=UP_TO_ROUTER, experts="dropless"
+    ),
+    "nothing kept": Case(config={**SHAPE, **WORKSPACES, "disable_parameter_transpose_cache": True}, kinds=()),
+    "layers, nothing kept": Case(
+        config={**SHAPE, **WORKSPACES, "disable_parameter_transpose_cache": True}, graphs=LAYERS, kinds=()
+    ),
+    "layers, nothing kept, parameters": Case(
+        config={**SHAPE, **PARAMETERS, "disable_parameter_transpose_cache": True}, graphs=LAYERS
+    ),
+    "dropless, fused operations": Case(
+        config={
+            **EXPERTS,
+            **PARAMETERS,
+            "use_transformer_engine_op_fuser": True,
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+        },
+        graphs=UP_TO_ROUTER,
+        experts="dropless",
+    ),
+    "by module": Case(config={**SHAPE, **WORKSPACES}, precision="two", kinds=CACHED),
+    "layers, by module": Case(config={**SHAPE, **WORKSPACES}, graphs=LAYERS, precision="two", kinds=CACHED),
+    "dropless, by module": Case(
+        config={**EXPERTS, **WORKSPACES}, graphs=UP_TO_ROUTER, experts="dropless", precision="two", kinds=CACHED
+    ),
+}
+"""Cases for one rank, or for data-parallel ranks."""
+OVERLAPPED = {**EXPERTS, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True}
+
+
+def _of_two_ranks(**config: Any) -> Case:
+    """Overlapped expert communication and delayed weight gradients, with those of data parallelism or without."""
+    return Case(
+        config={**OVERLAPPED, "delay_wgrad_compute": True, **config},
+        graphs=UP_TO_ROUTER,
+        experts="dropless",
+        overlap=True,
+        sizes={"expert_model_parallel_size": 2},
+        kinds=() if config.get("fp8_recipe") == "blockwise" else ("quantized parameters",),
+    )
+
+
+TWO_RANKS = {
+    "overlapped experts, parameters": _of_two_ranks(**PARAMETERS),
+    "overlapped experts, parameters, recompute": _of_two_ranks(**PARAMETERS, **PARTS, qk_layernorm=True),
+    "overlapped experts, blockwise": _of_two_ranks(**BLOCKWISE),
+}
+"""Cases for two ranks."""
+
+
+def main(names: list[str]) -> None:
+    """Run the cases, each in process groups of its own, until one fails on several ranks."""
+    failed = []
+    alone = "RANK" not in os.environ
+    for name in names or CASES:
+        case = (CASES | TWO_RANKS)[name]
+        with process_groups(**case.sizes):
+            try:
+                told = compared(case, *(trained(case, replay=replay) for replay in (False, True)))
+            except Exception as error:
+                traceback.print_exc()
+                told = f"failed: {type(error).__name__}: {error}"
+        if not told.startswith("equal"):
+            failed.append(name)
+        rank = os.environ.get("RANK", "0")
+        print(f"rank {rank}: {name}: {told}", flush=True)
+        if told.startswith("failed") and not alone:
+            os._exit(1)  # the other rank may wait in a collective
+    print("ok" if not failed else f"not equal: {failed}", flush=True)
+    sys.exit(bool(failed))
+
+
+def model_of(case: Case) -> tuple[Any, Any]:
+    """A new model of a case as Megatron's training wraps it, and its configuration."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.quantization.quant_config import RecipeConfig
+
+    values = dict(case.config)
+    if case.precision is not None:
+        import yaml
+
+        values["quant_recipe"] = RecipeConfig.from_config_dict(yaml.safe_load(PRECISION[case.precision]))
+    config = config_of(**values)
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=values.get("num_moe_experts"), moe_grouped_gemm=case.experts != "none"
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
+        position_embedding_type="rope",
+    )
+    wrapping = {"overlap_grad_reduce": case.overlap, "overlap_param_gather": case.overlap}
+    wrapping["delay_wgrad_compute"] = config.delay_wgrad_compute
+    return wrapped(
+        model, config, use_distributed_optimizer=True, fp8_param_gather=bool(config.fp8_param), **wrapping
+    ), config
+
+
+def trained(case: Case, *, replay: bool) -> dict[str, Any]:
+    """Losses and digests of the states of a run of a new model, and its counters."""
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    FP8GlobalStateManager.reset()
+    torch.manual_seed(1234)
+    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    model, config = model_of(case)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+            overlap_param_gather=case.overlap,
+            fp8_recipe=config.fp8_recipe if config.fp8_param else None,
+        ),
+        [model],
+        use_gloo_process_groups=False,
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if case.overlap:
+        config.no_sync_func = model.no_sync
+        model.disable_forward_pre_hook(param_sync=False)
+    told: dict[str, Any] = {"losses": [], "norms": [], "states": []}
+    settings.check = (lambda *_: None) if case.refused else CHECK
+    with install(model, plan_of(case), config, replay=replay, say=lambda line: None) as installation:
+        for step in range(STEPS):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            given = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=batches(step),
+                model=[model],
+                num_microbatches=EACH,
+                seq_length=TOKENS,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            told["losses"] += [part["loss"].item() for part in given]
+            _, norm, _ = optimizer.step()
+            told["norms"].append(float(norm))
+            told["states"].append(digests([model]))
+            if case.overlap and step == 0:
+                model.enable_forward_pre_hook()
+        told["stats"] = installation.stats()
+    return told
+
+
+def plan_of(case: Case) -> Any:
+    """A plan of buckets that hold 8 and 16 documents; micro-batches of 20 fall back."""
+    ranks = parallel_state.get_data_parallel_world_size()
+    plan = plan_of_shares(
+        [0.4, 0.4],
+        count=STEPS * EACH * ranks,
+        steps=STEPS,
+        data_parallel_size=ranks,
+        seq_length=TOKENS,
+        global_batch_size=EACH * ranks,
+        experts=case.experts,
+    )
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"] |= case.graphs
+    for bucket in values["graphs"]["buckets"]:
+        bucket["max_seqlen"] = TOKENS
+    values["microbatches"]["n_tokens_max"] = TOKENS
+    return type(plan).model_validate(values)
+
+
+def batches(step: int) -> Iterator[dict[str, Any]]:
+    """The micro-batches of a step, other ones on each data-parallel rank."""
+    rank = parallel_state.get_data_parallel_rank()
+    for number in range(EACH):
+        random = np.random.default_rng([step, number, rank])
+        documents = DOCUMENTS[(step * EACH + number + rank) % len(DOCUMENTS)]
+        cuts = np.sort(random.choice(np.arange(1, TOKENS // 8), documents - 1, replace=False)) * 8
+        tokens = torch.from_numpy(random.integers(1, VOCABULARY, (2, TOKENS))).cuda()
+        yield {"bounds": [0, *cuts.tolist(), TOKENS], "tokens": tokens[:1], "labels": tokens[1:]}
+
+
+def forward_step(
+    data: Iterator[dict[str, Any]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Callable[..., Any]]:
+    """What Megatron's schedule calls for a micro-batch."""
+    batch = next(data)
+    positions = torch.arange(TOKENS, device="cuda")[None]
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach()}
+
+    params = packed_seq_params(batch["bounds"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    return run(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=params), loss_of
+
+
+def compared(case: Case, eager: dict[str, Any], replayed: dict[str, Any]) -> str:
+    """Whether two runs left the same behind after each step, and what was compared."""
+    told = []
+    for name in ("losses", "norms"):
+        differ = sum(a != b for a, b in zip(eager[name], replayed[name], strict=True))
+        told.append(f"{differ} of {len(eager[name])} {name} differ")
+    for step, (ours, theirs) in enumerate(zip(replayed["states"], eager["states"], strict=True)):
+        if wrong := [kind for kind in ours.keys() | theirs if ours.get(kind) != theirs.get(kind)]:
+            told.append(f"after step {step} differ {', '.join(sorted(wrong))}")
+            break
+    equal = len(told) == 2 and all(part.startswith("0 of") for part in told)
+    there = replayed["states"][-1]
+    if missing := {*case.kinds, "gradients", "weights"} - {*there}:
+        equal, told = False, [*told, f"no {', '.join(sorted(missing))} to compare"]
+    moving = [kind for kind in there if len({states[kind] for states in replayed["states"]}) > 1]
+    if still := {*case.kinds} - {*moving, "scaling_fwd, factors"}:
+        equal, told = False, [*told, f"{', '.join(sorted(still))} stay the same"]
+    stats = replayed["stats"]
+    if len(stats.replays) < 2 or not stats.fallbacks.total():
+        equal = False
+    told.append(f"{stats.captures} captures, {stats.replays.total()} replays of {len(stats.replays)} buckets")
+    told.append(f"{stats.fallbacks.total()} fallbacks, compared {', '.join(there)}")
+    return f"{'equal' if equal else 'not equal'}: {'; '.join(told)}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,163 @@
+"""Megatron's own schedule of overlapped experts, on a CPU: its nodes replay graphs, and train as they do eagerly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import torch
+from support.layer_graphs import (
+    BUCKETS,
+    HIDDEN,
+    LARGE,
+    LAYERS,
+    OVER,
+    SMALL,
+    TOKENS,
+    Attention,
+    FakeEngine,
+    Reduction,
+)
+
+from thdprof.runtime import FallbackReason
+from thdprof.runtime.megatron import packed_seq_params
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
+
+pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported", "_streams")
+MODULES = ["attn", "moe_router"]
+BOUNDS = [SMALL, LARGE, OVER, SMALL, SMALL, OVER, LARGE]
+VOCABULARY = 64
+
+
+@pytest.fixture
+def _streams(monkeypatch):
+    """Streams and events of a schedule, which order nothing here."""
+    from megatron.core.models.common.utils import TransformerLayerNode
+
+    # one rank's exchange gives its input on, and Megatron would free that as if another rank had it
+    monkeypatch.setattr(TransformerLayerNode, "_resolve_free_input", staticmethod(lambda *_: False))
+    event = SimpleNamespace(record=lambda *_: None, wait=lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda *_, **__: event)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+
+
+def model_of(*, first_dense=False, predictions=None, **settings):
+    """A GPT of layers with experts, on the host."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=16,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        add_bias_linear=False,
+        num_moe_experts=4,
+        moe_layer_freq=[int(not (first_dense and n == 0)) for n in range(LAYERS)],
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.1,
+        mtp_num_layers=predictions,
+        **settings,
+    )
+    config.overlap_moe_expert_parallel_comm = True  # whose check wants more ranks than there are
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Attention
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if predictions else None,
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
+        position_embedding_type="none",
+    ).train()
+    for layer in model.decoder.layers:
+        if layer.is_moe_layer:
+            torch.nn.init.normal_(layer.mlp.router.weight)  # tokens go to all experts
+    return model
+
+
+def plans_of(model, engine=None):
+    """Graphs of the model's layers, to which its schedule's nodes are led; without an engine nothing is captured."""
+    if engine is None:
+        plans = SchedulePlans(model, None, None)
+        plans.attach()
+        return plans, None
+    engine.block, decoder = model.decoder, Decoder(model.decoder)
+    run = OverlappedLayerGraphs(decoder, BUCKETS, num_slots=2, make=engine, sample_every=0, modules=MODULES)
+    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    plans = SchedulePlans(model, decoder, run)
+    plans.attach()
+    return plans, run
+
+
+def micro_batches():
+    """Arguments of the model for each micro-batch."""
+    random = torch.Generator().manual_seed(3)
+    for bounds in BOUNDS:
+        tokens, labels = torch.randint(0, VOCABULARY, (2, 1, TOKENS), generator=random)
+        params = packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu")
+        yield (tokens, torch.arange(TOKENS)[None], None), {"labels": labels, "packed_seq_params": params}
+
+
+def trained(model):
+    """Losses and gradients of micro-batches whose forward and backward Megatron's schedule interleaves."""
+    from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan as Chunk
+
+    reduction = Reduction(model)
+    reduction.zero(resets_flags=True)
+    seen, before = [], None
+    for micro_batch in [*micro_batches(), None]:
+        plan = None
+        if micro_batch is not None:
+            args, kwargs = micro_batch
+            plan = model.build_schedule_plan(*args, **kwargs)
+        grad = None if before is None else torch.ones_like(before[1])
+        loss = Chunk.run(plan, None if before is None else before[0], b_grad=grad)
+        if plan is not None:
+            seen.append(loss.detach().clone())
+        before = (plan, loss)
+    return [*seen, *(p.main_grad.clone() for p in model.parameters())], reduction.ready
+
+
+@pytest.mark.parametrize("settings", [{}, {"first_dense": True}, {"predictions": 1}], ids=["experts", "dense", "mtp"])
+def test_a_schedules_nodes_train_from_graphs_as_they_do_eagerly(settings):
+    found = []
+    for engine in (None, FakeEngine()):
+        model = model_of(**settings)
+        _, run = plans_of(model, engine)
+        found.append(trained(model))
+    for a, b in zip(found[0][0], found[1][0], strict=True):
+        assert torch.equal(a, b)
+    assert found[0][1] == found[1][1]
+    assert run.stats().replays == {BUCKETS[0]: 3, BUCKETS[1]: 2}
+    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 2}
+
+
+def test_multi_token_prediction_is_that_of_the_schedule_without_overlap():
+    model = model_of(predictions=1)
+    plans_of(model)
+    losses = trained(model)[0][: len(BOUNDS)]
+    gradients = [p.main_grad.clone() for p in model.parameters()]
+    assert any("mtp" in name and p.main_grad.any() for name, p in model.named_parameters())
+    usual = model_of(predictions=1)
+    Reduction(usual).zero(resets_flags=True)
+    for (args, kwargs), loss in zip(micro_batches(), losses, strict=True):
+        found = usual(*args, **kwargs)
+        assert torch.equal(found, loss)
+        found.sum().backward()
+    for ours, theirs in zip(gradients, usual.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs.main_grad)
