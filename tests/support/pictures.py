@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ def documents(random: np.random.Generator, bounds: list[int], *, images: bool) -
     """
     tokens = random.integers(1, IMAGE, bounds[-1])
     grids: list[list[int]] = []
-    for number, (begin, end) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    for number, (begin, end) in enumerate(pairwise(bounds)):
         height, width = 2 * int(random.integers(1, 4)), 2 * int(random.integers(1, 4))
         parts = height * width // _MERGED**2
         if not images or number % 2 or end - begin < parts + 4:

@@ -15,10 +15,10 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
-import torch  # noqa: E402
-from support import pictures  # noqa: E402
-from support.cpu_graphs import as_if_on_a_gpu  # noqa: E402
-from support.layer_graphs import (  # noqa: E402
+import torch
+from support import pictures
+from support.cpu_graphs import as_if_on_a_gpu
+from support.layer_graphs import (
     BUCKETS,
     HIDDEN,
     LARGE,
@@ -27,14 +27,14 @@ from support.layer_graphs import (  # noqa: E402
     TOKENS,
     FakeEngine,
 )
-from torch import nn  # noqa: E402
+from torch import nn
 
-from thdprof.runtime import FallbackReason  # noqa: E402
-from thdprof.runtime.megatron import packed_seq_params, surroundings  # noqa: E402
-from thdprof.runtime.megatron.decoder import deepstack, vision  # noqa: E402
-from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs  # noqa: E402
+from thdprof.runtime import FallbackReason
+from thdprof.runtime.megatron import packed_seq_params, surroundings
+from thdprof.runtime.megatron.decoder import deepstack, vision
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.graphs import chunk
+from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
 BLOCKS, ROPES = pictures.modelling("transformer_block"), pictures.modelling("rope")  # before CUDA is stood in for

@@ -1,9 +1,9 @@
 """Image features that Qwen3-VL adds to the hidden states behind its first layers (DeepStack), in tensors of one shape.
 
-Megatron-Bridge gives its decoder a mask of the image's tokens and, for each of the first layers, as many rows as there
-are such tokens; so their shape differs between micro-batches, and adding them waits for the GPU. Here every list of rows
-becomes a tensor of a row for each token of the micro-batch, which a graph can take. The sums are the same bit for bit:
-tokens without an image keep their hidden states.
+Megatron-Bridge gives its decoder a mask of the image's tokens and, for each of the first layers, a row of features for
+every such token. Their shape differs between micro-batches, and adding them waits for the GPU. Here the features of a
+layer become a tensor with a row for each token of the micro-batch, which a graph can take. The sums are the same bit
+for bit: tokens without an image keep their hidden states.
 """
 
 from __future__ import annotations
