@@ -33,8 +33,8 @@ def _unfused(run: Run) -> bool:
     if run.field("apply_rope_fusion") is not False:
         return False
     if _latent(run):
-        return _rope_type(run) == "yarn"
-    return (run.impl == "local" or bool(run.dynamic_cp)) and run.position_embedding in ("rope", "yarn", "mrope")
+        return bool(_rope_type(run) == "yarn")
+    return (run.impl == "local" or bool(run.dynamic_cp)) and run.position_embedding in ("rope", "yarn")
 
 
 def _several_dimensions(run: Run) -> bool:
@@ -118,7 +118,7 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         holds=lambda run: _captures(run) and run.model in _OTHER_KINDS,
         reason="only decoders of GPTModel, HybridModel and Qwen3VLModel are captured",
         fields=Words(
-            case=lambda run: f"a {run.model} model, and {_OTHER_KINDS[run.model or '']}",
+            case=lambda run: f"the model is of the kind {run.model}, and {_OTHER_KINDS[run.model or '']}",
             remedy="set graphs.impl to none and graphs.buckets to []",
         ),
     ),

@@ -13,8 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings import rope_utils
+from support.layer_graphs import BUCKETS, HIDDEN, LARGE, OVER, SMALL, TOKENS, FakeEngine, make_block
 
+from thdprof.runtime import FallbackReason
+from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder import decoder, unfused_rope
+from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.padding import PackedSequence
 
 HEADS, CHANNELS, ROTATED = 2, 8, 6
@@ -79,3 +83,36 @@ def test_a_table_of_as_many_rows_as_tokens_is_told_from_one_of_positions():
     assert not decoder.runs_on_over_documents(rope(5), two, 8)
     assert not decoder.runs_on_over_documents(rope(8), one, 8)
     assert not decoder.runs_on_over_documents(None, two, 8)
+
+
+@pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
+def test_a_decoders_numbers_are_those_without_thdprof():
+    """A table for the whole buffer would else be taken for one of the micro-batch's tokens."""
+    plain, graphed = make_block(), make_block()
+    table = torch.randn(TOKENS + 1, 1, 1, HIDDEN // 2, generator=torch.Generator().manual_seed(3))
+    for parameter in (*plain.parameters(), *graphed.parameters()):
+        parameter.main_grad = torch.zeros_like(parameter)
+    decoder_of_graphs, engine = decoder.Decoder(graphed, lambda length: table[:length]), FakeEngine()
+    engine.block = graphed
+    run = LayerGraphs(decoder_of_graphs, BUCKETS, num_slots=2, make=engine, sample_every=0)
+    decoder_of_graphs.attach(run, cp_size=1, shards=1, tail="none")
+    compared = 0
+    for seed, (bounds, rows) in enumerate([(SMALL, 9), (LARGE, 6), (OVER, 9), (SMALL, TOKENS), ([0, TOKENS], TOKENS)]):
+        hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        params = [packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu") for _ in range(2)]
+        outputs = [
+            block(
+                hidden_states=hidden.clone().requires_grad_(),
+                attention_mask=None,
+                rotary_pos_emb=table[:rows],
+                packed_seq_params=given,
+            )
+            for block, given in zip((plain, graphed), params, strict=True)
+        ]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.square().sum().backward()
+        compared += 1
+    assert compared == 5
+    assert run.stats().replays.total() == 3
+    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 1, FallbackReason.argument_not_known: 1}
