@@ -71,6 +71,10 @@ CASES = {
     "all_to_all": Case(
         sizes={"context_parallel_size": 2}, config={**TWO, "context_parallel_size": 2, "cp_comm_type": "a2a"}
     ),
+    "all_to_all_unfused_rope": Case(
+        sizes={"context_parallel_size": 2},
+        config={**TWO, "context_parallel_size": 2, "cp_comm_type": "a2a", "apply_rope_fusion": False},
+    ),
     "all_gather": Case(
         sizes={"context_parallel_size": 2}, config={**TWO, "context_parallel_size": 2, "cp_comm_type": "all_gather"}
     ),
