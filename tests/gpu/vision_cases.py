@@ -7,8 +7,10 @@ prints a line. The weights follow the gradients, so that a wrong one shows in al
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -114,26 +116,29 @@ CASES = {
 
 
 def main(names: list[str]) -> None:
-    """Run the cases, each in process groups of its own."""
+    """Run the cases; those of the same sizes in a row share their process groups, which take long to make."""
     torch.backends.cudnn.deterministic = True  # the vision encoder begins with a convolution
     torch.use_deterministic_algorithms(True, warn_only=True)
     failed = []
-    for name in names:
-        case = CASES[name]
-        with process_groups(**case.sizes):
-            try:
-                alone = trained(case, replay=None)
-                told = compared(alone, trained(case, replay=False), trained(case, replay=True))
-            except Exception as error:
-                told = f"failed: {type(error).__name__}: {error}"
-                import traceback
-
-                traceback.print_exc()
-        if not told.startswith("equal"):
-            failed.append(name)
-        print(f"{name}: {told}", flush=True)
+    for sizes, of_sizes in groupby(names, key=lambda name: sorted(CASES[name].sizes.items())):
+        with process_groups(**dict(sizes)):
+            for name in of_sizes:
+                told = result_of(CASES[name])
+                if not told.startswith("equal"):
+                    failed.append(name)
+                print(f"{name}: {told}", flush=True)
     print("ok" if not failed else f"not equal: {failed}", flush=True)
     sys.exit(bool(failed))
+
+
+def result_of(case: Case) -> str:
+    """What a case tells: how its three runs differ, or how it failed."""
+    try:
+        alone, eager = trained(case, replay=None), trained(case, replay=False)
+        return compared(alone, eager, trained(case, replay=True))
+    except Exception as error:
+        traceback.print_exc()
+        return f"failed: {type(error).__name__}: {error}"
 
 
 def trained(case: Case, *, replay: bool | None) -> dict[str, Any]:

@@ -61,6 +61,7 @@ def qwen3_vl(config: Any, *, experts: int | None = None, features: tuple[int, ..
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.enums import ModelType
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
     pictures = Qwen3VLVisionConfig(
@@ -71,13 +72,15 @@ def qwen3_vl(config: Any, *, experts: int | None = None, features: tuple[int, ..
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts, moe_grouped_gemm=bool(experts), qk_layernorm=config.qk_layernorm
     )
-    return modelling("model").Qwen3VLModel(
+    model = modelling("model").Qwen3VLModel(
         language_transformer_config=config,
         language_transformer_layer_spec=spec,
         vision_transformer_config=pictures,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
+    model.model_type = ModelType.encoder_or_decoder  # as Bridge's own get_model does
+    return model
 
 
 def documents(random: np.random.Generator, bounds: list[int], *, images: bool) -> dict[str, Any]:
