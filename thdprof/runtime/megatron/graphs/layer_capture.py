@@ -87,9 +87,9 @@ class LayerCapture:
             moving,
             self._surroundings.quantizing(),
             recompute.kept(getattr(self._decoder.block, "config", None)),
-            unfused_rope.on_the_device(),
             unchanged_state(self._decoder, self._generators, self._surroundings.extra_state),
             undone_if_failed(self._device, self._generators),
+            unfused_rope.on_the_device(),
         ):
             recorded, touched = self._rehearse(slot, bucket)
             parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
