@@ -1,4 +1,4 @@
-"""Positions in several dimensions, and Qwen3-VL: `python tests/gpu/vision_cases.py NAME...`.
+"""Positions in several dimensions, and Qwen3-VL: `python tests/gpu/vision_cases.py NAME[@STEPS]...`.
 
 Each case trains a small model by micro-batches of other shapes without thdprof, padded eagerly, and replayed, and
 prints a line. The weights follow the gradients, so that a wrong one shows in all later losses.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -24,8 +24,8 @@ from support.plans import plan_of_shares
 
 from thdprof.runtime.megatron import install, packed_seq_params
 
-TOKENS, STEPS, EACH = 512, 5, 4
-"""Tokens of a micro-batch; steps; micro-batches of a step."""
+TOKENS, EACH = 512, 4
+"""Tokens of a micro-batch; micro-batches of a step."""
 DOCUMENTS = (3, 8, 12, 16, 20)
 """Numbers of documents that micro-batches have in turn; buckets hold 8 and 16."""
 EXPERTS = {
@@ -68,6 +68,7 @@ class Case:
     """Sizes of Megatron's process groups."""
     plan: dict[str, Any] = field(default_factory=dict)
     """Changes of the plan's graphs."""
+    steps: int = 5
 
 
 CASES = {
@@ -120,10 +121,11 @@ def main(names: list[str]) -> None:
     torch.backends.cudnn.deterministic = True  # the vision encoder begins with a convolution
     torch.use_deterministic_algorithms(True, warn_only=True)
     failed = []
-    for sizes, of_sizes in groupby(names, key=lambda name: sorted(CASES[name].sizes.items())):
+    asked = [(name, CASES[name.partition("@")[0]]) for name in names]
+    for sizes, of_sizes in groupby(asked, key=lambda one: sorted(one[1].sizes.items())):
         with process_groups(**dict(sizes)):
-            for name in of_sizes:
-                told = result_of(CASES[name])
+            for name, case in of_sizes:
+                told = result_of(replace(case, steps=int(name.partition("@")[2] or case.steps)))
                 if not told.startswith("equal"):
                     failed.append(name)
                 print(f"{name}: {told}", flush=True)
@@ -167,7 +169,7 @@ def trained(case: Case, *, replay: bool | None) -> dict[str, Any]:
 
 
 def _train(case: Case, model: Any, told: dict[str, Any]) -> None:
-    for step in range(STEPS):
+    for step in range(case.steps):
         model.zero_grad_buffer()
         given = get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -206,8 +208,8 @@ def plan_of(case: Case) -> Any:
     stages = case.sizes.get("pipeline_model_parallel_size", 1)
     plan = plan_of_shares(
         [0.4, 0.4],
-        count=STEPS * EACH,
-        steps=STEPS,
+        count=case.steps * EACH,
+        steps=case.steps,
         pipeline_parallel_size=stages,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
         seq_length=TOKENS,

@@ -16,7 +16,7 @@ from megatron.core.models.common.embeddings import rope_utils
 from support.layer_graphs import BUCKETS, HIDDEN, LARGE, OVER, SMALL, TOKENS, FakeEngine, make_block
 
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.megatron import packed_seq_params
+from thdprof.runtime.megatron import packed_seq_params, surroundings
 from thdprof.runtime.megatron.decoder import decoder, unfused_rope
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.padding import PackedSequence
@@ -85,6 +85,22 @@ def test_a_table_of_as_many_rows_as_tokens_is_told_from_one_of_positions():
     assert not decoder.runs_on_over_documents(None, two, 8)
 
 
+class Engine(FakeEngine):
+    """Makes graphs, and sees what rotates tokens meanwhile."""
+
+    def __call__(self, *args, **kwargs):
+        assert rope_utils._apply_rotary_pos_emb_thd is unfused_rope.rotated
+        return super().__call__(*args, **kwargs)
+
+
+def test_no_boundaries_are_read_while_a_chunk_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    own = rope_utils._apply_rotary_pos_emb_thd
+    with surroundings.of_decoder(torch.nn.Linear(2, 2)).while_capturing():
+        assert rope_utils._apply_rotary_pos_emb_thd is unfused_rope.rotated
+    assert rope_utils._apply_rotary_pos_emb_thd is own
+
+
 @pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 def test_a_decoders_numbers_are_those_without_thdprof():
     """A table for the whole buffer would else be taken for one of the micro-batch's tokens."""
@@ -92,7 +108,7 @@ def test_a_decoders_numbers_are_those_without_thdprof():
     table = torch.randn(TOKENS + 1, 1, 1, HIDDEN // 2, generator=torch.Generator().manual_seed(3))
     for parameter in (*plain.parameters(), *graphed.parameters()):
         parameter.main_grad = torch.zeros_like(parameter)
-    decoder_of_graphs, engine = decoder.Decoder(graphed, lambda length: table[:length]), FakeEngine()
+    decoder_of_graphs, engine = decoder.Decoder(graphed, lambda length: table[:length]), Engine()
     engine.block = graphed
     run = LayerGraphs(decoder_of_graphs, BUCKETS, num_slots=2, make=engine, sample_every=0)
     decoder_of_graphs.attach(run, cp_size=1, shards=1, tail="none")
