@@ -228,6 +228,15 @@ def test_graphs_are_captured_for_the_metadata_that_bridge_makes(run, plan):
     assert bridge_settings.pads_documents(run.config)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_step_that_packs_samples_itself_tells_of_padding(run, plan, deferred):
+    """As qwen3_vl_step does, whose graphs captured before training would else not fit."""
+    run.config = configuration(dataset_enable_offline_packing=False)
+    run.config.dataset.enable_in_batch_packing = True
+    run.config.dataset.defer_in_batch_packing_to_step = deferred
+    assert bridge_settings.pads_documents(run.config) is deferred
+
+
 def test_nothing_is_captured_for_a_run_that_is_refused(run, plan):
     run.config = configuration(dataset_seed=1, model_context_parallel_size=2)
     with pytest.raises(SettingsError):
