@@ -4,6 +4,7 @@ positions in three dimensions.
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -29,13 +30,14 @@ from support.layer_graphs import (
 )
 from torch import nn
 
-from thdprof.runtime import FallbackReason
+from thdprof.runtime import FallbackReason, megatron
 from thdprof.runtime.megatron import packed_seq_params, surroundings
 from thdprof.runtime.megatron.decoder import deepstack, vision
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs import chunk
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
+install = sys.modules[megatron.install.__module__]
 pytestmark = pytest.mark.usefixtures("parallel_state")
 BLOCKS, ROPES = pictures.modelling("transformer_block"), pictures.modelling("rope")  # before CUDA is stood in for
 FEATURES, ROTARY = 2, 8
@@ -201,6 +203,25 @@ def test_the_language_model_is_found_and_known_by_its_class():
     assert vision.feeds_gradient(whole)
     whole.vision_model.requires_grad_(False)
     assert not vision.feeds_gradient(whole)
+
+
+def test_install_looks_for_the_decoder_in_the_language_model():
+    known, other, plain = type("Qwen3VLGPTModel", (nn.Module,), {})(), nn.Module(), nn.Module()
+    for model in (known, other, plain):
+        model.decoder = nn.Identity()
+
+    def wrapped(language_model):
+        inner = nn.Module()
+        inner.language_model, inner.decoder = language_model, language_model.decoder  # which Bridge's model shows, too
+        chunk_of_it = nn.Module()
+        chunk_of_it.module = inner
+        return chunk_of_it
+
+    assert install.unwrapped(wrapped(known)) is known
+    assert install.unwrapped(plain) is plain
+    assert install.model_kind([wrapped(known)]) == "vision-language"
+    assert install.model_kind([wrapped(known), wrapped(other)]) == "other vision-language"
+    assert install.model_kind([plain]) is None
 
 
 def test_a_sample_of_rotary_embeddings_has_the_form_of_a_micro_batchs():
