@@ -450,6 +450,13 @@ ROWS = (
     Row(name="TP 2, user buffers", gpus=2, flags=_USER_BUFFERS, environment=_BY_IPC),
     Row(name="TP 2, user buffers, dropout", gpus=2, flags=_USER_BUFFERS, environment=_BY_IPC, dropout=True),
     Row(name="CP 2, all to all", gpus=2, flags="--context-parallel-size 2 --cp-comm-type a2a", multiple=4),
+    Row(name="one GPU, RoPE without fusion", flags="--no-rope-fusion"),
+    Row(
+        name="CP 2, all to all, RoPE without fusion",
+        gpus=2,
+        flags="--context-parallel-size 2 --cp-comm-type a2a --no-rope-fusion",
+        multiple=4,
+    ),
     Row(name="CP 2, all gather", gpus=2, flags="--context-parallel-size 2 --cp-comm-type all_gather", multiple=4),
     Row(name="CP 2, all gather, --sft", gpus=2, flags="--context-parallel-size 2 --cp-comm-type all_gather", sft=True),
     Row(

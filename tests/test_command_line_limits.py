@@ -107,11 +107,12 @@ def test_a_run_that_graphs_serve_is_not_refused():
             "Megatron's graphs are local: the plan's graphs.impl chunk needs 'none'; leave",
         ),
         (["--enable-cuda-graph"], "Megatron's graphs are local"),
-        (["--position-embedding-type", "rope", "--no-rope-fusion"], "--no-rope-fusion: without fusion RoPE reads"),
-        (["--position-embedding-type", "mrope"], "--position-embedding-type mrope: its table differs"),
+        (["--multi-latent-attention", "--no-rope-fusion"], "--no-rope-fusion: without fusion RoPE reads"),
+        (["--position-embedding-type", "mrope"], "--position-embedding-type mrope: the script gives its model"),
         (
-            ["--context-parallel-size", "2", "--cp-comm-type", "p2p", "a2a"],
-            "--cp-comm-type p2p a2a: of context parallelism only rings were checked in a graph; leave it out",
+            ["--context-parallel-size", "4", "--cp-comm-type", "p2p", "a2a+p2p"],
+            "--cp-comm-type p2p a2a+p2p: of context parallelism only p2p, a2a and all_gather were checked in a graph; "
+            "leave it out",
         ),
         (
             ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"],

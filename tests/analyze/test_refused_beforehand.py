@@ -47,7 +47,7 @@ def refused(done):
             ["--use-megatron-fsdp: it moves parameters, whose places graphs keep; leave it out"],
         ),
         (
-            "--position-embedding-type rope --no-rope-fusion --moe-enable-routing-replay",
+            "--multi-latent-attention --no-rope-fusion --moe-enable-routing-replay",
             [
                 "--moe-enable-routing-replay: it keeps routing decisions in Python; leave it out",
                 "--no-rope-fusion: without fusion RoPE reads the boundaries on the host; leave it out",

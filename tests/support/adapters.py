@@ -25,11 +25,11 @@ def adapters(kind: str, **options: Any) -> Any:
     module, name = KINDS[kind]
     for parent in _PARENTS:
         if parent not in sys.modules:
-            sys.modules[parent] = _bare(parent)
+            sys.modules[parent] = bare(parent)
     return getattr(importlib.import_module(f"megatron.bridge.peft.{module}"), name)(**options)
 
 
-def _bare(name: str) -> ModuleType:
+def bare(name: str) -> ModuleType:
     """The package without its own initialisation."""
     head, _, tail = name.rpartition(".")
     parent = importlib.import_module(head)

@@ -40,17 +40,19 @@ ONE_RANK = SimpleNamespace(pp=_ONE, cp=_ONE)
 """Process groups of one rank, as far as get_batch looks at them."""
 
 
-def gpt_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Bridge's own megatron.bridge.training.gpt_step, for its way from a batch to PackedSeqParams on one rank."""
-    for name, names in _ONLY_NAMED.items():
-        module = ModuleType(name)
+def gpt_step(monkeypatch: pytest.MonkeyPatch, name: str = "gpt_step") -> ModuleType:
+    """Bridge's own megatron.bridge.training.gpt_step, for its way from a batch to PackedSeqParams on one rank; or
+    another step of the same kind, such as vlm_step.
+    """
+    for missing, names in _ONLY_NAMED.items():
+        module = ModuleType(missing)
         module.__path__ = []
         vars(module).update(dict.fromkeys(names, object))
-        monkeypatch.setitem(sys.modules, name, module)
-    step = imported(monkeypatch, "megatron.bridge.training.gpt_step")
-    for name in ("is_pp_first_stage", "is_pp_last_stage"):
-        monkeypatch.setattr(step, name, lambda group: True)
-    monkeypatch.setattr(step, "get_batch_on_this_cp_rank", lambda batch, **_: batch)
+        monkeypatch.setitem(sys.modules, missing, module)
+    step = imported(monkeypatch, f"megatron.bridge.training.{name}")
+    for stage in ("is_pp_first_stage", "is_pp_last_stage"):
+        monkeypatch.setattr(step, stage, lambda group: True)
+    monkeypatch.setattr(step, "get_batch_on_this_cp_rank", lambda batch, **_: batch, raising=False)
     return step
 
 

@@ -12,7 +12,6 @@ from pathlib import PurePath
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.middle_stages import middle_stages_without_data
 from thdprof.megatron_limits.precision_file import CASES as OF_PRECISION_FILE
@@ -156,7 +155,7 @@ def refused_arguments(
     lines = [
         *_of_table(plan, given, impl, environment, replay=replay),
         *_of_packing(given, script),
-        *_of_attention(given),
+        *_of_attention(plan, given, impl),
     ]
     lines += _of_shared_captures(plan, given)
     return [*lines, *_of_graphs(plan, given, impl), *_around(given, impl, environment)]
@@ -176,7 +175,7 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
     return [
         *_of_table(plan, given, impl, os.environ, replay=True),
         *_of_middle_stages(given),
-        *_of_attention(given),
+        *_of_attention(plan, given, impl),
         *_of_wrapper(given),
     ]
 
@@ -273,14 +272,15 @@ def _of_middle_stages(given: Arguments) -> Iterator[str]:
             )
 
 
-def _of_attention(given: Arguments) -> Iterator[str]:
+def _of_attention(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:
     positions = given.value("--position-embedding-type")
     latent = "--multi-latent-attention" in given
     rotates = latent or positions in ("rope", "yarn") or "--use-rotary-position-embeddings" in given
-    if rotates and "--no-rope-fusion" in given:
+    dynamic = plan.training.packer in DYNAMIC_CP and plan.training.max_seqlen_per_dp_cp_rank is not None
+    if rotates and "--no-rope-fusion" in given and (latent or dynamic or impl == "local"):
         yield "--no-rope-fusion: without fusion RoPE reads the boundaries on the host; leave it out"
     if positions == "mrope":
-        yield f"--position-embedding-type mrope: {WHY_NO_MROPE}; use rope"
+        yield "--position-embedding-type mrope: the script gives its model positions of one dimension alone; use rope"
     variant = given.value("--experimental-attention-variant")
     if latent and variant is not None:
         yield f"--experimental-attention-variant {variant}: it was not checked in a graph; leave it out"

@@ -20,11 +20,6 @@ def _local(run: Run) -> bool:
 _off = partial(must_be_off, applies=_captures)
 _off_in_local = partial(must_be_off, applies=_local, graphs="`local`")
 _USE_CHUNK = "set graphs.impl to chunk"
-WHY_NO_MROPE = (
-    "its table differs between micro-batches, and models of images, which use it, give their decoder more arguments "
-    "than graphs take"
-)
-"""Why the position embedding mrope is refused."""
 
 ALL_GRAPHS: tuple[Limit, ...] = (
     *QUANTIZATION_LIMITS,

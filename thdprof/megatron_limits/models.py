@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from thdprof.megatron_limits.fields import WHY_NO_MROPE
 from thdprof.megatron_limits.limit import Limit, Run, Words
 
 _UNCHECKED = "it was not checked in a graph"
 _READS_BOUNDARIES = "without it RoPE reads the boundaries on the host"
+_VISION = "vision-language"
 _OTHER_KINDS = {
-    "vision-language": "its decoder takes positions in three dimensions and the image's embeddings",
+    "other vision-language": "only the decoder of Megatron-Bridge's Qwen3-VL and Qwen3.5-VL is known",
     "diffusion": "its layers take conditions and time steps beside their hidden states",
 }
 """Kinds of models that have no decoder of GPTModel's or HybridModel's kind, and what their layers take besides."""
@@ -29,9 +29,20 @@ def _rope_type(run: Run) -> Any:
 
 
 def _unfused(run: Run) -> bool:
+    """Whether RoPE is not fused in layers whose captures have no function in its place."""
     if run.field("apply_rope_fusion") is not False:
         return False
-    return _rope_type(run) == "yarn" if _latent(run) else run.position_embedding in ("rope", "yarn")
+    if _latent(run):
+        return bool(_rope_type(run) == "yarn")
+    return (run.impl == "local" or bool(run.dynamic_cp)) and run.position_embedding in ("rope", "yarn")
+
+
+def _several_dimensions(run: Run) -> bool:
+    return _captures(run) and run.position_embedding == "mrope"
+
+
+def _pictures(run: Run) -> bool:
+    return _captures(run) and run.model == _VISION
 
 
 MODEL_LIMITS: tuple[Limit, ...] = (
@@ -67,10 +78,28 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         ),
     ),
     Limit(
-        name="positions in several dimensions (`mrope`)",
-        holds=lambda run: _captures(run) and run.position_embedding == "mrope",
-        reason=WHY_NO_MROPE,
-        fields=Words(case=lambda run: "position_embedding_type is 'mrope'", remedy="set it to 'rope'"),
+        name="positions in several dimensions (`mrope`) in Megatron's own layer graphs",
+        holds=lambda run: _several_dimensions(run) and run.impl == "local",
+        reason="every micro-batch has rotary embeddings of its own, which were not checked in them",
+        fields=Words(
+            case=lambda run: "position_embedding_type is 'mrope' with graphs.impl local",
+            remedy="set graphs.impl to chunk",
+        ),
+    ),
+    Limit(
+        name="positions in several dimensions (`mrope`) with context parallelism",
+        holds=lambda run: _several_dimensions(run) and ((run.context_parallel_size or 1) > 1 or bool(run.dynamic_cp)),
+        reason="the share that each rank takes of them was not checked in a graph",
+        fields=Words(
+            case=lambda run: "position_embedding_type is 'mrope' with context parallelism",
+            remedy="set context_parallel_size to 1",
+        ),
+    ),
+    Limit(
+        name="overlapped expert communication in vision-language models",
+        holds=lambda run: _pictures(run) and bool(run.field("overlap_moe_expert_parallel_comm")),
+        reason="Megatron-Bridge's model has no schedule plan (build_schedule_plan) by which Megatron would train it",
+        fields=Words(case=lambda run: "overlap_moe_expert_parallel_comm is True", remedy="set it to False"),
     ),
     Limit(
         name="gated delta nets in graphs of whole chunks",
@@ -87,9 +116,9 @@ MODEL_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="models of other kinds than GPT and hybrids",
         holds=lambda run: _captures(run) and run.model in _OTHER_KINDS,
-        reason="only decoders of GPTModel and HybridModel are captured",
+        reason="only decoders of GPTModel, HybridModel and Qwen3VLModel are captured",
         fields=Words(
-            case=lambda run: f"a {run.model} model, and {_OTHER_KINDS[run.model or '']}",
+            case=lambda run: f"the model is of the kind {run.model}, and {_OTHER_KINDS[run.model or '']}",
             remedy="set graphs.impl to none and graphs.buckets to []",
         ),
     ),

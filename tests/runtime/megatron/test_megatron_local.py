@@ -96,7 +96,9 @@ class Run:
 
     def __init__(self, buckets=BUCKETS, config=None, **options) -> None:
         self.table = torch.ones(TOKENS, 1, 1)  # one object for all micro-batches, as RotaryEmbedding caches it
-        self.block = Block(config or model_config()).train()
+        config = config or model_config()
+        config.apply_rope_fusion = True  # whose own check wants Transformer Engine
+        self.block = Block(config).train()
         self.decoder = Decoder(self.block, rope=lambda length: self.table[:length])
         self.graphs = local.LocalGraphs(self.decoder, buckets, sample_every=0, **options)
         self.decoder.attach(self.graphs, cp_size=1, shards=1, tail="none")

@@ -309,7 +309,7 @@ def test_tables_are_in_place_while_a_decoder_is_measured_and_no_gradient_is_redu
     ("changes", "line"),
     [
         ({"num_moe_experts": 4}, "moe_pad_expert_input_to_capacity is False: with dropless experts"),
-        ({"apply_rope_fusion": False}, "apply_rope_fusion is False"),
+        ({"multi_latent_attention": True, "apply_rope_fusion": False}, "apply_rope_fusion is False"),
         ({"qk_clip": True}, "qk_clip is True"),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
     ],

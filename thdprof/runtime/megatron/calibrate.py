@@ -12,7 +12,7 @@ from torch import nn
 from thdprof.dispatch import Bucket
 from thdprof.runtime import calibrate
 from thdprof.runtime.megatron import surroundings, versions
-from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder import mamba, packed_seq_params, vision
 from thdprof.runtime.megatron.decoder.decoder import rope_of
 from thdprof.runtime.megatron.decoder.rotary import keep_tables
 from thdprof.runtime.megatron.graphs import chunk
@@ -29,7 +29,7 @@ class PackedDecoder(nn.Module):
         """The decoder of `model`; `shards` is the number of ranks that share a micro-batch's tokens out among them."""
         super().__init__()
         self.block = model.decoder
-        self._rope = rope_of(model)
+        self._rope = rope_of(model) or vision.rotary_sample_of(model)
         self._shards = shards
         self._tables: dict[int, torch.Tensor] = {}  # kept: graphs read them at their address
 

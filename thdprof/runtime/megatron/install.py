@@ -20,7 +20,7 @@ from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
 from thdprof.runtime.megatron import capture_agreement, isolation, recompute, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.decoder import adapters, mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder import adapters, mamba, packed_seq_params, unfused_rope, vision
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
 from thdprof.runtime.megatron.graphs import chunk, local
@@ -169,7 +169,8 @@ class PaddedEager(DispatchedModule):
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         args, kwargs = call.substitute(call.tensors, packed_seq_params.padded(call, bucket))
-        with self._timed(call.tensors, replayed=True) as outputs:
+        # Megatron's own operations may take no documents without tokens
+        with unfused_rope.on_the_device(), self._timed(call.tensors, replayed=True) as outputs:
             result = self.module(*args, **kwargs)
             outputs.append(result)
         return result
@@ -251,7 +252,7 @@ def install(
     agreed = of_replicas if peers is None else peers.all  # which are all of those ranks, and more
     decoders, runs = [], []
     for number, model in enumerate(models):
-        decoder = Decoder(model.decoder, rope_of(model))
+        decoder = decoder_of(chunks[number], model)
         common: dict[str, Any] = {
             "tail_policy": plan.graphs.tail_policy,
             "overflow": plan.graphs.overflow,
@@ -296,7 +297,10 @@ def install(
                 [decoders[number] for number in with_graphs],
                 [runs[number] for number in with_graphs],
                 openings,
-                [takes_gradient(models[number]) for number in with_graphs],
+                [
+                    takes_gradient(models[number]) or vision.feeds_gradient(whole(chunks[number]))
+                    for number in with_graphs
+                ],
                 say=say,
             )
         except BaseException:
@@ -421,11 +425,37 @@ def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading |
     )
 
 
+def decoder_of(chunk: nn.Module, model: Any) -> Decoder:
+    """The decoder of a model chunk, not attached yet.
+
+    Args:
+        chunk: the model chunk, wrapped or not.
+        model: the model in it that has the decoder.
+    """
+    return Decoder(
+        model.decoder,
+        rope_of(model),
+        rotary_sample=vision.rotary_sample_of(model),
+        num_features=vision.num_features(whole(chunk)),
+    )
+
+
 def unwrapped(model: nn.Module) -> Any:
-    """The module that has the decoder, inside any wrappers.
+    """The module that has the decoder, inside any wrappers; of a vision-language model the language model in it.
 
     Raises:
         SettingsError: neither the module nor any that it wraps has a decoder.
+    """
+    inner_model = whole(model)
+    language_model = vision.language_model_of(inner_model)
+    return inner_model if language_model is None else language_model
+
+
+def whole(model: nn.Module) -> Any:
+    """The model of a chunk, inside any wrappers: the one that has the decoder, or the language model that has it.
+
+    Raises:
+        SettingsError: neither the module nor any that it wraps is such a model.
     """
     inner_model: Any = model
     while not hasattr(inner_model, "decoder"):
@@ -455,6 +485,7 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
         wrapper = name
     return settings.Facts(
         num_chunks=len(models),
+        model=model_kind(chunks),
         position_embedding=str(getattr(models[0], "position_embedding_type", "none")),
         graph_safe_rng=has_graph_safe_rng(),
         foreign_hooks=tuple(name for model in models for name in surroundings.foreign_hooks(model.decoder)),
@@ -466,6 +497,16 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
         wrapper=wrapper,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )
+
+
+def model_kind(chunks: Sequence[nn.Module]) -> str | None:
+    """The kind of the model in `chunks`, where it is more than a decoder: vision-language, or another one of which no
+    decoder was checked; None: it is a GPTModel or a HybridModel.
+    """
+    languages = [found for chunk in chunks if (found := vision.language_model_of(whole(chunk))) is not None]
+    if not languages:
+        return None
+    return "vision-language" if all(map(vision.is_checked, languages)) else "other vision-language"
 
 
 def has_graph_safe_rng() -> bool:

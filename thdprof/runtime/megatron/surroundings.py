@@ -13,6 +13,7 @@ from torch import nn
 
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
+from thdprof.runtime.megatron.decoder import unfused_rope
 from thdprof.runtime.megatron.quantized import quantization
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -69,7 +70,7 @@ def of_decoder(
 
     @contextmanager
     def while_capturing() -> Iterator[None]:
-        with capturing(), recompute.mended(repeats):
+        with capturing(), recompute.mended(repeats), unfused_rope.on_the_device():
             yield
 
     around = Surroundings(

@@ -128,6 +128,12 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
+        name="models.common.embeddings.rope_utils._apply_rotary_pos_emb_thd, _apply_rotary_pos_emb_bshd",
+        checked=MEGATRON,
+        why="the first one splits packed tokens at boundaries that it reads on the host, and is replaced in captures",
+    ),
+    Reliance(
+        package="megatron-core",
         name="Attention: pg_collection.cp, core_attention; TEDotProductAttention.forward: local_cp_size, cp_group",
         checked=MEGATRON,
         why="under dynamic context parallelism attention takes its group from the metadata, but packed rotary "
@@ -243,7 +249,14 @@ RELIED_ON_IN_BRIDGE = (
     ),
     Reliance(
         package="megatron-bridge",
-        name="training.gpt_step.get_batch_from_iterator, called by get_batch by that name",
+        name="Qwen3VLModel: language_model, vision_model, vision_transformer_config; Qwen3VLTransformerBlock."
+        "_deepstack_process, visual_pos_masks, deepstack_visual_embeds; Qwen3VLMultimodalRotaryEmbedding.is_thd_format",
+        checked=BRIDGE,
+        why="the language model's decoder is captured, and gets positions and the features of images as tensors",
+    ),
+    Reliance(
+        package="megatron-bridge",
+        name="training.gpt_step.get_batch_from_iterator and training.vlm_step's, called by get_batch by that name",
         checked=BRIDGE,
         why="the boundaries that a micro-batch has on the host are forgotten there",
     ),

@@ -25,10 +25,6 @@ def test_a_plain_configuration_is_accepted(plan):
 REFUSED = [
     ({"cuda_graph_impl": "local"}, "- cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"),
     (
-        {"apply_rope_fusion": False},
-        "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True",
-    ),
-    (
         {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
         "- fp8_recipe is 'mxfp8': its graphs are made as those of other recipes, but no GPU that has it was there to "
         "measure them; with THDPROF_UNMEASURED=allow in the environment it is taken all the same",
@@ -179,10 +175,10 @@ OF_TWO_RANKS = {"context_parallel_size": 2}
         *(
             (
                 {**OF_TWO_RANKS, "cp_comm_type": kind},
-                f"- cp_comm_type is {kind!r}: of context parallelism only rings were checked in a graph; set it to "
-                "'p2p'",
+                f"- cp_comm_type is {kind!r}: of context parallelism only p2p, a2a and all_gather were checked in a "
+                "graph; set it to 'p2p'",
             )
-            for kind in ("a2a", "all_gather", "a2a+p2p", ["p2p", "a2a"])
+            for kind in ("a2a+p2p", ["p2p", "a2a+p2p"])
         ),
         (
             {**OF_TWO_RANKS, "hierarchical_context_parallel_sizes": [1, 2]},
@@ -201,11 +197,62 @@ def test_parallelism_that_no_graph_can_serve_is_refused(plan, impl, changes, lin
     assert complaints(counting, changes) == []
 
 
-@pytest.mark.parametrize("kind", [None, "p2p", ["p2p", "p2p"]])
-def test_rings_are_accepted(plan, kind):
+@pytest.mark.parametrize("kind", [None, "p2p", ["p2p", "p2p"], "a2a", "all_gather", ["p2p", "a2a"]])
+def test_context_parallelism_that_was_run_beside_eager_is_accepted(plan, kind):
     of_run = plan.model_copy(update={"training": replace(plan.training, context_parallel_size=2)})
     assert complaints(of_run, {**OF_TWO_RANKS, "cp_comm_type": kind}) == []
-    assert complaints(plan, {"cp_comm_type": "a2a"}) == []  # one rank has nobody to communicate with
+    assert complaints(plan, {"cp_comm_type": "a2a+p2p"}) == []  # one rank has nobody to communicate with
+
+
+def test_unfused_rope_is_served_where_captures_have_a_function_in_its_place(plan):
+    unfused = {"apply_rope_fusion": False}
+    assert complaints(plan, unfused) == []
+    layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(layers, {**unfused, "cuda_graph_impl": "transformer_engine"}) == []
+    own = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "local"})})
+    assert complaints(own, {**unfused, "cuda_graph_impl": "local"}) == [
+        "- apply_rope_fusion is False: without it RoPE reads the boundaries on the host; set it to True"
+    ]
+
+
+def pictures(**facts):
+    return settings.Facts(**{"num_chunks": 1, "model": "vision-language", "position_embedding": "mrope", **facts})
+
+
+def test_vision_language_models_are_served_but_for_what_was_not_checked(plan):
+    unfused = {"apply_rope_fusion": False}
+    layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(plan, unfused, pictures()) == []
+    assert complaints(layers, unfused, pictures()) == []
+    assert complaints(plan, unfused, pictures(model=None)) == []  # a GPT whose positions have several dimensions
+    (line,) = complaints(plan, unfused, pictures(model="other vision-language"))
+    assert line == (
+        "- the model is of the kind other vision-language, and only the decoder of Megatron-Bridge's Qwen3-VL and "
+        "Qwen3.5-VL is known: only decoders of GPTModel, HybridModel and Qwen3VLModel are captured; set graphs.impl to "
+        "none and graphs.buckets to []"
+    )
+    of_two = plan.model_copy(update={"training": replace(plan.training, context_parallel_size=2)})
+    assert complaints(of_two, {**unfused, **OF_TWO_RANKS}, pictures()) == [
+        "- position_embedding_type is 'mrope' with context parallelism: the share that each rank takes of them was not "
+        "checked in a graph; set context_parallel_size to 1"
+    ]
+    own = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "local"})})
+    (line,) = complaints(own, {"cuda_graph_impl": "local"}, pictures())
+    assert line.startswith("- position_embedding_type is 'mrope' with graphs.impl local: every micro-batch has rotary")
+
+
+def test_a_vision_language_model_has_no_schedule_that_overlaps_expert_communication(plan):
+    """Megatron asks the model for its schedule plan, which Bridge 0.6.2's has not."""
+    graphs = plan.graphs.model_copy(update={"impl": "transformer_engine", "modules": ["attn", "moe_router"]})
+    of_run = plan.model_copy(update={"graphs": graphs})
+    experts = {"num_moe_experts": 4, "moe_token_dispatcher_type": "alltoall", "bf16": True}
+    overlapped = {**experts, "expert_model_parallel_size": 2, "overlap_moe_expert_parallel_comm": True}
+    lines = complaints(of_run, overlapped, pictures())
+    assert [line for line in lines if "schedule plan" in line] == [
+        "- overlap_moe_expert_parallel_comm is True: Megatron-Bridge's model has no schedule plan "
+        "(build_schedule_plan) by which Megatron would train it; set it to False"
+    ]
+    assert not [line for line in complaints(of_run, overlapped) if "schedule plan" in line]
 
 
 def piped(plan, *, virtual=None, microbatches=8, group=None):
@@ -307,7 +354,7 @@ def test_every_complaint_is_told_at_once(plan):
     [
         ({"num_chunks": 2}, "2 model chunks on this rank, the plan has slots for [1]"),
         ({"graph_safe_rng": False}, "call model_parallel_cuda_manual_seed(..., te_rng_tracker=True)"),
-        ({"position_embedding": "mrope"}, "position_embedding_type is 'mrope'"),
+        ({"model": "other vision-language"}, "Megatron-Bridge's Qwen3-VL and Qwen3.5-VL is known"),
         (
             {"foreign_hooks": ("layers.0", "layers.1")},
             "modules with hooks, which a replay does not run: layers.0, layers.1; remove",

@@ -97,6 +97,31 @@ def test_boundaries_of_the_older_form_end_before_their_padding(gpt_step):
             assert (None if packed.host_padded is None else packed.host_padded.tolist()) == in_memory
 
 
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_boundaries_of_samples_with_images_that_are_packed_in_the_batch_stay_on_the_host(monkeypatch, multiple):
+    """As collate_fn packs them (`enable_in_batch_packing`), for the step of models that take images (`vlm_step`)."""
+    from megatron.bridge.data.packing.in_batch import build_mcore_thd_sequence_batch_from_rows
+
+    vlm_step = bridge_training.gpt_step(monkeypatch, "vlm_step")
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor.clone())
+    rows = [
+        {name: torch.arange(length) for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        for length in (5, 12, 3)
+    ]
+    batch = build_mcore_thd_sequence_batch_from_rows(rows, token_key="tokens", pad_to_multiple_of=multiple)
+    with host_boundaries_of_bridge(vlm_step):
+        *_, metadata, images = vlm_step.get_batch(
+            iter([batch]), bridge_training.configuration(), pg_collection=bridge_training.ONE_RANK
+        )
+        params = vlm_step.get_packed_seq_params(metadata)
+    assert images is None
+    packed = read(params, cp_size=1, tail="none")
+    assert packed.host.tolist() == [0, 5, 17, 20]
+    assert (packed.host_padded is None) == (multiple == 1)
+    assert packed.host_padded is None or packed.host_padded.tolist() == [0, 8, 24, 32]
+    assert packed.max_seqlen == (12 if multiple == 1 else 16)
+
+
 def test_a_batch_without_packed_rows_goes_through_as_it_is(gpt_step):
     batch = {name: torch.zeros(1, 16) for name in ("tokens", "labels", "loss_mask", "position_ids")}
     with host_boundaries_of_bridge(gpt_step):

@@ -14,9 +14,9 @@ from thdprof.runtime.megatron import surroundings
 from thdprof.runtime.megatron.calibration.micro_batches import MicroBatch
 from thdprof.runtime.megatron.calibration.rounds import timed
 from thdprof.runtime.megatron.calibration.session import Training
-from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
+from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
-from thdprof.runtime.megatron.install import facts_of, unwrapped
+from thdprof.runtime.megatron.install import decoder_of, facts_of, unwrapped
 from thdprof.runtime.megatron.refusals import settings
 
 _QUEUED = 4
@@ -47,7 +47,7 @@ class Replayable:
             config.context_parallel_size,
             getattr(config, "expert_model_parallel_size", 1) or 1,
         )
-        decoder = Decoder(self.model.decoder, rope_of(self.model))
+        decoder = decoder_of(self.training.chunks[0], self.model)
         graphs = ChunkGraphs(
             decoder,
             buckets,

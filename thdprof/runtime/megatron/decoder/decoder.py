@@ -17,7 +17,7 @@ from torch import nn
 
 from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron.decoder import adapters, mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder import adapters, deepstack, mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence
@@ -46,12 +46,22 @@ class Decoder(nn.Module):
     there.
     """
 
-    def __init__(self, block: nn.Module, rope: Rope | None = None) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        rope: Rope | None = None,
+        *,
+        rotary_sample: Rope | None = None,
+        num_features: int = 0,
+    ) -> None:
         """A decoder that is not attached yet.
 
         Args:
             block: a TransformerBlock or HybridStack.
-            rope: returns the model's rotary embeddings; None where the layers make their own.
+            rope: returns the model's rotary embeddings; None where the layers make their own, or where every
+                micro-batch has others.
+            rotary_sample: returns rotary embeddings of the form that micro-batches have, where each has its own.
+            num_features: layers behind which the features of images are added.
 
         Raises:
             SettingsError: the block's forward has been replaced, for example by another installation.
@@ -65,7 +75,9 @@ class Decoder(nn.Module):
             )
         self.block = block
         self._own_forward: Callable[..., Any] = block.forward
-        self._rope = rope
+        self._rope, self._rotary_sample = rope, rotary_sample
+        self._unfused = is_unfused(block)
+        self._deepstack = deepstack.DeepStack(block, num_features=num_features)
         self._kept: dict[int, torch.Tensor] = {}
         self._layers_tables: tuple[KeptTables, ...] = ()
         self._like: PackedSeqParams | None = None
@@ -94,6 +106,7 @@ class Decoder(nn.Module):
             with_rope: whether the layers take rotary embeddings; they then cover the whole buffer.
             kwargs: all other arguments with which the model calls its decoder.
         """
+        kwargs = deepstack.as_given(kwargs)
         assert self._like is not None  # set by the forward that `attach` installs
         params = packed_seq_params.write(packed, self._like)
         if self._groups is not None:
@@ -126,6 +139,7 @@ class Decoder(nn.Module):
         self._shards, self._groups = shards, groups
         self._lengths = run.lengths()
         self._layers_tables = keep_tables(self.block, run.longest())
+        self._deepstack.attach()
         signature = inspect.signature(self._own_forward)
         required = {name for name, p in signature.parameters.items() if p.default is p.empty}
         explained: set[str] = set()
@@ -142,12 +156,18 @@ class Decoder(nn.Module):
             hidden = arguments.pop("hidden_states")
             if not self.block.pre_process:
                 hidden = self.block.input_tensor
-            with_rope = self._rope is not None and arguments.pop("rotary_pos_emb", None) is not None
             self._like = params
             packed = packed_seq_params.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx)
+            runs_on = self._unfused and runs_on_over_documents(
+                arguments.get("rotary_pos_emb"), packed, int(hidden.shape[0]) * shards * packed.cp_size
+            )
+            with_rope = self._rope is not None and not runs_on and arguments.pop("rotary_pos_emb", None) is not None
+            features = self._deepstack.taken(arguments, hidden)
             if self._with_seq_idx and cp_size > 1 and tail == "none":
                 mamba.check_covered(packed, int(hidden.shape[0]) * shards * cp_size)
             unknown = not_known(arguments, signature)
+            if self._rope is not None and runs_on:
+                unknown.add("rotary_pos_emb")
             if unknown and not explained.issuperset(unknown):
                 explained.update(unknown)
                 logger.warning(
@@ -163,6 +183,7 @@ class Decoder(nn.Module):
                     packed,
                     constants=packed_seq_params.constants(params, of_size=groups is None),
                     with_rope=with_rope,
+                    **features,
                     **{
                         name: value
                         for name, value in arguments.items()
@@ -179,7 +200,9 @@ class Decoder(nn.Module):
             hidden: hidden states, shape [tokens, 1, hidden size].
             params: the micro-batch's metadata.
         """
-        rope = {} if self._rope is None else {"rotary_pos_emb": self._table(int(hidden.shape[0]))}
+        rope = self._sampled(hidden)
+        if self._rope is not None:
+            rope = {"rotary_pos_emb": self._table(int(hidden.shape[0]))}
         with self._given(hidden):
             output: torch.Tensor = self.block(
                 hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope
@@ -193,7 +216,9 @@ class Decoder(nn.Module):
             hidden: hidden states, shape [tokens of this rank, 1, hidden size].
             params: the micro-batch's metadata.
         """
-        rope = {} if self._rope is None else {"rotary_pos_emb": hidden.detach()}  # only asked whether it is there
+        rope = self._sampled(hidden)
+        if self._rope is not None:
+            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only asked whether it is there
         with self._given(hidden):
             self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
 
@@ -215,16 +240,25 @@ class Decoder(nn.Module):
         for tables in self._layers_tables:
             tables.detach()
         self._layers_tables = ()
+        self._deepstack.detach()
+
+    def _sampled(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rotary embeddings where every micro-batch has its own: those of position 0 for all tokens."""
+        if self._rotary_sample is None:
+            return {}
+        return {"rotary_pos_emb": self._rotary_sample(int(hidden.shape[0]) * self._shards)}
 
     def _table(self, length: int) -> torch.Tensor:
         """Rotary embeddings of `length` positions. Those of the buckets' lengths are kept, because graphs read them in
         place.
         """
         assert self._rope is not None
+        # unfused RoPE takes a table of as many rows as there are tokens for positions that run on over documents
+        rows = length + 1 if self._unfused else length
         if length not in self._lengths:
-            return self._rope(length)
+            return self._rope(rows)
         if length not in self._kept:
-            self._kept[length] = self._rope(length)
+            self._kept[length] = self._rope(rows)
         return self._kept[length]
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
@@ -296,6 +330,23 @@ def _is_default(value: Any, default: Any) -> bool:
     if isinstance(value, set | frozenset | list | tuple | dict):
         return not value and not default
     return isinstance(value, bool | int | float | str) and type(value) is type(default) and value == default
+
+
+def is_unfused(block: nn.Module) -> bool:
+    """Whether the layers of a decoder apply rotary embeddings by Megatron's own operations, and not by a kernel."""
+    return getattr(getattr(block, "config", None), "apply_rope_fusion", None) is False
+
+
+def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, num_tokens: int) -> bool:
+    """Whether unfused RoPE takes the rows of `table` for positions in the whole micro-batch: it does so where there
+    are as many of them as tokens. Where documents are one or fewer, it makes no difference.
+
+    Args:
+        table: the rotary embeddings of the micro-batch; None: it has none.
+        packed: the micro-batch's documents.
+        num_tokens: tokens of all ranks that share the micro-batch.
+    """
+    return table is not None and int(table.shape[0]) == num_tokens and packed.cu_seqlens.numel() > 2
 
 
 def rope_of(model: Any) -> Rope | None:

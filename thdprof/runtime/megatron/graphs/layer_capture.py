@@ -25,6 +25,7 @@ from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_st
 from thdprof.runtime.graphs.static_metadata import sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
+from thdprof.runtime.megatron.decoder import unfused_rope
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
 from thdprof.runtime.megatron.graphs.split import Split
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -89,6 +90,7 @@ class LayerCapture:
             recompute.layer_by_layer(config),
             unchanged_state(self._decoder, self._generators, self._surroundings.extra_state),
             undone_if_failed(self._device, self._generators),
+            unfused_rope.on_the_device(),
         ):
             recorded, touched = self._rehearse(slot, bucket)
             parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)

@@ -101,6 +101,7 @@ class LayerSlot(SlotMemory):
         with_padded: bool,
         with_seq_idx: bool,
         device: torch.device,
+        outside: Sequence[bool] = (),
     ) -> None:
         """A slot without graphs.
 
@@ -110,10 +111,17 @@ class LayerSlot(SlotMemory):
             with_padded: whether micro-batches come with `cu_seqlens_padded`.
             with_seq_idx: whether layers read the document of every token.
             device: the GPU on which the buffers are allocated.
+            outside: whether each tensor besides the hidden states is read between layers alone; empty: none is.
         """
         super().__init__(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
-        self.others = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors[1:]]
-        """Static copies of the decoder's tensor arguments besides the hidden states; every layer may read them."""
+        self._outside = tuple(outside) or (False,) * (len(tensors) - 1)
+        self.others = [
+            t.new_zeros(()).expand_as(t) if skipped else torch.zeros_like(t, memory_format=torch.contiguous_format)
+            for t, skipped in zip(tensors[1:], self._outside, strict=True)
+        ]
+        """Static copies of the decoder's tensor arguments besides the hidden states; every layer may read them. Those
+        that no layer reads are zeros without memory.
+        """
         self.hidden: list[torch.Tensor] = []
         """The static input of every layer: shape [tokens of this rank, 1, hidden size]; empty before the first
         capture.
@@ -134,12 +142,14 @@ class LayerSlot(SlotMemory):
         ones.
         """
         self.metadata.stage(call.boundaries, bucket)
-        for static, tensor in zip(self.others, call.tensors[1:], strict=True):
-            static.copy_(tensor)
+        for static, tensor, skipped in zip(self.others, call.tensors[1:], self._outside, strict=True):
+            if not skipped:
+                static.copy_(tensor)
 
     def static_bytes(self) -> int:
         """Bytes of the layers' static inputs."""
-        return sum(t.numel() * t.element_size() for t in (*self.hidden, *self.others))
+        others = [t for t, skipped in zip(self.others, self._outside, strict=True) if not skipped]
+        return sum(t.numel() * t.element_size() for t in (*self.hidden, *others))
 
     def held(self) -> Sequence[Bucket]:
         """The buckets that have graphs in the slot, in the order of their captures."""

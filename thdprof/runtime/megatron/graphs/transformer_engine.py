@@ -34,6 +34,7 @@ from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder.deepstack import is_between_layers
 from thdprof.runtime.megatron.decoder.mamba import has_gated_delta_net, is_mamba
 from thdprof.runtime.megatron.decoder.operations import has_fused_operations
 from thdprof.runtime.megatron.graphs.layer_capture import (
@@ -132,7 +133,8 @@ class LayerGraphs(DispatchedModule):
         return self._anchor.device
 
     def _open(self, call: Call) -> None:
-        if any(t.requires_grad for t in call.tensors[1:]):
+        outside = between_layers(call)
+        if any(t.requires_grad for t, skipped in zip(call.tensors[1:], outside, strict=True) if not skipped):
             raise TypeError(
                 "a tensor argument besides the hidden states takes a gradient, which graphs of layers do not return: "
                 "detach it, or set graphs.impl to chunk"
@@ -155,6 +157,7 @@ class LayerGraphs(DispatchedModule):
             LayerSlot(
                 call.tensors,
                 self._buckets,
+                outside=outside,
                 with_padded=call.packed.cu_seqlens_padded is not None,
                 with_seq_idx=call.packed.seq_idx is not None,
                 device=device,
@@ -299,6 +302,14 @@ class LayerGraphs(DispatchedModule):
         super().close()
         if self._offload is not None:
             self._offload.close()
+
+
+def between_layers(call: Call) -> list[bool]:
+    """Whether each of a call's tensors, but for the first, the hidden states, is read by no layer, and only between
+    them.
+    """
+    named = [is_between_layers(name) for name, value in call.kwargs.items() if isinstance(value, torch.Tensor)]
+    return [*[False] * (len(call.tensors) - 1 - len(named)), *named][: len(call.tensors) - 1]
 
 
 def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:

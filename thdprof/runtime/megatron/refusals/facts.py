@@ -11,6 +11,8 @@ class Facts:
 
     num_chunks: int
     """Number of model chunks on this rank."""
+    model: str | None = None
+    """The kind of a model that is more than a decoder: vision-language, other vision-language; None: it is no more."""
     position_embedding: str = "rope"
     """The model's position embedding: rope, yarn, mrope, learned_absolute or none."""
     graph_safe_rng: bool = True

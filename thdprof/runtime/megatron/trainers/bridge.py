@@ -69,19 +69,19 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         self._end()  # of a run that this callback was given to before
         versions.check()
         versions.check_bridge()
-        from megatron.bridge.training import gpt_step, pretrain
+        from megatron.bridge.training import gpt_step, pretrain, vlm_step
         from megatron.bridge.training.utils import train_utils
 
         self._installation = installation = self._installed(context)
         self._observer = Observer(installation, self._plan, stats=self._stats, say=_say)
         try:
-            self._follow(context, gpt_step, pretrain, train_utils)
+            self._follow(context, (gpt_step, vlm_step), pretrain, train_utils)
         except BaseException:
             self._observer = None  # nothing was observed
             self._end()
             raise
 
-    def _follow(self, context: CallbackContext, gpt_step: Any, pretrain: Any, train_utils: Any) -> None:
+    def _follow(self, context: CallbackContext, steps: tuple[Any, ...], pretrain: Any, train_utils: Any) -> None:
         """Put what follows the plan in the place of Bridge's functions, until `_end`."""
         own_print = train_utils.print_rank_last
 
@@ -101,7 +101,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
 
         with ExitStack() as around:
             constant_length = bridge_settings.pads_to_constant(context.state.cfg)
-            around.enter_context(host_boundaries_of_bridge(gpt_step, constant_length=constant_length))
+            around.enter_context(host_boundaries_of_bridge(*steps, constant_length=constant_length))
             around.enter_context(checked_once_a_step(on_restore=self._recapture))
             around.enter_context(replaced(train_utils, "print_rank_last", with_counters))
             around.enter_context(replaced(pretrain, "destroy_global_state", destroy_after_graphs))

@@ -25,20 +25,21 @@ _LONGEST = ("max_seqlen_q", "max_seqlen_kv")
 
 
 @contextmanager
-def host_boundaries_of_bridge(gpt_step: Any, *, constant_length: bool = False) -> Iterator[None]:
-    """Inside the block, micro-batches of Bridge's GPT step keep their boundaries on the host, too.
+def host_boundaries_of_bridge(*steps: Any, constant_length: bool = False) -> Iterator[None]:
+    """Inside the block, micro-batches of Bridge's steps keep their boundaries on the host, too.
 
     With `constant_length` they also lose the entries that hold no document, and get the length of their own longest
     document, so that a micro-batch takes the graph of its own shape.
 
     Args:
-        gpt_step: the module megatron.bridge.training.gpt_step.
+        steps: modules of megatron.bridge.training: gpt_step, and vlm_step of models that take images.
         constant_length: whether collate_fn pads boundaries to one length for the whole dataset (`pad_cu_seqlens`).
     """
     with ExitStack() as stack:
         stack.enter_context(host_boundaries())
-        read = _remembering(gpt_step.get_batch_from_iterator, constant_length=constant_length)
-        stack.enter_context(replaced(gpt_step, "get_batch_from_iterator", read))
+        for step in steps:
+            read = _remembering(step.get_batch_from_iterator, constant_length=constant_length)
+            stack.enter_context(replaced(step, "get_batch_from_iterator", read))
         yield
 
 

@@ -140,8 +140,13 @@ def pads_to_constant(config: Any) -> bool:
 
 
 def pads_documents(config: Any) -> bool:
-    """Whether rows that were packed beforehand have padding between their documents, so that batches tell of it."""
-    specs = _packing(config)
+    """Whether batches tell of padding between documents: rows that were packed beforehand may have some, and a step
+    that packs samples itself, as qwen3_vl_step does, always says so.
+    """
+    specs, dataset = _packing(config), config.dataset
+    in_step = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")
+    if all(getattr(dataset, name, False) for name in in_step):
+        return True
     return specs is not None and (specs.pad_seq_to_mult or 1) > 1
 
 

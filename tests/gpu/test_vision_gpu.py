@@ -1,0 +1,83 @@
+"""Qwen3-VL, positions in several dimensions and unfused RoPE: replayed beside a run without thdprof, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+from support.gpu_process import free_port
+from support.gpu_training import LIMIT_S
+from support.paths import ROOT
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+WITHOUT_IMAGES = (
+    "mrope",
+    "mrope_unfused",
+    "rope_unfused",
+    "rope_unfused_layers",
+    "yarn_unfused",
+    "learnable_softmax",
+    "output_gate",
+)
+WITH_IMAGES = (
+    "qwen3_vl",
+    "qwen3_vl_layers",
+    "qwen3_vl_experts",
+    "qwen3_vl_one_layer_a_graph",
+    "qwen3_vl_recompute",
+    "qwen3_vl_without_features",
+    "qwen3_vl_fp8",
+    "qwen3_vl_fp8_experts",
+)
+ON_TWO = ("qwen3_vl_stages", "qwen3_vl_tensor_parallel")
+has_bridge = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("megatron.bridge", "transformers", "einops"))
+    if importlib.util.find_spec("megatron")
+    else True,
+    reason="needs Megatron-Bridge and transformers",
+)
+
+
+def run(case: str, *, gpus: int = 1) -> str:
+    folders = (ROOT, ROOT / "tests")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "TRITON_CACHE_AUTOTUNING": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(free_port())]
+    command = [sys.executable, "-W", "ignore", *(launcher if gpus > 1 else [])]
+    command += [str(ROOT / "tests" / "gpu" / "vision_cases.py"), case]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("case", WITHOUT_IMAGES)
+def test_a_gpts_losses_and_gradients_are_those_of_a_run_without_thdprof(case):
+    assert f"{case}: equal: " in run(case)
+
+
+@has_bridge
+@pytest.mark.parametrize("case", WITH_IMAGES)
+def test_losses_and_gradients_of_a_model_of_images_are_those_of_a_run_without_thdprof(case):
+    assert f"{case}: equal: " in run(case)
+
+
+@has_bridge
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("case", ON_TWO)
+def test_so_are_those_of_two_ranks(case):
+    assert run(case, gpus=2).count(f"{case}: equal: ") == 2

@@ -1,0 +1,283 @@
+"""Positions in several dimensions, and Qwen3-VL: `python tests/gpu/vision_cases.py NAME[@STEPS]...`.
+
+Each case trains a small model by micro-batches of other shapes without thdprof, padded eagerly, and replayed, and
+prints a line. The weights follow the gradients, so that a wrong one shows in all later losses.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from support import pictures
+from support.own_loop import VOCABULARY, process_groups, wrapped
+from support.own_loop import config_of as plain_config
+from support.plans import plan_of_shares
+
+from thdprof.runtime.megatron import install, packed_seq_params
+
+TOKENS, EACH = 512, 4
+"""Tokens of a micro-batch; micro-batches of a step."""
+DOCUMENTS = (3, 8, 12, 16, 20)
+"""Numbers of documents that micro-batches have in turn; buckets hold 8 and 16."""
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_ffn_hidden_size": 128,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+}
+UP_TO_ROUTER = {"impl": "transformer_engine", "modules": ["attn", "moe_router"]}
+YARN = {
+    "rotary_scaling_factor": 32.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "correction_range_round_to_int": False,
+}
+"""What a GPTModel reads of its configuration for yarn, as Megatron-Bridge sets it for gpt-oss."""
+FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One model."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the TransformerConfig."""
+    with_images: bool = True
+    """Whether it is Qwen3-VL; False: a GPT."""
+    positions: str = "rope"
+    """The GPT's position embedding."""
+    experts: int | None = None
+    features: tuple[int, ...] = pictures.FEATURES
+    """Layers of the vision encoder whose outputs the decoder gets."""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    """Sizes of Megatron's process groups."""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """Changes of the plan's graphs."""
+    steps: int = 5
+
+
+CASES = {
+    "qwen3_vl": Case(),
+    "qwen3_vl_layers": Case(plan={"impl": "transformer_engine"}),
+    "qwen3_vl_experts": Case(config=EXPERTS, experts=4, plan=UP_TO_ROUTER),
+    "qwen3_vl_one_layer_a_graph": Case(plan={"layers_per_graph": 1}),
+    "qwen3_vl_recompute": Case(
+        config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    ),
+    "qwen3_vl_fp8": Case(config=FP8),
+    "qwen3_vl_fp8_experts": Case(config={**EXPERTS, **FP8}, experts=4, plan=UP_TO_ROUTER),
+    "qwen3_vl_without_features": Case(config=EXPERTS, experts=4, features=(), plan=UP_TO_ROUTER),
+    "qwen3_vl_stages": Case(
+        config={"pipeline_model_parallel_size": 2, "pipeline_dtype": torch.bfloat16, "variable_seq_lengths": False},
+        sizes={"pipeline_model_parallel_size": 2},
+    ),
+    "qwen3_vl_tensor_parallel": Case(
+        config={"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        sizes={"tensor_model_parallel_size": 2},
+    ),
+    "mrope": Case(with_images=False, positions="mrope", config={"mrope_section": [12, 10, 10]}),
+    "mrope_unfused": Case(
+        with_images=False, positions="mrope", config={"mrope_section": [12, 10, 10], "apply_rope_fusion": False}
+    ),
+    "rope_unfused": Case(with_images=False, config={"apply_rope_fusion": False}),
+    "rope_unfused_layers": Case(
+        with_images=False, config={"apply_rope_fusion": False}, plan={"impl": "transformer_engine"}
+    ),
+    "yarn_unfused": Case(
+        with_images=False,
+        positions="yarn",
+        config={
+            "apply_rope_fusion": False,
+            "add_bias_linear": True,
+            "window_size": (127, 0),
+            "window_attn_skip_freq": 2,
+        },
+    ),
+    "learnable_softmax": Case(
+        with_images=False,
+        config={"softmax_type": "learnable", "add_bias_linear": True, "window_size": (127, 0)},
+    ),
+    "output_gate": Case(with_images=False, config={"attention_output_gate": True, "qk_layernorm": True}),
+}
+
+
+def main(names: list[str]) -> None:
+    """Run the cases; those of the same sizes in a row share their process groups, which take long to make."""
+    torch.backends.cudnn.deterministic = True  # the vision encoder begins with a convolution
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    failed = []
+    asked = [(name, CASES[name.partition("@")[0]]) for name in names]
+    for sizes, of_sizes in groupby(asked, key=lambda one: sorted(one[1].sizes.items())):
+        with process_groups(**dict(sizes)):
+            for name, case in of_sizes:
+                told = result_of(replace(case, steps=int(name.partition("@")[2] or case.steps)))
+                if not told.startswith("equal"):
+                    failed.append(name)
+                print(f"{name}: {told}", flush=True)
+    print("ok" if not failed else f"not equal: {failed}", flush=True)
+    sys.exit(bool(failed))
+
+
+def result_of(case: Case) -> str:
+    """What a case tells: how its three runs differ, or how it failed."""
+    try:
+        alone, eager = trained(case, replay=None), trained(case, replay=False)
+        return compared(alone, eager, trained(case, replay=True))
+    except Exception as error:
+        traceback.print_exc()
+        return f"failed: {type(error).__name__}: {error}"
+
+
+def trained(case: Case, *, replay: bool | None) -> dict[str, Any]:
+    """Losses, gradients and counters of a run of a new model; None: without thdprof."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    torch.manual_seed(1234)
+    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
+    config = pictures.config_of(**case.config) if case.with_images else plain_config(**case.config)
+    inner = (
+        pictures.qwen3_vl(config, experts=case.experts, features=case.features)
+        if case.with_images
+        else gpt(case, config)
+    )
+    model = wrapped(inner, config)
+    told: dict[str, Any] = {"losses": [], "gradients": []}
+    if replay is None:
+        _train(case, model, told)
+        return told
+    with install(model, plan_of(case), config, replay=replay, say=print) as installation:
+        _train(case, model, told)
+        stats = installation.stats()
+        told["counts"] = {"captures": stats.captures, "replays": sum(stats.replays.values())}
+        told["counts"] |= {reason.name: number for reason, number in stats.fallbacks.items() if number}
+    return told
+
+
+def _train(case: Case, model: Any, told: dict[str, Any]) -> None:
+    for step in range(case.steps):
+        model.zero_grad_buffer()
+        given = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=batches(case, step),
+            model=[model],
+            num_microbatches=EACH,
+            seq_length=TOKENS,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        model.finish_grad_sync()
+        told["losses"] += [part["loss"].item() for part in given]
+        for parameter in model.parameters():
+            told["gradients"].append(parameter.main_grad.double().sum().item())
+            parameter.data.add_(parameter.main_grad.to(parameter.dtype), alpha=-0.05)
+
+
+def gpt(case: Case, config: Any) -> Any:
+    """A GPT with the case's position embedding."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    for name, value in YARN.items():
+        setattr(config, f"yarn_{name}", value)
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm),
+        vocab_size=VOCABULARY,
+        max_sequence_length=TOKENS,
+        position_embedding_type=case.positions,
+    )
+
+
+def plan_of(case: Case) -> Any:
+    """A plan of buckets that hold 8 and 16 documents; micro-batches of 20 fall back."""
+    stages = case.sizes.get("pipeline_model_parallel_size", 1)
+    plan = plan_of_shares(
+        [0.4, 0.4],
+        count=case.steps * EACH,
+        steps=case.steps,
+        pipeline_parallel_size=stages,
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        seq_length=TOKENS,
+        global_batch_size=EACH,
+        experts="none" if case.experts is None else "dropless",
+    )
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"] |= {"slots": [[stages - rank] for rank in range(stages)], **case.plan}
+    for bucket in values["graphs"]["buckets"]:
+        bucket |= {"max_seqlen": TOKENS}
+    values["microbatches"]["n_tokens_max"] = TOKENS
+    return type(plan).model_validate(values)
+
+
+def batches(case: Case, step: int) -> Iterator[dict[str, Any]]:
+    """Micro-batches of a step; every fourth one has no images."""
+    for number in range(EACH):
+        random = np.random.default_rng([step, number])
+        count = DOCUMENTS[(step * EACH + number) % len(DOCUMENTS)]
+        cuts = np.sort(random.choice(np.arange(1, TOKENS // 8), count - 1, replace=False)) * 8
+        bounds = [0, *cuts.tolist(), TOKENS]
+        drawn = pictures.documents(random, bounds, images=case.with_images and number != 2)
+        labels = torch.from_numpy(random.integers(1, pictures.IMAGE, TOKENS)).unsqueeze(0)
+        yield {
+            "bounds": bounds,
+            "tokens": torch.from_numpy(drawn["tokens"]).unsqueeze(0).cuda(),
+            "labels": labels.cuda(),
+            "grids": torch.tensor(drawn["grids"], dtype=torch.int64).reshape(-1, 3).cuda(),
+            "pixels": torch.from_numpy(drawn["pixels"]).cuda().bfloat16(),
+            "positions": _positions(random) if case.positions == "mrope" else None,
+        }
+
+
+def _positions(random: np.random.Generator) -> torch.Tensor:
+    return torch.from_numpy(random.integers(0, TOKENS, (3, 1, TOKENS))).cuda()
+
+
+def forward_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
+    """What Megatron's schedules call for a micro-batch."""
+    batch = next(data)
+    params = packed_seq_params(batch["bounds"])
+    images = {}
+    if len(batch["grids"]):
+        images = {"pixel_values": batch["pixels"], "image_grid_thw": batch["grids"]}
+
+    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = output.float().mean()
+        return loss, {"loss": loss.detach()}
+
+    output = model(
+        batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=params, **images
+    )
+    return output, loss_of
+
+
+def compared(alone: dict[str, Any], eager: dict[str, Any], replayed: dict[str, Any]) -> str:
+    """How many losses and sums of gradients differ from those of a run without thdprof, and the counters."""
+    told = []
+    for label, run in (("padded", eager), ("replayed", replayed)):
+        for name in ("losses", "gradients"):
+            differ = sum(a != b for a, b in zip(alone[name], run[name], strict=True))
+            told.append(f"{differ} of {len(alone[name])} {name} differ {label}")
+    spread = len(set(alone["losses"]))
+    moves = spread > 3 or not alone["losses"]  # which the last stage of a pipeline alone has
+    equal = all(part.startswith("0 of") for part in told) and moves and replayed["counts"]["replays"] > 3
+    counts = ", ".join(f"{name} {number}" for name, number in replayed["counts"].items())
+    return f"{'equal' if equal else 'not equal'}: {'; '.join(told)}; {spread} different losses; {counts}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Unfused RoPE of packed micro-batches: the function for captures beside megatron-core's own, bit for bit."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.models.common.embeddings import rope_utils
+from support.layer_graphs import BUCKETS, HIDDEN, LARGE, OVER, SMALL, TOKENS, FakeEngine, make_block
+
+from thdprof.runtime import FallbackReason
+from thdprof.runtime.megatron import packed_seq_params, surroundings
+from thdprof.runtime.megatron.decoder import decoder, unfused_rope
+from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.padding import PackedSequence
+
+HEADS, CHANNELS, ROTATED = 2, 8, 6
+
+
+def group(size, rank):
+    return SimpleNamespace(size=lambda: size, rank=lambda: rank)
+
+
+def rope(rows, seed=0):
+    return torch.randn(rows, 1, 1, ROTATED, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    empty=st.integers(0, 3),
+    size=st.sampled_from([1, 2, 4]),
+    whole=st.booleans(),
+    interleaved=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=120, deadline=None)
+def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, interleaved, dtype):
+    each = 1 if size == 1 else 2 * size  # context parallelism shares out documents of such multiples
+    ends = torch.tensor([0, *lengths]).cumsum(0) * each
+    own = ends.to(torch.int32)
+    padded = torch.cat((own, own[-1:].expand(empty)))  # documents without tokens, for which Megatron's may have no row
+    total, longest = int(ends[-1]), max(lengths) * each
+    table = rope(total if whole else max(longest, total) + 1)
+    for rank in range(size):
+        local = total // size
+        t = torch.randn(local, HEADS, CHANNELS, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        given_there, here = t.clone().requires_grad_(), t.clone().requires_grad_()
+        kwargs = {"rotary_interleaved": interleaved, "mscale": 1.25, "cp_group": group(size, rank)}
+        expected = rope_utils._apply_rotary_pos_emb_thd(given_there, own, table, **kwargs)
+        found = unfused_rope.rotated(here, padded, table, **kwargs)
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+        out = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+        expected.backward(out)
+        found.backward(out)
+        assert torch.equal(here.grad, given_there.grad)
+
+
+def test_boundaries_are_not_read_on_the_host_inside_the_context():
+    own = rope_utils._apply_rotary_pos_emb_thd
+    config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
+    on_meta = torch.tensor([0, 3, 8], dtype=torch.int32, device="meta")  # has no values that a host could read
+    tokens, table = torch.empty(8, HEADS, CHANNELS, device="meta"), torch.empty(9, 1, 1, ROTATED, device="meta")
+    with unfused_rope.on_the_device():
+        found = rope_utils.apply_rotary_pos_emb(tokens, table, config, on_meta, cp_group=group(1, 0))
+    assert found.shape == tokens.shape
+    assert rope_utils._apply_rotary_pos_emb_thd is own
+    with pytest.raises(Exception, match="meta"):
+        rope_utils.apply_rotary_pos_emb(tokens, table, config, on_meta, cp_group=group(1, 0))
+
+
+def test_a_table_of_as_many_rows_as_tokens_is_told_from_one_of_positions():
+    """Megatron takes the first kind for positions of the micro-batch, which one document alone has as its own."""
+    two, one = (PackedSequence(cu_seqlens=torch.tensor(b), max_seqlen=8) for b in ([0, 3, 8], [0, 8]))
+    assert decoder.runs_on_over_documents(rope(8), two, 8)
+    assert not decoder.runs_on_over_documents(rope(5), two, 8)
+    assert not decoder.runs_on_over_documents(rope(8), one, 8)
+    assert not decoder.runs_on_over_documents(None, two, 8)
+
+
+class Engine(FakeEngine):
+    """Makes graphs, and sees what rotates tokens meanwhile."""
+
+    def __call__(self, *args, **kwargs):
+        assert rope_utils._apply_rotary_pos_emb_thd is unfused_rope.rotated
+        return super().__call__(*args, **kwargs)
+
+
+def test_no_boundaries_are_read_while_a_chunk_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", lambda: None)
+    own = rope_utils._apply_rotary_pos_emb_thd
+    with surroundings.of_decoder(torch.nn.Linear(2, 2)).while_capturing():
+        assert rope_utils._apply_rotary_pos_emb_thd is unfused_rope.rotated
+    assert rope_utils._apply_rotary_pos_emb_thd is own
+
+
+@pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
+def test_a_decoders_numbers_are_those_without_thdprof():
+    """A table for the whole buffer would else be taken for one of the micro-batch's tokens."""
+    plain, graphed = make_block(), make_block()
+    table = torch.randn(TOKENS + 1, 1, 1, HIDDEN // 2, generator=torch.Generator().manual_seed(3))
+    for parameter in (*plain.parameters(), *graphed.parameters()):
+        parameter.main_grad = torch.zeros_like(parameter)
+    decoder_of_graphs, engine = decoder.Decoder(graphed, lambda length: table[:length]), Engine()
+    engine.block = graphed
+    run = LayerGraphs(decoder_of_graphs, BUCKETS, num_slots=2, make=engine, sample_every=0)
+    decoder_of_graphs.attach(run, cp_size=1, shards=1, tail="none")
+    compared = 0
+    for seed, (bounds, rows) in enumerate([(SMALL, 9), (LARGE, 6), (OVER, 9), (SMALL, TOKENS), ([0, TOKENS], TOKENS)]):
+        hidden = torch.randn(TOKENS, 1, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        params = [packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu") for _ in range(2)]
+        outputs = [
+            block(
+                hidden_states=hidden.clone().requires_grad_(),
+                attention_mask=None,
+                rotary_pos_emb=table[:rows],
+                packed_seq_params=given,
+            )
+            for block, given in zip((plain, graphed), params, strict=True)
+        ]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.square().sum().backward()
+        compared += 1
+    assert compared == 5
+    assert run.stats().replays.total() == 3
+    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 1, FallbackReason.argument_not_known: 1}

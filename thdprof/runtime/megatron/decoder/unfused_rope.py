@@ -1,0 +1,105 @@
+"""RoPE of packed micro-batches by Megatron's own operations (`apply_rope_fusion` off), without a look at the host.
+
+Megatron splits a micro-batch at its boundaries, which it reads on the host. In captures a function stands for that one
+which finds the row of every token's position on the GPU. The numbers are the same bit for bit: a token is rotated by
+the same row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_SPLITS = "_apply_rotary_pos_emb_thd"
+"""megatron-core's function that reads boundaries on the host."""
+
+
+@contextmanager
+def on_the_device() -> Iterator[None]:
+    """Inside the block, no rotary embedding of packed tokens reads boundaries on the host."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    own = getattr(rope_utils, _SPLITS)
+    setattr(rope_utils, _SPLITS, rotated)
+    try:
+        yield
+    finally:
+        setattr(rope_utils, _SPLITS, own)
+
+
+def rotated(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    mla_rotary_interleaved: bool = False,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+    multi_latent_attention: bool | None = None,
+) -> torch.Tensor:
+    """What megatron-core's `_apply_rotary_pos_emb_thd` returns, computed on the device alone.
+
+    Args:
+        t: queries or keys of this rank, shape [tokens, heads, channels].
+        cu_seqlens: boundaries of the documents over all context-parallel ranks, int32, shape [documents + 1]. Documents
+            without tokens may follow the last one.
+        freqs: rotary embeddings, shape [positions, 1, 1, channels]. With as many rows as the ranks have tokens they are
+            those of the micro-batch's tokens, else those of positions in a document.
+        rotary_interleaved: as Megatron's.
+        mla_rotary_interleaved: as Megatron's.
+        mscale: as Megatron's.
+        cp_group: the context-parallel group.
+        multi_latent_attention: an older name of `mla_rotary_interleaved`.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    if multi_latent_attention is not None:
+        mla_rotary_interleaved = multi_latent_attention
+    num_tokens, cp_size = int(t.shape[0]), int(cp_group.size())
+    places = positions(cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=int(cp_group.rank()))
+    whole = int(freqs.shape[0]) == num_tokens * cp_size
+    rows = places.in_microbatch if whole else places.in_document
+    result: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1),
+        freqs.index_select(0, rows.clamp(0, freqs.shape[0] - 1)),
+        rotary_interleaved=rotary_interleaved,
+        mla_rotary_interleaved=mla_rotary_interleaved,
+        mscale=mscale,
+    )
+    return result.squeeze(1)
+
+
+class Positions:
+    """Where the tokens of one rank are, each an int64 tensor of shape [tokens of this rank], on the device."""
+
+    def __init__(self, in_document: torch.Tensor, begins: torch.Tensor) -> None:
+        """Positions in documents that begin at `begins`, counted over all ranks."""
+        self.in_document = in_document
+        """Place of every token in its document."""
+        self.in_microbatch = in_document + begins
+        """Place of every token in the micro-batch of all context-parallel ranks."""
+
+
+def positions(cu_seqlens: torch.Tensor, num_tokens: int, *, cp_size: int, cp_rank: int) -> Positions:
+    """Where a rank's tokens are: of every document, it has the parts `cp_rank` from the front and from the back.
+
+    Args:
+        cu_seqlens: boundaries over all ranks, int32, shape [documents + 1].
+        num_tokens: tokens of this rank.
+        cp_size: number of ranks that share the documents.
+        cp_rank: this rank's number among them.
+    """
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size  # on this rank
+    ends = lengths.cumsum(0)
+    tokens = torch.arange(num_tokens, device=cu_seqlens.device)
+    documents = torch.searchsorted(ends, tokens, right=True).clamp(max=len(lengths) - 1)
+    length = lengths[documents]
+    place = tokens - (ends[documents] - length)
+    if cp_size > 1:
+        half = length // 2
+        back = length * cp_size - (cp_rank + 1) * half + place - half
+        place = torch.where(place < half, cp_rank * half + place, back)
+    return Positions(place, cu_seqlens[documents].long())
