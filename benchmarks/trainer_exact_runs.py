@@ -110,8 +110,8 @@ def run_rows(
         return [[*HEAD], *(lines.get(row.name, [row.name, NOT_RUN, *["-"] * (len(HEAD) - 2)]) for row in rows)]
 
     def one(work: _Work, name: str) -> None:
-        left = end - time.monotonic()
-        if left >= LEAST_S:
+        failed = "on" in work.ran and work.ran["on"].code != 0  # nothing can be compared then
+        if end - time.monotonic() >= LEAST_S and not failed:
             with gpus.taken(work.row.gpus) as here:
                 work.ran[name] = _run(work, name, scripts, directory, here, limit=min(limit, end - time.monotonic()))
             print(f"{work.row.name}: {name} {work.ran[name].seconds:.0f} s {work.ran[name].error}", flush=True)
@@ -129,7 +129,7 @@ def run_rows(
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier call
             folder.mkdir()
             works.append(_Work(row=row, folder=folder, plan=planners.submit(_plan, row, folder, directory)))
-        futures = [pool.submit(one, work, name) for work in works for name in run_names(work.row)]
+        futures = [pool.submit(one, work, name) for work, name in _queue(works, jobs)]
         try:
             for future in futures:
                 future.result()
@@ -147,6 +147,14 @@ def run_names(row: Row) -> list[str]:
     """The runs of a row, in the order in which they begin."""
     off = ["off", *(f"off-{number}" for number in range(2, row.eager_runs + 1))] if row.padded else []
     return ["on", *off, "unchanged"]
+
+
+def _queue(works: Sequence[_Work], jobs: int) -> Iterator[tuple[_Work, str]]:
+    """The runs in the order in which they begin: of so many rows as run at once those that replay, then the others."""
+    for first in range(0, len(works), jobs):
+        together = works[first : first + jobs]
+        yield from ((work, "on") for work in together)
+        yield from ((work, name) for work in together for name in run_names(work.row) if name != "on")
 
 
 def _plan(row: Row, folder: Path, directory: Path) -> Path:
