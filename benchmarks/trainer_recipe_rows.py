@@ -33,7 +33,9 @@ _DEEPSEEK = (
 )
 _GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-shared-expert-overlap"
 _MTP = "--mtp-num-layers 1"
-_GPT_OSS = f"{_DROPLESS} {_FORCED} --moe-router-fusion --window-size 128,0 --window-attn-skip-freq 2"
+_GPT_OSS = (
+    f"{_DROPLESS} {_FORCED} --moe-router-fusion --window-size 128,0 --window-attn-skip-freq 2 --no-bias-dropout-fusion"
+)
 _QWEN3 = f"{_DROPLESS} {_AUX} {_FORCED} {_NORMED} --moe-router-fusion"
 _QWEN3_NEXT = (
     f"{_DROPLESS} {_SHARED} {_FORCED} {_NORMED} --moe-router-fusion --moe-shared-expert-gate "
