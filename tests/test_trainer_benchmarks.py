@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support.command import load_script
@@ -48,6 +50,48 @@ def test_megatron_knows_every_argument_of_every_row(exact, exact_rows, megatron_
         assert parsed.eval_interval < parsed.train_iters
         assert parsed.gradient_accumulation_fusion == row.fused
         assert parsed.tensor_model_parallel_size * parsed.pipeline_model_parallel_size <= row.gpus
+
+
+@pytest.fixture
+def _as_with_an_engine(monkeypatch):
+    """What Megatron's checks of its arguments ask of Transformer Engine and of a GPU, as an H100 has them."""
+    import torch
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+    from packaging.version import Version
+
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0))
+    fused = {
+        rope_utils: ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"),
+        moe_utils: ("fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index", "fused_unpermute"),
+    }
+    for module, names in fused.items():
+        for name in (*names, *(["fused_sort_chunks_by_index_with_probs"] if module is moe_utils else [])):
+            monkeypatch.setattr(module, name, object())
+
+
+@pytest.mark.usefixtures("_as_with_an_engine")
+def test_megatron_takes_the_arguments_of_every_row_together(exact, exact_rows, megatron_parser, monkeypatch, tmp_path):
+    from megatron.training import arguments
+
+    experts = 0
+    for row in exact_rows:
+        parsed, _ = megatron_parser.parse_known_args(exact.exact_flags(row, tmp_path))
+        parsed._is_global_batch_size_explicitly_specified, parsed.rank, parsed.world_size = True, 0, row.gpus
+        for name, value in {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **row.environment}.items():
+            monkeypatch.setenv(name, value)
+        try:
+            arguments.validate_args(parsed, {})
+            config = arguments.core_transformer_config_from_args(parsed)
+        except (AssertionError, ValueError) as error:
+            pytest.fail(f"{row.name}: {error}")
+        experts += bool(config.num_moe_experts)
+    assert experts > 30
 
 
 def logs_of(exact_runs, code, losses):
