@@ -85,6 +85,7 @@ def script_run(
     replay: bool = True,
     stats: Path | None = None,
     gpus: int = 1,
+    hosts: int = 1,
     tensorboard: Path | None = None,
     environment: Mapping[str, str] | None = None,
     limit: float = 300,
@@ -93,9 +94,9 @@ def script_run(
 ) -> Ran:
     """Run `script` on `gpus` GPUs of this host, by `plan` through thdprof.run, or unchanged and alone without one.
 
-    `by` is a script that stands for thdprof.run.
+    `by` is a script that stands for thdprof.run. With several `hosts` there are so many ranks on each GPU.
     """
-    command, ranks = launcher(gpus)
+    command, ranks = launcher(gpus, hosts)
     if plan is not None:
         command += [str(by)] if by else ["-m", "thdprof.run"]
         command += ["--plan", str(plan), "--replay", "on" if replay else "off"]
@@ -118,8 +119,10 @@ def script_run(
     )
 
 
-def launcher(gpus: int) -> tuple[list[str], dict[str, str]]:
+def launcher(gpus: int, hosts: int = 1) -> tuple[list[str], dict[str, str]]:
     """The command that starts a script on `gpus` GPUs of this host, up to the script, and its environment's additions.
+
+    `hosts`: how many hosts this one stands for (as_hosts.py); each has a rank on each of the GPUs.
 
     The port is chosen at random among those that the system gives to no process which asks for any, so that several
     benchmarks may run on a host at once.
@@ -131,6 +134,8 @@ def launcher(gpus: int) -> tuple[list[str], dict[str, str]]:
                 free.bind(("127.0.0.1", port))
                 break
     command = [sys.executable, "-W", "ignore"]
+    if hosts > 1:
+        return [*command, str(ROOT / "benchmarks" / "as_hosts.py"), str(hosts), str(gpus), str(port)], {}
     if gpus > 1:
         return [*command, "-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(port)], {}
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import runpy
@@ -250,7 +251,20 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
         return _fail(error, said="LOCAL_RANK")
     except SettingsError as error:  # of a model as it was built, which may differ between ranks
         return _fail(error, said=None)
+    except BaseException:
+        _end_workers()
+        raise
     return 0
+
+
+def _end_workers() -> None:
+    """End the processes that load data: the interpreter would wait five seconds for each before it ends it itself.
+
+    Every worker of every DataLoader is still there after an error, whose traceback holds the iterators.
+    """
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.terminate()
 
 
 def _fail(error: Exception, *, said: str | None) -> int:

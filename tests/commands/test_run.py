@@ -296,6 +296,38 @@ def test_errors_of_the_script_are_its_own(plan, script):
     assert ended.value.code == 17
 
 
+def test_processes_that_load_data_do_not_keep_a_failed_script_from_ending(plan, script):
+    """torch's DataLoader waits for its workers at the interpreter's exit, five seconds for each."""
+    waiting = (
+        "import atexit",
+        "from torch.utils import data",
+        "def wait_for(worker):",
+        "    worker.join(5)",
+        "    print('exit code of a worker:', worker.exitcode, flush=True)",
+        "def train():",
+        "    loading = iter(data.DataLoader(range(8), num_workers=2))",
+        "    next(loading)",
+        "    for worker in loading._workers:",
+        "        atexit.register(wait_for, worker)  # as torch does for persistent workers and pinned memory",
+        "    raise ValueError('in the script')",
+        "train()",
+    )
+    script.write_text("\n".join(waiting))
+    without_megatron = (
+        "import contextlib, sys",
+        "from thdprof.run import main",
+        "from thdprof.runtime.megatron.trainers import megatron_lm",
+        "megatron_lm.following = lambda *args, **kwargs: contextlib.nullcontext()",
+        "sys.exit(main(sys.argv[1:]))",
+    )
+    argv = ["-c", "\n".join(without_megatron), "--plan", str(plan), str(script), *FITTING]
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ValueError: in the script" in done.stderr
+    assert "killed by signal" not in done.stderr
+    assert done.stdout.splitlines()[:2] == ["exit code of a worker: 0"] * 2, done.stdout + done.stderr
+
+
 def test_models_that_install_refuses_end_without_a_traceback(plan, script, capsys):
     script.write_text(
         "from thdprof.runtime.megatron.refusals.settings import SettingsError\n"
