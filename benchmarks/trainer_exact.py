@@ -49,8 +49,6 @@ class Row:
     """Micro-batches of a step, of all data-parallel ranks together."""
     left_out: tuple[str, ...] = ()
     """Arguments of all rows that this one does without."""
-    padded: bool = True
-    """Compare with --replay off; False: with the script alone, because the run has no padded eager form."""
     eager_runs: int = 1
     """Runs with --replay off: several where eager runs differ from each other, so that their spread is told."""
 

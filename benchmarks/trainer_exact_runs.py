@@ -37,6 +37,8 @@ FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "MA
 LEAST_S = 60
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
+HAS_NO_PADDED_FORM = "--overlap-moe-expert-parallel-comm"
+"""The argument of Megatron's schedule of nodes, which --replay off refuses: such a row is compared with the script."""
 HEAD = (
     *("row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ", "validation losses differ"),
     *("off beside the unchanged script: steps that differ", "micro-batches replayed, eager, evaluated"),
@@ -144,9 +146,9 @@ def run_rows(
 
 
 def run_names(row: Row) -> list[str]:
-    """The runs of a row, in the order in which they begin."""
-    off = ["off", *(f"off-{number}" for number in range(2, row.eager_runs + 1))] if row.padded else []
-    return ["on", *off, "unchanged"]
+    """The runs of a row, in the order in which they begin; without --replay off where a run has no padded form."""
+    off = ["off", *(f"off-{number}" for number in range(2, row.eager_runs + 1))]
+    return ["on", *([] if HAS_NO_PADDED_FORM in row.flags.split() else off), "unchanged"]
 
 
 def _queue(works: Sequence[_Work], jobs: int) -> Iterator[tuple[_Work, str]]:

@@ -74,7 +74,6 @@ RECIPE_ROWS = (
         flags=f"{_QWEN3} {_EP_2} {_OVERLAPS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute",
         impl=_LAYERS,
         environment=_CONNECTIONS,
-        padded=False,
     ),
     Row(
         name="Qwen3-235B-A22B, EP 2, communication overlapped, weight gradients delayed, FP8 current in FP8",
@@ -82,7 +81,6 @@ RECIPE_ROWS = (
         flags=f"{_QWEN3} {_EP_2} {_OVERLAPS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute {_IN_FP8}",
         impl=_LAYERS,
         environment=_CONNECTIONS,
-        padded=False,
     ),
     Row(
         name="gpt-oss, EP 2, biases, windows, recompute moe_act and layernorm",

@@ -138,7 +138,7 @@ def test_runs_of_a_row_are_compared_step_by_step(exact, exact_runs, monkeypatch,
 
 
 def test_a_row_without_padded_form_is_compared_with_the_script_alone(exact, exact_runs, monkeypatch, tmp_path):
-    rows = [exact.Row(name="overlapped", flags="a", padded=False)]
+    rows = [exact.Row(name="overlapped", flags="--overlap-moe-expert-parallel-comm")]
     began, (_, line) = ran_rows(
         exact_runs, monkeypatch, tmp_path, rows, lambda row, name: logs_of(exact_runs, 0, {1: float(name == "on")})
     )
