@@ -10,7 +10,8 @@ speed   a model's shape (--shape) on one GPU, one run after the other: eager, Me
         the plan with --replay off, the plan without verified micro-batches and with one in 16; then where the time of a
         step by the plan goes
 exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
-        alone, with deterministic kernels: steps in which loss or gradient norm differ
+        alone, with deterministic kernels: steps in which loss or gradient norm differ; rows of whole recipes come
+        first, runs begin until --seconds are over, and --out is written after each row
 soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
         and the same command goes on until it is done
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
