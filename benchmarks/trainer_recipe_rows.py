@@ -68,6 +68,7 @@ RECIPE_ROWS = (
         flags=f"{_CURRENT} {_PP_2} --defer-embedding-wgrad-compute --switch-on disable_parameter_transpose_cache",
         fused=True,
     ),
+    Row(name="Qwen3-30B-A3B, forced load balancing", flags=_QWEN3, impl=_LAYERS),
     Row(
         name="Qwen3-235B-A22B, EP 2, communication overlapped, weight gradients delayed",
         gpus=2,
@@ -138,7 +139,6 @@ RECIPE_ROWS = (
         flags=f"--adapters lora --adapters-dropout 0.1 {_CURRENT} --switch-on disable_parameter_transpose_cache",
         dropout=True,
     ),
-    Row(name="Qwen3-30B-A3B, forced load balancing", flags=_QWEN3, impl=_LAYERS),
 )
 """Rows of recipes, and of pairs of settings, those first that more recipes have."""
 
