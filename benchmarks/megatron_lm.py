@@ -301,7 +301,7 @@ def plan_of(
     if code:
         raise RuntimeError(f"{shlex.join(command)}: exit code {code}\n{printed}")
     if caps:
-        with_caps(plan, table, caps)
+        with_caps(plan, table, caps, impl=impl)
     if modules:
         with_modules(plan, modules)
     return plan
@@ -316,8 +316,11 @@ def with_modules(plan: Path, modules: Sequence[str]) -> None:
     Plan.model_validate(values).save(plan, force=True)
 
 
-def with_caps(plan: Path, table: Path, shares: Sequence[float]) -> None:
-    """Give a plan one bucket at each of these shares of the micro-batches of `table`, as ranks decide on them."""
+def with_caps(plan: Path, table: Path, shares: Sequence[float], *, impl: str = "chunk") -> None:
+    """Give a plan one bucket at each of these shares of the micro-batches of `table`, as ranks decide on them.
+
+    A plan that captures nothing, because graphs were predicted to save no time, gets graphs of kind `impl`.
+    """
     import numpy as np
     import pyarrow.parquet as pq
 
@@ -338,7 +341,9 @@ def with_caps(plan: Path, table: Path, shares: Sequence[float]) -> None:
     rates = loaded.predictions.fallback_rate.model_copy(update={"microbatch": 1 - below / len(n_seqs)})
     loaded.model_copy(
         update={
-            "graphs": loaded.graphs.model_copy(update={"buckets": buckets}),
+            "graphs": loaded.graphs.model_copy(
+                update={"buckets": buckets, "impl": impl if loaded.graphs.impl == "none" else loaded.graphs.impl}
+            ),
             "predictions": loaded.predictions.model_copy(update={"fallback_rate": rates}),
         }
     ).save(plan, force=True)

@@ -403,9 +403,10 @@ def run_setting(
     log = plan_path.with_name("measured.json")
     log.unlink(missing_ok=True)
     launcher = [sys.executable, "-W", "ignore"]
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29591"}
+    port = str(random.randrange(20_000, 29_000))  # which the system gives to no process that asks for any
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if setting.pp > 1:
-        port, alone = str(random.randrange(20_000, 30_000)), {}
+        alone = {}
         launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(setting.pp), "--master-port", port]
     command = [*launcher, str(HERE / "memory.py"), "--work", str(plan_path), str(log), str(script)]
     command += flags_of(setting, prefix)

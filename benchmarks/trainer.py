@@ -10,7 +10,8 @@ speed   a model's shape (--shape) on one GPU, one run after the other: eager, Me
         the plan with --replay off, the plan without verified micro-batches and with one in 16; then where the time of a
         step by the plan goes
 exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
-        alone, with deterministic kernels: steps in which loss or gradient norm differ
+        alone, with deterministic kernels: steps in which loss or gradient norm differ; rows of whole recipes come
+        first, runs begin until --seconds are over, and --out is written after each row
 soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
         and the same command goes on until it is done
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
@@ -34,13 +35,15 @@ from pathlib import Path
 
 import megatron_lm
 from megatron_lm import COMMON, NO_DROPOUT, ROOT, SHAPES, Ran, plan_of, script_run, without
-from trainer_exact import APEX_STAND_IN, ROWS, exact_data, exact_row
+from trainer_exact import APEX_STAND_IN, exact_data
+from trainer_exact_runs import run_rows
 from trainer_experts import RUNS as OF_EXPERTS
 from trainer_experts import experts_lines
 from trainer_lives import LIVES, Life
 from trainer_overlap import RUNS as OVERLAPS
 from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
+from trainer_recipe_rows import ALL_ROWS
 from trainer_soak import soak
 
 from thdprof.plan import load_plan
@@ -75,17 +78,19 @@ STEPS, WARM, SOAKED = 40, 10, 20_000
 
 
 def exact(args: argparse.Namespace, directory: Path) -> list[str]:
-    """The table of `exact`: all rows at once, since nothing but their numbers counts."""
-    rows = [row for row in ROWS if row.gpus in args.gpus and named(row.name, args.rows)]
+    """The table of `exact`: rows at once, since nothing but their numbers counts; it is written after each of them."""
+    rows = [row for row in ALL_ROWS if row.gpus in args.gpus and named(row.name, args.rows)]
     exact_data(rows, directory / "data")
-    with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [pool.submit(exact_row, row, args.megatron_lm, directory) for row in rows]
-        lines = [job.result() for job in jobs]
-    head = ["row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ"]
-    head += ["validation losses differ", "off beside the unchanged script: steps that differ"]
-    head += ["micro-batches replayed, eager, evaluated", "ms a step, on", "ms a step, off", "thdprof compare"]
+    head = heading(args.mode)
     note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
-    return [note, "", *table([head, *lines])]
+
+    def tell(lines: Sequence[Sequence[str]]) -> None:
+        args.out.write_text("\n".join([*head, note, "", *table(lines)]) + "\n")
+
+    lines = run_rows(
+        rows, args.megatron_lm, directory, jobs=args.jobs, limit=args.limit, seconds=args.seconds, tell=tell
+    )
+    return [note, "", *table(lines)]
 
 
 def speed(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -100,6 +105,8 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     flags = without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
     path = megatron_lm.environment_here(*[APEX_STAND_IN] * args.fused)["PYTHONPATH"]
     plan = plan_of(flags, directory, "plan")
+    if not caps_of(plan):  # no gain was predicted: one bucket that holds all tells whether there is one
+        plan = plan_of(flags, directory, "plan", caps=(1.0,))
     runs: list[tuple[str, Ran]] = []
     for name in args.variants:
         stats = directory / f"{name}.jsonl"
@@ -269,7 +276,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rows", default="", help="exact, lives, overlap, experts: only rows with one of these texts: CP;EP"
     )
-    parser.add_argument("--jobs", type=int, default=6, help="exact, lives: rows at once [6]")
+    parser.add_argument("--jobs", type=int, default=6, help="exact, lives: runs, or lives, at once [6]")
+    parser.add_argument("--limit", type=float, default=400, help="exact: seconds that one run may take [400]")
+    parser.add_argument(
+        "--seconds", type=float, default=7200, help="exact: seconds after which no run begins and all end [7200]"
+    )
     parser.add_argument(
         "--steps", type=int, help=f"speed, overlap, experts, soak: steps of each run [{STEPS}; soak {SOAKED}]"
     )

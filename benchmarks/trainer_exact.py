@@ -1,4 +1,4 @@
-"""Small models through Megatron-LM's scripts: replayed beside --replay off and the script alone, step by step."""
+"""Rows of `exact`: small models through Megatron-LM's scripts, a setting or a few in each, and what they train on."""
 
 from __future__ import annotations
 
@@ -10,22 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron_lm import (
-    COMMON,
-    EXACT,
-    NO_DROPOUT,
-    ROOT,
-    SMALL,
-    Ran,
-    different_steps,
-    environment_here,
-    largest_difference,
-    plan_of,
-    run,
-    script_run,
-    without,
-    write_documents,
-)
+from megatron_lm import COMMON, NO_DROPOUT, ROOT, SMALL, without, write_documents
 
 STEPS = 100
 CAPS = (0.6, 0.93)
@@ -60,6 +45,12 @@ class Row:
     own_tracker: bool = False
     """Run the script alone with Megatron's own RNG tracker: with Transformer Engine's, megatron-core 0.19 recomputes
     with other masks of dropout than the forward had."""
+    microbatches: int = 4
+    """Micro-batches of a step, of all data-parallel ranks together."""
+    left_out: tuple[str, ...] = ()
+    """Arguments of all rows that this one does without."""
+    eager_runs: int = 1
+    """Runs with --replay off: several where eager runs differ from each other, so that their spread is told."""
 
 
 APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
@@ -233,7 +224,7 @@ RECOMPUTE_ROWS = (
     Row(name="one GPU, experts, recompute moe_act and layernorm", flags=f"{_EXPERTS} {_SELECTIVE} moe_act layernorm"),
     Row(
         name="one GPU, latent attention, recompute mla_up_proj",
-        flags=f"{_SMALL_LATENT} --num-query-groups 4 {_SELECTIVE} mla_up_proj",
+        flags=f"{_SMALL_LATENT} {_SELECTIVE} mla_up_proj",
     ),
     Row(
         name="DP 2, distributed optimizer, both overlaps, recompute core_attn and mlp, dropout, 1 layer a graph",
@@ -488,9 +479,12 @@ def exact_flags(row: Row, data: Path) -> list[str]:
         row: the row.
         data: folder with what `exact_data` wrote.
     """
-    flags = shlex.split(f"{SMALL} {COMMON} {row.flags}")
+    flags = without(shlex.split(f"{SMALL} {COMMON}"), "--global-batch-size", *row.left_out) + shlex.split(row.flags)
+    if "--multi-latent-attention" in flags:  # which Megatron takes with heads of its own alone
+        flags = without(flags, "--group-query-attention", "--num-query-groups")
+    flags += ["--global-batch-size", str(row.microbatches)]
     flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if row.dropout else NO_DROPOUT)
-    flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-interval", "25", "--eval-iters", "2"]
+    flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-interval", "50", "--eval-iters", "1"]
     if row.fused:
         flags = without(flags, "--no-gradient-accumulation-fusion")
     if "--micro-batch-size" in row.flags:
@@ -515,63 +509,3 @@ def exact_data(rows: Sequence[Row], data: Path) -> None:
         conversations.write_tokenizer(data / "tokenizer")
         stored = conversations.lines(np.random.default_rng(1), 1500, most=20, longest=5)
         conversations.write_lines(data / "conversations.jsonl", stored)
-
-
-def exact_row(row: Row, scripts: Path, directory: Path) -> list[str]:
-    """One line of the table of `exact`."""
-    folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
-    folder.mkdir()
-    flags = exact_flags(row, directory / "data")
-    plan = plan_of(
-        flags,
-        folder,
-        "plan",
-        gpus=row.gpus,
-        caps=CAPS,
-        layers_per_graph=row.layers_per_graph or "all",
-        impl=row.impl,
-        modules=row.modules,
-    )
-    path = environment_here(*[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
-    ran = {}
-    for name in ("on", "off", "unchanged"):
-        planned = name != "unchanged"
-        ran[name] = script_run(
-            scripts / row.script,
-            without(flags, "--te-rng-tracker") if row.own_tracker and not planned else flags,
-            plan=plan if planned else None,
-            replay=name == "on",
-            stats=folder / f"{name}.jsonl" if planned else None,
-            gpus=row.gpus,
-            tensorboard=folder / name,
-            environment={**EXACT, **row.environment, "PYTHONPATH": path},
-            limit=400,
-            log=folder / f"{name}.log",
-        )
-    compared, verdict = run(
-        [sys.executable, "-m", "thdprof", "compare", str(plan), str(folder / "on.jsonl")],
-        environment_here(),
-        limit=60,
-    )
-    (folder / "compare.txt").write_text(compared)
-    verdict = "as predicted" if verdict == 0 else f"exit code {verdict}"
-    return [row.name, *exact_cells(ran["on"], ran["off"], ran["unchanged"]), verdict]
-
-
-def exact_cells(on: Ran, off: Ran, unchanged: Ran) -> list[str]:
-    """Exit codes, differing steps, and milliseconds of a step."""
-    cells = [f"{on.code}, {off.code}, {unchanged.code}"]
-    for name in ("lm loss", "grad-norm", "lm loss validation"):
-        differ, steps = different_steps(on, off, name)
-        cells.append(f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}")
-    apart = [different_steps(off, unchanged, name)[0] for name in ("lm loss", "grad-norm")]
-    largest = largest_difference(off, unchanged, "lm loss")
-    cells.append(f"{apart[0]} losses, {apart[1]} norms" + (f", losses by {largest:.1e} at most" if largest else ""))
-    replayed = max(on.scalars.get("thdprof/replayed", {0: 0}).values())
-    eager = {k: max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/")}
-    evaluated = eager.pop("thdprof/eager/not_training", 0)
-    cells.append(f"{replayed:.0f}, {sum(eager.values()):.0f}, {evaluated:.0f}")
-    for one in (on, off):
-        ms = one.step_ms(after=STEPS // 10)
-        cells.append(f"{ms:.1f}" if ms else "-")
-    return cells

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
 import pytest
 from support.command import load_script
 from support.paths import ROOT
@@ -14,21 +18,159 @@ def exact():
     """The module of the rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
-        yield load_script("benchmarks/trainer_exact.py", "tested_trainer_exact")
+        yield importlib.import_module("trainer_exact")
 
 
-def test_megatron_knows_every_argument_of_every_row(exact, megatron_parser, tmp_path):
-    assert len({row.name for row in exact.ROWS}) == len(exact.ROWS) > 20
-    for row in exact.ROWS:
+@pytest.fixture(scope="module")
+def exact_rows(exact):
+    """Every row: those of a setting or two, and those of whole recipes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("trainer_recipe_rows").ALL_ROWS
+
+
+@pytest.fixture(scope="module")
+def exact_runs(exact):
+    """The module that runs the rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("trainer_exact_runs")
+
+
+def test_megatron_knows_every_argument_of_every_row(exact, exact_rows, megatron_parser, tmp_path):
+    assert len({row.name for row in exact_rows}) == len(exact_rows) > 100
+    for row in exact_rows:
         flags = exact.exact_flags(row, tmp_path)
         parsed, unknown = megatron_parser.parse_known_args(flags)
-        own = ["--adapters", "--adapters-dropout"] if row.script == exact.ADAPTERS_SCRIPT else []
+        own = ["--adapters", "--adapters-dropout", "--switch-on"] if row.script == exact.ADAPTERS_SCRIPT else []
         assert {word for word in unknown if word.startswith("--")} <= {*own}, row.name
-        groups = 4 if "--num-query-groups 4" in row.flags else 2
-        assert (parsed.swiglu, parsed.normalization, parsed.num_query_groups) == (True, "RMSNorm", groups)
+        assert (parsed.swiglu, parsed.normalization, parsed.micro_batch_size >= 1) == (True, "RMSNorm", True)
+        assert parsed.group_query_attention != parsed.multi_latent_attention  # Megatron takes one of the two
+        assert parsed.global_batch_size == row.microbatches
         assert parsed.eval_interval < parsed.train_iters
         assert parsed.gradient_accumulation_fusion == row.fused
         assert parsed.tensor_model_parallel_size * parsed.pipeline_model_parallel_size <= row.gpus
+
+
+@pytest.fixture
+def _as_with_an_engine(monkeypatch):
+    """What Megatron's checks of its arguments ask of Transformer Engine and of a GPU, as an H100 has them."""
+    import torch
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+    from packaging.version import Version
+
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0))
+    fused = {
+        rope_utils: ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"),
+        moe_utils: ("fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index", "fused_unpermute"),
+    }
+    for module, names in fused.items():
+        for name in (*names, *(["fused_sort_chunks_by_index_with_probs"] if module is moe_utils else [])):
+            monkeypatch.setattr(module, name, object())
+
+
+@pytest.mark.usefixtures("_as_with_an_engine")
+def test_megatron_takes_the_arguments_of_every_row_together(exact, exact_rows, megatron_parser, monkeypatch, tmp_path):
+    from megatron.training import arguments
+
+    experts = 0
+    for row in exact_rows:
+        parsed, _ = megatron_parser.parse_known_args(exact.exact_flags(row, tmp_path))
+        parsed._is_global_batch_size_explicitly_specified, parsed.rank, parsed.world_size = True, 0, row.gpus
+        for name, value in {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **row.environment}.items():
+            monkeypatch.setenv(name, value)
+        try:
+            arguments.validate_args(parsed, {})
+            config = arguments.core_transformer_config_from_args(parsed)
+        except (AssertionError, ValueError) as error:
+            pytest.fail(f"{row.name}: {error}")
+        experts += bool(config.num_moe_experts)
+    assert experts > 30
+
+
+def logs_of(exact_runs, code, losses):
+    """What a run has logged: its losses by step, and gradient norms alike."""
+    return exact_runs.Ran(code=code, log="", seconds=9.0, scalars={"lm loss": losses, "grad-norm": losses})
+
+
+def ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome, **given):
+    """The runs that began, in their order, and the table of rows whose runs end as `outcome` says."""
+    began, tables = [], []
+
+    def script_run(script, flags, *, plan, replay, tensorboard, environment, **more):
+        row = next(row for row in rows if row.flags == flags[0])
+        began.append((row.name, tensorboard.name, environment.get("CUDA_VISIBLE_DEVICES"), plan is not None and replay))
+        return outcome(row, tensorboard.name)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(exact_runs, "script_run", script_run)
+    monkeypatch.setattr(exact_runs, "exact_flags", lambda row, data: [row.flags])
+    monkeypatch.setattr(exact_runs, "plan_of", lambda *args, **kwargs: tmp_path / "plan.yaml")
+    given = {"jobs": 1, "limit": 100.0, "seconds": 1000.0, **given}
+    table = exact_runs.run_rows(rows, tmp_path, tmp_path, tell=tables.append, **given)
+    assert not tables or tables[-1] == table
+    return began, table
+
+
+def test_runs_of_a_row_are_compared_step_by_step(exact, exact_runs, monkeypatch, tmp_path):
+    rows = [exact.Row(name="one GPU", flags="a"), exact.Row(name="two", flags="b", gpus=2)]
+    losses = {1: 4.0, 2: 3.0}
+
+    def outcome(row, name):
+        return logs_of(exact_runs, 0, {1: 4.0, 2: 3.5} if (row.name, name) == ("two", "on") else losses)
+
+    began, (head, one, two) = ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome)
+    assert [(row, name) for row, name, *_ in began] == [
+        (row.name, name) for row in rows for name in ("on", "off", "unchanged")
+    ]
+    assert [replays for *_, replays in began] == [True, False, False] * 2
+    assert {gpus for row, _, gpus, _ in began if row == "two"} == {"0,1"}
+    assert {gpus for row, _, gpus, _ in began if row == "one GPU"} == {"0"}
+    assert head[2] == "losses differ"
+    assert (one[1:4], two[1:4]) == (["0, 0, 0", "0 of 2", "0 of 2"], ["0, 0, 0", "1 of 2", "1 of 2"])
+    assert two[5] == "0 losses, 0 norms"
+
+
+def test_a_row_without_padded_form_is_compared_with_the_script_alone(exact, exact_runs, monkeypatch, tmp_path):
+    rows = [exact.Row(name="overlapped", flags="--overlap-moe-expert-parallel-comm")]
+    began, (_, line) = ran_rows(
+        exact_runs, monkeypatch, tmp_path, rows, lambda row, name: logs_of(exact_runs, 0, {1: float(name == "on")})
+    )
+    assert [name for _, name, *_ in began] == ["on", "unchanged"]
+    assert line[1:4] == ["0, 0", "1 of 1", "1 of 1"]
+
+
+def test_a_spread_of_eager_runs_says_whether_the_replayed_one_is_among_them(exact, exact_runs, monkeypatch, tmp_path):
+    rows = [exact.Row(name="near", flags="a", eager_runs=3), exact.Row(name="far", flags="b", eager_runs=3)]
+    losses = {"off": 4.0, "off-2": 4.1, "off-3": 4.2, "unchanged": 4.0}
+
+    def outcome(row, name):
+        return logs_of(exact_runs, 0, {1: losses.get(name, 4.05 if row.name == "near" else 5.0)})
+
+    _, (_, near, far) = ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome)
+    assert near[1] == "0, 0, 0 (3 off)"
+    assert "(within)" in near[2]
+    assert "(OUTSIDE)" in far[2]
+
+
+def test_nothing_runs_beside_a_replay_that_failed_or_after_the_time(exact, exact_runs, monkeypatch, tmp_path):
+    rows = [exact.Row(name="fails", flags="a"), exact.Row(name="runs", flags="b")]
+
+    def outcome(row, name):
+        return logs_of(exact_runs, int(row.name == "fails"), {1: 4.0})
+
+    began, (_, fails, runs) = ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome)
+    assert [(row, name) for row, name, *_ in began].count(("fails", "off")) == 0
+    assert (fails[1], runs[1]) == ("1, not run, not run", "0, 0, 0")
+    began, (_, *lines) = ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome, seconds=1.0)
+    assert began == []
+    assert [line[1] for line in lines] == ["not run", "not run"]
 
 
 @pytest.fixture(scope="module")

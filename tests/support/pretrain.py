@@ -181,6 +181,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     parser.add_argument("--record", type=Path, help="file for a JSON line of every step")
     parser.add_argument("--adapters", choices=KINDS, help="freeze the model, and train Megatron-Bridge's adapters")
     parser.add_argument("--adapters-dropout", type=float, default=0.0, help="dropout of the adapters [0]")
+    parser.add_argument("--switch-on", nargs="+", default=[], help="fields of TransformerConfig without an argument")
     return parser
 
 
@@ -193,6 +194,9 @@ def main() -> None:
     dataset_utils.compile_helpers = lambda: None
     pipeline_utils.set_ideal_affinity_for_current_gpu = lambda: None
     model = (hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args)(args)
+    for field in args.switch_on:
+        assert getattr(model.transformer, field) is False, field
+        setattr(model.transformer, field, True)
     if args.adapters is not None:
         peft = adapters(args.adapters, dim=8, dropout=args.adapters_dropout, lora_B_init_method="normal")
         model.pre_wrap_hooks.append(partial(peft, training=True))

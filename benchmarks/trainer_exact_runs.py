@@ -1,0 +1,259 @@
+"""Runs of the rows of `exact`: so many processes at once, on every GPU alike, until time ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+from megatron_lm import (
+    EXACT,
+    Ran,
+    descendants,
+    different_steps,
+    environment_here,
+    largest_difference,
+    plan_of,
+    script_run,
+    without,
+)
+from megatron_lm import run as run_command
+from trainer_exact import APEX_STAND_IN, CAPS, STEPS, Row, exact_flags
+
+MEASURES = ("lm loss", "grad-norm")
+FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "MAX_JOBS": "1"}
+"""Lets runs at the same time not fight for processor cores."""
+LEAST_S = 60
+"""Seconds that must be left for another run to begin."""
+NOT_RUN = "not run"
+HAS_NO_PADDED_FORM = "--overlap-moe-expert-parallel-comm"
+"""The argument of Megatron's schedule of nodes, which --replay off refuses: such a row is compared with the script."""
+HEAD = (
+    *("row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ", "validation losses differ"),
+    *("off beside the unchanged script: steps that differ", "micro-batches replayed, eager, evaluated"),
+    *("ms a step, on", "ms a step, off", "thdprof compare"),
+)
+"""First line of the table."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """A row while it runs."""
+
+    row: Row
+    folder: Path
+    plan: Future[Path]
+    ran: dict[str, Ran] = field(default_factory=dict)
+
+
+class _Gpus:
+    """The GPUs of this host, of which a run of one GPU gets the one with the fewest runs."""
+
+    def __init__(self) -> None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self._names = [name for name in visible.split(",") if name] or [str(n) for n in range(_device_count())]
+        self._runs = Counter(dict.fromkeys(self._names, 0))
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self, count: int) -> Iterator[dict[str, str]]:
+        """The environment of a run of `count` GPUs."""
+        with self._lock:
+            mine = sorted(self._names, key=self._runs.__getitem__)[:count]
+            self._runs.update(mine)
+        try:
+            yield {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+        finally:
+            with self._lock:
+                self._runs.subtract(mine)
+
+
+def _device_count() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def run_rows(
+    rows: Sequence[Row],
+    scripts: Path,
+    directory: Path,
+    *,
+    jobs: int,
+    limit: float,
+    seconds: float,
+    tell: Callable[[list[list[str]]], None],
+) -> list[list[str]]:
+    """The table of `exact`; rows begin in their order, and one that is not run to its end says so.
+
+    Args:
+        rows: the rows.
+        scripts: folder with Megatron-LM's scripts.
+        directory: folder for plans and logs, with the data.
+        jobs: runs at once.
+        limit: seconds that one run may take.
+        seconds: after so many seconds no run begins, and those that run are ended.
+        tell: called with the table so far after every row.
+    """
+    end, gpus, lines, lock = time.monotonic() + seconds, _Gpus(), {}, threading.Lock()
+
+    def table() -> list[list[str]]:
+        return [[*HEAD], *(lines.get(row.name, [row.name, NOT_RUN, *["-"] * (len(HEAD) - 2)]) for row in rows)]
+
+    def one(work: _Work, name: str) -> None:
+        failed = "on" in work.ran and work.ran["on"].code != 0  # nothing can be compared then
+        if end - time.monotonic() >= LEAST_S and not failed:
+            with gpus.taken(work.row.gpus) as here:
+                work.ran[name] = _run(work, name, scripts, directory, here, limit=min(limit, end - time.monotonic()))
+            print(f"{work.row.name}: {name} {work.ran[name].seconds:.0f} s {work.ran[name].error}", flush=True)
+        else:
+            work.ran[name] = Ran(code=-1, log="", seconds=0.0)
+        with lock:
+            if len(work.ran) == len(run_names(work.row)):
+                lines[work.row.name] = _line(work)
+                tell(table())
+
+    with ThreadPoolExecutor(2) as planners, ThreadPoolExecutor(jobs) as pool:
+        works = []
+        for row in rows:
+            folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier call
+            folder.mkdir()
+            works.append(_Work(row=row, folder=folder, plan=planners.submit(_plan, row, folder, directory)))
+        futures = [pool.submit(one, work, name) for work, name in _queue(works, jobs)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for executor in (planners, pool):
+                executor.shutdown(wait=False, cancel_futures=True)
+            for pid in descendants(os.getpid()):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
+    return table()
+
+
+def run_names(row: Row) -> list[str]:
+    """The runs of a row, in the order in which they begin; without --replay off where a run has no padded form."""
+    off = ["off", *(f"off-{number}" for number in range(2, row.eager_runs + 1))]
+    return ["on", *([] if HAS_NO_PADDED_FORM in row.flags.split() else off), "unchanged"]
+
+
+def _queue(works: Sequence[_Work], jobs: int) -> Iterator[tuple[_Work, str]]:
+    """The runs in the order in which they begin: of so many rows as run at once those that replay, then the others."""
+    for first in range(0, len(works), jobs):
+        together = works[first : first + jobs]
+        yield from ((work, "on") for work in together)
+        yield from ((work, name) for work in together for name in run_names(work.row) if name != "on")
+
+
+def _plan(row: Row, folder: Path, directory: Path) -> Path:
+    return plan_of(
+        exact_flags(row, directory / "data"),
+        folder,
+        "plan",
+        gpus=row.gpus,
+        caps=CAPS,
+        layers_per_graph=row.layers_per_graph or "all",
+        impl=row.impl,
+        modules=row.modules,
+    )
+
+
+def _run(work: _Work, name: str, scripts: Path, directory: Path, here: Mapping[str, str], *, limit: float) -> Ran:
+    row, planned = work.row, name != "unchanged"
+    try:
+        plan = work.plan.result()
+    except Exception as error:  # is told in the row's line
+        return Ran(code=-1, log=f"Error: {error}", seconds=0.0)
+    flags = exact_flags(row, directory / "data")
+    path = environment_here(*[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
+    return script_run(
+        scripts / row.script,
+        without(flags, "--te-rng-tracker") if row.own_tracker and not planned else flags,
+        plan=plan if planned else None,
+        replay=name == "on",
+        stats=work.folder / f"{name}.jsonl" if planned else None,
+        gpus=row.gpus,
+        tensorboard=work.folder / name,
+        environment={**EXACT, **FEW_THREADS, **row.environment, **here, "PYTHONPATH": path},
+        limit=limit,
+        log=work.folder / f"{name}.log",
+    )
+
+
+def _line(work: _Work) -> list[str]:
+    """A finished row's line of the table."""
+    if all(ran.code == -1 and not ran.log for ran in work.ran.values()):
+        return [work.row.name, NOT_RUN, *["-"] * (len(HEAD) - 2)]
+    verdict = "-"
+    if (work.folder / "on.jsonl").exists():
+        command = [sys.executable, "-m", "thdprof", "compare", str(work.plan.result()), str(work.folder / "on.jsonl")]
+        compared, code = run_command(command, environment_here(), limit=60)
+        (work.folder / "compare.txt").write_text(compared)
+        verdict = "as predicted" if code == 0 else f"exit code {code}"
+    return [work.row.name, *cells(work.ran), verdict]
+
+
+def cells(ran: Mapping[str, Ran]) -> list[str]:
+    """Exit codes, differing steps, and milliseconds of a step.
+
+    Args:
+        ran: the runs by name: on, off with more of its kind or none, and unchanged.
+    """
+    on, unchanged = ran["on"], ran["unchanged"]
+    eager = [one for name, one in ran.items() if name.startswith("off")]
+    off = eager[0] if eager else None
+    beside = off or unchanged
+    told = [", ".join(_code(one) for one in (on, *eager[:1], unchanged)) + (f" ({len(eager)} off)" * (len(eager) > 1))]
+    for name in (*MEASURES, "lm loss validation"):
+        differ, steps = different_steps(on, beside, name)
+        cell = f"{differ} of {steps}" if steps else f"none logged: {on.error or beside.error}"
+        told.append(cell + (_spread(on, eager, name) if differ and len(eager) > 1 else ""))
+    told.append(_apart(off, unchanged) if off else "compared with the unchanged script")
+    replayed = max(on.scalars.get("thdprof/replayed", {0: 0}).values())
+    by_reason = {k: max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/")}
+    evaluated = by_reason.pop("thdprof/eager/not_training", 0)
+    told.append(f"{replayed:.0f}, {sum(by_reason.values()):.0f}, {evaluated:.0f}")
+    for one in (on, off):
+        ms = one.step_ms(after=STEPS // 10) if one else None
+        told.append(f"{ms:.1f}" if ms else "-")
+    return told
+
+
+def _code(ran: Ran) -> str:
+    return str(ran.code) if ran.code != -1 else NOT_RUN
+
+
+def _apart(off: Ran, unchanged: Ran) -> str:
+    """In how many steps the padded eager run differs from the script alone."""
+    apart = [different_steps(off, unchanged, name)[0] for name in MEASURES]
+    largest = largest_difference(off, unchanged, "lm loss")
+    return f"{apart[0]} losses, {apart[1]} norms" + (f", losses by {largest:.1e} at most" if largest else "")
+
+
+def _spread(on: Ran, eager: Sequence[Ran], name: str) -> str:
+    """Largest relative differences of a replayed run from eager ones, beside those of the eager runs' pairs."""
+    ours = [_relative(one, on, name) for one in eager]
+    apart = [_relative(one, other, name) for one, other in combinations(eager, 2)]
+    among = "within" if statistics.median(ours) <= max(apart) else "OUTSIDE"
+    return f"; {statistics.median(ours):.1e} of eager runs, these {max(apart):.1e} of each other ({among})"
+
+
+def _relative(one: Ran, other: Ran, name: str) -> float:
+    ours, theirs = one.scalars.get(name, {}), other.scalars.get(name, {})
+    if not ours or ours.keys() != theirs.keys():
+        return float("inf")
+    return max(abs(theirs[step] - value) / abs(value) for step, value in ours.items() if value)
