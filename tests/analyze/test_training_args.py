@@ -88,13 +88,14 @@ def test_options_win_over_the_arguments(thdprof, tmp_path, arguments):
 
 
 def test_rows_that_trl_has_packed_are_neither_packed_nor_shuffled_again(thdprof, tmp_path, arguments):
-    fields = {**json.loads(arguments.read_text()), "shuffle_dataset": True}
+    fields = {**json.loads(arguments.read_text()), "shuffle_dataset": True, "dataset_num_proc": 2}
     arguments.write_text(json.dumps(fields))
     rows = [[n, 64 - n] for n in range(1, 41)]
     data, table = write_trl(tmp_path / "rows.parquet", rows), tmp_path / "plan.yaml"
     done = thdprof("analyze", data, "--training-args", arguments, "-o", table)
     assert done.returncode == 0, done.stderr
     assert "shuffle_seed: null" in table.read_text()
+    assert "has no effect" not in done.stdout + done.stderr
     assert "replayed exactly" in done.stdout
 
 

@@ -111,7 +111,10 @@ def of_arguments(args: Any) -> Iterator[str]:
     if getattr(args, "n_gpu", 1) > 1:
         yield "DataParallel copies the model at every step: start one process for each GPU (torchrun), or show one GPU"
     if getattr(args, "torch_compile", False):
-        yield "torch_compile is set: compiled layers cannot be captured; set it to False"
+        yield (
+            "torch_compile is set: it compiles the whole model, where graphs stand for its layers; set it to False, and "
+            "PlanCallback(..., compile=True) to compile each layer"
+        )
     if getattr(args, "activation_offloading", False):
         yield "activation_offloading is set: a graph cannot wait for copies to the host; set it to False"
     if getattr(args, "use_cache", False) and not hasattr(args, "packing"):  # SFTTrainer turns it off by itself
