@@ -271,6 +271,16 @@ def test_attention_that_the_kernels_cannot_do_is_refused():
     assert of_model(gemma, "flash_attn") == ""
 
 
+def test_layers_compile_with_torchs_own_attention_alone():
+    assert list(refusals.of_compiling(backend="torch", own_attention=False)) == []
+    told = list(refusals.of_compiling(backend="transformer_engine", own_attention=False))
+    assert told == [
+        "compile=True with the attention of transformer_engine: layers compile with torch's own alone; "
+        "give attention='torch'"
+    ]
+    assert "the attention of the model" in " ".join(refusals.of_compiling(backend=None, own_attention=True))
+
+
 def test_an_attention_that_is_not_installed_is_refused():
     with pytest.raises(UsageError, match="attention 'flash_attn': choose one of auto, flash_attn, torch"):
         attention.register("flash_attn")

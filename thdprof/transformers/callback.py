@@ -142,11 +142,8 @@ class PlanCallback(TrainerCallback):
         """
         lines = [*refusals.of_plan(self._plan), *refusals.of_arguments(args)]
         lines += refusals.of_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
-        if self._compile and (own or backend not in ("torch", None)):
-            lines.append(
-                f"compile=True with the attention of {'the model' if own else backend}: torch.compile follows torch's own "
-                "alone; give attention='torch'"
-            )
+        if self._compile:
+            lines += refusals.of_compiling(backend=backend, own_attention=own)
         refused, untrue = refusals.of_settings(self._plan, args.to_dict(), getattr(args, "world_size", 1))
         lines += [f"{line}; analyse for this run" for line in refused]
         if lines:
