@@ -275,7 +275,7 @@ def test_layers_compile_with_torchs_own_attention_alone():
     assert list(refusals.of_compiling(backend="torch", own_attention=False)) == []
     told = list(refusals.of_compiling(backend="transformer_engine", own_attention=False))
     assert told == [
-        "compile=True with the attention of transformer_engine: layers compile with torch's own alone; "
+        "compile=True with the attention of transformer_engine: layers compile with torch's alone; "
         "give attention='torch'"
     ]
     assert "the attention of the model" in " ".join(refusals.of_compiling(backend=None, own_attention=True))

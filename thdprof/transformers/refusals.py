@@ -87,7 +87,7 @@ def of_compiling(*, backend: Backend | None, own_attention: bool) -> Iterator[st
     """Why layers with this attention cannot be compiled; the arguments are those of `of_model`."""
     if own_attention or backend not in ("torch", None):
         whose = "the model" if own_attention else backend
-        yield f"compile=True with the attention of {whose}: layers compile with torch's own alone; give attention='torch'"
+        yield f"compile=True with the attention of {whose}: layers compile with torch's alone; give attention='torch'"
 
 
 def _dropout(decoder: nn.Module) -> str:
