@@ -100,6 +100,25 @@ def test_rows_that_trl_has_packed_are_neither_packed_nor_shuffled_again(thdprof,
 
 
 @pytest.mark.parametrize(
+    ("checkpointing", "option", "recomputed"), [(True, None, True), (False, None, False), (True, "none", False)]
+)
+def test_checkpointing_is_taken_from_the_arguments(thdprof, tmp_path, arguments, checkpointing, option, recomputed):
+    fields = {**json.loads(arguments.read_text()), "gradient_checkpointing": checkpointing}
+    arguments.write_text(json.dumps(fields))
+    config = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "settings.yaml").write_text("" if option is None else f"recompute_granularity: {option}\n")
+    data = write_lines(tmp_path / "lengths.jsonl", list(range(1, 60)))
+    done = thdprof(
+        "analyze", data, "--training-args", arguments, "--model", tmp_path / "config.json",
+        *(() if option is None else ("--settings", tmp_path / "settings.yaml")),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ("full recompute" in done.stdout) is recomputed
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [("{", "is no JSON"), ("[1]", "must hold one JSON object, as SFTConfig.to_json_string() writes it")],
 )
