@@ -7,7 +7,7 @@ nothing; `fused-plan` and `fused-padded`, the same two with `PlanCallback(compil
 own, on the same made-up documents and random weights; nothing is downloaded. A line of JSON for each says the median
 seconds of a step without the first four, the peak of GPU memory, what captures took, what `thdprof analyze` had
 predicted, and the losses; DIRECTORY/MODE.steps.jsonl has the steps as they end. `--limit` ends a mode in time.
-With THDPROF_PROCESSES=2 two ranks train together.
+With THDPROF_PROCESSES=2 two ranks train together; `--together` runs all modes in one process, or under torchrun.
 """
 
 from __future__ import annotations
@@ -66,18 +66,25 @@ def waited_for(path: Path) -> bool:
     return True
 
 
-def make_plan(directory: Path, *, accumulation: int, processes: int, steps: int, shape: str, lora: bool) -> Path:
+def make_plan(
+    directory: Path, *, accumulation: int, processes: int, steps: int, shape: str, lora: bool, checkpointing: bool
+) -> Path:
     """The plan that `thdprof analyze` makes of the packed rows, and its report beside it."""
     plan, report = directory / "plan.yaml", directory / "analysis.txt"
     if plan.exists() or waited_for(plan):
         return plan
     config = directory / "config.json"
     config.write_text(json.dumps({**SAME, **SHAPES[shape], "tie_word_embeddings": shape != "8b"}))
+    of_model = {"lora_dim": 16} if lora else {}
+    if checkpointing:
+        of_model |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    settings = directory / "settings.yaml"
+    settings.write_text("".join(f"{name}: {value}\n" for name, value in of_model.items()))
     command = [
         *(sys.executable, "-m", "thdprof", "analyze", directory / "packed.parquet", "--loader", "trainer"),
         *("--seed", 42, "--micro-batch-size", 1, "--data-parallel-size", processes, "--seq-length", ROW),
         *("--gradient-accumulation", accumulation, "--train-iters", steps),
-        *("--model", config, "--gpu", GPU, "-o", plan),
+        *("--model", config, "--settings", settings, "--gpu", GPU, "-o", plan),
     ]
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     report.write_text(done.stdout + done.stderr)
@@ -86,7 +93,8 @@ def make_plan(directory: Path, *, accumulation: int, processes: int, steps: int,
     return plan
 
 
-def run_mode(options: argparse.Namespace, mode: str) -> dict:
+def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dict:
+    entered = time.perf_counter()
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -113,16 +121,15 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    clock = Clock(directory / f"{mode}.steps.jsonl", options.limit)
+    clock = _clock_class()(directory / f"{mode}.steps.jsonl", limit)
     callbacks: list[TrainerCallback] = [clock]
     plan_callback = None
     if mode in PLANNED:
         plan = options.plan or make_plan(
             directory, accumulation=options.accumulation, processes=processes, steps=options.steps,
-            shape=options.shape, lora=options.lora,
+            shape=options.shape, lora=options.lora, checkpointing=options.checkpointing,
         )  # fmt: skip
-        plan = load_plan(Path(plan))  # verified micro-batches also run eagerly, and the first of them come at the start
-        plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
+        plan = with_captures(load_plan(Path(plan)), options.captures)
         plan_callback = PlanCallback(plan, replay=mode.endswith("plan"), stats=directory / f"{mode}.stats.jsonl",
                                      attention=options.attention, compile=mode.startswith("fused"))  # fmt: skip
         callbacks.append(plan_callback)
@@ -140,7 +147,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         per_device_train_batch_size=1, gradient_accumulation_steps=options.accumulation, max_steps=options.steps,
         gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5, torch_compile=mode == "compile",
         dataloader_drop_last=False, max_grad_norm=1.0, use_liger_kernel=options.liger,
-        use_cpu=not gpu, ddp_backend=None if gpu else "gloo",
+        use_cpu=not gpu, ddp_backend="gloo" if processes > 1 and not gpu else None, dataloader_num_workers=options.workers,
     )  # fmt: skip
     trainer = SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer(),
                          callbacks=callbacks, peft_config=peft_config)  # fmt: skip
@@ -162,11 +169,15 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         "step_s_max": max(seconds),
         "first_step_s": clock.seconds[0],
         "steps": len(clock.seconds),
+        "workers": options.workers,
+        "attention": options.attention,
+        "setup_s": began - entered,
         "total_s": time.perf_counter() - began,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
         "stats": None if plan_callback is None else stats_of(plan_callback),
         "predicted": None if plan_callback is None else predictions(plan),
+        "weights": checksums(trainer.model),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
 
@@ -209,6 +220,32 @@ def _clock_class():
     return Clock
 
 
+def with_captures(plan, cap: int | None):
+    """The plan without verified micro-batches, which also run eagerly; with `cap`, that one is captured whatever the
+    verdict was.
+    """
+    from thdprof.plan import Plan
+
+    values = plan.model_dump(mode="json", by_alias=True)
+    values["graphs"]["verify"] = None
+    if cap is not None:
+        bucket = {"max_seqs": cap, "max_seqlen": ROW, "share": 1.0}
+        values["graphs"] |= {"impl": "module", "buckets": [bucket], "slots": [[1]]}
+    return Plan.model_validate(values)
+
+
+def checksums(model) -> list[float]:
+    """The sum of all trained weights on each rank, which are equal where gradients were reduced."""
+    import torch
+
+    own = sum(p.detach().double().sum() for p in model.parameters() if p.requires_grad)
+    if not torch.distributed.is_initialized():
+        return [float(own)]
+    each = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(each, own)
+    return [float(one) for one in each]
+
+
 def stats_of(callback) -> dict | None:
     """The counters of a run by a plan."""
     return None if callback.last is None else {**callback.last.to_dict(), "capture_s": callback.last.capture_s}
@@ -238,10 +275,14 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--liger", action="store_true", help="Liger's kernels in all modes")
-    parser.add_argument("--limit", type=float, help="seconds after which a mode ends with the step that it is in")
+    parser.add_argument(
+        "--limit", help="seconds after which modes end with the step that they are in: one, or 40,20,20"
+    )
+    parser.add_argument("--workers", type=int, default=2, help="processes that load data, in all modes")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--plan", help="a plan file; without it thdprof analyze makes one")
+    parser.add_argument("--captures", type=int, help="capture for so many documents, whatever the verdict was")
     parser.add_argument("--layers", type=int, help="fewer layers, for a trial")
     parser.add_argument("--vocabulary", type=int, help="a smaller vocabulary, for a trial")
     parser.add_argument("--directory", default="transformers_sft")
@@ -250,17 +291,20 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     Path(options.directory).mkdir(parents=True, exist_ok=True)
+    modes = options.modes.split(",")
+    limits = [float(part) for part in options.limit.split(",")] if options.limit else [None]
+    limits = limits if len(limits) == len(modes) else limits[:1] * len(modes)
     if options.one:
-        found = run_mode(options, options.one)
+        found = run_mode(options, options.one, limits[modes.index(options.one)])
         if int(os.environ.get("RANK", 0)) == 0:
             print("RESULT " + json.dumps(found), flush=True)
         return
     if options.together:
-        for mode in options.modes.split(","):
-            report(run_mode(options, mode), options.out)
+        for mode, limit in zip(modes, limits, strict=True):
+            report(run_mode(options, mode, limit), options.out)
             release_memory()
         return
-    for mode in options.modes.split(","):
+    for mode in modes:
         launch = [sys.executable]
         if (gpus := int(os.environ.get("THDPROF_PROCESSES", "1"))) > 1:
             launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
@@ -273,7 +317,9 @@ def main() -> None:
 
 
 def report(found: dict, out: Path | None) -> None:
-    """Print a mode's result without its losses, and append it whole to `out`."""
+    """Print a mode's result without its losses, and append it whole to `out`; the first rank does."""
+    if int(os.environ.get("RANK", 0)):
+        return
     shown = {k: v for k, v in found.items() if k != "losses"}
     print(json.dumps({**shown, "last_loss": found["losses"][-1]}), flush=True)
     if out is not None:
@@ -282,11 +328,12 @@ def report(found: dict, out: Path | None) -> None:
 
 
 def release_memory() -> None:
-    """Free what the last mode has left on the GPU, and begin its peak anew."""
+    """Free what the last mode has left on the GPU, and begin its peak and torch.compile anew."""
     import gc
 
     import torch
 
+    torch.compiler.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -294,5 +341,4 @@ def release_memory() -> None:
 
 
 if __name__ == "__main__":
-    Clock = _clock_class()
     main()
