@@ -95,6 +95,8 @@ def make_plan(
 
 def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dict:
     entered = time.perf_counter()
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
@@ -147,7 +149,8 @@ def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dic
         per_device_train_batch_size=1, gradient_accumulation_steps=options.accumulation, max_steps=options.steps,
         gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5, torch_compile=mode == "compile",
         dataloader_drop_last=False, max_grad_norm=1.0, use_liger_kernel=options.liger,
-        use_cpu=not gpu, ddp_backend="gloo" if processes > 1 and not gpu else None, dataloader_num_workers=options.workers,
+        use_cpu=not gpu, ddp_backend="gloo" if processes > 1 and not gpu else None,
+        dataloader_num_workers=options.workers,
     )  # fmt: skip
     trainer = SFTTrainer(model, args=arguments, train_dataset=rows, processing_class=tokenizer(),
                          callbacks=callbacks, peft_config=peft_config)  # fmt: skip
