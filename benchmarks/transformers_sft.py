@@ -269,7 +269,7 @@ def predictions(plan) -> dict:
     return {name: found.get(name) for name in names}
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
     parser.add_argument("--modes", default="eager,compile,plan", help=f"of eager, compile, {', '.join(PLANNED)}")
@@ -292,7 +292,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="append the lines here")
     parser.add_argument("--together", action="store_true", help="run all modes in this process, which starts sooner")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    parser.add_argument("--each", action="append", help="arguments of a run of its own, with --together; repeated")
+    options = parser.parse_args(words)
+    for line in options.each or ():
+        run_line(line)
+    if options.each:
+        return
     Path(options.directory).mkdir(parents=True, exist_ok=True)
     modes = options.modes.split(",")
     limits = [float(part) for part in options.limit.split(",")] if options.limit else [None]
@@ -317,6 +322,36 @@ def main() -> None:
             print(f"{mode}: failed\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}", flush=True)
             continue
         report(json.loads(line.removeprefix("RESULT ")), options.out)
+
+
+def run_line(line: str) -> None:
+    """One run of `--each`; `cases NAME ...` are those of tests/gpu/transformers_cases.py. An error is told, and the
+    next run follows.
+    """
+    import traceback
+
+    began = time.perf_counter()
+    words = line.split()
+    try:
+        if words[0] == "cases":
+            import torch
+
+            sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "gpu"))
+            import transformers_cases
+
+            torch.use_deterministic_algorithms(True)
+            for name in words[1:]:
+                transformers_cases.CASES[name]()
+                print(f"{name}: passed at {time.perf_counter() - began:.1f} s", flush=True)
+        else:
+            main(["--together", *words])
+    except Exception:
+        traceback.print_exc()
+    import torch
+
+    torch.use_deterministic_algorithms(False)
+    release_memory()
+    print(f"{line}: {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def report(found: dict, out: Path | None) -> None:

@@ -40,6 +40,11 @@ def compiled(layers: nn.ModuleList) -> Iterator[None]:
 
 def _forward(layer: nn.Module, fast: Callable[..., Any]) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return fast(layer, *args, **kwargs) if layer.training else type(layer).forward(layer, *args, **kwargs)
+        if not layer.training:
+            return type(layer).forward(layer, *args, **kwargs)
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            if isinstance(kwargs.get(name), torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(kwargs[name], 0)  # one compilation serves all buckets
+        return fast(layer, *args, **kwargs)
 
     return forward
