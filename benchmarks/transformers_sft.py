@@ -173,6 +173,7 @@ def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dic
         "first_step_s": clock.seconds[0],
         "steps": len(clock.seconds),
         "workers": options.workers,
+        "load": [round(os.getloadavg()[0], 1), os.cpu_count()],
         "attention": options.attention,
         "setup_s": began - entered,
         "total_s": time.perf_counter() - began,
