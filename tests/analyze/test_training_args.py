@@ -88,14 +88,34 @@ def test_options_win_over_the_arguments(thdprof, tmp_path, arguments):
 
 
 def test_rows_that_trl_has_packed_are_neither_packed_nor_shuffled_again(thdprof, tmp_path, arguments):
-    fields = {**json.loads(arguments.read_text()), "shuffle_dataset": True}
+    fields = {**json.loads(arguments.read_text()), "shuffle_dataset": True, "dataset_num_proc": 2}
     arguments.write_text(json.dumps(fields))
     rows = [[n, 64 - n] for n in range(1, 41)]
     data, table = write_trl(tmp_path / "rows.parquet", rows), tmp_path / "plan.yaml"
     done = thdprof("analyze", data, "--training-args", arguments, "-o", table)
     assert done.returncode == 0, done.stderr
     assert "shuffle_seed: null" in table.read_text()
+    assert "has no effect" not in done.stdout + done.stderr
     assert "replayed exactly" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "option", "recomputed"), [(True, None, True), (False, None, False), (True, "none", False)]
+)
+def test_checkpointing_is_taken_from_the_arguments(thdprof, tmp_path, arguments, checkpointing, option, recomputed):
+    fields = {**json.loads(arguments.read_text()), "gradient_checkpointing": checkpointing}
+    arguments.write_text(json.dumps(fields))
+    config = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+              "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "settings.yaml").write_text("" if option is None else f"recompute_granularity: {option}\n")
+    data = write_lines(tmp_path / "lengths.jsonl", list(range(1, 60)))
+    done = thdprof(
+        "analyze", data, "--training-args", arguments, "--model", tmp_path / "config.json",
+        *(() if option is None else ("--settings", tmp_path / "settings.yaml")),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ("full recompute" in done.stdout) is recomputed
 
 
 @pytest.mark.parametrize(

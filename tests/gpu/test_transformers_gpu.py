@@ -27,8 +27,9 @@ OF_MODELS = [
     "backends",
     "autocast",
     "checkpointing",
+    "fused",
 ]
-OF_TRL = ["sft", "sft_lora", "sft_checkpointing", "sft_resume"]
+OF_TRL = ["sft", "sft_lora", "sft_checkpointing", "sft_fused", "sft_resume"]
 
 
 @pytest.mark.parametrize("name", OF_MODELS)
@@ -45,6 +46,12 @@ def test_adapters():
 def test_trl(name):
     pytest.importorskip("trl", reason="needs thdprof[transformers]")
     run_case("transformers_cases.py", name)
+
+
+def test_kernels_of_liger():
+    pytest.importorskip("trl", reason="needs thdprof[transformers]")
+    pytest.importorskip("liger_kernel", reason="needs liger-kernel")
+    run_case("transformers_cases.py", "sft_liger")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

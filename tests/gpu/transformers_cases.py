@@ -78,10 +78,11 @@ def train(
     backend: attention.Backend | str = "auto",
     autocast: bool = False,
     accumulation: int = 2,
+    fused: bool = False,
 ):
     """Losses of every micro-batch and the weights at the end, and the counters."""
     attention.register(backend)
-    decoder = GraphedDecoder(refusals.decoder_of(model), PLAN, replay=replay, reduced_by_hooks=False)
+    decoder = GraphedDecoder(refusals.decoder_of(model), PLAN, replay=replay, reduced_by_hooks=False, compile=fused)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, foreach=True)
     found = []
     torch.manual_seed(1)
@@ -143,6 +144,18 @@ def checkpointing() -> None:
         compare(make)
 
 
+def fused() -> None:
+    """Layers that torch.compile has fused, inside graphs and in the padded eager twin."""
+    compare(lambda: make_model("qwen3"), backend="torch", fused=True)
+
+    def recomputed():
+        model = make_model("qwen3")
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    compare(recomputed, backend="torch", fused=True)
+
+
 def lora() -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -160,11 +173,11 @@ def _sft(directory: Path, *, replay: bool, plan: Plan, stats: Path | None = None
 
     from thdprof.transformers import PlanCallback
 
-    peft_config = arguments.pop("peft_config", None)
+    peft_config, fused = arguments.pop("peft_config", None), arguments.pop("fused", False)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64} if DEVICE == "cuda" else {}
     model = trl_training.small_model(layers=3, **sizes)
     data = trl_training.dataset_of(trl_training.documents(1500, longest=TOKENS // 2))
-    callback = PlanCallback(plan, replay=replay, stats=stats)
+    callback = PlanCallback(plan, replay=replay, stats=stats, compile=fused)
     usual = {
         "max_length": TOKENS, "gradient_accumulation_steps": 2, "max_steps": 2 * HALF, "bf16": DEVICE == "cuda",
         "learning_rate": 1e-3, "lr_scheduler_type": "constant", "save_strategy": "no",
@@ -215,6 +228,14 @@ def sft_checkpointing() -> None:
     sft(gradient_checkpointing=True)
 
 
+def sft_fused() -> None:
+    sft(fused=True)
+
+
+def sft_liger() -> None:
+    sft(use_liger_kernel=True)
+
+
 def sft_resume() -> None:
     """A run that is resumed from its checkpoint ends with the losses and weights of one that was never stopped."""
     with tempfile.TemporaryDirectory() as directory:
@@ -251,25 +272,31 @@ CASES = {
     "backends": backends,
     "autocast": autocast,
     "checkpointing": checkpointing,
+    "fused": fused,
     "lora": lora,
     "sft": sft,
     "sft_lora": sft_lora,
     "sft_checkpointing": sft_checkpointing,
+    "sft_fused": sft_fused,
+    "sft_liger": sft_liger,
     "sft_resume": sft_resume,
     "ddp": ddp,
 }
 
 if __name__ == "__main__":
+    import time
     import traceback
 
     torch.use_deterministic_algorithms(True)  # with warn_only, flash attention's backward stays as it is
     failed = []
     for case in sys.argv[1:]:
+        began = time.perf_counter()
         try:
             CASES[case]()
         except Exception:
             traceback.print_exc()
             failed.append(case)
-        print(f"{case}: {'failed' if case in failed else 'passed'}", flush=True)
+        spent = time.perf_counter() - began
+        print(f"{case}: {'failed' if case in failed else 'passed'} in {spent:.1f} s", flush=True)
     print(f"failed: {', '.join(failed)}" if failed else "ok", flush=True)
     sys.exit(bool(failed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,59 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(plan, tmp_path):
     assert losses(resumed)[4:] == losses(whole)[4:]
     for mine, own in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, own)
+
+
+class Failing(TrainerCallback):
+    """Ends a run by an error after its second step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            raise RuntimeError("the disk is full")
+
+
+def test_an_error_in_training_gives_the_model_back(plan, tmp_path):
+    callback, model = PlanCallback(plan), small_model()
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        run(tmp_path, callback, Failing(), model=model).train()
+    assert "forward" not in model.model.__dict__
+    assert model.model.config._attn_implementation == "eager"
+    assert callback.stats is None
+
+
+def test_a_run_after_one_that_an_unseen_error_has_ended_follows_its_own_plan(plan, tmp_path):
+    model = small_model()
+    broken = run(tmp_path, Failing(), model=model)
+    broken.add_callback(PlanCallback(plan))  # too late to see how `train` ends
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        broken.train()
+    callback = PlanCallback(plan)
+    run(tmp_path, callback, model=model).train()
+    assert callback.last.microbatches == plan.microbatches.count
+    assert "forward" not in model.model.__dict__
+    assert model.model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_compiled_layers_train_as_they_are(plan, tmp_path, replay):
+    torch.compiler.reset()
+    alone = run(tmp_path, max_steps=2)
+    alone.train()
+    model = small_model()
+    callback = PlanCallback(plan, replay=replay, compile=True)
+    followed = run(tmp_path, callback, model=model, max_steps=2)
+    with counted_compilations() as counted:
+        followed.train()
+    assert 1 <= counted() <= 3  # the layers share one compiled forward, with static and with changing boundaries
+    assert losses(followed) == pytest.approx(losses(alone), rel=1e-5)
+    assert all("forward" not in layer.__dict__ for layer in model.model.layers)
+
+
+@contextmanager
+def counted_compilations():
+    """Yields a function that returns how many graphs torch.compile has made since the block's beginning."""
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    yield lambda: counters["stats"]["unique_graphs"]
 
 
 def test_adapters_and_checkpointing_train_as_without_a_plan(plan, tmp_path):
@@ -215,6 +269,16 @@ def test_attention_that_the_kernels_cannot_do_is_refused():
     gemma = small_model("gemma2")
     assert "attn_logit_softcapping 50.0 (Gemma 2): the attention of torch cannot" in of_model(gemma)
     assert of_model(gemma, "flash_attn") == ""
+
+
+def test_layers_compile_with_torchs_own_attention_alone():
+    assert list(refusals.of_compiling(backend="torch", own_attention=False)) == []
+    told = list(refusals.of_compiling(backend="transformer_engine", own_attention=False))
+    assert told == [
+        "compile=True with the attention of transformer_engine: layers compile with torch's alone; "
+        "give attention='torch'"
+    ]
+    assert "the attention of the model" in " ".join(refusals.of_compiling(backend=None, own_attention=True))
 
 
 def test_an_attention_that_is_not_installed_is_refused():

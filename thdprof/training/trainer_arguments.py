@@ -113,6 +113,13 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
     return found
 
 
+def trainer_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the run's arguments say of the model, by the names of `thdprof.training.Model`."""
+    if arguments.get("gradient_checkpointing") is not True:
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
 def _take_length(arguments: Mapping[str, Any], where: str, found: dict[str, Any]) -> None:
     """Put the run's length into `found`: steps where they are given, else epochs."""
     steps = arguments.get("max_steps")

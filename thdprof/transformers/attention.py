@@ -11,7 +11,6 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
@@ -48,6 +47,10 @@ class Task:
     """Probability with which a score is dropped."""
 
 
+_GROUPED: dict[str, Any] = {}
+"""The argument by which later versions of torch are told that heads share keys and values; read at the registration,
+so that torch.compile can follow the call.
+"""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Task], torch.Tensor]
 
 
@@ -78,8 +81,17 @@ def register(backend: Literal["auto"] | Backend = "auto") -> Backend | None:
         known = ", ".join(("auto", *get_args(Backend)))
         raise UsageError(f"attention {backend!r}: choose one of {known} that is installed; here: {', '.join(found)}")
     chosen: Backend | None = (found[0] if found else None) if backend == "auto" else backend
+    if chosen == "torch":
+        _note_grouped()
     AttentionInterface.register(IMPLEMENTATION, _Attention(chosen))
     return chosen
+
+
+def _note_grouped() -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        _GROUPED["enable_gqa"] = True
 
 
 class _Attention:
@@ -158,18 +170,9 @@ def _torch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, task: Task) -> tor
 
     window = (-1, 0) if task.window is None else (task.window - 1, 0)
     cu, longest = task.cu_seqlens, task.max_seqlen
-    options: dict[str, Any] = {"scale": task.scale, "window_size": window, **_grouped()}
-    attended = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
+    attended = varlen_attn(q, k, v, cu, cu, longest, longest, scale=task.scale, window_size=window, **_GROUPED)
     assert isinstance(attended, torch.Tensor)
     return attended
-
-
-@cache
-def _grouped() -> dict[str, bool]:
-    """The argument by which later versions of torch are told that heads share keys and values."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 _TE_LAYERS: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import sys
+import weakref
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,11 +18,15 @@ from thdprof.transformers import attention, refusals
 from thdprof.transformers.boundaries import follow_collator
 from thdprof.transformers.checkpointing import without_random_states
 from thdprof.transformers.decoder import GraphedDecoder
+from thdprof.transformers.trainer import call_after_training, put_first, trainer_in_call
 
 if TYPE_CHECKING:
     from torch import nn
 
 logger = logging.getLogger(__name__)
+
+_FOLLOWED: weakref.WeakKeyDictionary[nn.Module, ExitStack] = weakref.WeakKeyDictionary()
+"""What gives each decoder back that is following a plan."""
 
 
 class PlanCallback(TrainerCallback):
@@ -40,6 +44,7 @@ class PlanCallback(TrainerCallback):
         replay: bool = True,
         stats: str | Path | None = None,
         attention: Literal["auto"] | attention.Backend = "auto",
+        compile: bool = False,
     ) -> None:
         """A callback for one run on this rank.
 
@@ -50,13 +55,15 @@ class PlanCallback(TrainerCallback):
             attention: the package whose attention kernels run on a GPU; auto: the first that is installed of
                 flash_attn, torch and transformer_engine. A model that was loaded with one of transformers' flash
                 attentions keeps it under auto.
+            compile: whether torch.compile fuses the kernels of each layer, which the graphs then hold. Losses are those
+                of compiled layers, with `replay` and without.
 
         Raises:
             DataError: the file is no plan.
         """
         self._plan = load_plan(Path(plan)) if isinstance(plan, str | Path) else plan
         self._replay, self._stats_file = replay, None if stats is None else Path(stats)
-        self._wanted = attention
+        self._wanted, self._compile = attention, compile
         self._decoder: GraphedDecoder | None = None
         self._following = ExitStack()
         self.last: Stats | None = None
@@ -66,6 +73,13 @@ class PlanCallback(TrainerCallback):
     def stats(self) -> Stats | None:
         """The counters of this rank so far; None outside of training."""
         return None if self._decoder is None else self._decoder.graphed.stats()
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the end of the Trainer's `train` give the model back, also where an error ends it."""
+        del args, state, control, kwargs
+        trainer = trainer_in_call(self)
+        if trainer is not None:
+            call_after_training(trainer, self._end)
 
     def on_train_begin(
         self,
@@ -85,18 +99,23 @@ class PlanCallback(TrainerCallback):
         self._end()  # of a run that this callback was given to before
         if model is None or train_dataloader is None:
             raise UsageError("PlanCallback needs a Trainer that gives its callbacks the model and the data loader")
-        _first_of(sys._getframe(1).f_locals.get("self"), self)
+        trainer = trainer_in_call(self)
+        if trainer is not None:
+            put_first(self, trainer)
         on_gpu = getattr(args, "device", torch.device("cpu")).type == "cuda"
         own = self._keeps_own_attention(model)
         backend = None if own else attention.register(self._wanted)
         self._check(args, model, backend=backend, own=own, on_gpu=on_gpu)
         decoder_module = refusals.decoder_of(model)
         assert decoder_module is not None  # `of_model` has looked for it
+        if decoder_module in _FOLLOWED:
+            _FOLLOWED[decoder_module].close()  # a run that an error has ended, unseen by its callback
         decoder = GraphedDecoder(
             decoder_module,
             with_covered_tail(self._plan),
             replay=self._replay,
             reduced_by_hooks=getattr(args, "world_size", 1) > 1,
+            compile=self._compile,
         )
         with ExitStack() as following:
             following.enter_context(decoder.following())
@@ -107,6 +126,7 @@ class PlanCallback(TrainerCallback):
                 following.callback(decoder.restore_attention)
             self._following = following.pop_all()
         self._decoder = decoder
+        _FOLLOWED[decoder_module] = self._following
 
     def _keeps_own_attention(self, model: nn.Module) -> bool:
         """Whether the model's attention is one of transformers' flash attentions, and no other is asked for."""
@@ -122,6 +142,8 @@ class PlanCallback(TrainerCallback):
         """
         lines = [*refusals.of_plan(self._plan), *refusals.of_arguments(args)]
         lines += refusals.of_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
+        if self._compile:
+            lines += refusals.of_compiling(backend=backend, own_attention=own)
         refused, untrue = refusals.of_settings(self._plan, args.to_dict(), getattr(args, "world_size", 1))
         lines += [f"{line}; analyse for this run" for line in refused]
         if lines:
@@ -164,14 +186,6 @@ def with_covered_tail(plan: Plan) -> Plan:
     if plan.graphs.tail_policy != "none":
         return plan
     return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"tail_policy": "extend_last"})})
-
-
-def _first_of(handler: Any, callback: TrainerCallback) -> None:
-    """Put `callback` before the others of the Trainer's handler, so that its counters reach their loggers."""
-    callbacks = getattr(handler, "callbacks", None)
-    if isinstance(callbacks, list) and callback in callbacks:
-        callbacks.remove(callback)
-        callbacks.insert(0, callback)
 
 
 def _of_all_ranks(stats: Stats, world_size: int) -> Stats:

@@ -8,7 +8,7 @@ rope tables, masks, the last norm, the loss and the model's state_dict are what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from thdprof.plan import Plan
 from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
 from thdprof.runtime.padding import PackedSequence, boundaries_of, pack, pad_cu_seqlens, shape_of
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
+from thdprof.transformers.compiling import compiled
 from thdprof.transformers.layers import NOT_FOR_LAYERS, LayerStack, gathered
 
 
@@ -50,7 +51,9 @@ class _StandIn:
 class GraphedDecoder:
     """Runs a model's decoder layers through a plan's graphs, wherever a micro-batch comes with host boundaries."""
 
-    def __init__(self, model: nn.Module, plan: Plan, *, replay: bool, reduced_by_hooks: bool) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, *, replay: bool, reduced_by_hooks: bool, compile: bool = False
+    ) -> None:
         """Prepare the stack of `model`; nothing is changed before `following`.
 
         Args:
@@ -58,8 +61,9 @@ class GraphedDecoder:
             plan: the plan to follow.
             replay: False: pad micro-batches as the plan says, but run them eagerly.
             reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay.
+            compile: whether the layers run compiled in training, replayed and eagerly alike.
         """
-        self._model = model
+        self._model, self._compile = model, compile
         self._config: Any = model.config
         self._stack = LayerStack(model.layers)  # type: ignore[arg-type]
         self.graphed: GraphedModule = graphed(self._stack, plan, token_dim=1, reduced_by_hooks=reduced_by_hooks)
@@ -83,7 +87,8 @@ class GraphedDecoder:
 
         self._model.__dict__["forward"] = forward
         try:
-            yield
+            with compiled(self._stack.layers) if self._compile else nullcontext():
+                yield
         finally:
             if had:
                 self._model.__dict__["forward"] = own

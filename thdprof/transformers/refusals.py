@@ -83,6 +83,13 @@ def of_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, 
         )
 
 
+def of_compiling(*, backend: Backend | None, own_attention: bool) -> Iterator[str]:
+    """Why layers with this attention cannot be compiled; the arguments are those of `of_model`."""
+    if own_attention or backend not in ("torch", None):
+        whose = "the model" if own_attention else backend
+        yield f"compile=True with the attention of {whose}: layers compile with torch's alone; give attention='torch'"
+
+
 def _dropout(decoder: nn.Module) -> str:
     """The first dropout inside the layers that drops something; "" where there is none."""
     layers = decoder.layers
@@ -111,7 +118,10 @@ def of_arguments(args: Any) -> Iterator[str]:
     if getattr(args, "n_gpu", 1) > 1:
         yield "DataParallel copies the model at every step: start one process for each GPU (torchrun), or show one GPU"
     if getattr(args, "torch_compile", False):
-        yield "torch_compile is set: compiled layers cannot be captured; set it to False"
+        yield (
+            "torch_compile is set: it compiles the whole model, where graphs stand for its layers; set it to False, "
+            "and give PlanCallback(compile=True) to compile each layer"
+        )
     if getattr(args, "activation_offloading", False):
         yield "activation_offloading is set: a graph cannot wait for copies to the host; set it to False"
     if getattr(args, "use_cache", False) and not hasattr(args, "packing"):  # SFTTrainer turns it off by itself

@@ -17,7 +17,7 @@ from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.errors import DataError, UsageError
 from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions, shared_capture_ranks
 from thdprof.training.model_fields import read_field
-from thdprof.training.trainer_arguments import trainer_settings
+from thdprof.training.trainer_arguments import trainer_model, trainer_settings
 
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
 """Fields of the model that decide the setting `experts`."""
@@ -91,7 +91,9 @@ def read_request(
     if training_args is not None:
         if megatron_args is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
-        given = trainer_settings(_read_json("--training-args", training_args), where=f"--training-args {training_args}")
+        fields = _read_json("--training-args", training_args)
+        given = trainer_settings(fields, where=f"--training-args {training_args}")
+        own = {**trainer_model(fields), **own}
         notes.append(f"--training-args {training_args}: {_listed(given)} taken from it")
     if megatron_args is not None:
         from thdprof.analyze.settings.launch_script import parse_megatron_args

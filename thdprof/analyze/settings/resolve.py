@@ -64,7 +64,8 @@ def resolve_settings(
     for name, value in values.items():
         known[name].check(value)
     if kind == "trl" and values.get("packer") in TRL_PACKERS:
-        values.pop("shuffle_seed", None)  # the rows were saved after TRL packed them, and shuffled them last of all
+        for name in ("packer", "packing_processes", "shuffle_seed"):
+            values.pop(name, None)  # the rows were saved after TRL packed them, and shuffled them last of all
     notes = _drop_what_has_no_effect(values, kind, dataset_format)
     assumed: list[Assumption] = []
 

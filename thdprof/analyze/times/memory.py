@@ -24,6 +24,12 @@ from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.parameters import Stage, stage_parameters, stages, state_bytes
 from thdprof.analyze.times.results import Memory
+from thdprof.analyze.times.transformers_memory import (
+    is_run_of_trainer,
+    trainer_loss_bytes,
+    trainer_state_bytes,
+    transformers_tensors,
+)
 from thdprof.dispatch import Bucket, Shapes, holds
 from thdprof.training import Model, TrainingSettings
 
@@ -170,11 +176,15 @@ def _rank(
     """What a rank of `stage` holds."""
     assert model.vocab_size is not None
     parameters = stage_parameters(model, stage, model.vocab_size)
-    state, moments = state_bytes(
-        model,
-        parameters,
-        data_parallel_size=settings.data_parallel_size,
-        context_parallel_size=settings.context_parallel_size,
+    state, moments = (
+        trainer_state_bytes(model, parameters)
+        if is_run_of_trainer(settings)
+        else state_bytes(
+            model,
+            parameters,
+            data_parallel_size=settings.data_parallel_size,
+            context_parallel_size=settings.context_parallel_size,
+        )
     )
     passes = [eager_pass_bytes(model, settings, chunk, n_tokens) for chunk in stage.chunks]
     hidden = hidden_bytes(model, n_tokens)
@@ -197,7 +207,12 @@ def _rank(
         static=3 * hidden * sum(slots),
         eager=in_flight * max(passes, default=0),
         warm_up=round(max(passes, default=0) + 4 * parameters.largest) if sum(slots) else 0,
-        outside=_outside(model, stage, model.vocab_size, n_tokens) + hidden * sum(slots),
+        outside=hidden * sum(slots)
+        + (
+            trainer_loss_bytes(model, model.vocab_size, n_tokens)
+            if is_run_of_trainer(settings)
+            else _outside(model, stage, model.vocab_size, n_tokens)
+        ),
     )
 
 
@@ -218,7 +233,9 @@ def eager_pass_bytes(model: Model, settings: TrainingSettings, chunk: Sequence[K
 
 def _pass_bytes(model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int) -> int:
     """`eager_pass_bytes` of model chunks that run one after another."""
-    own = pass_bytes([layer for chunk in chunks for layer in _layers(model, chunk)], n_tokens)
+    of_trainer = is_run_of_trainer(settings)
+    layers = [layer for chunk in chunks for layer in _layers(model, chunk, of_trainer=of_trainer)]
+    own = pass_bytes(layers, n_tokens)
     others = settings.context_parallel_size - 1
     attending = sum("attention" in kind for chunk in chunks for kind in chunk)
     keys = 2 * model.query_groups * model.head_dim / model.tensor_model_parallel_size
@@ -244,11 +261,13 @@ def hidden_bytes(model: Model, n_tokens: int) -> int:
     return n_tokens * model.hidden_size * (4 if model.precision == "fp32" else 2) // share
 
 
-def _layers(model: Model, chunk: Sequence[Kind]) -> list[list[Saved]]:
+def _layers(model: Model, chunk: Sequence[Kind], *, of_trainer: bool = False) -> list[list[Saved]]:
     """What each layer of a chunk saves. Full recompute by the method block takes the first layers of every chunk; by
-    the method uniform, layers that are computed again together count as one.
+    the method uniform, layers that are computed again together count as one. With `of_trainer` they are layers of
+    transformers' models.
     """
-    made = {kind: layer_tensors(model, kind) for kind in set(chunk)}
+    made = {kind: (transformers_tensors(model, kind) if of_trainer else None) or layer_tensors(model, kind)
+            for kind in set(chunk)}  # fmt: skip
     if model.recompute_granularity != "full":
         return [made[kind] for kind in chunk]
     if model.recompute_method == "uniform":
