@@ -59,6 +59,9 @@ class LayerGraphs(DispatchedModule):
     layer by layer.
     """
 
+    in_block = True
+    """Whether the decoder's own forward calls the layers, and chooses the random state from which they draw."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -150,6 +153,7 @@ class LayerGraphs(DispatchedModule):
             generators=with_default(device, self._find_generators()),
             surroundings=self._surroundings,
             device=device,
+            in_block=self.in_block,
         )
         self._slots = [
             LayerSlot(
