@@ -23,6 +23,7 @@ from support.layer_graphs import (
     FakeEngine,
     Reduction,
 )
+from support.plans import plan_of_shares
 
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import packed_seq_params
@@ -195,3 +196,31 @@ def test_multi_token_prediction_is_that_of_the_schedule_without_overlap():
         found.sum().backward()
     for ours, theirs in zip(gradients, usual.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.main_grad)
+
+
+def test_an_installation_that_fails_takes_its_changes_back(monkeypatch):
+    from thdprof.runtime.megatron import install, versions
+    from thdprof.runtime.megatron.refusals import settings
+
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(settings, "check", lambda *_: None)
+    models = [model_of(), model_of()]
+    attach, attached = SchedulePlans.attach, []
+
+    def failing(self):
+        attach(self)
+        attached.append(self)
+        if len(attached) == len(models):
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SchedulePlans, "attach", failing)
+    plan = plan_of_shares([0.4, 0.4], count=8, steps=2, seq_length=TOKENS, global_batch_size=4)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        install(models, plan, models[0].config, replay=False)
+    for model in models:
+        assert "build_schedule_plan" not in vars(model)
+        assert "forward" not in vars(model.decoder)
+    monkeypatch.setattr(SchedulePlans, "attach", attach)
+    with install(models, plan, models[0].config, replay=False):
+        assert all("forward" in vars(model.decoder) and "build_schedule_plan" in vars(model) for model in models)
+    assert not any("forward" in vars(model.decoder) or "build_schedule_plan" in vars(model) for model in models)
