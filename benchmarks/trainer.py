@@ -226,8 +226,9 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def named(name: str, texts: str) -> bool:
-    """Whether a row is among those asked for."""
-    return not texts or any(text in name for text in texts.split(";"))
+    """Whether a row is among those asked for: by a part of its name, or by =NAME."""
+    asked = texts.split(";")
+    return not texts or any(name == text[1:] if text.startswith("=") else text in name for text in asked)
 
 
 def caps_of(plan: Path) -> list[int]:
@@ -274,7 +275,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact, lives, experts: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
-        "--rows", default="", help="exact, lives, overlap, experts: only rows with one of these texts: CP;EP"
+        "--rows", default="", help="exact, lives, overlap, experts: only rows with one of these texts, or =NAME: CP;EP"
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives: runs, or lives, at once [6]")
     parser.add_argument("--limit", type=float, default=400, help="exact: seconds that one run may take [400]")

@@ -34,7 +34,7 @@ from trainer_exact import APEX_STAND_IN, CAPS, STEPS, Row, exact_flags
 MEASURES = ("lm loss", "grad-norm")
 FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "MAX_JOBS": "1"}
 """Lets runs at the same time not fight for processor cores."""
-LEAST_S = 60
+LEAST_S = 45
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
 HAS_NO_PADDED_FORM = "--overlap-moe-expert-parallel-comm"
@@ -120,7 +120,7 @@ def run_rows(
         else:
             work.ran[name] = Ran(code=-1, log="", seconds=0.0)
         with lock:
-            if len(work.ran) == len(run_names(work.row)):
+            if {*work.ran} >= {*_compared(work.row)}:
                 lines[work.row.name] = _line(work)
                 tell(table())
 
@@ -152,11 +152,20 @@ def run_names(row: Row) -> list[str]:
 
 
 def _queue(works: Sequence[_Work], jobs: int) -> Iterator[tuple[_Work, str]]:
-    """The runs in the order in which they begin: of so many rows as run at once those that replay, then the others."""
+    """The runs in the order in which they begin: of so many rows as run at once those that replay, then the eager ones
+    that these are compared with; the script alone after all others, where it is not what a row is compared with.
+    """
     for first in range(0, len(works), jobs):
         together = works[first : first + jobs]
         yield from ((work, "on") for work in together)
-        yield from ((work, name) for work in together for name in run_names(work.row) if name != "on")
+        yield from ((work, name) for work in together for name in _compared(work.row)[1:])
+    yield from ((work, name) for work in works for name in run_names(work.row) if name not in _compared(work.row))
+
+
+def _compared(row: Row) -> list[str]:
+    """The runs without which a row says nothing."""
+    names = run_names(row)
+    return names[:-1] if len(names) > 2 else names
 
 
 def _plan(row: Row, folder: Path, directory: Path) -> Path:
@@ -213,7 +222,7 @@ def cells(ran: Mapping[str, Ran]) -> list[str]:
     Args:
         ran: the runs by name: on, off with more of its kind or none, and unchanged.
     """
-    on, unchanged = ran["on"], ran["unchanged"]
+    on, unchanged = ran["on"], ran.get("unchanged", Ran(code=-1, log="", seconds=0.0))
     eager = [one for name, one in ran.items() if name.startswith("off")]
     off = eager[0] if eager else None
     beside = off or unchanged
@@ -222,7 +231,13 @@ def cells(ran: Mapping[str, Ran]) -> list[str]:
         differ, steps = different_steps(on, beside, name)
         cell = f"{differ} of {steps}" if steps else f"none logged: {on.error or beside.error}"
         told.append(cell + (_spread(on, eager, name) if differ and len(eager) > 1 else ""))
-    told.append(_apart(off, unchanged) if off else "compared with the unchanged script")
+    told.append(
+        "compared with the unchanged script"
+        if off is None
+        else _apart(off, unchanged)
+        if unchanged.scalars
+        else NOT_RUN
+    )
     replayed = max(on.scalars.get("thdprof/replayed", {0: 0}).values())
     by_reason = {k: max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/")}
     evaluated = by_reason.pop("thdprof/eager/not_training", 0)

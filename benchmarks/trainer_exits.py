@@ -167,7 +167,7 @@ def ended(ends: Exit, script: Path, flags: Sequence[str], folder: Path, *, plan:
     command += ["-m", "thdprof.run", "--plan", str(plan)] if plan is not None else []
     environment = {**environment_here(), **ranks, **EXACT, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ran = watched([*command, str(ending), *flags], environment, limit_s=LIMIT_S)
-    (folder / "log").write_text(f"{shlex.join(command)}\nexit code {ran.code}\n{ran.log}")
+    (folder / "log").write_text(f"{shlex.join(command)}\n{told(ran)}\n{ran.log}")
     return ran
 
 

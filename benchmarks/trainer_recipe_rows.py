@@ -25,7 +25,7 @@ _SHARED = "--moe-shared-expert-intermediate-size 256"
 _FORCED = "--moe-router-force-load-balancing"
 _NORMED = "--qk-layernorm"
 _DEEPSEEK = (
-    f"{_DROPLESS} {_SHARED} {_FORCED} --moe-router-fusion --moe-layer-freq [0]*1+[1]*3 --moe-router-score-function "
+    f"{_DROPLESS} {_SHARED} {_FORCED} --moe-layer-freq [0]*1+[1]*3 --moe-router-score-function "
     "sigmoid --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type "
     "seq_aux_loss --moe-aux-loss-coeff 1e-4 --multi-latent-attention --q-lora-rank 128 --kv-lora-rank 128 "
     "--qk-head-dim 64 --qk-pos-emb-head-dim 64 --v-head-dim 64 --rotary-scaling-factor 40 --mscale 1.0 "
@@ -33,12 +33,10 @@ _DEEPSEEK = (
 )
 _GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-shared-expert-overlap"
 _MTP = "--mtp-num-layers 1"
-_GPT_OSS = (
-    f"{_DROPLESS} {_FORCED} --moe-router-fusion --window-size 128,0 --window-attn-skip-freq 2 --no-bias-dropout-fusion"
-)
-_QWEN3 = f"{_DROPLESS} {_AUX} {_FORCED} {_NORMED} --moe-router-fusion"
+_GPT_OSS = f"{_DROPLESS} {_FORCED} --window-size 128,0 --window-attn-skip-freq 2 --no-bias-dropout-fusion"
+_QWEN3 = f"{_DROPLESS} {_AUX} {_FORCED} {_NORMED}"
 _QWEN3_NEXT = (
-    f"{_DROPLESS} {_SHARED} {_FORCED} {_NORMED} --moe-router-fusion --moe-shared-expert-gate "
+    f"{_DROPLESS} {_SHARED} {_FORCED} {_NORMED} --moe-shared-expert-gate "
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-3 --attention-output-gate "
     "--experimental-attention-variant gated_delta_net --linear-attention-freq 2 --linear-key-head-dim 32 "
     "--linear-value-head-dim 32 --linear-num-key-heads 4 --linear-num-value-heads 8"
@@ -50,10 +48,11 @@ _LAYERS = "transformer_engine"
 
 RECIPE_ROWS = (
     Row(
-        name="DeepSeek-V3, PP 2 by a layout, multi-token prediction",
+        name="DeepSeek-V3, PP 2 by a layout",
         gpus=2,
-        flags=f"{_DEEPSEEK} {_GROUPS} {_MTP} {_PP_2} --pipeline-model-parallel-layout Ettt|tmL",
+        flags=f"{_DEEPSEEK} {_GROUPS} {_PP_2} --pipeline-model-parallel-layout Ettt|tL",
         impl=_LAYERS,
+        microbatches=2,
     ),
     Row(
         name="DeepSeek-V3, EP 2, FP8 blockwise",
@@ -62,10 +61,11 @@ RECIPE_ROWS = (
         impl=_LAYERS,
     ),
     Row(
-        name="FP8 current, PP 2, output layer's weight gradients deferred, no cache of transposes",
+        name="FP8 current, PP 2 by a layout, output layer's weight gradients deferred, no cache of transposes",
         gpus=2,
         script=ADAPTERS_SCRIPT,
-        flags=f"{_CURRENT} {_PP_2} --defer-embedding-wgrad-compute --switch-on disable_parameter_transpose_cache",
+        flags=f"{_CURRENT} {_PP_2} --pipeline-model-parallel-layout Ettt|tL --defer-embedding-wgrad-compute "
+        "--switch-on disable_parameter_transpose_cache",
         fused=True,
     ),
     Row(name="Qwen3-30B-A3B, forced load balancing", flags=_QWEN3, impl=_LAYERS),
@@ -132,6 +132,13 @@ RECIPE_ROWS = (
         gpus=2,
         flags=f"{_DEEPSEEK} {_GROUPS} {_PP_2} --pipeline-model-parallel-layout Ettt|tL {_IN_FP8} {_OVERLAPS}",
         impl=_LAYERS,
+    ),
+    Row(
+        name="DeepSeek-V3, PP 2 by a layout, multi-token prediction",
+        gpus=2,
+        flags=f"{_DEEPSEEK} {_GROUPS} {_MTP} {_PP_2} --pipeline-model-parallel-layout Ettt|tmL",
+        impl=_LAYERS,
+        microbatches=2,
     ),
     Row(
         name="LoRA, FP8 current, no cache of transposes, dropout",

@@ -126,10 +126,12 @@ def test_runs_of_a_row_are_compared_step_by_step(exact, exact_runs, monkeypatch,
         return logs_of(exact_runs, 0, {1: 4.0, 2: 3.5} if (row.name, name) == ("two", "on") else losses)
 
     began, (head, one, two) = ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome)
-    assert [(row, name) for row, name, *_ in began] == [
-        (row.name, name) for row in rows for name in ("on", "off", "unchanged")
-    ]
-    assert [replays for *_, replays in began] == [True, False, False] * 2
+    compared, alone = (
+        [(row.name, name) for row in rows for name in ("on", "off")],
+        [(row.name, "unchanged") for row in rows],
+    )
+    assert [(row, name) for row, name, *_ in began] == [*compared, *alone]
+    assert [replays for *_, replays in began] == [True, False, True, False, False, False]
     assert {gpus for row, _, gpus, _ in began if row == "two"} == {"0,1"}
     assert {gpus for row, _, gpus, _ in began if row == "one GPU"} == {"0"}
     assert head[2] == "losses differ"

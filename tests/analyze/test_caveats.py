@@ -92,7 +92,9 @@ def warned(tmp_path, *, gpu="h100", seq_length=2048, model=SMALL, **settings) ->
     """The analysis of a few packs for a model."""
     data = tmp_path / "packs.jsonl"
     data.write_text("".join(f'{{"lengths": [{cut}, {seq_length - cut}]}}\n' for cut in (64, 100, 512, 900)))
-    return analyze_dataset(data, loader="single", seq_length=seq_length, gpu=gpu, model=model, **settings)
+    return analyze_dataset(
+        data, **{"loader": "single", "seq_length": seq_length, "gpu": gpu, "model": model, **settings}
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,15 @@ def test_times_of_adapters_are_said_to_be_those_of_full_training(tmp_path):
     told = "times are modelled as if all weights were trained"
     for model, expected in ((SMALL, 0), (replace(SMALL, lora_dim=8), 1)):
         assert sum(warning.startswith(told) for warning in warned(tmp_path, model=model).warnings) == expected
+
+
+def test_times_of_a_trainer_are_said_to_be_those_of_fused_layers(tmp_path):
+    told = "times are modelled as of fused layers, which PlanCallback(compile=True) makes"
+    for loader, expected in (("single", 0), ("trainer", 1)):
+        assert (
+            sum(warning.startswith(told) for warning in warned(tmp_path, model=SMALL, loader=loader).warnings)
+            == expected
+        )
 
 
 def test_measure_first_without_graphs_does_not_say_that_the_gpu_is_busy_anyway(tmp_path):

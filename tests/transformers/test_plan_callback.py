@@ -187,6 +187,7 @@ def test_a_plan_of_another_run_is_refused_with_every_reason(plan, tmp_path):
 def test_a_run_in_another_order_is_told_so(plan, tmp_path, caplog):
     run(tmp_path, PlanCallback(plan), data_seed=3, max_steps=1).train()
     assert "data_seed (seed): the plan was made for 42, the run has 3" in caplog.text
+    assert "samples of the run (max_steps): the plan was made for 2 epochs (" in caplog.text
 
 
 def test_an_order_that_is_not_known_is_refused(plan, tmp_path):

@@ -136,6 +136,11 @@ def on_the_model(
         return sentences
     if times.origin == "modelled" and gpu is not None:
         sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
+    if times.origin == "modelled" and settings.loader == "trainer":
+        sentences.append(
+            "times are modelled as of fused layers, which PlanCallback(compile=True) makes: transformers' own take up "
+            "to twice as long in a graph"
+        )
     if graphs and model.fp8_recipe == "mxfp8":
         sentences.append(
             "graphs of MXFP8 were never measured: thdprof.runtime.megatron's install refuses this model before the "

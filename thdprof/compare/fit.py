@@ -169,9 +169,10 @@ def _length(plan: Plan, settings: Mapping[str, Any]) -> Iterator[Misfit]:
     counted = plan.microbatches.steps * training.global_batch_size
     if planned is None and run == counted:
         return
+    epochs = f"{training.train_epochs} epochs" if (training.train_epochs or 1) > 1 else "one epoch"
     yield Misfit(
         setting="train_samples",
-        planned=f"one epoch ({counted:,})" if planned is None else planned,
+        planned=f"{epochs} ({counted:,})" if planned is None else planned,
         run=run,
         changes="prediction",
         why="shares are those of the plan's samples, and of the order in which it reads them",

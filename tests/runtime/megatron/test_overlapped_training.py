@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -22,11 +23,13 @@ from support.layer_graphs import (
     FakeEngine,
     Reduction,
 )
+from support.plans import plan_of_shares
 
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
+from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported", "_streams")
 MODULES = ["attn", "moe_router"]
@@ -104,23 +107,24 @@ def plans_of(model, engine=None):
     return plans, run
 
 
-def micro_batches():
-    """Arguments of the model for each micro-batch."""
+def micro_batches(masked=False):
+    """Arguments of the model for each micro-batch, with a mask of padding among its tokens or without."""
     random = torch.Generator().manual_seed(3)
     for bounds in BOUNDS:
         tokens, labels = torch.randint(0, VOCABULARY, (2, 1, TOKENS), generator=random)
         params = packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu")
-        yield (tokens, torch.arange(TOKENS)[None], None), {"labels": labels, "packed_seq_params": params}
+        mask = {"padding_mask": torch.rand(1, TOKENS, generator=random) < 0.3} if masked else {}
+        yield (tokens, torch.arange(TOKENS)[None], None), {"labels": labels, "packed_seq_params": params, **mask}
 
 
-def trained(model):
+def trained(model, masked=False):
     """Losses and gradients of micro-batches whose forward and backward Megatron's schedule interleaves."""
     from megatron.core.models.common.model_chunk_schedule_plan import TransformerModelChunkSchedulePlan as Chunk
 
     reduction = Reduction(model)
     reduction.zero(resets_flags=True)
     seen, before = [], None
-    for micro_batch in [*micro_batches(), None]:
+    for micro_batch in [*micro_batches(masked), None]:
         plan = None
         if micro_batch is not None:
             args, kwargs = micro_batch
@@ -147,6 +151,37 @@ def test_a_schedules_nodes_train_from_graphs_as_they_do_eagerly(settings):
     assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 2}
 
 
+def test_routers_get_no_padding_mask_in_graphs_as_the_schedules_nodes_give_them_none():
+    found = []
+    for engine in (None, FakeEngine()):
+        model = model_of(moe_z_loss_coeff=0.1)
+        plans_of(model, engine)
+        found.append(trained(model, masked=True)[0])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "forks"), [(OverlappedLayerGraphs, 0), (LayerGraphs, 1)])
+def test_layers_are_captured_over_the_random_state_from_which_their_nodes_draw(monkeypatch, kind, forks):
+    """With sequence parallelism a block's forward draws from another state; the schedule's nodes do not."""
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+
+    model, engine, forked = model_of(), FakeEngine(), []
+    fork = contextmanager(lambda *_: iter([forked.append(engine.calls)]))
+    monkeypatch.setattr(random, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=fork))
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=nullcontext))
+    decoder = Decoder(model.decoder)
+    engine.block = model.decoder
+    run = kind(decoder, BUCKETS[:1], num_slots=1, make=engine, sample_every=0, modules=MODULES)
+    decoder.attach(run, cp_size=1, shards=1, tail="none")
+    x = torch.randn(TOKENS, 1, HIDDEN, requires_grad=True)
+    params = packed_seq_params(SMALL, max_seqlen=TOKENS, device="cpu")
+    model.decoder.config.sequence_parallel = True
+    model.decoder(hidden_states=x, attention_mask=None, packed_seq_params=params)
+    assert len(engine.calls) == 1
+    assert len(forked) == forks
+
+
 def test_multi_token_prediction_is_that_of_the_schedule_without_overlap():
     model = model_of(predictions=1)
     plans_of(model)
@@ -161,3 +196,31 @@ def test_multi_token_prediction_is_that_of_the_schedule_without_overlap():
         found.sum().backward()
     for ours, theirs in zip(gradients, usual.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.main_grad)
+
+
+def test_an_installation_that_fails_takes_its_changes_back(monkeypatch):
+    from thdprof.runtime.megatron import install, versions
+    from thdprof.runtime.megatron.refusals import settings
+
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(settings, "check", lambda *_: None)
+    models = [model_of(), model_of()]
+    attach, attached = SchedulePlans.attach, []
+
+    def failing(self):
+        attach(self)
+        attached.append(self)
+        if len(attached) == len(models):
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SchedulePlans, "attach", failing)
+    plan = plan_of_shares([0.4, 0.4], count=8, steps=2, seq_length=TOKENS, global_batch_size=4)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        install(models, plan, models[0].config, replay=False)
+    for model in models:
+        assert "build_schedule_plan" not in vars(model)
+        assert "forward" not in vars(model.decoder)
+    monkeypatch.setattr(SchedulePlans, "attach", attach)
+    with install(models, plan, models[0].config, replay=False):
+        assert all("forward" in vars(model.decoder) and "build_schedule_plan" in vars(model) for model in models)
+    assert not any("forward" in vars(model.decoder) or "build_schedule_plan" in vars(model) for model in models)

@@ -115,6 +115,24 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
+        name="MoELayer.moe_layer_recompute; token_dispatcher.valid_cudagraph_attrs",
+        checked=MEGATRON,
+        why="experts behind a graph are recomputed from its outputs, among them what the dispatcher was given",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="GPTModel.build_schedule_plan: get_layer, num_layers, state; nodes' submodule, chunk_state, free_input",
+        checked=MEGATRON,
+        why="the nodes of the schedule that overlaps expert communication are led to graphs",
+    ),
+    Reliance(
+        package="megatron-core",
+        name="MultiTokenPredictionLayer._get_embeddings, _concat_embeddings, called in this order by its first node",
+        checked=MEGATRON,
+        why="between the two the node asserts that there are no boundaries, which it takes before and after",
+    ),
+    Reliance(
+        package="megatron-core",
         name="MoETokenDispatcher.cudagraph_attrs, cuda_dtoh_point, _comm_manager, and the sizes in their attributes",
         checked=MEGATRON,
         why="a layer that is captured behind its dispatcher's preprocessing goes on with the sizes of its own tokens",
@@ -235,6 +253,12 @@ RELIED_ON = (
         name="weight.main_grad, weight.grad_added_to_main_grad",
         checked=TRANSFORMER_ENGINE,
         why="fused weight-gradient accumulation writes to the one and says so in the other",
+    ),
+    Reliance(
+        package="transformer-engine",
+        name="modules' wgrad_store, wgrad_accumulation_and_reduce_hooks, backward_dw",
+        checked=TRANSFORMER_ENGINE,
+        why="delayed weight gradients of captured modules are computed in their graphs",
     ),
 )
 

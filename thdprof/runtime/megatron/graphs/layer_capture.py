@@ -57,6 +57,7 @@ class LayerCapture:
         generators: Sequence[torch.Generator],
         surroundings: Surroundings,
         device: torch.device,
+        in_block: bool = True,
     ) -> None:
         """A capturer for the layers of `decoder`.
 
@@ -68,7 +69,9 @@ class LayerCapture:
             generators: CUDA generators that the decoder draws from, the default one among them.
             surroundings: the state outside the decoder that its passes change.
             device: the GPU.
+            in_block: whether layers draw from the random state that the decoder's own forward chooses.
         """
+        self._in_block = in_block
         self._decoder, self._splits, self._call = decoder, splits, call
         self._layers = tuple(split.layer for split in splits)
         self._make, self._surroundings, self._device = make, surroundings, device
@@ -193,7 +196,7 @@ class LayerCapture:
         from megatron.core.transformer.transformer_block import TransformerBlock
 
         block = self._decoder.block
-        if isinstance(block, TransformerBlock) and block.config.sequence_parallel:
+        if self._in_block and isinstance(block, TransformerBlock) and block.config.sequence_parallel:
             forked: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
             return forked
         return nullcontext()

@@ -36,6 +36,8 @@ class OverlappedLayerGraphs(LayerGraphs):
     Other layers run eagerly, and so does everything where the decoder's own forward is called, as in evaluation.
     """
 
+    in_block = False
+
     def __init__(self, decoder: Decoder, *args: Any, **options: Any) -> None:
         """As `LayerGraphs`."""
         super().__init__(decoder, *args, **options)
@@ -169,8 +171,11 @@ class SchedulePlans:
         return submodule
 
     def _decided(self, run: OverlappedLayerGraphs, state: Any, hidden: torch.Tensor) -> LayerLease | None:
-        """The lease of a micro-batch, whose decision is made by the arguments that its decoder would get."""
-        given = {name: getattr(state, name, None) for name in ("rotary_pos_emb", "packed_seq_params", "padding_mask")}
+        """The lease of a micro-batch, whose decision is made by the arguments that its decoder would get.
+
+        A padding mask is not among them: megatron-core's nodes give their routers none.
+        """
+        given = {name: getattr(state, name, None) for name in ("rotary_pos_emb", "packed_seq_params")}
         with run.deciding():
             lease: LayerLease | None = self._decoder.decide(
                 hidden, attention_mask=state.attention_mask, **{k: v for k, v in given.items() if v is not None}

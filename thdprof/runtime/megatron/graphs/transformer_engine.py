@@ -60,6 +60,9 @@ class LayerGraphs(DispatchedModule):
     layer by layer.
     """
 
+    in_block = True
+    """Whether the decoder's own forward calls the layers, and chooses the random state from which they draw."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -152,6 +155,7 @@ class LayerGraphs(DispatchedModule):
             generators=with_default(device, self._find_generators()),
             surroundings=self._surroundings,
             device=device,
+            in_block=self.in_block,
         )
         self._slots = [
             LayerSlot(
