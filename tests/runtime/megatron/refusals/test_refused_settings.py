@@ -361,8 +361,8 @@ def test_fp8_as_hopper_has_it_is_accepted(plan, recipe):
         assert told == []
         return
     assert told == [
-        "- fp8_recipe is 'delayed': whole layers of delayed scaling were not run as graphs beside eager training; set it to "
-        "'tensorwise' or 'blockwise', or graphs.impl to chunk"
+        "- fp8_recipe is 'delayed': whole layers of delayed scaling were not run as graphs beside eager training; set "
+        "it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
     ]
 
 
