@@ -31,6 +31,8 @@ CASES = (
     "chunk, blockwise",
     "chunk, blockwise, parameters",
     "chunk, delayed",
+    "layers, delayed",
+    "dropless, delayed",
     "two layers a graph, overlapped",
     "full recompute",
     "full recompute, delayed",

@@ -56,7 +56,19 @@ PROVED: Mapping[str, tuple[str, ...]] = {
         f"{_SETTINGS}: FP8 delayed, dropout",
         f"{_SETTINGS}: FP8 delayed, parameters gathered in FP8",
     ),
-    "fp8_param_gather": (f"{_SETTINGS}: FP8 delayed, parameters gathered in FP8",),
+    "fp8_recipe blockwise": (
+        f"{_SETTINGS}: FP8 blockwise, dropout, chunk",
+        f"{_SETTINGS}: FP8 blockwise, parameters in FP8, dropless experts, both overlaps",
+    ),
+    "fp8_param_gather": (
+        f"{_SETTINGS}: FP8 delayed, parameters gathered in FP8",
+        f"{_SETTINGS}: FP8 current, parameters in FP8, dropless experts, both overlaps",
+    ),
+    "first_last_layers_bf16": (f"{_SETTINGS}: FP8 current, parameters in FP8, dropless experts, first layer in bf16",),
+    "disable_parameter_transpose_cache": (
+        f"{_SETTINGS}: FP8 current, nothing kept (`disable_parameter_transpose_cache`), layer graphs",
+    ),
+    "quant_recipe": (f"{_SETTINGS}: recipes by modules' names, dropless experts, layer graphs",),
     "recompute_granularity full, uniform": (f"{_SETTINGS}: recompute full uniform, dropout",),
     "recompute_granularity full, block": (f"{_SETTINGS}: recompute full block, dropout, 12 steps",),
     "recompute_modules core_attn": (f"{_SETTINGS}: recompute core_attn, dropout, 12 steps",),

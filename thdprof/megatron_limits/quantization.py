@@ -42,6 +42,11 @@ def _otherwise(run: Run) -> bool:
     return _captures(run) and not _in_local(run)
 
 
+def _beyond_layers(run: Run) -> bool:
+    """Whether graphs hold more than single layers. Where nothing is captured, as with `replay=False`, they do not."""
+    return _captures(run) and run.modules is not None and run.impl != "transformer_engine"
+
+
 def _by_module(run: Run) -> Iterator[Mapping[str, Any]]:
     """What a run's `quant_recipe` says of modules by their names; nothing where it is not known."""
     for one in (getattr(run.field("quant_recipe"), "configs", None) or {}).values():
@@ -112,7 +117,7 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
     _layers(
         "fp8_recipe",
         "tensorwise",
-        "graphs of single layers do not keep the states of delayed scaling",
+        "whole layers of delayed scaling were not run as graphs beside eager training",
         is_on=lambda run: bool(run.field("fp8")) and _recipe(run) == "delayed",
         remedy="set it to 'tensorwise' or 'blockwise', or graphs.impl to chunk",
     ),
@@ -130,7 +135,7 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
         "use_transformer_engine_op_fuser",
         False,
         "its operations keep parameters and scales in places of their own",
-        applies=lambda run: _captures(run) and run.impl != "transformer_engine",
+        applies=_beyond_layers,
         graphs="`chunk`, `local`",
         remedy="set graphs.impl to transformer_engine, whose graphs hold none of its operations, or set it to False",
     ),

@@ -173,8 +173,9 @@ def _of_fields(run: Run) -> Iterator[str]:
         if value not in (*_OFF.get(name, ()), *_DEFAULTS.get(name, ())):
             yield f"{name} {value}"
     for name in _PRESENT:
-        if run.field(name) and not (dense and name.startswith(_OF_EXPERTS)):
-            yield name
+        value = run.field(name)
+        if value and not (dense and name.startswith(_OF_EXPERTS)):
+            yield f"{name}, of a file that is not read" if isinstance(value, str) else name
 
 
 def _of_precision(run: Run) -> Iterator[str]:

@@ -408,8 +408,8 @@ def test_fp8_as_hopper_has_it_is_accepted(plan, recipe):
         assert told == []
         return
     assert told == [
-        "- fp8_recipe is 'delayed': graphs of single layers do not keep the states of delayed scaling; set it to "
-        "'tensorwise' or 'blockwise', or graphs.impl to chunk"
+        "- fp8_recipe is 'delayed': whole layers of delayed scaling were not run as graphs beside eager training; set "
+        "it to 'tensorwise' or 'blockwise', or graphs.impl to chunk"
     ]
 
 
@@ -426,6 +426,14 @@ def test_parameters_that_hopper_does_not_have_are_accepted_where_the_user_says_s
         fields["cuda_graph_impl"] = "none" if impl == "chunk" else impl
         assert complaints(changed, fields, environment={"THDPROF_UNMEASURED": "allow"}) == []
         assert len(complaints(changed, fields)) == 1
+
+
+def test_fused_operations_are_refused_to_graphs_of_chunks_alone(plan):
+    fused = {"use_transformer_engine_op_fuser": True}
+    assert len(complaints(plan, fused)) == 1
+    assert complaints(plan, fused, facts=settings.Facts(num_chunks=1, replay=False)) == []
+    in_layers = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "transformer_engine"})})
+    assert complaints(in_layers, {**fused, "cuda_graph_impl": "transformer_engine"}) == []
 
 
 def recipe_of(**training):
