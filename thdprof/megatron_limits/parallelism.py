@@ -7,8 +7,8 @@ from functools import partial
 from thdprof.megatron_limits.limit import Limit, Run, must_be_off
 
 _RING = "p2p"
-_SERVED = (_RING, "a2a", "all_gather")
-"""Ways in which the ranks of context parallelism exchange tokens, and replayed ones were run beside eager's."""
+_SERVED = (_RING, "a2a")
+"""Ways in which ranks of context parallelism exchange tokens that were replayed beside eager ones."""
 
 
 def _captures(run: Run) -> bool:
@@ -20,7 +20,7 @@ def _of_one_size(run: Run) -> bool:
     return _captures(run) and not run.dynamic_cp and (run.context_parallel_size or 1) > 1
 
 
-def _of_two_levels(run: Run) -> bool:
+def _unchecked_kind(run: Run) -> bool:
     kinds = run.field("cp_comm_type") or _RING
     return any(kind not in _SERVED for kind in ([kinds] if isinstance(kinds, str) else kinds))
 
@@ -48,9 +48,9 @@ PARALLELISM_LIMITS: tuple[Limit, ...] = (
     must_be_off(
         "cp_comm_type",
         _RING,
-        "of context parallelism only p2p, a2a and all_gather were checked in a graph",
+        "of context parallelism only p2p and a2a were checked in a graph",
         applies=_of_one_size,
-        is_on=_of_two_levels,
+        is_on=_unchecked_kind,
     ),
     must_be_off(
         "hierarchical_context_parallel_sizes",

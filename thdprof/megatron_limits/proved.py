@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 _EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
 _COMMUNICATION, _EXPERTS = "communication.md", "experts.md"
-_SETTINGS = "settings.md"
+_SETTINGS, _VISION = "settings.md", "vision.md"
 
 PROVED: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
@@ -83,6 +83,11 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "ddp.overlap_grad_reduce": (f"{_EXACT}: DP 2, distributed optimizer, both overlaps",),
     "ddp.overlap_param_gather": (f"{_EXACT}: DP 2, distributed optimizer, both overlaps",),
     "ddp.num_distributed_optimizer_instances": (f"{_EXACT}: DP 2, two instances of the distributed optimizer",),
+    "context_parallel_size a2a": (f"{_VISION}: CP 2, a2a",),
+    "vision-language model": (
+        f"{_VISION}: Qwen3-VL, whole chunk",
+        f"{_VISION}: Qwen3-VL, dropless experts, layers up to the router",
+    ),
     "packed dataset of Megatron-Bridge": (f"{_BRIDGE}: replayed, padded eager (`replay=False`)",),
     "fine_grained_activation_offloading": (f"{_BEYOND}: exact-offload",),
     "offload_modules core_attn": (f"{_BEYOND}: exact-offload",),

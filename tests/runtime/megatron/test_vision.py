@@ -41,7 +41,7 @@ install = sys.modules[megatron.install.__module__]
 pytestmark = pytest.mark.usefixtures("parallel_state")
 BLOCKS, ROPES = pictures.modelling("transformer_block"), pictures.modelling("rope")  # before CUDA is stood in for
 FEATURES, ROTARY = 2, 8
-BATCHES = [(SMALL, 3), (LARGE, 5), (OVER, 2), (SMALL, None), (LARGE, 1), (SMALL, 16)]
+BATCHES = [(SMALL, 3), (LARGE, 5), (OVER, 2), (SMALL, None), (LARGE, 1), (SMALL, 0), (SMALL, 16)]
 """Boundaries of micro-batches, and how many of their tokens are an image's; None: there is no image."""
 
 

@@ -175,10 +175,10 @@ OF_TWO_RANKS = {"context_parallel_size": 2}
         *(
             (
                 {**OF_TWO_RANKS, "cp_comm_type": kind},
-                f"- cp_comm_type is {kind!r}: of context parallelism only p2p, a2a and all_gather were checked in a "
-                "graph; set it to 'p2p'",
+                f"- cp_comm_type is {kind!r}: of context parallelism only p2p and a2a were checked in a graph; set it "
+                "to 'p2p'",
             )
-            for kind in ("a2a+p2p", ["p2p", "a2a+p2p"])
+            for kind in ("all_gather", "a2a+p2p", ["p2p", "a2a+p2p"])
         ),
         (
             {**OF_TWO_RANKS, "hierarchical_context_parallel_sizes": [1, 2]},
@@ -197,7 +197,7 @@ def test_parallelism_that_no_graph_can_serve_is_refused(plan, impl, changes, lin
     assert complaints(counting, changes) == []
 
 
-@pytest.mark.parametrize("kind", [None, "p2p", ["p2p", "p2p"], "a2a", "all_gather", ["p2p", "a2a"]])
+@pytest.mark.parametrize("kind", [None, "p2p", ["p2p", "p2p"], "a2a", ["p2p", "a2a"]])
 def test_context_parallelism_that_was_run_beside_eager_is_accepted(plan, kind):
     of_run = plan.model_copy(update={"training": replace(plan.training, context_parallel_size=2)})
     assert complaints(of_run, {**OF_TWO_RANKS, "cp_comm_type": kind}) == []
@@ -235,6 +235,17 @@ def test_vision_language_models_are_served_but_for_what_was_not_checked(plan):
     assert complaints(of_two, {**unfused, **OF_TWO_RANKS}, pictures()) == [
         "- position_embedding_type is 'mrope' with context parallelism: the share that each rank takes of them was not "
         "checked in a graph; set context_parallel_size to 1"
+    ]
+    recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    assert complaints(plan, {**unfused, **recomputed}, pictures()) == [
+        "- recompute_granularity is 'full' in a vision-language model: whole layers that get features of images in "
+        "between were not recomputed in a graph; set it to 'selective' or None"
+    ]
+    assert complaints(plan, {**unfused, "recompute_granularity": "selective"}, pictures()) == []
+    groups = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"layers_per_graph": 1})})
+    assert complaints(groups, unfused, pictures()) == [
+        "- graphs.layers_per_graph is 1 in a vision-language model: features of images that several graphs read were "
+        "not checked; set graphs.layers_per_graph to null"
     ]
     own = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "local"})})
     (line,) = complaints(own, {"cuda_graph_impl": "local"}, pictures())
