@@ -11,6 +11,7 @@ from collections.abc import Mapping
 _EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
 _COMMUNICATION, _EXPERTS = "communication.md", "experts.md"
 _SETTINGS = "settings.md"
+_DEFERRED = f"{_SETTINGS}: FP8 current, PP 2, output layer's weight gradients deferred, no cache of transposes"
 
 PROVED: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
@@ -39,6 +40,8 @@ PROVED: Mapping[str, tuple[str, ...]] = {
         f"{_SETTINGS}: FP8 delayed, dropout",
         f"{_SETTINGS}: FP8 delayed, parameters gathered in FP8",
     ),
+    "defer_embedding_wgrad_compute": (_DEFERRED,),
+    "disable_parameter_transpose_cache": (_DEFERRED,),
     "fp8_param_gather": (f"{_SETTINGS}: FP8 delayed, parameters gathered in FP8",),
     "recompute_granularity full, uniform": (f"{_SETTINGS}: recompute full uniform, dropout",),
     "recompute_granularity full, block": (f"{_SETTINGS}: recompute full block, dropout, 12 steps",),
