@@ -11,6 +11,7 @@ from collections.abc import Mapping
 _EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
 _COMMUNICATION, _EXPERTS = "communication.md", "experts.md"
 _SETTINGS, _VISION = "settings.md", "vision.md"
+_DEFERRED = f"{_SETTINGS}: FP8 current, PP 2, output layer's weight gradients deferred, no cache of transposes"
 
 PROVED: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
@@ -65,7 +66,9 @@ PROVED: Mapping[str, tuple[str, ...]] = {
         f"{_SETTINGS}: FP8 current, parameters in FP8, dropless experts, both overlaps",
     ),
     "first_last_layers_bf16": (f"{_SETTINGS}: FP8 current, parameters in FP8, dropless experts, first layer in bf16",),
+    "defer_embedding_wgrad_compute": (_DEFERRED,),
     "disable_parameter_transpose_cache": (
+        _DEFERRED,
         f"{_SETTINGS}: FP8 current, nothing kept (`disable_parameter_transpose_cache`), layer graphs",
     ),
     "quant_recipe": (f"{_SETTINGS}: recipes by modules' names, dropless experts, layer graphs",),
