@@ -186,6 +186,18 @@ def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dic
     }
 
 
+def any_rank(flag: bool) -> bool:
+    """Whether `flag` holds on any rank: all must stop after the same step, or one waits for the others for ever."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return flag
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = torch.tensor(float(flag), device=device)
+    torch.distributed.all_reduce(found)
+    return bool(found > 0)
+
+
 def _clock_class():
     from transformers import TrainerCallback
 
@@ -210,8 +222,13 @@ def _clock_class():
             if self._log is not None:
                 with self._log.open("a") as file:
                     file.write(json.dumps({"step": len(self.seconds), "seconds": self.seconds[-1]}) + "\n")
-            if self._until is not None and now > self._until and len(self.seconds) > WARMUP:
+            if self._until is not None and len(self.seconds) > WARMUP and any_rank(now > self._until):
                 control.should_training_stop = True
+
+        def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+            if self._log is not None and logs and "loss" in logs:
+                with self._log.open("a") as file:
+                    file.write(json.dumps({"step": state.global_step, "loss": logs["loss"]}) + "\n")
 
         @staticmethod
         def _now() -> float:
