@@ -34,11 +34,14 @@ from trainer_exact import APEX_STAND_IN, CAPS, STEPS, Row, exact_flags
 MEASURES = ("lm loss", "grad-norm")
 FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "MAX_JOBS": "1"}
 """Lets runs at the same time not fight for processor cores."""
+UNMEASURED = {"THDPROF_UNMEASURED": "allow"}
+"""Rows are what settings are measured by."""
 LEAST_S = 45
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
 HAS_NO_PADDED_FORM = "--overlap-moe-expert-parallel-comm"
-"""The argument of Megatron's schedule of nodes, which --replay off refuses: such a row is compared with the script."""
+"""The argument of Megatron's schedule of nodes, under which --replay off does not pad: such a row is compared with the
+script alone."""
 HEAD = (
     *("row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ", "validation losses differ"),
     *("off beside the unchanged script: steps that differ", "micro-batches replayed, eager, evaluated"),
@@ -197,7 +200,7 @@ def _run(work: _Work, name: str, scripts: Path, directory: Path, here: Mapping[s
         stats=work.folder / f"{name}.jsonl" if planned else None,
         gpus=row.gpus,
         tensorboard=work.folder / name,
-        environment={**EXACT, **FEW_THREADS, **row.environment, **here, "PYTHONPATH": path},
+        environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **here, "PYTHONPATH": path},
         limit=limit,
         log=work.folder / f"{name}.log",
     )

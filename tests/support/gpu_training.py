@@ -169,6 +169,7 @@ def environment(**variables: str) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "THDPROF_UNMEASURED": "allow",  # tests are what settings are measured by
         "TRITON_CACHE_AUTOTUNING": "1",  # else processes may choose other kernels, which add in another order
         **variables,
     }

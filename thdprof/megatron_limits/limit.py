@@ -43,7 +43,9 @@ class Run:
     layers_per_graph: int | None = None
     """Layers of one graph: `graphs.layers_per_graph` of the plan; None also where a model chunk is captured whole."""
     unmeasured: bool = False
-    """Whether the user takes what has graphs but was never measured, for want of a GPU that has it: MXFP8 and FP4."""
+    """Whether the user takes what has graphs but was never measured, for want of a GPU that has it (MXFP8 and FP4), or
+    was not equal to eager training in the end.
+    """
     position_embedding: str | None = None
     """The model's position embedding: rope, yarn, mrope, learned_absolute or none."""
     layers: tuple[str, ...] | None = None

@@ -10,13 +10,13 @@ from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
 
 _USE_CHUNK = "set graphs.impl to chunk"
 UNMEASURED = "THDPROF_UNMEASURED"
-"""Environment variable; the value `allow` accepts quantization that has graphs but was never measured."""
+"""Environment variable; the value `allow` accepts what has graphs but was never measured, or not found equal."""
 _MEASURED = ("delayed", "tensorwise", "blockwise")
 """Recipes of FP8 that Hopper GPUs have, by megatron-core's names."""
 
 
 def takes_unmeasured(environment: Mapping[str, str]) -> bool:
-    """Whether the user takes quantization that was never measured."""
+    """Whether the user takes settings that were never measured, or not found equal."""
     return environment.get(UNMEASURED) == "allow"
 
 

@@ -104,6 +104,18 @@ def test_experts_that_are_recomputed_are_accepted_behind_the_router(plan, recomp
     assert complaints(up_to_router(plan), {**DROPLESS, **recomputed}) == []
 
 
+@pytest.mark.parametrize("name", ["multi_latent_attention", "moe_router_enable_expert_bias"])
+def test_what_left_eager_training_up_to_the_router_is_accepted_where_the_user_says_so(plan, name):
+    changes = {**DROPLESS, name: True}
+    changes |= {"moe_router_score_function": "sigmoid"} if "bias" in name else {"rope_type": "yarn"}
+    assert complaints(up_to_router(plan), changes) == [
+        f"- {name}: True, with graphs.modules ['attn', 'moe_router']: two models with both were no longer equal to "
+        "eager training after 53 and 56 of 100 steps, and nobody knows why yet; with THDPROF_UNMEASURED=allow in the "
+        "environment it is taken all the same: compare the first 100 steps with --replay off"
+    ]
+    assert complaints(up_to_router(plan), changes, environment={"THDPROF_UNMEASURED": "allow"}) == []
+
+
 def test_megatron_cores_own_configuration_takes_the_modules(plan):
     made = config(
         num_moe_experts=4,
