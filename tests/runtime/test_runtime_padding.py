@@ -132,15 +132,15 @@ def test_the_shape_keeps_the_loaders_larger_max_seqlen():
     assert shape_of(packed, boundaries_of(packed, 5, "none"), 5).max_seqlen == 9
 
 
-def test_padding_of_any_documents():
+@pytest.mark.parametrize("policy", POLICIES)
+def test_padding_of_any_documents(policy):
     """Padded boundaries say the same as unpadded ones, but for documents without tokens at the end."""
-    checked = dict.fromkeys(POLICIES, 0)
-    refused = 0
+    checked = refused = 0
 
-    @example([2, 3], 0, -1, "none")
-    @given(documents, st.integers(0, 30), st.integers(-1, 6), st.sampled_from(POLICIES))
-    def check(lengths, tail, room, policy):
-        nonlocal refused
+    @example([2, 3], 0, -1)
+    @given(documents, st.integers(0, 30), st.integers(-1, 6))
+    def check(lengths, tail, room):
+        nonlocal checked, refused
         host = int32(np.concatenate(([0], np.cumsum(lengths))))
         n_tokens = int(host[-1]) + tail
         tailed = with_tail(host, n_tokens, policy)
@@ -166,10 +166,10 @@ def test_padding_of_any_documents():
             expected[-1] += tail
         assert found[found > 0].tolist() == [n for n in expected if n]
         assert padded[-1] == (int(host[-1]) if policy == "none" else n_tokens)
-        checked[policy] += 1
+        checked += 1
 
     check()
-    assert min(checked.values()) > 5
+    assert checked > 5
     assert refused > 0
 
 

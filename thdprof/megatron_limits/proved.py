@@ -44,7 +44,6 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "tp_comm_overlap": (f"{_COMMUNICATION}: TP 2, sequence parallel, user buffers",),
     "moe_grouped_gemm": (f"{_EXACT}: EP 2",),
     "moe_router_load_balancing_type aux_loss": (f"{_EXACT}: EP 2",),
-    "moe_router_enable_expert_bias": (f"{_EXACT}: one GPU, experts, expert bias", f"{_EXACT}: EP 2, expert bias"),
     "moe_router_score_function sigmoid": (f"{_EXACT}: one GPU, experts, expert bias",),
     "moe_permute_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
     "moe_router_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
