@@ -110,9 +110,9 @@ def test_what_left_eager_training_up_to_the_router_is_accepted_where_the_user_sa
     changes |= {"moe_router_score_function": "sigmoid"} if "bias" in name else {"rope_type": "yarn"}
     assert complaints(up_to_router(plan), changes) == [
         f"- {name}: True, with graphs.modules ['attn', 'moe_router']: two models with both left eager training a "
-        "few steps after their first evaluation, very probably because eager training then counts experts' tokens by another "
-        "kernel than the graph holds; with THDPROF_UNMEASURED=allow in the "
-        "environment it is taken all the same: compare the first 100 steps with --replay off"
+        "few steps after their first evaluation, very probably because eager training then counts experts' tokens by "
+        "another kernel than the graph holds; with THDPROF_UNMEASURED=allow in the environment it is taken all the "
+        "same: compare the first 100 steps with --replay off"
     ]
     assert complaints(up_to_router(plan), changes, environment={"THDPROF_UNMEASURED": "allow"}) == []
 
