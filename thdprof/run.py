@@ -258,9 +258,10 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
 
 
 def _end_workers() -> None:
-    """End the processes that load data: the interpreter would wait five seconds for each before it ends it itself.
+    """End this process's daemon processes, as the interpreter does at its exit, but before it waits for them.
 
-    Every worker of every DataLoader is still there after an error, whose traceback holds the iterators.
+    Those that load data are among them, and torch waits five seconds for each: every worker of every DataLoader is
+    still there after an error, whose traceback holds the iterators.
     """
     for process in multiprocessing.active_children():
         if process.daemon:

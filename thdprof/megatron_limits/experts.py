@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
-from thdprof.megatron_limits.quantization import UNMEASURED
+from thdprof.megatron_limits.quantization import TAKEN_ALL_THE_SAME
 
 if TYPE_CHECKING:
     from thdprof.plan import Module
@@ -122,8 +122,7 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
             case=lambda run: (
                 f"{' and '.join(_unlike_eager(run))}: True, with graphs.modules {sorted(run.modules or ())}"
             ),
-            remedy=f"with {UNMEASURED}=allow in the environment it is taken all the same: compare the first 100 steps "
-            "with --replay off",
+            remedy=f"{TAKEN_ALL_THE_SAME}: compare the first 100 steps with --replay off",
         ),
     ),
     must_be_off(

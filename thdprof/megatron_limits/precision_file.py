@@ -7,14 +7,13 @@ from typing import Any
 
 from thdprof.errors import DataError
 from thdprof.files import read_yaml
+from thdprof.megatron_limits.quantization import TAKEN_ALL_THE_SAME
 
 FLAG = "--te-precision-config-file"
 """The argument that names the file; it sets the field `quant_recipe` of TransformerConfig."""
 CASES = {
     "`quant_recipe` with quantizers of one's own or Kitchen's": "choose among Transformer Engine's own recipes",
-    "`quant_recipe` with recipes that Hopper GPUs do not have": (
-        "with THDPROF_UNMEASURED=allow in the environment it is taken all the same"
-    ),
+    "`quant_recipe` with recipes that Hopper GPUs do not have": TAKEN_ALL_THE_SAME,
     "`quant_recipe` with overlapped expert communication": "leave --overlap-moe-expert-parallel-comm out",
 }
 """Limits that the file's contents meet, by their names, and what to change."""

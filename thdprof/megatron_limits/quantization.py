@@ -80,7 +80,8 @@ def _sized(run: Run) -> bool:
 
 
 _NO_GPU = "its graphs are made as those of other recipes, but no GPU that has it was there to measure them"
-_TAKEN = f"with {UNMEASURED}=allow in the environment it is taken all the same"
+TAKEN_ALL_THE_SAME = f"with {UNMEASURED}=allow in the environment it is taken all the same"
+"""What to do about a setting that is accepted where the user says so."""
 _local = partial(
     must_be_off,
     off=None,
@@ -100,7 +101,7 @@ _unmeasured = partial(
     reason=_NO_GPU,
     applies=_otherwise,
     graphs="`chunk`, `transformer_engine`",
-    remedy=_TAKEN,
+    remedy=TAKEN_ALL_THE_SAME,
 )
 _sizes = partial(
     must_be_off,
@@ -155,7 +156,7 @@ QUANTIZATION_LIMITS: tuple[Limit, ...] = (
         name="`quant_recipe` with recipes that Hopper GPUs do not have",
         holds=lambda run: _otherwise(run) and bool(_new_by_module(run)) and not run.unmeasured,
         reason=_NO_GPU,
-        fields=Words(case=lambda run: f"quant_recipe has {', '.join(_new_by_module(run))}", remedy=_TAKEN),
+        fields=Words(case=lambda run: f"quant_recipe has {', '.join(_new_by_module(run))}", remedy=TAKEN_ALL_THE_SAME),
     ),
     Limit(
         name="`quant_recipe` with overlapped expert communication",
