@@ -53,7 +53,7 @@ class Case:
 
 
 _EXPERTS = (
-    "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-router-load-balancing-type aux_loss "
+    "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 1e-2 --expert-model-parallel-size 2"
 )
 _FSDP = "--use-megatron-fsdp --use-distributed-optimizer --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy"
