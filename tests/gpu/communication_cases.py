@@ -38,6 +38,8 @@ class Case:
     config: dict[str, Any]
     """Fields of the TransformerConfig."""
     experts: int | None = None
+    padded: bool = False
+    """Whether the experts are padded to capacity."""
     user_buffers: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
     """Changes of the plan's graphs."""
@@ -69,6 +71,7 @@ HYBRID_EP = {
     "moe_permute_fusion": True,
     "moe_router_dtype": "fp32",
 }
+PADDED = {**HYBRID_EP, "moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
 WITHIN_CAPACITY = {
     **HYBRID_EP,
     "moe_expert_rank_capacity_factor": 4.0,
@@ -80,9 +83,10 @@ WITHIN_CAPACITY = {
 
 
 def _of_experts(config: dict[str, Any], *more: str, plan: dict[str, Any] | None = None) -> Case:
-    """Dropless experts over two ranks, whose layers are graphs up to their routers, and of these parts more."""
-    graphs = plan or {**UP_TO_ROUTER, "modules": [*UP_TO_ROUTER["modules"], *more]}
-    return Case(sizes={"expert_model_parallel_size": 2}, config=config, experts=4, plan=graphs)
+    """Experts over two ranks, in graphs up to their routers and of these parts more, or as `plan` says."""
+    graphs = {**UP_TO_ROUTER, "modules": [*UP_TO_ROUTER["modules"], *more]} if plan is None else plan
+    padded = bool(config.get("moe_pad_expert_input_to_capacity"))
+    return Case(sizes={"expert_model_parallel_size": 2}, config=config, experts=4, padded=padded, plan=graphs)
 
 
 CASES = {
@@ -161,6 +165,8 @@ CASES = {
     "hybrid_ep_forced_balance": _of_experts({**HYBRID_EP, "moe_router_force_load_balancing": True}),
     "hybrid_ep_overlapped": _of_experts({**HYBRID_EP, "overlap_moe_expert_parallel_comm": True}),
     "hybrid_ep_fp8": _of_experts({**HYBRID_EP, **FP8}),
+    "hybrid_ep_padded": _of_experts(PADDED),
+    "hybrid_ep_padded_whole": _of_experts(PADDED, plan={}),
     "hybrid_ep_within_capacity": _of_experts(WITHIN_CAPACITY),
     "hybrid_ep_whole": _of_experts(WITHIN_CAPACITY, plan={"impl": "transformer_engine", "modules": []}),
     "hybrid_ep_paged_stash": _of_experts({**WITHIN_CAPACITY, "moe_paged_stash": True}),
@@ -303,7 +309,7 @@ def plan_of(case: Case) -> Any:
         data_parallel_size=data_parallel,
         seq_length=TOKENS,
         global_batch_size=EACH * data_parallel,
-        experts="none" if case.experts is None else "dropless",
+        experts="none" if case.experts is None else "padded" if case.padded else "dropless",
     )
     values = plan.model_dump(mode="json", by_alias=True)
     values["graphs"] |= {"slots": [[stages - rank] for rank in range(stages)], **case.plan}
