@@ -227,6 +227,7 @@ def hybrid_ep_buffer() -> Iterator[None]:
 
     try:
         yield
+        torch.distributed.barrier()  # the other rank may still read this one's buffer
     finally:
         fused_a2a.reset_hybrid_ep_buffer()
 
