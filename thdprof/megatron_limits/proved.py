@@ -11,7 +11,9 @@ from collections.abc import Mapping
 _EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
 _COMMUNICATION, _EXPERTS = "communication.md", "experts.md"
 _SETTINGS, _VISION = "settings.md", "vision.md"
-_DEFERRED = f"{_SETTINGS}: FP8 current, PP 2, output layer's weight gradients deferred, no cache of transposes"
+_DEFERRED = (
+    f"{_SETTINGS}: FP8 current, PP 2 by a layout, output layer's weight gradients deferred, no cache of transposes"
+)
 
 _DEEPSEEK = f"{_SETTINGS}: DeepSeek-V3, PP 2 by a layout"
 _QWEN3 = f"{_SETTINGS}: Qwen3-30B-A3B, forced load balancing"
@@ -34,10 +36,13 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "moe_router_force_load_balancing": (_QWEN3, _DEEPSEEK),
     "moe_router_enable_expert_bias": (_BIASED, _DEEPSEEK),
     "moe_shared_expert_overlap": (_DEEPSEEK,),
-    "pipeline_model_parallel_layout": (_DEEPSEEK,),
+    "pipeline_model_parallel_layout": (_DEEPSEEK, _DEFERRED),
     "recompute_modules mla_up_proj": (_DEEPSEEK,),
     "add_bias_linear": (_GPT_OSS,),
     "window_size": (_GPT_OSS,),
+    "softmax_type learnable": (
+        f"{_SETTINGS}: gpt-oss, learnable softmax, biases, windows, recompute moe_act and layernorm",
+    ),
     "overlap_moe_expert_parallel_comm": (f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped",),
     "delay_wgrad_compute": (
         f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped, weight gradients delayed",
