@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from thdprof.runtime.graphs.redrawn import Repeats
+from thdprof.runtime.megatron.decoder import unfused_rope
 from thdprof.runtime.megatron.trainers.replaced import replaced
 
 
@@ -214,12 +215,15 @@ def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
 
 
 def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as `repeats` runs it; as it is inside captures of Megatron's own, which recompute nothing."""
+    """`function` as `repeats` runs it; as it is inside captures of Megatron's own, which recompute nothing.
+
+    Both of its runs rotate tokens alike: the backward of a padded micro-batch runs long after its forward has ended.
+    """
     from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 
     if repeats.captured is None and (is_graph_capturing() or is_graph_warmup()):
         return function
-    return repeats.repeated(function)
+    return repeats.repeated(unfused_rope.as_now(function))
 
 
 def _default() -> torch.Generator:
