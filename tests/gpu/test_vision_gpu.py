@@ -18,6 +18,8 @@ WITHOUT_IMAGES = (
     "mrope_unfused",
     "rope_unfused",
     "rope_unfused_layers",
+    "rope_unfused_recompute",
+    "fused_layer_recompute",
     "yarn_unfused",
     "learnable_softmax",
     "output_gate",

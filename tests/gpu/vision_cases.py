@@ -53,6 +53,7 @@ YARN = {
 }
 """What a GPTModel reads of its configuration for yarn, as Megatron-Bridge sets it for gpt-oss."""
 FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,8 @@ class Case:
     """Sizes of Megatron's process groups."""
     plan: dict[str, Any] = field(default_factory=dict)
     """Changes of the plan's graphs."""
+    fused_layer: bool = False
+    """Whether the first layer's MLP is one of Transformer Engine's fused operations, which is in no graph."""
     refused: bool = False
     """Whether install still refuses it, for want of such a run: it is run all the same."""
     steps: int = 5
@@ -82,9 +85,7 @@ CASES = {
     "qwen3_vl_layers": Case(plan={"impl": "transformer_engine"}),
     "qwen3_vl_experts": Case(config=EXPERTS, experts=4, plan=UP_TO_ROUTER),
     "qwen3_vl_one_layer_a_graph": Case(plan={"layers_per_graph": 1}, refused=True),
-    "qwen3_vl_recompute": Case(
-        refused=True, config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    ),
+    "qwen3_vl_recompute": Case(refused=True, config=FULL),
     "qwen3_vl_fp8": Case(config=FP8),
     "qwen3_vl_fp8_experts": Case(config={**EXPERTS, **FP8}, experts=4, plan=UP_TO_ROUTER),
     "qwen3_vl_without_features": Case(config=EXPERTS, experts=4, features=(), plan=UP_TO_ROUTER),
@@ -103,6 +104,10 @@ CASES = {
     "rope_unfused": Case(with_images=False, config={"apply_rope_fusion": False}),
     "rope_unfused_layers": Case(
         with_images=False, config={"apply_rope_fusion": False}, plan={"impl": "transformer_engine"}
+    ),
+    "rope_unfused_recompute": Case(with_images=False, config={"apply_rope_fusion": False, **FULL}),
+    "fused_layer_recompute": Case(
+        with_images=False, fused_layer=True, config=FULL, plan={"impl": "transformer_engine"}
     ),
     "yarn_unfused": Case(
         with_images=False,
@@ -181,14 +186,22 @@ def _train(case: Case, model: Any, told: dict[str, Any]) -> None:
 
 def gpt(case: Case, config: Any) -> Any:
     """A GPT with the case's position embedding."""
+    from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     for name, value in YARN.items():
         setattr(config, f"yarn_{name}", value)
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layers: Any = layer
+    if case.fused_layer:
+        fused = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=True)
+        others = [layer] * (config.num_layers - 1)
+        layers = TransformerBlockSubmodules(layer_specs=[fused, *others], layer_norm=TENorm)
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm),
+        transformer_layer_spec=layers,
         vocab_size=VOCABULARY,
         max_sequence_length=TOKENS,
         position_embedding_type=case.positions,
