@@ -528,7 +528,7 @@ def test_limits_hold_over_all_sizes(documents, monkeypatch):
     assert tight.recommendation.buckets == ()
     assert tight.recommendation.relative_step_time == 1
     assert free.recommendation.relative_step_time < 1
-    monkeypatch.setattr("thdprof.analyze.buckets.recommend._MOST_CHOICES", 12)
+    monkeypatch.setattr("thdprof.analyze.buckets.search._MOST_CHOICES", 12)
     with pytest.raises(UsageError, match=r"--buckets 1: .* choices for 4 context-parallel sizes are more than the 12"):
         analysed(documents, buckets=1)
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from support.schedules import make_costs, make_table
 
+from thdprof.analyze.buckets.candidates import candidate_caps
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.rank_counts import RankCounts
-from thdprof.analyze.buckets.recommend import candidate_caps, recommend
+from thdprof.analyze.buckets.recommend import recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.report.terminal import sentence

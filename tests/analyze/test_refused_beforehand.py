@@ -10,7 +10,7 @@ from thdprof.plan import OffloadPart, load_plan
 
 ARGUMENTS = (
     "torchrun --nproc-per-node 2 pretrain_gpt.py --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 "
-    "--global-batch-size 4 --train-iters 10 --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+    "--global-batch-size 4 --train-iters 10 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --te-rng-tracker "
 )
 RECIPE = """\
 model:
@@ -61,6 +61,45 @@ def test_arguments_that_install_refuses_are_said(thdprof, documents, tmp_path, m
     packed = ("--loader", "single", "--packer", "first_fit_decreasing")
     done = thdprof("analyze", documents, "--megatron-args", script, *packed)
     assert refused(done) == lines
+
+
+TRACKER = "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
+
+
+@pytest.mark.parametrize(
+    ("impl", "more", "lines"),
+    [
+        ("chunk", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", [TRACKER]),
+        ("chunk", "--hidden-dropout 0.1", [TRACKER]),
+        ("transformer_engine", "", [TRACKER]),
+        ("transformer_engine", "--cuda-graph-impl transformer_engine", []),  # Megatron then turns it on itself
+        ("local", "", []),  # whose --cuda-graph-impl local is still to be given, and turns it on
+    ],
+)
+def test_a_missing_rng_tracker_is_said(thdprof, documents, tmp_path, impl, more, lines):
+    script = tmp_path / "launch.sh"
+    script.write_text(ARGUMENTS.replace("--te-rng-tracker", more))
+    packed = ("--loader", "single", "--packer", "first_fit_decreasing", "--impl", impl)
+    assert refused(thdprof("analyze", documents, "--megatron-args", script, *packed)) == lines
+
+
+def test_an_fp8_format_that_megatron_does_not_know_is_refused(thdprof, documents, tmp_path):
+    script = tmp_path / "launch.sh"
+    packed = ("--loader", "single", "--packer", "first_fit_decreasing")
+    for given, code in (("e4m3", 0), ("hybrid", 0), ("nonsense", 2)):
+        script.write_text(f"{ARGUMENTS} --fp8-format {given}")
+        done = thdprof("analyze", documents, "--megatron-args", script, *packed)
+        assert done.returncode == code, done.stderr
+    assert done.stderr == f"thdprof: {script}, line 1: --fp8-format nonsense: not one of e4m3, hybrid\n"
+
+
+def test_an_fp8_format_of_a_recipe_that_megatron_does_not_know_is_refused(thdprof, documents, tmp_path):
+    run = ["--loader", "single", "--packer", "first_fit_decreasing", "--seq-length", 64, "--global-batch-size", 4]
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE.format(clip="false", sharded="false") + "mixed_precision:\n  fp8: nonsense\n")
+    done = thdprof("analyze", documents, *run, "--model", recipe)
+    assert done.returncode == 1
+    assert "fp8 'nonsense': not one of e4m3, hybrid, none" in done.stderr
 
 
 def test_a_pipelines_middle_stages_without_data_are_said(thdprof, documents, tmp_path):

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from support.own_loop import VOCABULARY, config_of, process_groups, wrapped
+from support.own_loop_steps import bounds_of, counts_of, descend, differing, fitted, mean_loss, run_schedule, verdict
 from support.plans import plan_of_shares
 
 from thdprof.runtime.megatron import install, packed_seq_params
@@ -275,24 +276,9 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
     told: dict[str, Any] = {"losses": [], "gradients": []}
     with install(model, plan, config, replay=replay, say=print) as installation:
         for step in range(STEPS):
-            model.zero_grad_buffer()
-            given = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=batches(step, config),
-                model=[model],
-                num_microbatches=EACH,
-                seq_length=TOKENS,
-                micro_batch_size=1,
-                forward_only=False,
-            )
-            model.finish_grad_sync() if hasattr(model, "finish_grad_sync") else None
-            told["losses"] += [part["loss"].item() for part in given]
-            for parameter in model.parameters():
-                told["gradients"].append(parameter.main_grad.double().sum().item())
-                parameter.data.add_(parameter.main_grad.to(parameter.dtype), alpha=-0.05)
-        stats = installation.stats()
-        told["counts"] = {"captures": stats.captures, "replays": sum(stats.replays.values())}
-        told["counts"] |= {reason.name: number for reason, number in stats.fallbacks.items() if number}
+            passes = partial(run_schedule, model, forward_step, batches(step, config), count=EACH, tokens=TOKENS)
+            descend(model, passes, told)
+        told["counts"] = counts_of(installation.stats())
     return told
 
 
@@ -312,12 +298,7 @@ def plan_of(case: Case) -> Any:
         global_batch_size=EACH * data_parallel,
         experts="none" if case.experts is None else "padded" if case.padded else "dropless",
     )
-    values = plan.model_dump(mode="json", by_alias=True)
-    values["graphs"] |= {"slots": [[stages - rank] for rank in range(stages)], **case.plan}
-    for bucket in values["graphs"]["buckets"]:
-        bucket |= {"max_seqlen": TOKENS, "cp_size": context}
-    values["microbatches"]["n_tokens_max"] = TOKENS
-    return type(plan).model_validate(values)
+    return fitted(plan, case.plan, tokens=TOKENS, stages=stages, cp_size=context)
 
 
 def batches(step: int, config: Any) -> Iterator[dict[str, Any]]:
@@ -327,10 +308,10 @@ def batches(step: int, config: Any) -> Iterator[dict[str, Any]]:
     for number in range(EACH):
         random = np.random.default_rng([step, number, rank])
         documents = DOCUMENTS[(step * EACH + number) % len(DOCUMENTS)]
-        cuts = np.sort(random.choice(np.arange(1, TOKENS // 8), documents - 1, replace=False)) * 8
+        bounds = bounds_of(random, documents, TOKENS)
         tokens = random.integers(1, VOCABULARY, (2, TOKENS // context))
         yield {
-            "bounds": [0, *cuts.tolist(), TOKENS],
+            "bounds": bounds,
             "tokens": torch.from_numpy(tokens[:1]).cuda(),
             "labels": torch.from_numpy(tokens[1:]).cuda(),
             "positions": torch.arange(TOKENS // context).unsqueeze(0).cuda(),
@@ -342,26 +323,14 @@ def forward_step(data: Iterator[dict[str, Any]], model: torch.nn.Module, return_
     batch = next(data)
     params = packed_seq_params(batch["bounds"])
 
-    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = output.float().mean()
-        return loss, {"loss": loss.detach()}
-
     run = model.build_schedule_plan if return_schedule_plan else model
     output = run(batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=params)
-    return output, loss_of
+    return output, mean_loss
 
 
 def compared(eager: dict[str, Any], replayed: dict[str, Any]) -> str:
     """How many losses and sums of gradients differ, and the counters of the replaying run."""
-    told = []
-    for name in ("losses", "gradients"):
-        differ = sum(a != b for a, b in zip(eager[name], replayed[name], strict=True))
-        told.append(f"{differ} of {len(eager[name])} {name} differ")
-    spread = len(set(eager["losses"]))
-    moves = spread > 3 or not eager["losses"]  # which the last stage of a pipeline alone has
-    equal = all(part.startswith("0 of") for part in told) and moves and replayed["counts"]["replays"] > 3
-    counts = ", ".join(f"{name} {number}" for name, number in replayed["counts"].items())
-    return f"{'equal' if equal else 'not equal'}: {'; '.join(told)}; {spread} different losses; {counts}"
+    return verdict(differing(eager, replayed, ("losses", "gradients")), eager["losses"], replayed["counts"])
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from support.own_loop import VOCABULARY, config_of, process_groups, wrapped
+from support.own_loop_steps import bounds_of, differing, fitted, mean_loss, run_schedule
 from support.plans import plan_of_shares
 from support.training_states import digests
 
@@ -289,16 +289,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         for step in range(STEPS):
             model.zero_grad_buffer()
             optimizer.zero_grad()
-            given = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=batches(step),
-                model=[model],
-                num_microbatches=EACH,
-                seq_length=TOKENS,
-                micro_batch_size=1,
-                forward_only=False,
-            )
-            told["losses"] += [part["loss"].item() for part in given]
+            told["losses"] += run_schedule(model, forward_step, batches(step), count=EACH, tokens=TOKENS)
             _, norm, _ = optimizer.step()
             told["norms"].append(float(norm))
             told["states"].append(digests([model]))
@@ -320,12 +311,7 @@ def plan_of(case: Case) -> Any:
         global_batch_size=EACH * ranks,
         experts=case.experts,
     )
-    values = plan.model_dump(mode="json", by_alias=True)
-    values["graphs"] |= case.graphs
-    for bucket in values["graphs"]["buckets"]:
-        bucket["max_seqlen"] = TOKENS
-    values["microbatches"]["n_tokens_max"] = TOKENS
-    return type(plan).model_validate(values)
+    return fitted(plan, case.graphs, tokens=TOKENS)
 
 
 def batches(step: int) -> Iterator[dict[str, Any]]:
@@ -334,9 +320,9 @@ def batches(step: int) -> Iterator[dict[str, Any]]:
     for number in range(EACH):
         random = np.random.default_rng([step, number, rank])
         documents = DOCUMENTS[(step * EACH + number + rank) % len(DOCUMENTS)]
-        cuts = np.sort(random.choice(np.arange(1, TOKENS // 8), documents - 1, replace=False)) * 8
+        bounds = bounds_of(random, documents, TOKENS)
         tokens = torch.from_numpy(random.integers(1, VOCABULARY, (2, TOKENS))).cuda()
-        yield {"bounds": [0, *cuts.tolist(), TOKENS], "tokens": tokens[:1], "labels": tokens[1:]}
+        yield {"bounds": bounds, "tokens": tokens[:1], "labels": tokens[1:]}
 
 
 def forward_step(
@@ -346,21 +332,14 @@ def forward_step(
     batch = next(data)
     positions = torch.arange(TOKENS, device="cuda")[None]
 
-    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = output.float().mean()
-        return loss, {"loss": loss.detach()}
-
     params = packed_seq_params(batch["bounds"])
     run = model.build_schedule_plan if return_schedule_plan else model
-    return run(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=params), loss_of
+    return run(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=params), mean_loss
 
 
 def compared(case: Case, eager: dict[str, Any], replayed: dict[str, Any]) -> str:
     """Whether two runs left the same behind after each step, and what was compared."""
-    told = []
-    for name in ("losses", "norms"):
-        differ = sum(a != b for a, b in zip(eager[name], replayed[name], strict=True))
-        told.append(f"{differ} of {len(eager[name])} {name} differ")
+    told = differing(eager, replayed, ("losses", "norms"))
     for step, (ours, theirs) in enumerate(zip(replayed["states"], eager["states"], strict=True)):
         if wrong := [kind for kind in ours.keys() | theirs if ours.get(kind) != theirs.get(kind)]:
             told.append(f"after step {step} differ {', '.join(sorted(wrong))}")

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
-from support.gpu_process import free_port
-from support.gpu_training import LIMIT_S
-from support.paths import ROOT
+from support.own_loop_runs import run_case
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -51,21 +46,8 @@ QUANTIZED = (
 
 def run_on_two_ranks(script, case, connections):
     """What both ranks of a case print."""
-    folders = (ROOT, ROOT / "tests", ROOT / "benchmarks" / "apex_stand_in")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]),
-        "CUDA_DEVICE_MAX_CONNECTIONS": connections,
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "TRITON_CACHE_AUTOTUNING": "1",
-        "UB_SKIPMC": "1",  # user buffers without multicast of NVLink
-    }
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), str(ROOT / "tests" / "gpu" / script), case]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
+    without_multicast = {"UB_SKIPMC": "1"}  # of NVLink, which user buffers use otherwise
+    return run_case(script, case, gpus=2, apex=True, CUDA_DEVICE_MAX_CONNECTIONS=connections, **without_multicast)
 
 
 @pytest.mark.parametrize("case", CASES)

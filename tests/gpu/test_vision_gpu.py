@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
-from support.gpu_process import free_port
-from support.gpu_training import LIMIT_S
-from support.paths import ROOT
+from support.own_loop_runs import run_case
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
@@ -23,6 +18,8 @@ WITHOUT_IMAGES = (
     "mrope_unfused",
     "rope_unfused",
     "rope_unfused_layers",
+    "rope_unfused_recompute",
+    "fused_layer_recompute",
     "yarn_unfused",
     "learnable_softmax",
     "output_gate",
@@ -47,22 +44,7 @@ has_bridge = pytest.mark.skipif(
 
 
 def run(case: str, *, gpus: int = 1) -> str:
-    folders = (ROOT, ROOT / "tests")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "TRITON_CACHE_AUTOTUNING": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(free_port())]
-    command = [sys.executable, "-W", "ignore", *(launcher if gpus > 1 else [])]
-    command += [str(ROOT / "tests" / "gpu" / "vision_cases.py"), case]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT_S)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-    return done.stdout
+    return run_case("vision_cases.py", case, gpus=gpus, HF_HUB_OFFLINE="1")
 
 
 @pytest.mark.parametrize("case", WITHOUT_IMAGES)

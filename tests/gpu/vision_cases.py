@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +19,10 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from support import pictures
 from support.own_loop import VOCABULARY, process_groups, wrapped
 from support.own_loop import config_of as plain_config
+from support.own_loop_steps import bounds_of, counts_of, descend, differing, fitted, mean_loss, run_schedule, verdict
 from support.plans import plan_of_shares
 
 from thdprof.runtime.megatron import install, packed_seq_params
@@ -52,6 +53,7 @@ YARN = {
 }
 """What a GPTModel reads of its configuration for yarn, as Megatron-Bridge sets it for gpt-oss."""
 FP8 = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,8 @@ class Case:
     """Sizes of Megatron's process groups."""
     plan: dict[str, Any] = field(default_factory=dict)
     """Changes of the plan's graphs."""
+    fused_layer: bool = False
+    """Whether the first layer's MLP is one of Transformer Engine's fused operations, which is in no graph."""
     refused: bool = False
     """Whether install still refuses it, for want of such a run: it is run all the same."""
     steps: int = 5
@@ -81,9 +85,7 @@ CASES = {
     "qwen3_vl_layers": Case(plan={"impl": "transformer_engine"}),
     "qwen3_vl_experts": Case(config=EXPERTS, experts=4, plan=UP_TO_ROUTER),
     "qwen3_vl_one_layer_a_graph": Case(plan={"layers_per_graph": 1}, refused=True),
-    "qwen3_vl_recompute": Case(
-        refused=True, config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    ),
+    "qwen3_vl_recompute": Case(refused=True, config=FULL),
     "qwen3_vl_fp8": Case(config=FP8),
     "qwen3_vl_fp8_experts": Case(config={**EXPERTS, **FP8}, experts=4, plan=UP_TO_ROUTER),
     "qwen3_vl_without_features": Case(config=EXPERTS, experts=4, features=(), plan=UP_TO_ROUTER),
@@ -102,6 +104,10 @@ CASES = {
     "rope_unfused": Case(with_images=False, config={"apply_rope_fusion": False}),
     "rope_unfused_layers": Case(
         with_images=False, config={"apply_rope_fusion": False}, plan={"impl": "transformer_engine"}
+    ),
+    "rope_unfused_recompute": Case(with_images=False, config={"apply_rope_fusion": False, **FULL}),
+    "fused_layer_recompute": Case(
+        with_images=False, fused_layer=True, config=FULL, plan={"impl": "transformer_engine"}
     ),
     "yarn_unfused": Case(
         with_images=False,
@@ -168,41 +174,34 @@ def trained(case: Case, *, replay: bool | None) -> dict[str, Any]:
     unrefused = patch.object(settings, "check", lambda *_, **__: None) if case.refused else nullcontext()
     with unrefused, install(model, plan_of(case), config, replay=replay, say=print) as installation:
         _train(case, model, told)
-        stats = installation.stats()
-        told["counts"] = {"captures": stats.captures, "replays": sum(stats.replays.values())}
-        told["counts"] |= {reason.name: number for reason, number in stats.fallbacks.items() if number}
+        told["counts"] = counts_of(installation.stats())
     return told
 
 
 def _train(case: Case, model: Any, told: dict[str, Any]) -> None:
     for step in range(case.steps):
-        model.zero_grad_buffer()
-        given = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches(case, step),
-            model=[model],
-            num_microbatches=EACH,
-            seq_length=TOKENS,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        model.finish_grad_sync()
-        told["losses"] += [part["loss"].item() for part in given]
-        for parameter in model.parameters():
-            told["gradients"].append(parameter.main_grad.double().sum().item())
-            parameter.data.add_(parameter.main_grad.to(parameter.dtype), alpha=-0.05)
+        passes = partial(run_schedule, model, forward_step, batches(case, step), count=EACH, tokens=TOKENS)
+        descend(model, passes, told)
 
 
 def gpt(case: Case, config: Any) -> Any:
     """A GPT with the case's position embedding."""
+    from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
     for name, value in YARN.items():
         setattr(config, f"yarn_{name}", value)
+    layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layers: Any = layer
+    if case.fused_layer:
+        fused = get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=True)
+        others = [layer] * (config.num_layers - 1)
+        layers = TransformerBlockSubmodules(layer_specs=[fused, *others], layer_norm=TENorm)
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm),
+        transformer_layer_spec=layers,
         vocab_size=VOCABULARY,
         max_sequence_length=TOKENS,
         position_embedding_type=case.positions,
@@ -222,12 +221,7 @@ def plan_of(case: Case) -> Any:
         global_batch_size=EACH,
         experts="none" if case.experts is None else "dropless",
     )
-    values = plan.model_dump(mode="json", by_alias=True)
-    values["graphs"] |= {"slots": [[stages - rank] for rank in range(stages)], **case.plan}
-    for bucket in values["graphs"]["buckets"]:
-        bucket |= {"max_seqlen": TOKENS}
-    values["microbatches"]["n_tokens_max"] = TOKENS
-    return type(plan).model_validate(values)
+    return fitted(plan, case.plan, tokens=TOKENS, stages=stages)
 
 
 def batches(case: Case, step: int) -> Iterator[dict[str, Any]]:
@@ -235,8 +229,7 @@ def batches(case: Case, step: int) -> Iterator[dict[str, Any]]:
     for number in range(EACH):
         random = np.random.default_rng([step, number])
         count = DOCUMENTS[(step * EACH + number) % len(DOCUMENTS)]
-        cuts = np.sort(random.choice(np.arange(1, TOKENS // 8), count - 1, replace=False)) * 8
-        bounds = [0, *cuts.tolist(), TOKENS]
+        bounds = bounds_of(random, count, TOKENS)
         drawn = pictures.documents(random, bounds, images=case.with_images and number != 2)
         labels = torch.from_numpy(random.integers(1, pictures.IMAGE, TOKENS)).unsqueeze(0)
         yield {
@@ -261,28 +254,20 @@ def forward_step(data: Iterator[dict[str, Any]], model: torch.nn.Module) -> Any:
     if len(batch["grids"]):
         images = {"pixel_values": batch["pixels"], "image_grid_thw": batch["grids"]}
 
-    def loss_of(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        loss = output.float().mean()
-        return loss, {"loss": loss.detach()}
-
     output = model(
         batch["tokens"], batch["positions"], None, labels=batch["labels"], packed_seq_params=params, **images
     )
-    return output, loss_of
+    return output, mean_loss
 
 
 def compared(alone: dict[str, Any], eager: dict[str, Any], replayed: dict[str, Any]) -> str:
     """How many losses and sums of gradients differ from those of a run without thdprof, and the counters."""
-    told = []
-    for label, run in (("padded", eager), ("replayed", replayed)):
-        for name in ("losses", "gradients"):
-            differ = sum(a != b for a, b in zip(alone[name], run[name], strict=True))
-            told.append(f"{differ} of {len(alone[name])} {name} differ {label}")
-    spread = len(set(alone["losses"]))
-    moves = spread > 3 or not alone["losses"]  # which the last stage of a pipeline alone has
-    equal = all(part.startswith("0 of") for part in told) and moves and replayed["counts"]["replays"] > 3
-    counts = ", ".join(f"{name} {number}" for name, number in replayed["counts"].items())
-    return f"{'equal' if equal else 'not equal'}: {'; '.join(told)}; {spread} different losses; {counts}"
+    told = [
+        f"{found} {label}"
+        for label, run in (("padded", eager), ("replayed", replayed))
+        for found in differing(alone, run, ("losses", "gradients"))
+    ]
+    return verdict(told, alone["losses"], replayed["counts"])
 
 
 if __name__ == "__main__":

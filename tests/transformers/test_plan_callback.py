@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -130,6 +132,48 @@ def test_a_run_after_one_that_an_unseen_error_has_ended_follows_its_own_plan(pla
     assert callback.last.microbatches == plan.microbatches.count
     assert "forward" not in model.model.__dict__
     assert model.model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_trainer_has_its_own_train_again_when_it_ends(plan, tmp_path, failing):
+    callback = PlanCallback(plan)
+    followed = run(tmp_path, callback, *[Failing()] * failing, max_steps=3)
+    assert "train" in vars(followed)
+    with pytest.raises(RuntimeError, match="the disk is full") if failing else nullcontext():
+        followed.train()
+    assert "train" not in vars(followed)
+    assert callback.stats is None
+
+
+def test_a_wrapper_that_others_put_around_train_stays(plan, tmp_path):
+    followed = run(tmp_path, PlanCallback(plan), max_steps=1)
+    own, calls = followed.train, []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return own(*args, **kwargs)
+
+    followed.train = counted
+    followed.train()
+    followed.train()
+    assert followed.train is counted
+    assert len(calls) == 2
+    assert "forward" not in followed.model.model.__dict__
+
+
+def test_a_trainer_that_was_dropped_after_an_unseen_error_is_freed_with_its_model(plan, tmp_path):
+    dropped = []
+    for callback in (None, PlanCallback(plan)):
+        broken = run(tmp_path, Failing())
+        if callback is not None:
+            broken.add_callback(callback)  # too late to see how `train` ends
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            broken.train()
+        assert ("forward" in broken.model.model.__dict__) == (callback is not None)
+        dropped.append([weakref.ref(broken), weakref.ref(broken.model.model)])
+        del broken, callback
+    gc.collect()
+    assert [[reference() for reference in found] for found in dropped] == [[None, None], [None, None]]
 
 
 @pytest.mark.parametrize("replay", [True, False])

@@ -6,8 +6,8 @@ from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
-from thdprof.analyze.times.gpus import Gpu, find_gpu
-from thdprof.analyze.times.results import Times
+from thdprof.analyze.times.gpus import Gpu, find_gpu, known_gpu
+from thdprof.analyze.times.results import Memory, Times
 from thdprof.megatron_limits.quantization import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent
@@ -117,6 +117,22 @@ def caveats(
             f"the cost of {top} documents is extrapolated; the table ends at {costs.measured_max_seqs()[-1]}"
         )
     return [*sentences, *_on_the_search(table, recommendation)]
+
+
+def on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
+    """A warning where the predicted peak is more than the GPU has.
+
+    Args:
+        memory: the predicted peak; None: not known.
+        gpu: name of the GPU that times are of, such as h100; None: no times are modelled.
+    """
+    known = None if gpu is None else known_gpu(gpu)
+    if memory is None or known is None or memory.peak_bytes <= known.memory_gib * 2**30:
+        return []
+    return [
+        f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and an {known.label} has {known.memory_gib}: the "
+        "parallelism or recompute that is known of it does not fit"
+    ]
 
 
 def on_the_model(

@@ -162,7 +162,9 @@ def refused_arguments(
 
 
 def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
-    """A line for every argument that the table of limits refuses, for whoever only analyses a run.
+    """A line for every argument with which training by the plan would be refused, for whoever only analyses a run.
+
+    Arguments that choose Megatron's own graphs are left out, which an export of the plan gives.
 
     Args:
         plan: the plan that a run with these arguments would follow.
@@ -176,6 +178,7 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
         *_of_table(plan, given, impl, os.environ, replay=True),
         *_of_middle_stages(given),
         *_of_attention(plan, given, impl),
+        *(_of_tracker(given, impl) if impl != "local" else ()),  # whose own switch turns the tracker on
         *_of_wrapper(given),
     ]
 
@@ -307,14 +310,19 @@ def _of_shared_captures(plan: Plan, given: Arguments) -> Iterator[str]:
 
 def _around(given: Arguments, impl: Impl, environment: Mapping[str, str]) -> Iterator[str]:
     """The RNG tracker, the wrapper and the allocator."""
-    built = given.value("--cuda-graph-impl") not in (None, "none") or any(flag in given for flag in _GRAPH_IMPL)
-    graphs = impl in ("local", "transformer_engine") and built  # Megatron turns the tracker on itself for these
-    if not graphs and "--te-rng-tracker" not in given:
-        yield "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
+    yield from _of_tracker(given, impl)
     yield from _of_wrapper(given)
     allocator = environment.get("PYTORCH_CUDA_ALLOC_CONF", "") + environment.get("PYTORCH_ALLOC_CONF", "")
     if "expandable_segments:True" in allocator and environment.get("NCCL_GRAPH_REGISTER") != "0":
         yield "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: set NCCL_GRAPH_REGISTER=0, as Megatron asks"
+
+
+def _of_tracker(given: Arguments, impl: Impl) -> Iterator[str]:
+    """An RNG tracker whose states no graph can register."""
+    built = given.value("--cuda-graph-impl") not in (None, "none") or any(flag in given for flag in _GRAPH_IMPL)
+    graphs = impl in ("local", "transformer_engine") and built  # Megatron turns the tracker on itself for these
+    if not graphs and "--te-rng-tracker" not in given:
+        yield "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
 
 
 def _of_wrapper(given: Arguments) -> Iterator[str]:

@@ -8,11 +8,14 @@ from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
 
 if TYPE_CHECKING:
     from thdprof.plan import Module
+    from thdprof.training import Experts
 
 UP_TO_ROUTER: tuple[Module, ...] = ("attn", "moe_router")
 """Parts of a layer with dropless experts that a graph always holds, by megatron-core's names."""
 PREPROCESS: Module = "moe_preprocess"
 """What the token dispatcher does before it communicates; a graph of the former parts can hold it, too."""
+FLEX = "flex"
+"""Megatron's token dispatcher over DeepEP and its likes."""
 NO_PAGED_STASH = (
     "it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the flex dispatcher's hybridep "
     "(DeepEP's package) and ncclep (NCCL 2.30.4; torch 2.11 has 2.28.9) alone, neither of which was run"
@@ -25,6 +28,16 @@ DROPLESS_EXPERTS_RUN_EAGERLY = (
     f"too, but {NO_PAGED_STASH}"
 )
 """For readers of an analysis: what is captured of a layer with dropless experts, and why no more."""
+
+
+def ends_at_router(experts: Experts, dispatcher: str | None) -> bool:
+    """Whether the graphs that an analysis chooses for layers with experts end at the router.
+
+    Args:
+        experts: how experts take tokens.
+        dispatcher: moe_token_dispatcher_type; None: Megatron's own. Inside graphs flex was not checked.
+    """
+    return experts == "dropless" or (experts == "padded" and dispatcher == FLEX)
 
 
 def _captured_whole(run: Run) -> bool:
@@ -56,7 +69,7 @@ def _why_no_preprocess(run: Run) -> str:
             return "moe_router_padding_for_quantization is True"
         if run.field("moe_shared_expert_overlap"):
             return "moe_shared_expert_overlap is True"
-    if kind == "flex" and run.field("moe_hybridep_pad_uneven_dispatch_inputs"):
+    if kind == FLEX and run.field("moe_hybridep_pad_uneven_dispatch_inputs"):
         return "moe_hybridep_pad_uneven_dispatch_inputs is True"
     return ""
 
@@ -89,7 +102,7 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="token dispatchers other than `alltoall` with experts that are captured whole",
         holds=lambda run: (
-            _with_experts(run) and not run.modules and run.field("moe_token_dispatcher_type") in ("allgather", "flex")
+            _with_experts(run) and not run.modules and run.field("moe_token_dispatcher_type") in ("allgather", FLEX)
         ),
         reason="it was not checked in a graph",
         fields=Words(

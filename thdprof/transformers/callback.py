@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FOLLOWED: weakref.WeakKeyDictionary[nn.Module, ExitStack] = weakref.WeakKeyDictionary()
-"""What gives each decoder back that is following a plan."""
+_FOLLOWED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GraphedDecoder]] = weakref.WeakKeyDictionary()
+"""What runs each decoder that is following a plan. Only the decoder itself keeps it alive, by its changed forward."""
 
 
 class PlanCallback(TrainerCallback):
@@ -35,6 +35,9 @@ class PlanCallback(TrainerCallback):
     The model's decoder layers are captured at the first micro-batch, and replayed wherever a micro-batch fits one of
     the plan's buckets. Embeddings, loss, evaluation, checkpoints and the model's state_dict are what they are without
     the callback. The counters go into the Trainer's log under `thdprof/`. One callback serves one run at a time.
+
+    The model has its own forward back when the Trainer's first `train` ends, by an error too. A later `train` of the
+    same Trainer that ends by an error leaves the model as it is, until the next one begins.
     """
 
     def __init__(
@@ -65,7 +68,6 @@ class PlanCallback(TrainerCallback):
         self._replay, self._stats_file = replay, None if stats is None else Path(stats)
         self._wanted, self._compile = attention, compile
         self._decoder: GraphedDecoder | None = None
-        self._following = ExitStack()
         self.last: Stats | None = None
         """The counters of all ranks together in the run that has ended last; None before."""
 
@@ -108,8 +110,9 @@ class PlanCallback(TrainerCallback):
         self._check(args, model, backend=backend, own=own, on_gpu=on_gpu)
         decoder_module = refusals.decoder_of(model)
         assert decoder_module is not None  # `of_model` has looked for it
-        if decoder_module in _FOLLOWED:
-            _FOLLOWED[decoder_module].close()  # a run that an error has ended, unseen by its callback
+        unseen = _FOLLOWED.get(decoder_module)
+        if unseen is not None and (before := unseen()) is not None:
+            before.give_back()  # from a run that an error has ended, unseen by its callback
         decoder = GraphedDecoder(
             decoder_module,
             with_covered_tail(self._plan),
@@ -124,9 +127,9 @@ class PlanCallback(TrainerCallback):
             if not own:
                 decoder.choose_attention(attention.IMPLEMENTATION)
                 following.callback(decoder.restore_attention)
-            self._following = following.pop_all()
+            decoder.changes = following.pop_all()
         self._decoder = decoder
-        _FOLLOWED[decoder_module] = self._following
+        _FOLLOWED[decoder_module] = weakref.ref(decoder)
 
     def _keeps_own_attention(self, model: nn.Module) -> bool:
         """Whether the model's attention is one of transformers' flash attentions, and no other is asked for."""
@@ -177,8 +180,9 @@ class PlanCallback(TrainerCallback):
 
     def _end(self) -> None:
         """Free the graphs and give the model its own forward back; a second call does nothing."""
-        self._decoder = None
-        self._following.close()
+        decoder, self._decoder = self._decoder, None
+        if decoder is not None:
+            decoder.give_back()
 
 
 def with_covered_tail(plan: Plan) -> Plan:

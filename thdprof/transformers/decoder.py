@@ -8,7 +8,7 @@ rope tables, masks, the last norm, the loss and the model's state_dict are what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +69,15 @@ class GraphedDecoder:
         self.graphed: GraphedModule = graphed(self._stack, plan, token_dim=1, reduced_by_hooks=reduced_by_hooks)
         """The stack, run by the plan; its counters are those of the run."""
         self.graphed.enabled = replay
+        self.changes = ExitStack()
+        """What `give_back` takes back."""
         self._replay, self._dispatcher = replay, Dispatcher(plan.captured)
         self._most_tokens = max((b.n_tokens for b in plan.captured), default=0)
         self._own_attention = getattr(self._config, "_attn_implementation", None)
+
+    def give_back(self) -> None:
+        """Take every change to the model back, and free the graphs; a second call does nothing."""
+        self.changes.close()
 
     @contextmanager
     def following(self) -> Iterator[None]:

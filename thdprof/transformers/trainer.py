@@ -31,14 +31,20 @@ def put_first(callback: TrainerCallback, trainer: Any) -> None:
 
 
 def call_after_training(trainer: Any, end: Callable[[], None]) -> None:
-    """Call `end` whenever `trainer.train` ends, by an error too."""
+    """Call `end` when the next `trainer.train` ends, by an error too; the Trainer has its own `train` again by then."""
     own = trainer.train
+    before = vars(trainer).get("train")
 
     @functools.wraps(own)
     def train(*args: Any, **kwargs: Any) -> Any:
         try:
             return own(*args, **kwargs)
         finally:
+            if vars(trainer).get("train") is train:  # another one's wrapper stays, and calls this one
+                if before is None:
+                    del trainer.train
+                else:
+                    trainer.train = before
             end()
 
     trainer.train = train

@@ -44,6 +44,22 @@ def as_if_on_a_gpu(monkeypatch):
 
 
 @pytest.fixture
+def recomputing(monkeypatch):
+    """Megatron recomputes as an installation lets it, with no random states of a GPU."""
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    from thdprof.runtime.graphs.redrawn import Repeats
+    from thdprof.runtime.megatron import recompute
+
+    monkeypatch.setattr(random, "_get_all_rng_states", lambda: (torch.get_rng_state(), None, {}))
+    monkeypatch.setattr(random, "_set_all_rng_states", lambda *states: torch.set_rng_state(states[0]))
+    tracker = SimpleNamespace(current=list, drawing_from=lambda generators: nullcontext())
+    with recompute.mended(Repeats(tracker)):
+        yield
+
+
+@pytest.fixture
 def _engine_can_be_imported(monkeypatch):
     """megatron-core's own replay imports Transformer Engine, and asks nothing of it."""
     import sys

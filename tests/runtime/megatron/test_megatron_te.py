@@ -442,6 +442,55 @@ def test_a_layer_with_a_gated_delta_net_runs_eagerly_between():
     assert graphed.layers[1].self_attention.seen[-4:] == [SMALL, LARGE, LARGE, SMALL]
 
 
+class FusedOperations(nn.Module):
+    """Stands for an MLP of Transformer Engine's operations, which keep the parameters of their first pass."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((HIDDEN,), 0.5))
+        self.mlp, self._fused_impl = mlp, None
+
+    def forward(self, hidden_states, **_):
+        if self._fused_impl is None:
+            self._fused_impl = (self.weight,)
+        output, bias = self.mlp(hidden_states)
+        return output * self._fused_impl[0], bias
+
+
+def test_fused_operations_of_an_eager_layer_train_the_models_own_parameters():
+    plain, graphed = make_block(), make_block()
+    for block in (plain, graphed):
+        block.layers[1].mlp = FusedOperations(block.layers[1].mlp)
+    run = graphs_of(graphed)
+    batches = list(zip(inputs(4), [SMALL, LARGE, LARGE, SMALL], strict=True))  # the first pass comes before a capture
+    found = [train(block, batches, one_f_one_b(4)) for block in (plain, graphed)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert run.stats().replays.total() == 4
+    assert graphed.layers[1].mlp._fused_impl[0] is graphed.layers[1].mlp.weight
+    assert torch.equal(graphed.layers[1].mlp.weight.grad, plain.layers[1].mlp.weight.grad)
+
+
+@pytest.mark.parametrize(("method", "layers", "runs"), [("uniform", 1, 2), ("uniform", 3, 2), ("block", 1, 1)])
+@pytest.mark.usefixtures("recomputing")
+def test_an_eager_layer_between_graphs_is_recomputed_where_whole_layers_are(method, layers, runs):
+    plain, graphed, engine = make_block(), make_block(), FakeEngine()
+    for block in (plain, graphed):
+        block.layers[1].self_attention = delta_net(block.layers[1].self_attention)
+        config = block.config
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", method, layers
+    run = graphs_of(graphed, engine)
+    batches = list(zip(inputs(5), [SMALL, LARGE, OVER, LARGE, SMALL], strict=True))
+    found = [train(block, batches, one_f_one_b(5)) for block in (plain, graphed)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for a, b in zip(plain.parameters(), graphed.parameters(), strict=True):
+        assert a.grad is b.grad is None or torch.equal(a.grad, b.grad)
+    assert run.stats().replays.total() == 4
+    eager, replayed = (block.layers[1].self_attention.seen for block in (plain, graphed))
+    assert len(eager) == 5 * runs
+    assert replayed[-len(eager) :] == eager  # with the same boundaries, forward and again in the backward
+    assert graphed.config.recompute_granularity == "full"
+
+
 def test_parameters_are_gathered_layer_by_layer():
     block, engine = make_block(), FakeEngine()
     graphs_of(block, engine)

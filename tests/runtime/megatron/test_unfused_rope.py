@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,12 +14,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings import rope_utils
-from support.layer_graphs import BUCKETS, HIDDEN, LARGE, OVER, SMALL, TOKENS, FakeEngine, make_block
+from megatron.core.tensor_parallel import random
+from support.layer_graphs import (
+    BUCKETS,
+    HIDDEN,
+    LARGE,
+    LAYERS,
+    OVER,
+    SMALL,
+    TOKENS,
+    FakeEngine,
+    inputs,
+    make_block,
+)
 
 from thdprof.runtime import FallbackReason
+from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron import packed_seq_params, surroundings
 from thdprof.runtime.megatron.decoder import decoder, unfused_rope
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.install import PaddedEager
 from thdprof.runtime.padding import PackedSequence
 
 HEADS, CHANNELS, ROTATED = 2, 8, 6
@@ -28,8 +43,8 @@ def group(size, rank):
     return SimpleNamespace(size=lambda: size, rank=lambda: rank)
 
 
-def rope(rows, seed=0):
-    return torch.randn(rows, 1, 1, ROTATED, generator=torch.Generator().manual_seed(seed))
+def rope(rows, seed=0, channels=ROTATED):
+    return torch.randn(rows, 1, 1, channels, generator=torch.Generator().manual_seed(seed))
 
 
 @given(
@@ -132,3 +147,73 @@ def test_a_decoders_numbers_are_those_without_thdprof():
     assert compared == 5
     assert run.stats().replays.total() == 3
     assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 1, FallbackReason.argument_not_known: 1}
+
+
+class Eager(DispatchedModule):
+    """Dispatches nothing."""
+
+    def _decide(self, call):
+        return FallbackReason.disabled_by_user
+
+
+@pytest.fixture
+def rotated_on_the_device(monkeypatch):
+    """For every rotation of packed queries or keys, whether it was made without a look at the host."""
+    found = []
+
+    def note(owner, name, on_device):
+        own = getattr(owner, name)
+
+        def noted(*args, **kwargs):
+            found.append(on_device)
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(rope_utils, "_apply_rotary_pos_emb_thd", False)
+    note(unfused_rope, "rotated", True)
+    return found
+
+
+@pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "recomputing")
+def test_a_padded_micro_batch_is_recomputed_as_it_was_computed(rotated_on_the_device):
+    found, by = [], []
+    for kind in (Eager, PaddedEager):
+        block = make_block()
+        config = block.config
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "uniform", 1
+        of_block = decoder.Decoder(block)
+        run = kind(of_block, BUCKETS, sample_every=0)
+        of_block.attach(run, cp_size=1, shards=1, tail="none")
+        hidden = inputs(1)[0].requires_grad_()
+        output = block(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=rope(9, channels=HIDDEN // 2),
+            packed_seq_params=packed_seq_params(SMALL, max_seqlen=TOKENS, device="cpu"),
+        )
+        output.square().sum().backward()  # outside of the padded forward, as in training
+        found.append([output, hidden.grad, *(p.grad for p in block.parameters() if p.grad is not None)])
+        by.append(list(rotated_on_the_device))
+        rotated_on_the_device.clear()
+    assert len(found[0]) > 2
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert by == [[False] * 4 * LAYERS, [True] * 4 * LAYERS]  # queries and keys, forward and again in the backward
+
+
+@pytest.mark.parametrize("on_the_device", [False, True])
+@pytest.mark.usefixtures("recomputing")
+def test_a_part_that_gives_its_output_up_is_recomputed_as_it_was_computed(rotated_on_the_device, on_the_device):
+    tokens = torch.randn(8, HEADS, CHANNELS).requires_grad_()
+    boundaries, table = torch.tensor([0, 3, 8]), rope(9)
+
+    def part(t):
+        return rope_utils._apply_rotary_pos_emb_thd(t, boundaries, table, cp_group=group(1, 0))
+
+    checkpoint = random.CheckpointWithoutOutput(fp8=None)
+    with unfused_rope.on_the_device() if on_the_device else nullcontext():
+        rotated = checkpoint.checkpoint(part, tokens)
+        output = rotated.square()
+    checkpoint.discard_output_and_register_recompute(output)
+    output.sum().backward()
+    assert rotated_on_the_device == [on_the_device] * 2

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, product
-from operator import or_
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from thdprof.analyze.buckets.candidates import candidate_caps, candidate_lengths, curve_caps, longest_captured
+from thdprof.analyze.buckets.cap_curve import Candidate, cap_curve
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram, Profile, upper_bound
+from thdprof.analyze.buckets.search import (
+    choices_of,
+    quickest_covering,
+    quickest_within,
+    refuse_long_search,
+    search_stride,
+)
+from thdprof.analyze.buckets.statistics import Histogram, Profile, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
-from thdprof.errors import UsageError
 from thdprof.plan import FallbackRate
 
 _KEPT_GAIN = 0.5
 """Share of the time that the quickest buckets save which buckets that hold every micro-batch must save to be chosen."""
-_MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
-"""Percentiles of max_seqlen that are considered as lengths of a bucket."""
-_MAX_CANDIDATES = 16
-"""Caps that are considered at most, unless the percentiles alone are more."""
-_SEARCH_WORK = 4_000_000_000
-"""Multiplications that the search over subsets may take; beyond it, it looks at evenly spaced steps."""
-_SLOWNESS_BY_ROUND = 8
-"""Multiplications that take as long as one micro-batch under one choice does with dynamic context parallelism."""
-_MOST_CHOICES = 50_000
-"""Most choices of buckets that are compared."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A single cap for all context-parallel sizes, with the fallbacks and the step time under it."""
-
-    max_seqs: int
-    """Documents that the graphs are captured for."""
-    coverage: float
-    """Share of micro-batches that replay."""
-    fallback_rate: FallbackRate
-    """Shares of micro-batches, (rank, step) pairs and steps with eager execution."""
-    relative_step_time: float
-    """Mean step time divided by that of running all micro-batches eagerly."""
-    padding_ms: float
-    """Mean time in milliseconds by which a replay takes longer than that of a graph for exactly its documents would."""
-    names: tuple[str, ...]
-    """Names of the percentiles of n_seqs that the cap equals, such as "p90"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,50 +62,6 @@ class Recommendation:
     """All single caps that were considered, ascending."""
     steps_searched: int
     """Number of steps on which choices were compared; the figures of the chosen buckets are of all steps."""
-
-
-def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
-    """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's steps."""
-    histogram = profile.n_seqs
-    quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
-    top = max(quantiles)
-    measured = [n for n in costs.measured_max_seqs() if min(quantiles) <= n]
-    longest = profile.max_seqlen.percentile(100.0)
-    at_top = costs.replay_ms(top, longest)
-    beyond = {n for n in measured if n > top and costs.replay_ms(n, longest) < at_top}  # a larger shape can be cheaper
-    optional = sorted({n for n in measured if n < top and n not in quantiles} | beyond)
-    room = max(1, _MAX_CANDIDATES - len(quantiles))
-    spread = optional[:: -(-len(optional) // room)] if optional else []
-    cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
-    return sorted({costs.rounded_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
-
-
-def curve_caps(profile: Profile, costs: CostTable) -> list[int]:
-    """Caps of the curve: the candidates, and the percentiles of `n_seqs` that they were rounded up from."""
-    percentiles = {max(1, profile.n_seqs.percentile(p)) for p in PERCENTILES.values()}
-    return sorted({*candidate_caps(profile, costs), *(percentiles if costs.max_seqs_steps else ())})
-
-
-def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
-    """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only the largest possible."""
-    top = max(longest_possible, profile.max_seqlen.percentile(100.0))
-    if not costs.needs_max_seqlen:
-        return [top]
-    step = costs.max_seqlen_granularity
-    quantiles = {profile.max_seqlen.percentile(p) for p in _MAX_SEQLEN_PERCENTILES}
-    return sorted({min(top, max(1, math.ceil(n / step) * step)) for n in quantiles} | {top})
-
-
-def longest_captured(profiles: Mapping[int, Profile], longest_possible: Mapping[int, int]) -> dict[int, int]:
-    """The longest document, in tokens, that one cap's graph of each context-parallel size is captured for.
-
-    Args:
-        profiles: micro-batches of each context-parallel size.
-        longest_possible: tokens of the longest document that a micro-batch of each size can hold.
-    """
-    return {
-        cp_size: max(longest_possible[cp_size], part.max_seqlen.percentile(100.0)) for cp_size, part in profiles.items()
-    }
 
 
 def recommend(
@@ -196,20 +128,20 @@ def recommend(
         return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
 
     for part in shapes.values():
-        _refuse_long_search(len(part), limits.num_buckets)
-    choices = _choices(list(shapes.values()), limits.num_buckets, step_costs)
-    stride = _search_stride(table, step_costs, len(choices))
+        refuse_long_search(len(part), limits.num_buckets)
+    choices = choices_of(list(shapes.values()), limits.num_buckets, step_costs)
+    stride = search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
     within = [limits.graph_memory_bytes is None or (memory(c) or 0) <= limits.graph_memory_bytes for c in choices]
     times_within = np.where(within, times, np.inf)
-    chosen = _best(choices, times_within, step_costs, limits.max_fallback_rate)
+    chosen = quickest_within(choices, times_within, step_costs, limits.max_fallback_rate)
     if chosen and limits.num_buckets > 1 and limits.cover_largest:
         quickest_ms = float(step_costs.step_ms([chosen])[0])
         most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
-        chosen = _covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
+        chosen = quickest_covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
     longest = longest_captured(profiles, longest_possible)
     options = [tuple(Bucket(n, longest[size], n_tokens_per_rank, size) for size in shapes) for n in caps]
-    curve = _cap_curve(options, profile, costs, step_costs, eager_ms)
+    curve = cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
     rounded = {
@@ -251,155 +183,3 @@ def _asked(table: MicrobatchTable, profile: Profile) -> Profile:
         return profile
     n_seqs, max_seqlen = table.joint(table.n_seqs), table.joint(table.max_seqlen)
     return Profile(n_seqs=Histogram.of(n_seqs), max_seqlen=Histogram.of(max_seqlen))
-
-
-def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:
-    """Every choice of at most `most` of `buckets`, those of fewest buckets first; the empty choice runs all eagerly."""
-    ordered = sorted(buckets)
-    return [choice for size in range(min(most, len(ordered)) + 1) for choice in combinations(ordered, size)]
-
-
-def _choices(shapes: Sequence[Sequence[Bucket]], most: int, costs: StepCosts) -> Sequence[tuple[Bucket, ...]]:
-    """Choices of at most `most` of `shapes` of each context-parallel size, fewest first.
-
-    For a single size these are all choices. For several sizes they are the combinations of a few choices of each size:
-    the quickest choice of every number of buckets, if it is quicker than those of fewer buckets, and the one bucket
-    that fits all micro-batches.
-    """
-    by_size = [subsets(part, most) for part in shapes]
-    if len(by_size) == 1:
-        return by_size[0]
-    short: list[list[tuple[Bucket, ...]]] = []
-    for part, of_part in zip(shapes, by_size, strict=True):
-        times = costs.total_ms(of_part).round(9)
-        quickest: dict[int, int] = {}
-        for index in np.argsort(times, kind="stable"):
-            quickest.setdefault(len(of_part[index]), int(index))
-        saves = [i for n, i in quickest.items() if all(times[i] < times[quickest[fewer]] for fewer in range(n))]
-        fits_all = replace(part[0], max_seqs=max(b.max_seqs for b in part), max_seqlen=max(b.max_seqlen for b in part))
-        short.append([*dict.fromkeys([*(of_part[i] for i in saves), (fits_all,)])])
-    count = math.prod(len(part) for part in short)
-    if count > _MOST_CHOICES:
-        raise UsageError(
-            f"--buckets {most}: {count:,} choices for {len(short)} context-parallel sizes are more than the "
-            f"{_MOST_CHOICES:,} that are compared; give a smaller number"
-        )
-    return sorted((tuple(b for part in parts for b in part) for parts in product(*short)), key=len)
-
-
-def _refuse_long_search(num_shapes: int, num_buckets: int) -> None:
-    choices = sum(math.comb(num_shapes, k) for k in range(min(num_shapes, num_buckets) + 1))
-    if choices > _MOST_CHOICES:
-        raise UsageError(
-            f"--buckets {num_buckets}: {choices:,} choices of {num_shapes} shapes are more than the {_MOST_CHOICES:,} "
-            "that are compared; give a smaller number"
-        )
-
-
-def _search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> int:
-    """The stride of the steps on which so many `choices` are compared: 1, unless all steps would take too long."""
-    if table.data_parallel_size == 1 and table.uniform:
-        return 1
-    if table.groups is not None:
-        return min(table.num_steps, -(-len(table) * choices * _SLOWNESS_BY_ROUND // _SEARCH_WORK))
-    work = table.num_steps * table.data_parallel_size * 2 * len(costs.class_counts) * choices
-    return -(-work // _SEARCH_WORK)
-
-
-def _covering(
-    choices: Sequence[tuple[Bucket, ...]], times: NDArray[np.float64], costs: StepCosts, *, most_ms: float
-) -> tuple[Bucket, ...]:
-    """The quickest choice under which no micro-batch runs eagerly; empty where none takes at most `most_ms` a step.
-
-    An eager micro-batch needs its activations beside all slots, where a further bucket needs about 1% of a slot.
-
-    Args:
-        choices: the choices, those of fewest buckets first.
-        times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
-        costs: the step costs.
-        most_ms: longest mean step time that graphs may take.
-    """
-    everything = (1 << len(costs.class_counts)) - 1
-    held = {b: costs.classes_held(b) for b in {bucket for choice in choices for bucket in choice}}
-    covers = np.array([functools.reduce(or_, map(held.__getitem__, choice), 0) == everything for choice in choices])
-    covering = np.where(covers, times, np.inf).round(9)
-    best = int(covering.argmin())
-    return choices[best] if covering[best] <= most_ms else ()
-
-
-def _best(
-    choices: Sequence[tuple[Bucket, ...]],
-    times: NDArray[np.float64],
-    costs: StepCosts,
-    max_fallback_rate: float | None,
-) -> tuple[Bucket, ...]:
-    """The quickest choice within the limits; of equally quick choices, that of the fewest and then smallest buckets.
-
-    Args:
-        choices: the choices, those of fewest buckets first.
-        times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
-        costs: the step costs, for the fallback rates.
-        max_fallback_rate: largest share of steps with an eager micro-batch; None: no limit.
-
-    Raises:
-        UsageError: no choice keeps to the limits.
-    """
-    for index in np.argsort(times.round(9), kind="stable"):  # choices come fewest first
-        choice = choices[int(index)]
-        if not np.isfinite(times[index]):
-            break
-        if max_fallback_rate is None:
-            return choice
-        if not choice and max_fallback_rate < 1:
-            continue  # the empty choice: every step has an eager micro-batch
-        if costs.fallback_rate(choice).step <= max_fallback_rate:
-            return choice
-    raise UsageError(
-        f"--max-fallback-rate {max_fallback_rate:g}: no choice of buckets within the graph-memory budget keeps to "
-        "it; raise --graph-memory-gib, or the rate"
-    )
-
-
-def _cap_curve(
-    options: Sequence[tuple[Bucket, ...]], profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float
-) -> tuple[Candidate, ...]:
-    """The fallbacks and the step time under each single cap.
-
-    Its graphs are captured for the longest document, because systems with one cap limit nothing else.
-
-    Args:
-        options: the buckets of each cap, one for each context-parallel size.
-        profile: histograms of the micro-batches.
-        costs: the cost table.
-        step_costs: the step costs of the micro-batches.
-        eager_ms: mean step time in milliseconds with all micro-batches run eagerly.
-    """
-    times = step_costs.step_ms(options)
-    named: dict[int, list[str]] = {}
-    for name, percent in PERCENTILES.items():
-        named.setdefault(profile.n_seqs.percentile(percent), []).append(name)
-    curve = []
-    for buckets, ms in zip(options, times, strict=True):
-        rate, bucket = step_costs.fallback_rate(buckets), buckets[-1]
-        curve.append(
-            Candidate(
-                max_seqs=bucket.max_seqs,
-                coverage=1 - rate.microbatch,
-                fallback_rate=rate,
-                relative_step_time=float(ms) / eager_ms,
-                padding_ms=_padding_ms(profile, costs, bucket),
-                names=tuple(named.get(bucket.max_seqs, ())),
-            )
-        )
-    return tuple(curve)
-
-
-def _padding_ms(profile: Profile, costs: CostTable, bucket: Bucket) -> float:
-    """Mean time in ms by which a replay of `bucket` takes longer than that of a graph for its exact documents."""
-    counts = profile.n_seqs.counts[: bucket.max_seqs + 1]
-    present = np.flatnonzero(counts)
-    if not present.size:
-        return 0.0
-    own = np.array([costs.replay_ms(max(1, int(n)), bucket.max_seqlen) for n in present])
-    paid = costs.replay_ms(bucket.max_seqs, bucket.max_seqlen) - own
-    return float(paid @ counts[present] / counts[present].sum())

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thdprof.analyze.schedule.build import Schedule, Tick, build_schedule
+from thdprof.analyze.schedule.build import build_schedule
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
+from thdprof.analyze.schedule.schedule import Schedule, Tick
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
 from thdprof.analyze.sources.base import Conversations, Dataset, PackedRows, UnpackedDocuments
 from thdprof.training import STEP_PACKERS, Kind, Loader, TrainingSettings

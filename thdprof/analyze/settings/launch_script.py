@@ -20,7 +20,6 @@ from thdprof.analyze.settings.megatron_flags import (
     DISPATCHER,
     EXPERTS,
     FLAGS,
-    FLEX,
     LAYERS,
     LAYERS_PER_CHUNK,
     LOADER,
@@ -42,6 +41,7 @@ from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.script_flags import ScriptFlags
 from thdprof.analyze.settings.shell import UnclosedQuoteError, Value, read_shell
 from thdprof.errors import UsageError
+from thdprof.megatron_limits.experts import ends_at_router
 from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions, shared_capture_ranks
 
 _MOST_CHARACTERS = 4 << 20
@@ -156,11 +156,11 @@ def _read_experts(flags: ScriptFlags, settings: dict[str, Any]) -> None:
         if flags.one(EXPERTS, "experts") is not None:
             settings["experts"] = "padded" if flags.has(PADDED_EXPERTS, "experts") else "dropless"
             dispatcher = flags.one(DISPATCHER, "experts")
-            words = [word.text for word in dispatcher.values] if dispatcher is not None else []
-            if settings["experts"] == "padded" and words == [FLEX]:
+            name = dispatcher.values[0].text if dispatcher is not None else None
+            if settings["experts"] == "padded" and ends_at_router("padded", name):
                 settings["experts"] = "dropless"
                 flags.notes.append(
-                    f"{flags.where}: {DISPATCHER} {FLEX}: graphs end at the router, as those of dropless experts do"
+                    f"{flags.where}: {DISPATCHER} {name}: graphs end at the router, as those of dropless experts do"
                 )
     except UsageError as error:
         flags.notes.append(f"{error}; a model without experts is taken")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from thdprof.megatron_limits.experts import UP_TO_ROUTER
+from thdprof.megatron_limits.experts import UP_TO_ROUTER, ends_at_router
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.recipes.architectures import architecture_of
 from thdprof.megatron_limits.recipes.values import Settings, Unknown
@@ -68,9 +68,7 @@ def settled(recipe: Settings, precision: Settings | None) -> Settled:
     config = SimpleNamespace(**{key: None if isinstance(value, Unknown) else value for key, value in fields.items()})
     config.cp_comm_type = _comm_type(config)
     experts = _experts(config)
-    up_to_router = experts == "dropless" or (
-        experts == "padded" and getattr(config, "moe_token_dispatcher_type", None) == "flex"
-    )
+    up_to_router = ends_at_router(experts, getattr(config, "moe_token_dispatcher_type", None))
     return Settled(
         run=Run(
             impl="transformer_engine" if up_to_router else "chunk",

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from thdprof.runtime.graphs.redrawn import Repeats
+from thdprof.runtime.megatron.decoder import unfused_rope
 from thdprof.runtime.megatron.trainers.replaced import replaced
 
 
@@ -99,7 +100,7 @@ def is_full(config: Any) -> bool:
 @contextmanager
 def layer_by_layer(config: Any) -> Iterator[None]:
     """Let a decoder call each of its layers once inside the block, also where it recomputes whole layers: those that
-    are graphs keep what they would recompute.
+    are graphs keep what they would recompute, and the others are recomputed one by one (`graphs.eager_layers`).
 
     Args:
         config: the decoder's configuration, as `repeats_of` takes it.
@@ -108,21 +109,22 @@ def layer_by_layer(config: Any) -> Iterator[None]:
         yield
 
 
-def checkpointed(layer: Any, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """`function(*tensors)`, of which only the tensors are kept: it runs again in the backward, as Megatron does it.
 
     Args:
-        layer: a TransformerLayer with experts, of which `function` is a part.
+        layer: the layer of which `function` is a part, or which it runs.
         function: takes `tensors`; it may read other tensors that take no gradient.
         tensors: on the GPU.
     """
     from megatron.core import tensor_parallel
 
-    output: torch.Tensor
+    output: Any
     if layer.config.fp8 or layer.config.fp4:
         from megatron.core.extensions.transformer_engine import te_checkpoint
 
-        tracker, group = tensor_parallel.random.get_cuda_rng_tracker, getattr(layer.mlp, "tp_group", None)
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        group = getattr(getattr(layer, "mlp", None), "tp_group", None)
         output = te_checkpoint(function, False, tracker, group, *tensors)
     else:
         output = tensor_parallel.checkpoint(function, False, *tensors)
@@ -214,12 +216,15 @@ def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
 
 
 def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` as `repeats` runs it; as it is inside captures of Megatron's own, which recompute nothing."""
+    """`function` as `repeats` runs it; as it is inside captures of Megatron's own, which recompute nothing.
+
+    Both of its runs rotate tokens alike: the backward of a padded micro-batch runs long after its forward has ended.
+    """
     from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 
     if repeats.captured is None and (is_graph_capturing() or is_graph_warmup()):
         return function
-    return repeats.repeated(function)
+    return repeats.repeated(unfused_rope.as_now(function))
 
 
 def _default() -> torch.Generator:

@@ -237,9 +237,11 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
-        name="extensions.transformer_engine: _fused_impl of TEFusedMLP and TEFusedResidualRMSNorm",
+        name="extensions.transformer_engine: _fused_impl of TEFusedMLP and TEFusedResidualRMSNorm; "
+        "TEGroupedMLP._fused_ops",
         checked=MEGATRON,
-        why="a layer that has one is left out of graphs: its operations keep the parameters that they first find",
+        why="a layer that has the first is left out of graphs: operations keep the parameters that they first find, "
+        "which are not to be those of a pass before a capture",
     ),
     Reliance(
         package="transformer-engine",

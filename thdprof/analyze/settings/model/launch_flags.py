@@ -10,7 +10,7 @@ from thdprof.analyze.settings.flag_occurrences import Occurrence
 from thdprof.analyze.settings.megatron_flags import EXPERTS, LAYERS, PADDED_EXPERTS, TENSOR_PARALLEL_SIZE
 from thdprof.analyze.settings.model import flag_names as names
 from thdprof.analyze.settings.model.layers import expert_layers, hybrid_layers, read_frequency
-from thdprof.analyze.settings.model.reading import VOCAB_MULTIPLE, ModelReading, Vocabulary
+from thdprof.analyze.settings.model.reading import FP8_FORMATS, VOCAB_MULTIPLE, ModelReading, Vocabulary
 from thdprof.analyze.settings.script_flags import ScriptFlags
 from thdprof.errors import UsageError
 from thdprof.training.model_fields import read_field
@@ -189,7 +189,7 @@ class _ModelFlags:
             raise UsageError(f"{self.flags.where}, line {line}: {names.EXPERT_LAYERS}: {error}") from error
 
     def _fp8(self) -> None:
-        if self._one(names.FP8, "fp8_recipe") is None:
+        if self._parsed(names.FP8, "fp8_recipe", _fp8_format) is None:
             return
         found = self._one(names.FP8_RECIPE, "fp8_recipe")
         recipe = "delayed" if found is None else found.values[0].text
@@ -232,6 +232,12 @@ class _ModelFlags:
         for flag, taken in names.LEFT_OUT.items():
             for found in self.flags.occurrences.get(flag, [])[-1:]:
                 self.notes.append(f"{self.flags.where}, line {found.line}: {flag}: {taken}")
+
+
+def _fp8_format(text: str) -> str:
+    if text not in FP8_FORMATS:
+        raise ValueError(f"not one of {', '.join(FP8_FORMATS)}")
+    return text
 
 
 def _number(text: str) -> float | str:

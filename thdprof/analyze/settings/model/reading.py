@@ -9,6 +9,8 @@ from typing import Any
 
 from thdprof.training import Model
 
+FP8_FORMATS = ("e4m3", "hybrid")
+"""Values of Megatron's --fp8-format, or of the field fp8."""
 VOCAB_MULTIPLE = 128
 """Megatron's --make-vocab-size-divisible-by where nobody gives one."""
 OF_THE_RUN = frozenset(

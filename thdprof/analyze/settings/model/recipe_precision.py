@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from thdprof.analyze.settings.model.reading import FP8_FORMATS
+
 _SCALINGS = {
     "delayed": "delayed",
     "tensorwise": "tensorwise",
@@ -37,7 +39,7 @@ def read_precision(
         unsettled: takes the reason where the precision is one that is not known.
 
     Raises:
-        ValueError: a name is no precision; the message names key and value.
+        ValueError: a name is no precision, or no format of FP8; the message names key and value.
     """
     mixed = content.get("mixed_precision")
     if isinstance(mixed, str):
@@ -60,6 +62,8 @@ def read_precision(
     if get("fp4"):
         unsettled["fp8_recipe"] = f"{shown}: fp4 {get('fp4')!s:.40}: matrix products in FP4 are not known"
     fp8 = get("fp8")
+    if isinstance(fp8, str) and fp8.lower() not in ("none", *FP8_FORMATS):
+        raise ValueError(f"fp8 {fp8!r:.60}: not one of {', '.join(FP8_FORMATS)}, none")
     if fp8 and str(fp8).lower() != "none":
         recipe = str(_plain(get("fp8_recipe")) or "delayed")
         if recipe not in _SCALINGS:

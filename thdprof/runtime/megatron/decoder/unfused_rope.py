@@ -7,7 +7,8 @@ the same row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +29,21 @@ def on_the_device() -> Iterator[None]:
         yield
     finally:
         setattr(rope_utils, _SPLITS, own)
+
+
+def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which reads no boundaries on the host whenever it runs, if none are read now; else as it is."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    if getattr(rope_utils, _SPLITS) is not rotated:
+        return function
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with on_the_device():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def rotated(

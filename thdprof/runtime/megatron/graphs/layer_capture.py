@@ -25,7 +25,7 @@ from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_st
 from thdprof.runtime.graphs.static_metadata import sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
-from thdprof.runtime.megatron.decoder import unfused_rope
+from thdprof.runtime.megatron.decoder import operations, unfused_rope
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
 from thdprof.runtime.megatron.graphs.split import Split
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -172,9 +172,15 @@ class LayerCapture:
 
             return arrived
 
+        block: Any = self._decoder.block
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with aliased_parameters(self._decoder) as aliases, torch.cuda.stream(stream), layers_run(self._layers, record):
+        with (
+            aliased_parameters(self._decoder) as aliases,
+            operations.made_anew(block, but=self._layers),
+            torch.cuda.stream(stream),
+            layers_run(self._layers, record),
+        ):
             spare_main_grads(list(aliases.values()))
             for original, alias in aliases.items():
                 if alias.requires_grad:

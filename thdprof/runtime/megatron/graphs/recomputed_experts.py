@@ -70,7 +70,8 @@ class RecomputedExperts:
             return output
 
         tensors = [*(getattr(store, name) for name in names), *(getattr(owner, name) for owner, name in others)]
-        return recompute.checkpointed(self._layer, experts, *tensors)
+        result: torch.Tensor = recompute.checkpointed(self._layer, experts, *tensors)
+        return result
 
 
 def _dispatcher_tensors(dispatcher: Any) -> list[tuple[Any, str, Any]]:

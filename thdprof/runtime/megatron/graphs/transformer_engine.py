@@ -37,6 +37,7 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.deepstack import is_between_layers
 from thdprof.runtime.megatron.decoder.mamba import has_gated_delta_net, is_mamba
 from thdprof.runtime.megatron.decoder.operations import has_fused_operations
+from thdprof.runtime.megatron.graphs.eager_layers import EagerLayers
 from thdprof.runtime.megatron.graphs.layer_capture import (
     LayerCapture,
     Make,
@@ -99,6 +100,7 @@ class LayerGraphs(DispatchedModule):
         super().__init__(decoder, buckets, **options)
         self._layers = self._graphed(decoder.block)
         self._splits = splits(self._layers, modules)
+        self._eager_layers = EagerLayers(decoder.block, self._layers)
         self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
         self._num_slots, self._find_generators = num_slots, generators
         self._surroundings = surroundings or Surroundings()
@@ -200,6 +202,7 @@ class LayerGraphs(DispatchedModule):
             around,
             self._timed(call.tensors, replayed=True) as outputs,
             recompute.layer_by_layer(getattr(self.module.block, "config", None)),
+            self._eager_layers.recomputed(),
             layers_run(self._layers, replayed),
         ):
             result = self.module(*args, **kwargs)

@@ -1,38 +1,14 @@
-"""The plan file: what `thdprof analyze` recommends and training applies. YAML, schema `thdprof.plan/1`."""
+"""The parts of a plan, each field with its meaning and unit."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from dataclasses import fields
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
-from pydantic_core import InitErrorDetails, core_schema
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from thdprof.dispatch import Bucket
-from thdprof.errors import DataError
-from thdprof.files import read_yaml, write_text
-from thdprof.training import GraphKind, TailPolicy, TrainingSettings, definitions_of
+from thdprof.training import GraphKind, TailPolicy
 from thdprof.training.stamp import Stamp
-from thdprof.words import counted, html_table
-
-SCHEMA: Literal["thdprof.plan/1"] = "thdprof.plan/1"
-_MAJOR = re.compile(r"thdprof\.plan/(\d+)(\.\d+)?")
-
-_SHOWN = 200
-"""Most characters of a wrong value that an error message shows."""
 
 Impl = Literal["none", GraphKind]
 Module = Literal["attn", "moe_router", "moe_preprocess"]
@@ -40,13 +16,13 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     """A part of the plan. Unknown fields are refused, so that a misspelt one is never ignored; NaN and infinity too."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
-class DatasetPart(_Part):
+class DatasetPart(Part):
     """The dataset that was analysed."""
 
     uris: list[str]
@@ -63,47 +39,7 @@ class DatasetPart(_Part):
     """Number of stored tokens, as training counts them."""
 
 
-class _AsInAFile:
-    """Validates `TrainingSettings` from a file, in which every setting must stand.
-
-    The defaults of `TrainingSettings` are for users who give no value. A plan or profile that lacks a setting was cut
-    or misspelt, and is refused. Settings that were added after the first files were written may be absent.
-    """
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(_check_names, handler(source))
-
-    def __get_pydantic_json_schema__(
-        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        reference = handler(schema)
-        shown = handler.resolve_ref_schema(reference)
-        shown["required"] = list(_REQUIRED)
-        for name in _REQUIRED:
-            shown["properties"][name].pop("default", None)
-        return reference
-
-
-_REQUIRED = tuple(name for name, d in definitions_of(TrainingSettings).items() if d.setting.in_every_plan)
-
-
-def _check_names(value: Any) -> Any:
-    """Return `value`; raise ValidationError if it is a mapping that lacks a setting or has an unknown one."""
-    if not isinstance(value, dict):
-        return value
-    known = {field.name for field in fields(TrainingSettings)}
-    wrong = [InitErrorDetails(type="missing", loc=(name,), input=value) for name in _REQUIRED if name not in value]
-    wrong += [InitErrorDetails(type="extra_forbidden", loc=(n,), input=value[n]) for n in value if n not in known]
-    if wrong:
-        raise ValidationError.from_exception_data("TrainingSettings", wrong)
-    return value
-
-
-Training = Annotated[TrainingSettings, _AsInAFile()]
-"""The settings of a run as a plan or a profile holds them: validated and complete."""
-
-
-class Percentiles(_Part):
+class Percentiles(Part):
     """Nearest-rank percentiles over micro-batches."""
 
     mean: float
@@ -122,7 +58,7 @@ class Percentiles(_Part):
     """Largest value of all micro-batches."""
 
 
-class MicrobatchesPart(_Part):
+class MicrobatchesPart(Part):
     """The micro-batches that training will form."""
 
     exact: bool
@@ -142,7 +78,7 @@ class MicrobatchesPart(_Part):
     all have max_seqlen_per_dp_cp_rank tokens on each of their ranks."""
 
 
-class FallbackRate(_Part):
+class FallbackRate(Part):
     """How much runs eagerly, as three shares."""
 
     microbatch: Share
@@ -153,7 +89,7 @@ class FallbackRate(_Part):
     """Share of steps with an eager micro-batch on any rank: a synchronous step waits for it."""
 
 
-class BucketPart(_Part):
+class BucketPart(Part):
     """One static shape to capture."""
 
     max_seqs: Count
@@ -170,7 +106,7 @@ class BucketPart(_Part):
         return Bucket(max_seqs=self.max_seqs, max_seqlen=self.max_seqlen, n_tokens=n_tokens, cp_size=self.cp_size)
 
 
-class OneCapPart(_Part):
+class OneCapPart(Part):
     """The best single cap, for systems that take only one."""
 
     max_seqs: Count
@@ -179,7 +115,7 @@ class OneCapPart(_Part):
     """Fallback rates that are predicted with this cap alone."""
 
 
-class OffloadPart(_Part):
+class OffloadPart(Part):
     """Which activations wait in host memory between the forward and the backward pass of a micro-batch."""
 
     modules: list[str] = Field(default=["all"], min_length=1)
@@ -192,7 +128,7 @@ class OffloadPart(_Part):
     """Whether copies wait until a graph was launched: megatron-core's delay_offload_until_cuda_graph."""
 
 
-class GraphsPart(_Part):
+class GraphsPart(Part):
     """What training captures and how it dispatches."""
 
     impl: Impl = "module"
@@ -238,7 +174,7 @@ class GraphsPart(_Part):
         return buckets
 
 
-class TimesPart(_Part):
+class TimesPart(Part):
     """Times of the median micro-batch on one rank, and of a step."""
 
     origin: Literal["measured", "modelled", "none"]
@@ -260,7 +196,7 @@ class TimesPart(_Part):
     """Mean step time with all micro-batches run eagerly, in milliseconds: likewise."""
 
 
-class PredictionsPart(_Part):
+class PredictionsPart(Part):
     """Predictions for a run by this plan, over the analysed micro-batches."""
 
     fallback_rate: FallbackRate
@@ -294,7 +230,7 @@ class PredictionsPart(_Part):
     """Lowest and highest time that capturing takes, in seconds; null without times of the model."""
 
 
-class CostsPart(_Part):
+class CostsPart(Part):
     """The cost table that the buckets were chosen by. Predicted times come from it where it was calibrated or modelled;
     otherwise it is of another model, and only ranks the choices."""
 
@@ -312,148 +248,3 @@ class CostsPart(_Part):
     """Tokens of each micro-batch that the costs are of."""
     stamp: Stamp | None = None
     """Versions, GPU and processor that the costs were measured on; null where the table does not say."""
-
-
-class Plan(_Part):
-    """A plan: the graphs that training captures, the data and settings they were chosen for, and the predictions."""
-
-    schema_: Literal["thdprof.plan/1"] = Field(default=SCHEMA, alias="schema")
-    """Name and major version of this file's layout."""
-    written_by: str
-    """Version of the thdprof that wrote the plan."""
-    dataset: DatasetPart
-    training: Training
-    microbatches: MicrobatchesPart
-    graphs: GraphsPart
-    predictions: PredictionsPart
-    costs: CostsPart
-
-    @property
-    def graph_tokens(self) -> int:
-        """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
-        run = self.training
-        return run.max_seqlen_per_dp_cp_rank or self.microbatches.n_tokens_max // run.context_parallel_size
-
-    @property
-    def captured(self) -> list[Bucket]:
-        """The buckets that training captures, in the file's order; none where `graphs.impl` is none."""
-        return [] if self.graphs.impl == "none" else [b.bucket(self.graph_tokens) for b in self.graphs.buckets]
-
-    @property
-    def shares(self) -> dict[Bucket, float]:
-        """Predicted share of micro-batches that replay each of the plan's buckets."""
-        shares: dict[Bucket, float] = {}
-        for part in self.graphs.buckets:
-            bucket = part.bucket(self.graph_tokens)
-            shares[bucket] = shares.get(bucket, 0.0) + part.share
-        return shares
-
-    @property
-    def identity(self) -> str:
-        """Digest of what the plan's shares depend on: its data, its settings and its buckets."""
-        buckets = [[b.max_seqs, b.max_seqlen, b.cp_size] for b in self.graphs.buckets]
-        values = [
-            self.dataset.fingerprint,
-            self.model_dump(mode="json", include={"training"}),
-            buckets,
-            self.graphs.tail_policy,
-        ]
-        return f"sha256:{hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()}"
-
-    def to_yaml(self) -> str:
-        """The plan as YAML text."""
-        import yaml
-
-        values = self.model_dump(mode="json", by_alias=True)
-        return str(yaml.safe_dump(values, sort_keys=False, width=110))
-
-    def save(self, path: Path | str, *, force: bool = False) -> None:
-        """Write the plan whole or not at all.
-
-        Raises:
-            DataError: the file exists and `force` is false, or it cannot be written.
-        """
-        write_text(Path(path), self.to_yaml(), force=force)
-
-    def _repr_html_(self) -> str:
-        return _html(self)
-
-
-def load_plan(path: Path | str) -> Plan:
-    """Read a plan.
-
-    Raises:
-        DataError: it cannot be read, is of another schema version, or has a wrong or unknown field.
-    """
-    return parse_plan(read_yaml(path, where=str(path)), where=str(path))
-
-
-def parse_plan(loaded: Any, *, where: str) -> Plan:
-    """The plan that the mapping `loaded` holds; `where` names it in errors.
-
-    Raises:
-        DataError: as `load_plan`.
-    """
-    if not isinstance(loaded, dict):
-        raise DataError(f"{where}: not a plan: holds a {type(loaded).__name__}, not a mapping")
-    schema = loaded.get("schema")
-    if schema != SCHEMA:
-        match = _MAJOR.fullmatch(str(schema))
-        if match is None:
-            raise DataError(f"{where}: not a plan: schema is {schema!r}, not {SCHEMA!r}")
-        writer = loaded.get("written_by", "an unnamed version")
-        raise DataError(
-            f"{where}: schema {schema}, written by thdprof {writer}; this thdprof reads {SCHEMA}: "
-            "install the version that wrote it, or analyse again"
-        )
-    try:
-        return Plan.model_validate(loaded)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        got = repr(first["input"])
-        value = "" if first["type"] == "missing" else f" (got {got if len(got) <= _SHOWN else got[:_SHOWN] + '...'})"
-        raise DataError(f"{where}: {field}: {first['msg']}{value}") from error
-
-
-def _html(plan: Plan) -> str:
-    """The plan's buckets and predictions as two small tables."""
-    data, predictions = plan.dataset, plan.predictions
-    source = data.uris[0] if len(data.uris) == 1 else f"{len(data.uris)} files"
-    shares = [f"{b.share:.2%}" for b in plan.graphs.buckets]
-    buckets = [
-        (b.max_seqs, b.max_seqlen, b.cp_size, share) for b, share in zip(plan.graphs.buckets, shares, strict=True)
-    ]
-    facts: list[tuple[str, str]] = [
-        ("data", f"{source} ({data.format}), {counted(data.rows, 'row')}, {counted(data.documents, 'document')}"),
-        ("micro-batches", f"{plan.microbatches.count:,} in {counted(plan.microbatches.steps, 'step')}, {_how(plan)}"),
-        ("step time, eager = 1", _relative(predictions)),
-        ("steps with an eager micro-batch", f"{predictions.fallback_rate.step:.2%}"),
-        ("slots on the busiest pipeline rank", str(max(sum(rank) for rank in plan.graphs.slots))),
-    ]
-    timed = predictions.relative_step_time is not None and (plan.costs.calibrated or plan.costs.modelled)
-    if timed:
-        facts.append(("times are of", f"{plan.costs.name} on {plan.costs.hardware}"))
-    if timed and predictions.graph_memory_bytes is not None:
-        facts.insert(5, ("graph memory", f"{predictions.graph_memory_bytes / 2**30:.2f} GiB"))
-    graphs = html_table(
-        f"Plan: graphs to capture ({plan.graphs.impl})",
-        ["documents", "longest document, tokens", "context-parallel size", "share of micro-batches"],
-        buckets or [("none: run eagerly", "", "", "")],
-    )
-    return graphs + html_table("What it rests on, and predicts", [], facts)
-
-
-def _relative(predictions: PredictionsPart) -> str:
-    """The relative step time as a range, or that it is not known."""
-    times = predictions.times
-    if predictions.relative_step_time is None:
-        return "not known" if times is None else f"not known: {times.basis}"
-    if times is None or times.relative_step_time is None or times.origin != "modelled":
-        return f"{predictions.relative_step_time:.3f}"
-    low, high = times.relative_step_time
-    return f"{low:.2f} to {high:.2f}, modelled"
-
-
-def _how(plan: Plan) -> str:
-    return "replayed exactly" if plan.microbatches.exact else "not replayed exactly"
