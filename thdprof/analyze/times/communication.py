@@ -17,15 +17,19 @@ GPUS_A_HOST = 8
 class Links:
     """The links of one GPU to the others of its host, or to other hosts."""
 
-    def __init__(self, gpu: Gpu, *, across_hosts: bool = False) -> None:
+    def __init__(self, gpu: Gpu, *, across_hosts: bool = False, gbps: float | None = None) -> None:
         """The links of `gpu`.
 
         Args:
             gpu: the GPU.
             across_hosts: whether ranks communicate over the network between hosts.
+            gbps: what collectives of many megabytes reach, in GB/s of one GPU and one direction; None: a share of the
+                links' bandwidth.
         """
-        gbps = min(gpu.link_gbps, _NETWORK_GBPS) if across_hosts else gpu.link_gbps
-        self._megabytes_a_us = gbps * 1e-3 * _EFFICIENCY
+        by_sheet = min(gpu.link_gbps, _NETWORK_GBPS) if across_hosts else gpu.link_gbps
+        self.gbps = by_sheet * _EFFICIENCY if gbps is None else gbps
+        """Bandwidth of one GPU in collectives of many megabytes, in GB/s and one direction."""
+        self._megabytes_a_us = self.gbps * 1e-3
 
     def _collective(self, megabytes: float, ranks: int) -> Kernels:
         """An all-gather, reduce-scatter or all-to-all of `megabytes` over all ranks."""

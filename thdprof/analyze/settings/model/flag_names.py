@@ -48,6 +48,7 @@ SWITCHES = {
     "--use-megatron-fsdp": ("use_distributed_optimizer", True),
     "--overlap-grad-reduce": ("overlap_grad_reduce", True),
     "--overlap-param-gather": ("overlap_param_gather", True),
+    "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_grad", False),
     "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
     "--fp16": ("precision", "fp16"),
     "--bf16": ("precision", "bf16"),
