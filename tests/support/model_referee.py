@@ -33,8 +33,8 @@ _READ_APART = {
     "hybrid_layer_pattern", "moe_expert_capacity_factor", "use_distributed_optimizer", "recompute_modules",
     "overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad", "lora_dim", "lora_target_modules",
     "lora_dropout", "recompute_method", "num_query_groups", "kv_channels", "mtp_num_layers", "ffn_hidden_size",
-    "moe_ffn_hidden_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-    "expert_tensor_parallel_size",
+    "moe_ffn_hidden_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "expert_tensor_parallel_size",
 }  # fmt: skip
 
 

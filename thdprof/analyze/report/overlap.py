@@ -6,20 +6,26 @@ from thdprof.analyze.times.overlap import Overlap
 
 
 def overlap_sentence(overlap: Overlap) -> str:
-    """What graphs of a few layers save of a step, by what and at which cost; or that whole chunks are as good."""
+    """What graphs of a few layers save of a step; or that whole chunks are as good."""
     communication = f"{overlap.communication_ms:.1f} ms of data-parallel communication"
     bandwidth = f"at {overlap.gbps:.0f} GB/s {_basis(overlap)}"
     if overlap.layers_per_graph is None:
         return (
-            f"overlap: {communication} a step, {bandwidth}; cutting chunks into graphs of fewer layers would not pay "
-            "(modelled)"
+            f"overlap: cutting chunks into graphs of fewer layers would not pay (modelled): {communication} a step "
+            f"{bandwidth}"
         )
     layers = "1 layer" if overlap.layers_per_graph == 1 else f"{overlap.layers_per_graph} layers"
     return (
-        f"overlap: with --impl chunk, graphs of {layers} save about {overlap.gained_ms:.1f} ms a step (modelled): "
-        f"{overlap.hidden_ms:.1f} of {communication} hide behind computing, and launching costs at most "
-        f"{overlap.cost_ms:.1f} ms; {bandwidth}"
+        f"overlap: with --impl chunk, graphs of {layers} save {_saved(overlap)}: of {communication} a step {bandwidth}"
     )
+
+
+def _saved(overlap: Overlap) -> str:
+    """The range of what is saved, and what decides about it."""
+    least, most = (f"{ms:.1f}" for ms in overlap.gained_ms)
+    if least == most:
+        return f"about {most} ms a step (modelled)"
+    return f"{least} to {most} ms a step (modelled; the least with CUDA_DEVICE_MAX_CONNECTIONS=1)"
 
 
 def _basis(overlap: Overlap) -> str:

@@ -2,7 +2,8 @@
 
 A chunk that is one graph begins to reduce its gradients after its whole backward, and waits for all its parameters
 before its forward. Cut into k graphs, it communicates for one while another one computes, as far as Megatron has
-started that by then (`data_parallel`).
+started that by then and the GPU's connections let it (`data_parallel`). How many connections a run has is not known, so
+that what is saved is a range.
 """
 
 from __future__ import annotations
@@ -10,18 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thdprof.analyze.times.communication import GPUS_A_HOST, Links
-from thdprof.analyze.times.data_parallel import Bucket, Step, backward_ms, buckets_of, forward_ms, prepare_ms
+from thdprof.analyze.times.communication import GPUS_A_HOST, data_parallel_gbps, data_parallel_ms
+from thdprof.analyze.times.data_parallel import Bucket, Transfer, backward_ms, buckets_of, forward_ms
 from thdprof.analyze.times.gpus import Gpu
 from thdprof.analyze.times.parameters import stages
 from thdprof.training import DYNAMIC_CP, Model, TrainingSettings
 
 FORWARD, BACKWARD = 1 / 3, 2 / 3
 """Shares of a pass that the forward and the backward take: a backward has two products for each of the forward."""
-GRAPH_MS = 0.15
-"""Milliseconds that one graph more in each direction costs a micro-batch at most, taken as that of a whole pass."""
-WORTH = 0.01
-"""Share of the step below which a gain is not worth it: measured steps vary by as much."""
+GRAPH_MS = 0.05
+"""Milliseconds that one graph more in each direction costs a micro-batch: what layer graphs took longer than a chunk's
+for each layer on one H200, copies between layers included (benchmarks/results/megatron.md).
+"""
+WORTH = 0.02
+"""Share of the step below which a gain is not worth it: measured steps vary by as much, and graphs of a few layers verify
+no micro-batch.
+"""
 _BYTES = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}
 """Bytes of a parameter and of its gradient, by precision, as Megatron-LM communicates them by default."""
 
@@ -38,10 +43,12 @@ class Overlap:
     """Milliseconds of gathers and reductions of the first pipeline stage's first chunk, which nothing hides if it is
     one graph.
     """
-    hidden_ms: float
-    """Milliseconds of them that a step with these graphs does not wait for, less what they slow kernels beside them."""
+    hidden_ms: tuple[float, float]
+    """Milliseconds of them that a step with these graphs does not wait for, less what they slow kernels beside them:
+    with CUDA_DEVICE_MAX_CONNECTIONS=1, and with several connections.
+    """
     cost_ms: float
-    """Milliseconds of a step that launching these graphs costs more than launching whole chunks, at most."""
+    """Milliseconds of a step that launching these graphs costs more than launching whole chunks."""
     gbps: float
     """Bandwidth of one GPU in these collectives that was taken, in GB/s and one direction."""
     gbps_given: bool
@@ -50,9 +57,15 @@ class Overlap:
     """Whether the ranks were taken to be on several hosts."""
 
     @property
-    def gained_ms(self) -> float:
-        """Milliseconds that a step becomes shorter."""
-        return self.hidden_ms - self.cost_ms
+    def gained_ms(self) -> tuple[float, float]:
+        """Milliseconds that a step becomes shorter: with CUDA_DEVICE_MAX_CONNECTIONS=1, and with several of them."""
+        least, most = self.hidden_ms
+        return least - self.cost_ms, most - self.cost_ms
+
+    @property
+    def expected_ms(self) -> float:
+        """The middle of `gained_ms`, by which graphs are chosen."""
+        return sum(self.gained_ms) / 2
 
 
 def predict_overlap(
@@ -93,15 +106,19 @@ def predict_overlap(
     chunks = settings.virtual_pipeline_size or 1
     layers = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)[0].chunks[0]
     across_hosts = ranks * model.tensor_model_parallel_size > GPUS_A_HOST
-    links = Links(gpu, across_hosts=across_hosts, gbps=gbps)
+    rate = gbps or data_parallel_gbps(gpu, across_hosts=across_hosts)
     chunk = _Chunk(
         model,
         gpu,
-        links,
+        rate,
         buckets_of(model, layers, ranks=ranks, expert_ranks=expert_ranks(model, ranks)),
         pass_ms=replay_ms / chunks,
         all_ahead=chunks > 1,
     )
+
+    def hidden(per_graph: int | None, *, one_connection: bool) -> float:
+        whole = chunk.waited_ms(len(layers), one_connection=one_connection)
+        return whole - chunk.waited_ms(per_graph or len(layers), one_connection=one_connection)
 
     def cut(per_graph: int | None) -> Overlap:
         graphs = 1 if per_graph is None else -(-len(layers) // per_graph)
@@ -109,9 +126,9 @@ def predict_overlap(
             layers_per_graph=per_graph,
             graphs=graphs,
             communication_ms=chunk.communication_ms,
-            hidden_ms=chunk.waited_ms(len(layers)) - chunk.waited_ms(per_graph or len(layers)),
+            hidden_ms=(hidden(per_graph, one_connection=True), hidden(per_graph, one_connection=False)),
             cost_ms=(graphs - 1) * GRAPH_MS * chunks * num_microbatches,
-            gbps=links.gbps,
+            gbps=rate,
             gbps_given=gbps is not None,
             across_hosts=across_hosts,
         )
@@ -120,7 +137,7 @@ def predict_overlap(
     while per_graph > 1:
         per_graph = -(-per_graph // 2)
         found = cut(per_graph)
-        if found.gained_ms > max(best.gained_ms, WORTH * step_ms):
+        if found.expected_ms > max(best.expected_ms, WORTH * step_ms):
             best = found
     return best
 
@@ -139,48 +156,56 @@ class _Chunk:
         self,
         model: Model,
         gpu: Gpu,
-        links: Links,
+        gbps: float,
         buckets: Sequence[Sequence[Bucket]],
         *,
         pass_ms: float,
         all_ahead: bool,
     ) -> None:
+        self._gpu, self._checked = gpu, model.check_for_nan_in_grad
         self._pass_ms, self._all_ahead = pass_ms, all_ahead
         of_parameter, of_gradient = _BYTES[model.precision]
         times = 1 if model.use_distributed_optimizer else 2  # an all-reduce is a reduce-scatter and an all-gather
 
-        def reduced(bucket: Bucket) -> Step:
-            nbytes = bucket.elements * of_gradient
-            return Step(
-                prepare_ms=prepare_ms(nbytes, gpu, checked=model.check_for_nan_in_grad),
-                communicate_ms=links.data_parallel_ms(nbytes * times, bucket.ranks),
-            )
+        def transfers(nbytes: int, times: int) -> list[list[Transfer]]:
+            return [
+                [
+                    Transfer(
+                        ms=data_parallel_ms(bucket.elements * nbytes * times, bucket.ranks, gbps),
+                        nbytes=bucket.elements * nbytes,
+                    )
+                    for bucket in of_layer
+                ]
+                for of_layer in buckets
+            ]
 
-        def gathered(bucket: Bucket) -> Step:
-            return Step(
-                prepare_ms=0.0,
-                communicate_ms=links.data_parallel_ms(bucket.elements * of_parameter, bucket.ranks),
-            )
+        none: list[list[Transfer]] = [[] for _ in buckets]
+        self._reduced = transfers(of_gradient, times) if model.overlap_grad_reduce else none
+        self._gathered = transfers(of_parameter, 1) if model.overlap_param_gather else none
+        self.communication_ms = sum(one.ms for of_layer in (*self._reduced, *self._gathered) for one in of_layer)
 
-        self._reduced = [[reduced(b) for b in of_layer] if model.overlap_grad_reduce else [] for of_layer in buckets]
-        self._gathered = [[gathered(b) for b in of_layer] if model.overlap_param_gather else [] for of_layer in buckets]
-        self.communication_ms = sum(
-            step.communicate_ms for steps in (*self._reduced, *self._gathered) for step in steps
-        )
-
-    def waited_ms(self, per_graph: int) -> float:
+    def waited_ms(self, per_graph: int, *, one_connection: bool) -> float:
         """Milliseconds of the first forward and the last backward of a step, communication that is waited for
-        included, with so many layers a graph."""
-        forwards = _grouped(self._gathered, per_graph)
-        backwards = [*reversed(_grouped(self._reduced, per_graph))]
-        return forward_ms(self._pass_ms * FORWARD, forwards, all_ahead=self._all_ahead) + backward_ms(
-            self._pass_ms * BACKWARD, backwards
+        included, with so many layers a graph.
+        """
+        forward = forward_ms(
+            self._pass_ms * FORWARD,
+            _grouped(self._gathered, per_graph),
+            all_ahead=self._all_ahead,
+            one_connection=one_connection,
+        )
+        return forward + backward_ms(
+            self._pass_ms * BACKWARD,
+            [*reversed(_grouped(self._reduced, per_graph))],
+            self._gpu,
+            checked=self._checked,
+            one_connection=one_connection,
         )
 
 
-def _grouped(of_layers: Sequence[Sequence[Step]], per_graph: int) -> list[list[Step]]:
-    """The steps of every graph of `per_graph` layers."""
+def _grouped(of_layers: Sequence[Sequence[Transfer]], per_graph: int) -> list[list[Transfer]]:
+    """The transfers of every graph of `per_graph` layers."""
     return [
-        [step for steps in of_layers[begin : begin + per_graph] for step in steps]
+        [one for of_layer in of_layers[begin : begin + per_graph] for one in of_layer]
         for begin in range(0, len(of_layers), per_graph)
     ]
