@@ -7,17 +7,16 @@ from thdprof.analyze.times.overlap import Overlap
 
 def overlap_sentence(overlap: Overlap) -> str:
     """What graphs of a few layers save of a step; or that whole chunks are as good."""
-    communication = f"{overlap.communication_ms:.1f} ms of data-parallel communication"
-    bandwidth = f"at {overlap.gbps:.0f} GB/s {_basis(overlap)}"
+    communication = (
+        f"{overlap.communication_ms:.1f} ms of data-parallel communication at {overlap.gbps:.0f} GB/s {_basis(overlap)}"
+    )
     if overlap.layers_per_graph is None:
         return (
-            f"overlap: cutting chunks into graphs of fewer layers would not pay (modelled): {communication} a step "
-            f"{bandwidth}"
+            "overlap: cutting chunks into graphs of fewer layers would not pay (modelled), out of a step's "
+            f"{communication}"
         )
     layers = "1 layer" if overlap.layers_per_graph == 1 else f"{overlap.layers_per_graph} layers"
-    return (
-        f"overlap: with --impl chunk, graphs of {layers} save {_saved(overlap)}: of {communication} a step {bandwidth}"
-    )
+    return f"overlap: with --impl chunk, graphs of {layers} save {_saved(overlap)}, out of {communication}"
 
 
 def _saved(overlap: Overlap) -> str:

@@ -24,8 +24,8 @@ GRAPH_MS = 0.05
 for each layer on one H200, copies between layers included (benchmarks/results/megatron.md).
 """
 WORTH = 0.02
-"""Share of the step below which a gain is not worth it: measured steps vary by as much, and graphs of a few layers verify
-no micro-batch.
+"""Share of the step below which a gain is not worth it: measured steps vary by as much, and graphs of a few layers
+verify no micro-batch.
 """
 _BYTES = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}
 """Bytes of a parameter and of its gradient, by precision, as Megatron-LM communicates them by default."""
@@ -107,11 +107,12 @@ def predict_overlap(
     layers = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)[0].chunks[0]
     across_hosts = ranks * model.tensor_model_parallel_size > GPUS_A_HOST
     rate = gbps or data_parallel_gbps(gpu, across_hosts=across_hosts)
+    buckets = buckets_of(model, layers, ranks=ranks, expert_ranks=expert_ranks(model, ranks))
     chunk = _Chunk(
         model,
         gpu,
         rate,
-        buckets_of(model, layers, ranks=ranks, expert_ranks=expert_ranks(model, ranks)),
+        buckets,
         pass_ms=replay_ms / chunks,
         all_ahead=chunks > 1,
     )
@@ -137,6 +138,8 @@ def predict_overlap(
     while per_graph > 1:
         per_graph = -(-per_graph // 2)
         found = cut(per_graph)
+        if found.graphs > sum(map(len, buckets)):
+            break  # more graphs have nothing to communicate between them
         if found.expected_ms > max(best.expected_ms, WORTH * step_ms):
             best = found
     return best
