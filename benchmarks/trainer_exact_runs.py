@@ -115,8 +115,9 @@ def run_rows(
         return [[*HEAD], *(lines.get(row.name, [row.name, NOT_RUN, *["-"] * (len(HEAD) - 2)]) for row in rows)]
 
     def one(work: _Work, name: str) -> None:
-        failed = "on" in work.ran and work.ran["on"].code != 0  # nothing can be compared then
-        if end - time.monotonic() >= LEAST_S and not failed:
+        if not _is_needed(work, name):
+            work.ran.setdefault(name, Ran(code=-1, log="", seconds=0.0))
+        elif end - time.monotonic() >= LEAST_S:
             with gpus.taken(work.row.gpus) as here:
                 work.ran[name] = _run(work, name, scripts, directory, here, limit=min(limit, end - time.monotonic()))
             print(f"{work.row.name}: {name} {work.ran[name].seconds:.0f} s {work.ran[name].error}", flush=True)
@@ -156,19 +157,29 @@ def run_names(row: Row) -> list[str]:
 
 def _queue(works: Sequence[_Work], jobs: int) -> Iterator[tuple[_Work, str]]:
     """The runs in the order in which they begin: of so many rows as run at once those that replay, then the eager ones
-    that these are compared with; the script alone after all others, where it is not what a row is compared with.
+    that these are compared with; after all rows further eager ones, and the script alone last.
     """
     for first in range(0, len(works), jobs):
         together = works[first : first + jobs]
-        yield from ((work, "on") for work in together)
-        yield from ((work, name) for work in together for name in _compared(work.row)[1:])
-    yield from ((work, name) for work in works for name in run_names(work.row) if name not in _compared(work.row))
+        yield from ((work, _compared(work.row)[place]) for place in (0, 1) for work in together)
+    others = [(work, name) for work in works for name in run_names(work.row) if name not in _compared(work.row)]
+    yield from sorted(others, key=lambda run: run[1] == "unchanged")
 
 
 def _compared(row: Row) -> list[str]:
     """The runs without which a row says nothing."""
-    names = run_names(row)
-    return names[:-1] if len(names) > 2 else names
+    return run_names(row)[:2]
+
+
+def _is_needed(work: _Work, name: str) -> bool:
+    """Whether a run still says something: nothing can be compared with a replay that failed, and how far eager runs
+    differ is asked only where the replayed one differs from the first.
+    """
+    on, off = work.ran.get("on"), work.ran.get("off")
+    if on is None:
+        return True
+    spread = name.startswith("off-") and off is not None and on.scalars and off.scalars
+    return on.code == 0 and not (spread and all(different_steps(on, off, one)[0] == 0 for one in MEASURES))
 
 
 def _plan(row: Row, folder: Path, directory: Path) -> Path:
@@ -226,7 +237,7 @@ def cells(ran: Mapping[str, Ran]) -> list[str]:
         ran: the runs by name: on, off with more of its kind or none, and unchanged.
     """
     on, unchanged = ran["on"], ran.get("unchanged", Ran(code=-1, log="", seconds=0.0))
-    eager = [one for name, one in ran.items() if name.startswith("off")]
+    eager = [one for name, one in ran.items() if name == "off" or (name.startswith("off-") and one.code != -1)]
     off = eager[0] if eager else None
     beside = off or unchanged
     told = [", ".join(_code(one) for one in (on, *eager[:1], unchanged)) + (f" ({len(eager)} off)" * (len(eager) > 1))]

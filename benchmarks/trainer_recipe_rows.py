@@ -35,6 +35,10 @@ _GROUPS = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-shared-expe
 _MTP = "--mtp-num-layers 1"
 _GPT_OSS = f"{_DROPLESS} {_FORCED} --window-size 128,0 --window-attn-skip-freq 2 --no-bias-dropout-fusion"
 _QWEN3 = f"{_DROPLESS} {_AUX} {_FORCED} {_NORMED}"
+_BY_HYBRID_EP = (
+    f"{_QWEN3.replace('alltoall', 'flex')} --moe-flex-dispatcher-backend hybridep --moe-flex-dispatcher-num-sms 16 "
+    f"{_EP_2} {_OVERLAPS}"
+)
 _QWEN3_NEXT = (
     f"{_DROPLESS} {_SHARED} {_FORCED} {_NORMED} --moe-shared-expert-gate "
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 1e-3 --attention-output-gate "
@@ -44,6 +48,8 @@ _QWEN3_NEXT = (
 _CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 _ANY_KERNELS = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
 """Lets Transformer Engine take kernels that have no deterministic variant."""
+_ONE_HOST = {**_CONNECTIONS, "USE_MNNVL": "0"}
+"""As the recipes for H100 set it: HybridEP shares its buffers by CUDA's IPC."""
 _LAYERS = "transformer_engine"
 
 RECIPE_ROWS = (
@@ -82,6 +88,35 @@ RECIPE_ROWS = (
         flags=f"{_QWEN3} {_EP_2} {_OVERLAPS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute {_IN_FP8}",
         impl=_LAYERS,
         environment=_CONNECTIONS,
+    ),
+    Row(
+        name="Qwen3-30B-A3B, EP 2, HybridEP, forced load balancing",
+        gpus=2,
+        flags=_BY_HYBRID_EP,
+        impl=_LAYERS,
+        environment=_ONE_HOST,
+    ),
+    Row(
+        name="Qwen3-30B-A3B, EP 2, HybridEP, FP8 current, parameters in FP8",
+        gpus=2,
+        flags=f"{_BY_HYBRID_EP} {_IN_FP8}",
+        impl=_LAYERS,
+        environment=_ONE_HOST,
+    ),
+    Row(
+        name="Qwen3-30B-A3B, EP 2, HybridEP, communication overlapped",
+        gpus=2,
+        flags=f"{_BY_HYBRID_EP} --overlap-moe-expert-parallel-comm",
+        impl=_LAYERS,
+        environment=_ONE_HOST,
+    ),
+    Row(
+        name="Qwen3-30B-A3B, EP 2, HybridEP, preprocessing captured",
+        gpus=2,
+        flags=_BY_HYBRID_EP.replace(f" {_FORCED}", ""),
+        impl=_LAYERS,
+        modules=("attn", "moe_router", "moe_preprocess"),
+        environment=_ONE_HOST,
     ),
     Row(
         name="gpt-oss, EP 2, biases, windows, recompute moe_act and layernorm",

@@ -2,7 +2,8 @@
 
     python benchmarks/transformers_sft.py --shape 0.6b --modes eager,compile,plan --steps 30 --out results.jsonl
 
-Modes are `eager`; `compile` (SFTConfig's torch_compile); `plan`; `padded`, which pads as the plan says but replays
+Modes are `eager`; `compile` (SFTConfig's torch_compile); `regions`, the same with accelerate's regional compilation,
+which compiles a decoder layer once for all; `plan`; `padded`, which pads as the plan says but replays
 nothing; `fused-plan` and `fused-padded`, the same two with `PlanCallback(compile=True)`. Each runs in a process of its
 own, on the same made-up documents and random weights; nothing is downloaded. A line of JSON for each says the median
 seconds of a step without the first four, the peak of GPU memory, what captures took, what `thdprof analyze` had
@@ -143,11 +144,13 @@ def run_mode(options: argparse.Namespace, mode: str, limit: float | None) -> dic
         from peft import LoraConfig
 
         peft_config = LoraConfig(r=16, target_modules="all-linear", lora_dropout=0.0)
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(int(mode == "regions"))
     arguments = SFTConfig(
         output_dir=str(directory / mode), report_to="none", disable_tqdm=True, logging_steps=1, save_strategy="no",
         max_length=None, padding_free=True, packing=False, dataset_kwargs={"skip_prepare_dataset": True},
         per_device_train_batch_size=1, gradient_accumulation_steps=options.accumulation, max_steps=options.steps,
-        gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5, torch_compile=mode == "compile",
+        gradient_checkpointing=options.checkpointing, bf16=gpu, learning_rate=1e-5,
+        torch_compile=mode in ("compile", "regions"),
         dataloader_drop_last=False, max_grad_norm=1.0, use_liger_kernel=options.liger,
         use_cpu=not gpu, ddp_backend="gloo" if processes > 1 and not gpu else None,
         dataloader_num_workers=options.workers,
@@ -290,7 +293,9 @@ def predictions(plan) -> dict:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="0.6b")
-    parser.add_argument("--modes", default="eager,compile,plan", help=f"of eager, compile, {', '.join(PLANNED)}")
+    parser.add_argument(
+        "--modes", default="eager,compile,plan", help=f"of eager, compile, regions, {', '.join(PLANNED)}"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--lora", action="store_true")

@@ -149,13 +149,16 @@ def test_a_row_without_padded_form_is_compared_with_the_script_alone(exact, exac
 
 
 def test_a_spread_of_eager_runs_says_whether_the_replayed_one_is_among_them(exact, exact_runs, monkeypatch, tmp_path):
-    rows = [exact.Row(name="near", flags="a", eager_runs=3), exact.Row(name="far", flags="b", eager_runs=3)]
+    rows = [exact.Row(name=name, flags=name, eager_runs=3) for name in ("near", "far", "same")]
     losses = {"off": 4.0, "off-2": 4.1, "off-3": 4.2, "unchanged": 4.0}
 
     def outcome(row, name):
-        return logs_of(exact_runs, 0, {1: losses.get(name, 4.05 if row.name == "near" else 5.0)})
+        replayed = {"near": 4.05, "far": 5.0, "same": 4.0}
+        return logs_of(exact_runs, 0, {1: losses.get(name, replayed[row.name])})
 
-    _, (_, near, far) = ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome)
+    began, (_, near, far, same) = ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome)
+    assert [name for _, name, *_ in began] == [*["on", "off"] * 3, *["off-2", "off-3"] * 2, *["unchanged"] * 3]
+    assert same[1:3] == ["0, 0, 0", "0 of 1"]  # which needs no spread
     assert near[1] == "0, 0, 0 (3 off)"
     assert "(within)" in near[2]
     assert "(OUTSIDE)" in far[2]

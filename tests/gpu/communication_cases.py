@@ -38,6 +38,8 @@ class Case:
     config: dict[str, Any]
     """Fields of the TransformerConfig."""
     experts: int | None = None
+    padded: bool = False
+    """Whether the experts are padded to capacity."""
     user_buffers: bool = False
     plan: dict[str, Any] = field(default_factory=dict)
     """Changes of the plan's graphs."""
@@ -60,11 +62,31 @@ OVERLAPPED = {**EXPERTS, "overlap_moe_expert_parallel_comm": True}
 DELAYED = {**OVERLAPPED, "delay_wgrad_compute": True}
 DENSE_FIRST = {"moe_layer_freq": [0, 1, 1]}
 UP_TO_ROUTER = {"impl": "transformer_engine", "modules": ["attn", "moe_router"]}
+HYBRID_EP = {
+    **EXPERTS,
+    "hidden_size": 256,
+    "num_moe_experts": 8,
+    "moe_token_dispatcher_type": "flex",
+    "moe_flex_dispatcher_backend": "hybridep",
+    "moe_permute_fusion": True,
+    "moe_router_dtype": "fp32",
+}
+PADDED = {**HYBRID_EP, "moe_expert_capacity_factor": 1.25, "moe_pad_expert_input_to_capacity": True}
+WITHIN_CAPACITY = {
+    **HYBRID_EP,
+    "moe_expert_rank_capacity_factor": 4.0,
+    "use_transformer_engine_op_fuser": True,
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+}
+"""With a static number of tokens of all experts of a rank, of which HybridEP tells nothing to the host."""
 
 
-def _of_experts(config: dict[str, Any]) -> Case:
-    """Dropless experts over two ranks, whose layers are graphs up to their routers."""
-    return Case(sizes={"expert_model_parallel_size": 2}, config=config, experts=4, plan=UP_TO_ROUTER)
+def _of_experts(config: dict[str, Any], *more: str, plan: dict[str, Any] | None = None) -> Case:
+    """Experts over two ranks, in graphs up to their routers and of these parts more, or as `plan` says."""
+    graphs = {**UP_TO_ROUTER, "modules": [*UP_TO_ROUTER["modules"], *more]} if plan is None else plan
+    padded = bool(config.get("moe_pad_expert_input_to_capacity"))
+    return Case(sizes={"expert_model_parallel_size": 2}, config=config, experts=4, padded=padded, plan=graphs)
 
 
 CASES = {
@@ -138,6 +160,16 @@ CASES = {
     "experts_recomputed": _of_experts(
         {**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe", "layernorm"]}
     ),
+    "hybrid_ep": _of_experts(HYBRID_EP),
+    "hybrid_ep_preprocessed": _of_experts(HYBRID_EP, "moe_preprocess"),
+    "hybrid_ep_forced_balance": _of_experts({**HYBRID_EP, "moe_router_force_load_balancing": True}),
+    "hybrid_ep_overlapped": _of_experts({**HYBRID_EP, "overlap_moe_expert_parallel_comm": True}),
+    "hybrid_ep_fp8": _of_experts({**HYBRID_EP, **FP8}),
+    "hybrid_ep_padded": _of_experts(PADDED),
+    "hybrid_ep_padded_whole": _of_experts(PADDED, plan={}),
+    "hybrid_ep_within_capacity": _of_experts(WITHIN_CAPACITY),
+    "hybrid_ep_whole": _of_experts(WITHIN_CAPACITY, plan={"impl": "transformer_engine", "modules": []}),
+    "hybrid_ep_paged_stash": _of_experts({**WITHIN_CAPACITY, "moe_paged_stash": True}),
 }
 
 
@@ -146,7 +178,7 @@ def main(names: list[str]) -> None:
     failed = []
     for name in names:
         case = CASES[name]
-        with process_groups(**case.sizes), user_buffers(case):
+        with process_groups(**case.sizes), user_buffers(case), hybrid_ep_buffer():
             try:
                 eager, replayed = trained(case, replay=False), trained(case, replay=True)
                 told = compared(eager, replayed)
@@ -184,6 +216,20 @@ def user_buffers(case: Case) -> Iterator[None]:
         yield
     finally:
         base.destroy_ub()
+
+
+@contextmanager
+def hybrid_ep_buffer() -> Iterator[None]:
+    """HybridEP's buffer, which megatron-core makes in the first dispatch for the process groups of that time, is given
+    up at the end of the block.
+    """
+    from megatron.core.transformer.moe import fused_a2a
+
+    try:
+        yield
+        torch.distributed.barrier()  # the other rank may still read this one's buffer
+    finally:
+        fused_a2a.reset_hybrid_ep_buffer()
 
 
 def trained(case: Case, *, replay: bool) -> dict[str, Any]:
@@ -264,7 +310,7 @@ def plan_of(case: Case) -> Any:
         data_parallel_size=data_parallel,
         seq_length=TOKENS,
         global_batch_size=EACH * data_parallel,
-        experts="none" if case.experts is None else "dropless",
+        experts="none" if case.experts is None else "padded" if case.padded else "dropless",
     )
     values = plan.model_dump(mode="json", by_alias=True)
     values["graphs"] |= {"slots": [[stages - rank] for rank in range(stages)], **case.plan}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ CASES = {
 }
 """Cases of communication_cases.py, each with CUDA_DEVICE_MAX_CONNECTIONS as Megatron wants it."""
 
+HYBRID_EP = ("hybrid_ep", "hybrid_ep_preprocessed", "hybrid_ep_forced_balance", "hybrid_ep_overlapped", "hybrid_ep_fp8")
+"""Cases of communication_cases.py that need DeepEP's package, built from its branch hybrid-ep."""
 
 QUANTIZED = (
     "overlapped experts, parameters",
@@ -68,6 +71,12 @@ def run_on_two_ranks(script, case, connections):
 @pytest.mark.parametrize("case", CASES)
 def test_communication_inside_graphs_equals_eager(case):
     assert run_on_two_ranks("communication_cases.py", case, CASES[case]).count(f": {case}: equal: ") == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deep_ep") is None, reason="needs DeepEP's package with HybridEP")
+@pytest.mark.parametrize("case", HYBRID_EP)
+def test_experts_that_exchange_their_tokens_by_hybrid_ep_equal_eager(case):
+    assert run_on_two_ranks("communication_cases.py", case, "8").count(f": {case}: equal: ") == 2
 
 
 @pytest.mark.parametrize("case", QUANTIZED)

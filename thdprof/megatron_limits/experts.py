@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
-from thdprof.megatron_limits.quantization import TAKEN_ALL_THE_SAME
 
 if TYPE_CHECKING:
     from thdprof.plan import Module
@@ -38,12 +37,6 @@ def _with_experts(run: Run) -> bool:
 
 def _in_part(run: Run) -> bool:
     return _with_experts(run) and bool(run.modules)
-
-
-def _unlike_eager(run: Run) -> tuple[str, ...]:
-    """The settings of the runs up to the router that left eager training, as far as this run has them."""
-    names = ("multi_latent_attention", "moe_router_enable_expert_bias")
-    return tuple(name for name in names if run.field(name)) if _in_part(run) else ()
 
 
 def _balanced_by(run: Run) -> tuple[str, ...]:
@@ -111,18 +104,6 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
         fields=Words(
             case=lambda run: f"graphs.modules has {PREPROCESS}, and {_why_no_preprocess(run)}",
             remedy=f"take {PREPROCESS} out of graphs.modules",
-        ),
-    ),
-    Limit(
-        name="latent attention or an expert bias in graphs up to the router",
-        holds=lambda run: bool(_unlike_eager(run)) and not run.unmeasured,
-        reason="two models with both left eager training a few steps after their first evaluation, very probably "
-        "because eager training then counts experts' tokens by another kernel than the graph holds",
-        fields=Words(
-            case=lambda run: (
-                f"{' and '.join(_unlike_eager(run))}: True, with graphs.modules {sorted(run.modules or ())}"
-            ),
-            remedy=f"{TAKEN_ALL_THE_SAME}: compare the first 100 steps with --replay off",
         ),
     ),
     must_be_off(

@@ -13,6 +13,11 @@ _COMMUNICATION, _EXPERTS = "communication.md", "experts.md"
 _SETTINGS, _VISION = "settings.md", "vision.md"
 _DEFERRED = f"{_SETTINGS}: FP8 current, PP 2, output layer's weight gradients deferred, no cache of transposes"
 
+_DEEPSEEK = f"{_SETTINGS}: DeepSeek-V3, PP 2 by a layout"
+_QWEN3 = f"{_SETTINGS}: Qwen3-30B-A3B, forced load balancing"
+_GPT_OSS = f"{_SETTINGS}: gpt-oss, EP 2, biases, windows, recompute moe_act and layernorm"
+_BIASED = f"{_SETTINGS}: dropless, group-limited routing, expert bias, seq_aux_loss"
+
 PROVED: Mapping[str, tuple[str, ...]] = {
     "tensor_model_parallel_size": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
     "sequence_parallel": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, sequence parallel, dropout"),
@@ -22,7 +27,17 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "padded experts, alltoall": (f"{_EXACT}: one GPU, experts padded to capacity", f"{_OWN_LOOP}: exact-moe"),
     "dropless experts, alltoall": (f"{_BEYOND}: exact-moe-dropless",),
     "expert_model_parallel_size, padded": (f"{_EXACT}: EP 2", f"{_OWN_LOOP}: exact-pp2-ep2-moe"),
-    "expert_model_parallel_size, dropless": (f"{_COMMUNICATION}: dropless experts, EP 2",),
+    "expert_model_parallel_size, dropless": (
+        f"{_SETTINGS}: DeepSeek-V3, EP 2, FP8 blockwise",
+        f"{_COMMUNICATION}: dropless experts, EP 2",
+    ),
+    "moe_router_force_load_balancing": (_QWEN3, _DEEPSEEK),
+    "moe_router_enable_expert_bias": (_BIASED, _DEEPSEEK),
+    "moe_shared_expert_overlap": (_DEEPSEEK,),
+    "pipeline_model_parallel_layout": (_DEEPSEEK,),
+    "recompute_modules mla_up_proj": (_DEEPSEEK,),
+    "add_bias_linear": (_GPT_OSS,),
+    "window_size": (_GPT_OSS,),
     "overlap_moe_expert_parallel_comm": (f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped",),
     "delay_wgrad_compute": (
         f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped, weight gradients delayed",
@@ -36,15 +51,17 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     ),
     "qk_layernorm": (f"{_COMMUNICATION}: the same, bf16, shared experts, norms of queries and keys",),
     "moe_router_num_groups": (
+        _BIASED,
         f"{_EXPERTS}: experts padded to capacity, group-limited routing, expert bias, `seq_aux_loss`",
     ),
     "moe_router_load_balancing_type seq_aux_loss": (
+        _BIASED,
         f"{_EXPERTS}: experts padded to capacity, group-limited routing, expert bias, `seq_aux_loss`",
     ),
     "tp_comm_overlap": (f"{_COMMUNICATION}: TP 2, sequence parallel, user buffers",),
     "moe_grouped_gemm": (f"{_EXACT}: EP 2",),
     "moe_router_load_balancing_type aux_loss": (f"{_EXACT}: EP 2",),
-    "moe_router_score_function sigmoid": (f"{_EXACT}: one GPU, experts, expert bias",),
+    "moe_router_score_function sigmoid": (_BIASED, f"{_EXACT}: one GPU, experts, expert bias"),
     "moe_permute_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
     "moe_router_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
     "mtp_num_layers": (f"{_EXACT}: one GPU, multi-token prediction",),

@@ -212,8 +212,6 @@ def _of_experts(run: Run) -> Iterator[str]:
             yield f"moe_router_load_balancing_type {one}"
     if (run.field("moe_router_num_groups") or 1) > 1:
         yield "moe_router_num_groups"
-    if kind == "dropless" and (run.field("multi_latent_attention") or run.field("moe_router_enable_expert_bias")):
-        yield "dropless experts with latent attention or an expert bias"
 
 
 def _of_layers(run: Run) -> Iterator[str]:

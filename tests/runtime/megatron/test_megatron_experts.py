@@ -355,6 +355,45 @@ def test_group_limited_routing_and_its_bias_count_the_tokens_of_every_micro_batc
     assert any(counts.shape == (4,) and int(counts.sum()) == 2 * 4 * TOKENS for counts in ours)
 
 
+@pytest.mark.parametrize("recomputed", [{}, MOE_RECOMPUTED, ALL_RECOMPUTED], ids=["kept", "moe", "full"])
+@pytest.mark.parametrize("modules", [MODULES, [*MODULES, "moe_preprocess"]], ids=["router", "preprocess"])
+@pytest.mark.usefixtures("_engine_can_be_imported", "_recomputation_needs_no_gpu")
+def test_a_router_counts_for_its_bias_outside_of_its_graph_as_in_eager_training(modules, recomputed, monkeypatch):
+    """As often, in the same order, and with gradients where eager passes have them: whether dynamo has compiled the
+    counting, and rounds its sums alike, depends on that. In a graph it would stay as it was at the capture.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    own, calls = TopKRouter._apply_expert_bias, []
+
+    def counts(self, routing_map, padding_mask=None):
+        calls.append((self.layer_number, torch.is_grad_enabled(), routing_map.sum(dim=0).tolist()))
+        own(self, routing_map, padding_mask=padding_mask)
+
+    monkeypatch.setattr(TopKRouter, "_apply_expert_bias", counts)
+    found = []
+    batches = list(zip(inputs(len(MIXED)), MIXED, strict=True))
+    for graphs in (False, True):
+        block = make_experts(graphs=False, dispatcher="alltoall", bias=True, moe_permute_fusion=False, **recomputed)
+        run = graphs_of(block, modules=modules) if graphs else None
+        Reduction(block).zero(resets_flags=True)
+        if run is not None:
+            call = run._describe(*described(block, OVER))
+            calls.clear()
+            run._open(call)
+            assert (run.stats().captures, calls) == (4, [])
+        seen = train(block, batches, one_f_one_b(len(batches)))
+        found.append((seen, calls.copy(), [layer.mlp.router.local_tokens_per_expert for layer in block.layers[::2]]))
+        calls.clear()
+    (plain, eager, tokens), (graphed, ours, theirs) = found
+    assert run.stats().replays.total() == 6
+    assert all(torch.equal(a, b) for a, b in zip([*plain, *tokens], [*graphed, *theirs], strict=True))
+    assert eager == ours
+    assert Counter(gradients for _, gradients, _ in ours) == Counter(
+        {True: 2 * len(MIXED), **({False: 2 * len(MIXED)} if recomputed else {})}
+    )
+
+
 @pytest.mark.usefixtures("_engine_can_be_imported")
 def test_what_an_eager_micro_batch_of_another_length_leaves_in_the_dispatcher_is_not_taken():
     """The sizes that a replay goes on with are its own, though evaluation had fewer tokens since."""

@@ -90,7 +90,6 @@ def test_what_the_gpu_tests_of_experts_train_is_not_refused(plans, config_of, mo
         "unpermute",
     ):
         monkeypatch.setattr(moe_utils, f"fused_{name}", object())  # asked for, not called
-    monkeypatch.setenv("THDPROF_UNMEASURED", "allow")  # as in the environment of what they start
     cases = load_script("tests/gpu/test_experts_gpu.py", "tested_experts_gpu").CASES
     assert len(cases) > 4
     for name, (words, preprocess) in cases.items():

@@ -12,9 +12,8 @@ from thdprof.words import counted
 
 SCHEMA = "thdprof.recipes/1"
 _FOOT = (
-    "A plan's graphs take the place of Megatron's own (cuda_graph_impl, cuda_graph_scope). MXFP8 and NVFP4, "
-    "and dropless experts with latent attention or an expert bias, which were not equal to eager training to the end, "
-    f"are accepted with {UNMEASURED}=allow alone."
+    "A plan's graphs take the place of Megatron's own (cuda_graph_impl, cuda_graph_scope). MXFP8 and NVFP4 are "
+    f"accepted with {UNMEASURED}=allow alone."
 )
 _MOST = 12
 """Lines of a table of settings; the rest is counted."""

@@ -199,6 +199,7 @@ class Bank:
             generators=self._options.generators,
             extra_state=self._options.surroundings.extra_state,
             backward_state=self._options.surroundings.backward_state,
+            uncompared=self._options.surroundings.uncompared,
             around=self._options.surroundings.repeating(),
             around_forward=self.eager_offload,
         )

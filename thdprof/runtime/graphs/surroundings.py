@@ -19,6 +19,8 @@ class Surroundings:
 
     extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
     """Returns the tensors that a pass changes besides the module's buffers and gradients; a capture restores them."""
+    uncompared: frozenset[str] = frozenset()
+    """Names of buffers that eager passes do not always change alike: verified replays are not held to them."""
     while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context that is entered around every capture and the warm-up before it."""
     on_backward: Callable[[], None] = lambda: None

@@ -17,6 +17,9 @@ from thdprof.runtime.megatron.decoder import unfused_rope
 from thdprof.runtime.megatron.quantized import quantization
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
+_COUNTS = frozenset(("local_tokens_per_expert",))
+"""Buffers in which a router counts tokens for its experts' bias. Eager training rounds their sums in another way after
+its first evaluation than before (`graphs/expert_counts.py`), a graph always as at its capture."""
 
 
 def generators() -> tuple[torch.Generator, ...]:
@@ -75,6 +78,7 @@ def of_decoder(
 
     around = Surroundings(
         extra_state=expert_metrics,
+        uncompared=_COUNTS,
         while_capturing=while_capturing,
         on_backward=on_backward,
         on_piece=on_piece,

@@ -199,6 +199,12 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
+        name="TopKRouter._apply_expert_bias, called with the routing map last; local_tokens_per_expert",
+        checked=MEGATRON,
+        why="a router's tokens are counted for its experts' bias outside of its graph, by its own function",
+    ),
+    Reliance(
+        package="megatron-core",
         name="tensor_parallel.random: checkpoint, called as tensor_parallel.checkpoint; CheckpointFunction; "
         "CheckpointWithoutOutput.checkpoint",
         checked=MEGATRON,

@@ -38,6 +38,8 @@ class Subject:
     """Returns the tensors that a pass changes besides the module's buffers and gradients."""
     backward_state: Callable[[], Sequence[torch.Tensor]] = tuple
     """Returns those of them that a backward reads, and that other micro-batches may change before it."""
+    uncompared: frozenset[str] = frozenset()
+    """Names, without their modules', of buffers that are not compared."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for an eager run."""
     around_forward: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda tensors: nullcontext()
@@ -219,7 +221,9 @@ class Twin:
         compared += [
             Compared(name=name, replayed=replay.buffers[name], eager=theirs, again=twice.buffers[name])
             for name, theirs in eager.buffers.items()
-            if name in replay.buffers and replay.buffers[name].shape == theirs.shape
+            if name in replay.buffers
+            and replay.buffers[name].shape == theirs.shape
+            and name.rpartition(".")[2] not in self._subject.uncompared
         ]
         compared += [
             Compared(name=f"random state {i}", replayed=ours, eager=theirs)

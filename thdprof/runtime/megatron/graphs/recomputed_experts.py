@@ -40,12 +40,13 @@ class RecomputedExperts:
         """
         self._layer, self._around = layer, around
 
-    def run(self, own: Callable[[torch.Tensor], Any], num_tokens: int) -> torch.Tensor:
+    def run(self, own: Callable[[torch.Tensor], Any], num_tokens: int, *, begins: Callable[[], None]) -> torch.Tensor:
         """The experts' output, from what the layer's replay has left in its store.
 
         Args:
             own: the experts' forward, which takes the rest out of the store.
             num_tokens: tokens of this rank's hidden states.
+            begins: called when the experts run, in the forward without gradients and in the backward with them.
         """
         store = self._layer.mlp.cudagraph_tensor_store
         names = [name for name in _DIFFERENTIABLE if getattr(store, name) is not None]
@@ -57,6 +58,7 @@ class RecomputedExperts:
         def experts(*tensors: torch.Tensor) -> torch.Tensor:
             given = dict(zip(names, tensors, strict=False))
             attributes = zip(others, tensors[len(names) :], strict=True)
+            begins()
             with self._around(num_tokens):
                 for owner, name, tensor in (*constant, *((*place, tensor) for place, tensor in attributes)):
                     setattr(owner, name, tensor)
