@@ -117,17 +117,19 @@ def predict_overlap(
         all_ahead=chunks > 1,
     )
 
-    def hidden(per_graph: int | None, *, one_connection: bool) -> float:
-        whole = chunk.waited_ms(len(layers), one_connection=one_connection)
-        return whole - chunk.waited_ms(per_graph or len(layers), one_connection=one_connection)
+    one, several = (chunk.waited_ms(len(layers), one_connection=alone) for alone in (True, False))
 
     def cut(per_graph: int | None) -> Overlap:
+        count = per_graph or len(layers)
         graphs = 1 if per_graph is None else -(-len(layers) // per_graph)
         return Overlap(
             layers_per_graph=per_graph,
             graphs=graphs,
             communication_ms=chunk.communication_ms,
-            hidden_ms=(hidden(per_graph, one_connection=True), hidden(per_graph, one_connection=False)),
+            hidden_ms=(
+                one - chunk.waited_ms(count, one_connection=True),
+                several - chunk.waited_ms(count, one_connection=False),
+            ),
             cost_ms=(graphs - 1) * GRAPH_MS * chunks * num_microbatches,
             gbps=rate,
             gbps_given=gbps is not None,
