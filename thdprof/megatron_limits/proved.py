@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
-_COMMUNICATION, _EXPERTS = "communication.md", "experts.md"
+_COMMUNICATION, _EXPERTS, _HYBRID_EP = "communication.md", "experts.md", "hybridep.md"
 _SETTINGS, _VISION = "settings.md", "vision.md"
 _DEFERRED = (
     f"{_SETTINGS}: FP8 current, PP 2 by a layout, output layer's weight gradients deferred, no cache of transposes"
@@ -27,6 +27,13 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "virtual_pipeline_model_parallel_size": (f"{_EXACT}: PP 2, VPP 2, --sft", f"{_OWN_LOOP}: exact-pp2-vpp2-dp2"),
     "context_parallel_size p2p": (f"{_EXACT}: CP 2", f"{_EXACT}: CP 2, --sft"),
     "padded experts, alltoall": (f"{_EXACT}: one GPU, experts padded to capacity", f"{_OWN_LOOP}: exact-moe"),
+    "dropless experts, flex hybridep": (
+        f"{_HYBRID_EP}: dropless experts, up to the router (`hybrid_ep`)",
+        f"{_HYBRID_EP}: dropless experts, communication overlapped (`hybrid_ep_overlapped`)",
+    ),
+    "padded experts, flex hybridep": (
+        f"{_HYBRID_EP}: experts padded to capacity, up to the router (`hybrid_ep_padded`)",
+    ),
     "dropless experts, alltoall": (f"{_BEYOND}: exact-moe-dropless",),
     "expert_model_parallel_size, padded": (f"{_EXACT}: EP 2", f"{_OWN_LOOP}: exact-pp2-ep2-moe"),
     "expert_model_parallel_size, dropless": (
