@@ -211,7 +211,14 @@ def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
 def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `overlap`."""
     names = [name for name in OVERLAPS if named(name, args.rows)]
-    lines, chosen = overlap_lines(args.megatron_lm / "pretrain_gpt.py", directory, steps=args.steps, names=names)
+    lines, chosen = overlap_lines(
+        args.megatron_lm / "pretrain_gpt.py",
+        directory,
+        steps=args.steps,
+        names=names,
+        connections=args.connections,
+        more=shlex.split(args.more),
+    )
     return [chosen, "", *table(lines)]
 
 
@@ -288,7 +295,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
     parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed: the model's shape [qwen3-0.6b]")
-    parser.add_argument("--more", default="", help="speed: more arguments of Megatron, such as FP8's")
+    parser.add_argument("--more", default="", help="speed, overlap: more arguments of Megatron, such as FP8's")
+    parser.add_argument("--connections", type=int, default=1, help="overlap: CUDA_DEVICE_MAX_CONNECTIONS [1]")
     parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
     parser.add_argument(
         "--variants", default="eager,local,transformer_engine,full_iteration,padded,install,unverified,verified,plan"

@@ -39,9 +39,6 @@ UNMEASURED = {"THDPROF_UNMEASURED": "allow"}
 LEAST_S = 45
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
-HAS_NO_PADDED_FORM = "--overlap-moe-expert-parallel-comm"
-"""The argument of Megatron's schedule of nodes, under which --replay off does not pad: such a row is compared with the
-script alone."""
 HEAD = (
     *("row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ", "validation losses differ"),
     *("off beside the unchanged script: steps that differ", "micro-batches replayed, eager, evaluated"),
@@ -150,17 +147,17 @@ def run_rows(
 
 
 def run_names(row: Row) -> list[str]:
-    """The runs of a row, in the order in which they begin; without --replay off where a run has no padded form."""
-    off = ["off", *(f"off-{number}" for number in range(2, row.eager_runs + 1))]
-    return ["on", *([] if HAS_NO_PADDED_FORM in row.flags.split() else off), "unchanged"]
+    """The runs of a row, in the order in which they begin."""
+    return ["on", "off", *(f"off-{number}" for number in range(2, row.eager_runs + 1)), "unchanged"]
 
 
 def _queue(works: Sequence[_Work], jobs: int) -> Iterator[tuple[_Work, str]]:
-    """The runs in the order in which they begin: of so many rows as run at once those that replay, then the eager ones
-    that these are compared with; after all rows further eager ones, and the script alone last.
+    """The runs in the order in which they begin: of so many rows as can run at once those that replay, and the eager
+    ones that these are compared with; after all rows further eager ones, and the script alone last.
     """
-    for first in range(0, len(works), jobs):
-        together = works[first : first + jobs]
+    at_once = max(1, jobs // 2)
+    for first in range(0, len(works), at_once):
+        together = works[first : first + at_once]
         yield from ((work, _compared(work.row)[place]) for place in (0, 1) for work in together)
     others = [(work, name) for work in works for name in run_names(work.row) if name not in _compared(work.row)]
     yield from sorted(others, key=lambda run: run[1] == "unchanged")
@@ -238,26 +235,19 @@ def cells(ran: Mapping[str, Ran]) -> list[str]:
     """
     on, unchanged = ran["on"], ran.get("unchanged", Ran(code=-1, log="", seconds=0.0))
     eager = [one for name, one in ran.items() if name == "off" or (name.startswith("off-") and one.code != -1)]
-    off = eager[0] if eager else None
-    beside = off or unchanged
+    off = eager[0]
     told = [", ".join(_code(one) for one in (on, *eager[:1], unchanged)) + (f" ({len(eager)} off)" * (len(eager) > 1))]
     for name in (*MEASURES, "lm loss validation"):
-        differ, steps = different_steps(on, beside, name)
-        cell = f"{differ} of {steps}" if steps else f"none logged: {on.error or beside.error}"
+        differ, steps = different_steps(on, off, name)
+        cell = f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}"
         told.append(cell + (_spread(on, eager, name) if differ and len(eager) > 1 else ""))
-    told.append(
-        "compared with the unchanged script"
-        if off is None
-        else _apart(off, unchanged)
-        if unchanged.scalars
-        else NOT_RUN
-    )
+    told.append(_apart(off, unchanged) if unchanged.scalars else NOT_RUN)
     replayed = max(on.scalars.get("thdprof/replayed", {0: 0}).values())
     by_reason = {k: max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/")}
     evaluated = by_reason.pop("thdprof/eager/not_training", 0)
     told.append(f"{replayed:.0f}, {sum(by_reason.values()):.0f}, {evaluated:.0f}")
     for one in (on, off):
-        ms = one.step_ms(after=STEPS // 10) if one else None
+        ms = one.step_ms(after=STEPS // 10)
         told.append(f"{ms:.1f}" if ms else "-")
     return told
 

@@ -25,7 +25,9 @@ RUNS: dict[str, int | str | None] = {
 WARM = 10
 
 
-def overlap_lines(script: Path, directory: Path, *, steps: int, names: Sequence[str]) -> tuple[list[list[str]], str]:
+def overlap_lines(
+    script: Path, directory: Path, *, steps: int, names: Sequence[str], connections: int = 1, more: Sequence[str] = ()
+) -> tuple[list[list[str]], str]:
     """Lines of the table, the first of which is its head, and what `analyze` would choose.
 
     Args:
@@ -33,9 +35,11 @@ def overlap_lines(script: Path, directory: Path, *, steps: int, names: Sequence[
         directory: folder for data, plans and logs.
         steps: steps of each run.
         names: runs of RUNS, among them "chunk, whole".
+        connections: value of CUDA_DEVICE_MAX_CONNECTIONS.
+        more: further arguments of the script.
     """
     write_documents(directory / "documents", tokens=400_000, mean=90)
-    flags = overlap_flags(directory / "documents", steps)
+    flags = [*overlap_flags(directory / "documents", steps), *more]
     chosen = plan_of(flags, directory, "chosen", gpus=GPUS)
     ran: dict[str, Ran] = {}
     for name, layers in ((name, RUNS[name]) for name in names):
@@ -49,6 +53,7 @@ def overlap_lines(script: Path, directory: Path, *, steps: int, names: Sequence[
             stats=None if plan is None else directory / f"stats-{layers}.jsonl",
             gpus=GPUS,
             tensorboard=directory / f"tensorboard-{layers}",
+            environment={"CUDA_DEVICE_MAX_CONNECTIONS": str(connections)},
             limit=150,
             log=directory / f"run-{layers}.log",
         )

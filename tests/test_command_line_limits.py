@@ -130,6 +130,10 @@ def test_a_run_that_graphs_serve_is_not_refused():
             [*PADDED, "--moe-token-dispatcher-type", "flex"],
             "--moe-token-dispatcher-type flex: it was not checked in a graph; analyse with --experts dropless, whose",
         ),
+        (
+            [*PADDED, "--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "hybridep"],
+            "--moe-flex-dispatcher-backend hybridep: it makes its buffers anew for a micro-batch with more tokens than",
+        ),
         (PADDED, "--moe-token-dispatcher-type is missing, which means allgather: it was not checked in a graph; ana"),
         (
             ["--multi-latent-attention", "--rope-type", "rope"],

@@ -139,15 +139,6 @@ def test_runs_of_a_row_are_compared_step_by_step(exact, exact_runs, monkeypatch,
     assert two[5] == "0 losses, 0 norms"
 
 
-def test_a_row_without_padded_form_is_compared_with_the_script_alone(exact, exact_runs, monkeypatch, tmp_path):
-    rows = [exact.Row(name="overlapped", flags="--overlap-moe-expert-parallel-comm")]
-    began, (_, line) = ran_rows(
-        exact_runs, monkeypatch, tmp_path, rows, lambda row, name: logs_of(exact_runs, 0, {1: float(name == "on")})
-    )
-    assert [name for _, name, *_ in began] == ["on", "unchanged"]
-    assert line[1:4] == ["0, 0", "1 of 1", "1 of 1"]
-
-
 def test_a_spread_of_eager_runs_says_whether_the_replayed_one_is_among_them(exact, exact_runs, monkeypatch, tmp_path):
     rows = [exact.Row(name=name, flags=name, eager_runs=3) for name in ("near", "far", "same")]
     losses = {"off": 4.0, "off-2": 4.1, "off-3": 4.2, "unchanged": 4.0}

@@ -17,6 +17,8 @@ REFEREED = {
     "FP8 without a recipe": f"{LLAMA} --fp8-format hybrid",
     "FP8 with current scaling": f"{LLAMA} --fp8-format e4m3 --fp8-recipe tensorwise --no-gradient-accumulation-fusion",
     "a recipe without FP8": f"{LLAMA} --fp8-recipe mxfp8",
+    "unchecked gradients": f"{LLAMA} --no-check-for-nan-in-loss-and-grad",
+    "fp16 with a loss scale": "--num-layers 2 --hidden-size 256 --num-attention-heads 8 --fp16 --loss-scale 1024",
     "full recompute": f"{LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
     "selective recompute": f"{LLAMA} --recompute-activations --use-distributed-optimizer",
     "chosen modules": f"{LLAMA} --recompute-granularity selective --recompute-modules mlp layernorm",

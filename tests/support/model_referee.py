@@ -31,10 +31,10 @@ _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp
 _READ_APART = {
     "precision", "fp8_recipe", "rotary", "vocab_size", "num_moe_layers", "untie_embeddings_and_output_weights",
     "hybrid_layer_pattern", "moe_expert_capacity_factor", "use_distributed_optimizer", "recompute_modules",
-    "overlap_grad_reduce", "overlap_param_gather", "lora_dim", "lora_target_modules", "lora_dropout",
-    "recompute_method", "num_query_groups", "kv_channels", "mtp_num_layers", "ffn_hidden_size", "moe_ffn_hidden_size",
-    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
-    "expert_tensor_parallel_size",
+    "overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad", "lora_dim", "lora_target_modules",
+    "lora_dropout", "recompute_method", "num_query_groups", "kv_channels", "mtp_num_layers", "ffn_hidden_size",
+    "moe_ffn_hidden_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "expert_tensor_parallel_size",
 }  # fmt: skip
 
 
@@ -48,6 +48,7 @@ def recipe_of(flags: str, monkeypatch: pytest.MonkeyPatch) -> str:
             "use_distributed_optimizer": args.use_distributed_optimizer,
             "overlap_grad_reduce": args.overlap_grad_reduce,
             "overlap_param_gather": args.overlap_param_gather,
+            "check_for_nan_in_grad": args.check_for_nan_in_loss_and_grad,
         },
         "train": {"micro_batch_size": 1, "global_batch_size": 32},
     }
@@ -86,6 +87,7 @@ def _fields(args: Any, config: Any) -> dict[str, Any]:
         "use_distributed_optimizer": args.use_distributed_optimizer,
         "overlap_grad_reduce": args.overlap_grad_reduce,
         "overlap_param_gather": args.overlap_param_gather,
+        "check_for_nan_in_grad": args.check_for_nan_in_loss_and_grad,
         "mtp_num_layers": config.mtp_num_layers or 0,
         "recompute_modules": tuple(config.recompute_modules),
         "ffn_size": config.ffn_hidden_size,

@@ -13,7 +13,7 @@ from thdprof.analyze.analysis import Analysis, analyze_read
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
-from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, price_of
+from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, gbps_of, price_of
 from thdprof.analyze.settings.model.files import read_model
 from thdprof.analyze.settings.model.resolve import experts_of
 from thdprof.analyze.settings.request import shared_captures
@@ -38,6 +38,7 @@ def analyze_dataset(
     model: Model | str | Path | None = None,
     gpu: str | None = None,
     gpu_hour_price: float | None = None,
+    data_parallel_gbps: float | None = None,
     **settings: Unpack[TrainingOptions],
 ) -> Analysis:
     """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
@@ -57,6 +58,9 @@ def analyze_dataset(
         model: the model that the run trains, or a file that describes it (`read_model`); None: not known.
         gpu: name of the GPU that times are of, such as "h100"; None: this machine's, else an H100.
         gpu_hour_price: price of a GPU-hour, in any currency, so that hours saved are money too; None: not given.
+        data_parallel_gbps: bandwidth of one GPU in reduce-scatters of its data-parallel group, in GB/s (busbw of
+            nccl-tests), by which communication beside graphs of a few layers is predicted; None: by the GPU's data
+            sheet.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
     Raises:
@@ -89,6 +93,7 @@ def analyze_dataset(
         model_source=source,
         gpu=gpu,
         gpu_hour_price=price,
+        data_parallel_gbps=None if data_parallel_gbps is None else gbps_of(data_parallel_gbps),
     )
 
 

@@ -213,6 +213,7 @@ def _analysed(
             model_source=request.model_source,
             gpu=request.gpu,
             gpu_hour_price=request.gpu_hour_price,
+            data_parallel_gbps=request.data_parallel_gbps,
             progress=progress,
             memo=memo,
         )

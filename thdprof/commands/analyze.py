@@ -109,6 +109,7 @@ def analyze(
             model_source=request.model_source,
             gpu=request.gpu,
             gpu_hour_price=request.gpu_hour_price,
+            data_parallel_gbps=request.data_parallel_gbps,
             progress=progress,
         )
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))

@@ -32,6 +32,7 @@ TEXTS: Mapping[str, str] = {
     "fp4": "--fp4-format",
     "fp4_quantizer_factory": "--fp4-quantizer-factory",
     "moe_token_dispatcher_type": "--moe-token-dispatcher-type",
+    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend",
     "rope_type": "--rope-type",
     "recompute_granularity": "--recompute-granularity",
     "moe_router_force_biased": "--moe-router-force-biased",
@@ -76,11 +77,15 @@ SHARDS: Mapping[str, tuple[str, str]] = {
 """Arguments whose quotient Megatron-LM writes into a field; the second is --tensor-model-parallel-size if missing."""
 
 _OVERLAP = SWITCHES["overlap_moe_expert_parallel_comm"]
-_DISPATCHER = TEXTS["moe_token_dispatcher_type"]
+_DISPATCHER, _BACKEND = TEXTS["moe_token_dispatcher_type"], TEXTS["moe_flex_dispatcher_backend"]
 CASES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "overlapped expert communication in hybrid models": ((_OVERLAP, "--hybrid-layer-pattern"), f"leave {_OVERLAP} out"),
     "token dispatchers other than `alltoall` with experts that are captured whole": (
         (_DISPATCHER,),
+        f"analyse with --experts dropless, whose graphs end at the router, or give {_DISPATCHER} alltoall",
+    ),
+    "HybridEP with experts that are captured whole": (
+        (_BACKEND,),
         f"analyse with --experts dropless, whose graphs end at the router, or give {_DISPATCHER} alltoall",
     ),
     "a rotary type other than yarn with latent attention": ((TEXTS["rope_type"],), "leave it out"),

@@ -17,8 +17,9 @@ PREPROCESS: Module = "moe_preprocess"
 FLEX = "flex"
 """Megatron's token dispatcher over DeepEP and its likes."""
 NO_PAGED_STASH = (
-    "it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the flex dispatcher's hybridep "
-    "(DeepEP's package) and ncclep (NCCL 2.30.4; torch 2.11 has 2.28.9) alone, neither of which was run"
+    "it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the flex dispatcher's hybridep and "
+    "ncclep alone: hybridep failed on an H200 without graphs, too, for Transformer Engine then asks for cuBLAS 13.4, "
+    "and torch 2.11 has 13.1; ncclep asks for NCCL 2.30.4, and torch 2.11 has 2.28.9"
 )
 """Why moe_paged_stash, which would put dropless experts into a graph, is refused."""
 _COUNTS_ON_HOST = "each expert's number of tokens is read on the host"
@@ -50,6 +51,15 @@ def _with_experts(run: Run) -> bool:
 
 def _in_part(run: Run) -> bool:
     return _with_experts(run) and bool(run.modules)
+
+
+def _captured_with_experts(run: Run) -> bool:
+    return _with_experts(run) and not run.modules
+
+
+def _by_hybrid_ep(run: Run) -> bool:
+    names = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend")
+    return tuple(map(run.field, names)) == (FLEX, "hybridep")
 
 
 def _balanced_by(run: Run) -> tuple[str, ...]:
@@ -102,12 +112,25 @@ EXPERT_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="token dispatchers other than `alltoall` with experts that are captured whole",
         holds=lambda run: (
-            _with_experts(run) and not run.modules and run.field("moe_token_dispatcher_type") in ("allgather", FLEX)
+            _captured_with_experts(run)
+            and run.field("moe_token_dispatcher_type") in ("allgather", FLEX)
+            and not _by_hybrid_ep(run)
         ),
         reason="it was not checked in a graph",
         fields=Words(
             case=lambda run: f"moe_token_dispatcher_type is {run.field('moe_token_dispatcher_type')!r}",
             remedy="analyse with --experts dropless, whose graphs end at the router, or set it to 'alltoall'",
+        ),
+    ),
+    Limit(
+        name="HybridEP with experts that are captured whole",
+        holds=lambda run: _captured_with_experts(run) and _by_hybrid_ep(run),
+        reason="it makes its buffers anew for a micro-batch with more tokens than any before, and a graph would go on "
+        "in the old ones",
+        fields=Words(
+            case=lambda run: "moe_flex_dispatcher_backend is 'hybridep'",
+            remedy="analyse with --experts dropless, whose graphs end at the router, or set moe_token_dispatcher_type "
+            "to 'alltoall'",
         ),
     ),
     Limit(

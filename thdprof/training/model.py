@@ -154,6 +154,10 @@ class Model:
     """Whether Megatron reduces gradients over data-parallel ranks while the backward of other layers runs."""
     overlap_param_gather: Annotated[bool, _choice("Whether parameters are gathered while a forward runs.")] = False
     """Whether Megatron gathers parameters of data-parallel ranks while the forward of other layers runs."""
+    check_for_nan_in_grad: Annotated[
+        bool, _choice("Whether gradients are checked for NaN before they are reduced.")
+    ] = True
+    """Whether Megatron checks every bucket of gradients for NaN before it reduces it, which the host waits for."""
     gradient_accumulation_fusion: Annotated[bool, _choice("Whether weight gradients add to main_grad at once.")] = True
     """Whether the products that make weight gradients add them to main_grad (fp32) themselves."""
 

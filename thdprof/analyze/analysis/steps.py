@@ -57,6 +57,7 @@ def analyze(
     model_source: str | None = None,
     gpu: str | None = None,
     gpu_hour_price: float | None = None,
+    data_parallel_gbps: float | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
@@ -74,6 +75,7 @@ def analyze(
         model_source: where the model was read; None: the caller made it.
         gpu: name of the GPU that times are of; None: this machine's, else the one that is assumed.
         gpu_hour_price: price of a GPU-hour; None: not given.
+        data_parallel_gbps: GB/s of one GPU in collectives of its data-parallel group; None: by the GPU's data sheet.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
@@ -94,6 +96,7 @@ def analyze(
         model_source=model_source,
         gpu=gpu,
         gpu_hour_price=gpu_hour_price,
+        data_parallel_gbps=data_parallel_gbps,
         progress=progress,
     )
 
@@ -110,6 +113,7 @@ def analyze_read(
     model_source: str | None = None,
     gpu: str | None = None,
     gpu_hour_price: float | None = None,
+    data_parallel_gbps: float | None = None,
     progress: Progress = lambda stage, done, documents: None,
     memo: Memo = FORGETFUL,
 ) -> Analysis:
@@ -244,6 +248,7 @@ def analyze_read(
             replay_ms=times.decoder_replay_ms,
             step_ms=recommendation.step_ms if times.origin != "none" else None,
             num_microbatches=int(table.num_microbatches.max()),
+            gbps=data_parallel_gbps,
         )
         if recommendation.buckets
         else None,

@@ -86,7 +86,7 @@ def to_dict(analysis: Analysis) -> dict[str, Any]:
         **({} if offload is None else {"offload": asdict(offload)}),
         "memory": None if analysis.memory is None else asdict(analysis.memory),
         "capture": None if analysis.capture is None else asdict(analysis.capture),
-        **({} if analysis.overlap is None else {"overlap": asdict(analysis.overlap)}),
+        **({} if (cut := analysis.overlap) is None else {"overlap": {**asdict(cut), "gained_ms": cut.gained_ms}}),
         "costs": {
             "name": analysis.costs.name,
             "calibrated": analysis.costs.calibrated,

@@ -98,6 +98,17 @@ class AnalysisOptions:
         ),
     ] = None
     """Layers of one graph of a model chunk: a number, or all; None: as predicted."""
+    data_parallel_gbps: Annotated[
+        float | None,
+        Setting(
+            help="GB/s of a GPU in reduce-scatters of data-parallel ranks (busbw of nccl-tests).",
+            panel="Costs and limits",
+            everyday=False,
+            assumed="by --gpu, or by the network between hosts",
+            swept=False,
+        ),
+    ] = None
+    """Bandwidth of one GPU in collectives of its data-parallel group, in GB/s; None: by the GPU's data sheet."""
     buckets: Annotated[
         int,
         Interval(ge=1),
@@ -177,6 +188,17 @@ def price_of(value: Any) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UsageError(f"{analysis_options()['gpu_hour_price'].shown(value)}: must be a number of at least 0")
+    return float(value)
+
+
+def gbps_of(value: Any) -> float:
+    """A bandwidth in GB/s: a finite number above 0.
+
+    Raises:
+        UsageError: naming the option and the value that is no bandwidth.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise UsageError(f"{analysis_options()['data_parallel_gbps'].shown(value)}: must be a number above 0")
     return float(value)
 
 

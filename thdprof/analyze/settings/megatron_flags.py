@@ -125,7 +125,8 @@ _FLAGS = (
     Flag(
         name="--moe-paged-stash",
         value="switch",
-        not_followed="its dispatchers need DeepEP or NCCL 2.30.4, and were not run; dropless experts run eagerly",
+        not_followed="it needs cuBLAS 13.4 (hybridep) or NCCL 2.30.4 (ncclep), newer than torch 2.11's; dropless "
+        "experts run eagerly",
     ),
     Flag(name=CONVERSATIONS, value="switch"),
     *(Flag(name=name, value="text") for name in (TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT)),

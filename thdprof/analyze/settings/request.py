@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from thdprof.analyze.settings.layers_choice import LayersAsked, layers_asked
-from thdprof.analyze.settings.limits import Limits, analysis_options, price_of, read_limits, whole_number
+from thdprof.analyze.settings.limits import Limits, analysis_options, gbps_of, price_of, read_limits, whole_number
 from thdprof.analyze.settings.model.files import model_file, read_model_file
 from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.model.resolve import experts_of, read_settings, resolve_model
@@ -48,6 +48,8 @@ class Request:
     """Price of a GPU-hour, in the user's currency; None: not given."""
     layers_per_graph: LayersAsked
     """Layers of one graph of a model chunk; None: as predicted."""
+    data_parallel_gbps: float | None
+    """GB/s of one GPU in collectives of its data-parallel group; None: not given."""
     notes: list[str]
     usual_impl: GraphKind
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
@@ -148,6 +150,7 @@ def read_request(
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=price_of(command["gpu_hour_price"]) if "gpu_hour_price" in command else None,
         layers_per_graph=layers_asked(command.get("layers_per_graph")),
+        data_parallel_gbps=gbps_of(command["data_parallel_gbps"]) if "data_parallel_gbps" in command else None,
         notes=[*notes, *resolved.notes],
         usual_impl="module" if megatron_args is None else "chunk",
     )

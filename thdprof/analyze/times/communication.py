@@ -8,33 +8,37 @@ from thdprof.analyze.times.gpus import Gpu
 _LATENCY_US = 15.0
 _EFFICIENCY = 0.7
 """Share of a link's bandwidth that collectives of many megabytes reach."""
+_REDUCED = 0.53
+"""Share of the links' bandwidth that reductions and gathers of data-parallel buckets reach inside a host: 238 GB/s were
+measured between two H200s (benchmarks/results/overlap-times.md).
+"""
 _NETWORK_GBPS = 50.0
 """Bandwidth of one GPU to other hosts, in GB/s and one direction: one adapter of 400 Gb/s a GPU, as is usual."""
 GPUS_A_HOST = 8
 """GPUs of one host, as is usual."""
 
 
+def data_parallel_gbps(gpu: Gpu, *, across_hosts: bool) -> float:
+    """GB/s of one GPU in reductions and gathers over the ranks that hold the same weights, as they are assumed."""
+    return min(gpu.link_gbps, _NETWORK_GBPS) * _EFFICIENCY if across_hosts else gpu.link_gbps * _REDUCED
+
+
+def data_parallel_ms(nbytes: float, ranks: int, gbps: float) -> float:
+    """Milliseconds of a reduce-scatter or all-gather of `nbytes` over the ranks that hold the same weights."""
+    return 0.0 if ranks == 1 else _LATENCY_US / 1000 + nbytes * (ranks - 1) / ranks / (gbps * 1e6)
+
+
 class Links:
     """The links of one GPU to the others of its host, or to other hosts."""
 
-    def __init__(self, gpu: Gpu, *, across_hosts: bool = False) -> None:
-        """The links of `gpu`.
-
-        Args:
-            gpu: the GPU.
-            across_hosts: whether ranks communicate over the network between hosts.
-        """
-        gbps = min(gpu.link_gbps, _NETWORK_GBPS) if across_hosts else gpu.link_gbps
-        self._megabytes_a_us = gbps * 1e-3 * _EFFICIENCY
+    def __init__(self, gpu: Gpu) -> None:
+        """The links of `gpu`."""
+        self._megabytes_a_us = gpu.link_gbps * 1e-3 * _EFFICIENCY
 
     def _collective(self, megabytes: float, ranks: int) -> Kernels:
         """An all-gather, reduce-scatter or all-to-all of `megabytes` over all ranks."""
         us = _LATENCY_US + megabytes * (ranks - 1) / ranks / self._megabytes_a_us
         return Kernels(kind="communication", us=us)
-
-    def data_parallel_ms(self, nbytes: float, ranks: int) -> float:
-        """Milliseconds of a reduce-scatter or all-gather of `nbytes` over the ranks that hold the same weights."""
-        return 0.0 if ranks == 1 else self._collective(nbytes * 1e-6, ranks).us / 1000
 
     def tensor_parallel(
         self, megabytes: float, ranks: int, sequence_parallel: bool

@@ -1,34 +1,39 @@
 """How many layers a graph of a model chunk should have, so that data-parallel communication hides behind other graphs.
 
 A chunk that is one graph begins to reduce its gradients after its whole backward, and waits for all its parameters
-before its forward. Cut into k graphs, it communicates for one while another one computes. The prediction is a sum of
-few terms, and was not compared with measured times.
+before its forward. Cut into k graphs, it communicates for one while another one computes, as far as Megatron has
+started that by then and the GPU's connections let it (`data_parallel`). How many connections a run has is not known, so
+that what is saved is a range.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thdprof.analyze.times.communication import GPUS_A_HOST, Links
+from thdprof.analyze.times.communication import GPUS_A_HOST, data_parallel_gbps, data_parallel_ms
+from thdprof.analyze.times.data_parallel import Bucket, Transfer, backward_ms, buckets_of, forward_ms
 from thdprof.analyze.times.gpus import Gpu
-from thdprof.analyze.times.parameters import stage_parameters, stages
+from thdprof.analyze.times.parameters import stages
 from thdprof.training import DYNAMIC_CP, Model, TrainingSettings
 
 FORWARD, BACKWARD = 1 / 3, 2 / 3
 """Shares of a pass that the forward and the backward take: a backward has two products for each of the forward."""
-GRAPH_MS = 0.15
-"""Milliseconds that one graph more in each direction costs a micro-batch, taken as that of a whole pass."""
-WORTH = 0.01
-"""Share of the step below which a gain is not worth it: measured steps vary by as much."""
-_BUCKET, _BUCKET_A_RANK = 40_000_000, 1_000_000
-"""Parameters of a bucket of Megatron's DistributedDataParallel, at least and for each rank."""
+GRAPH_MS = 0.05
+"""Milliseconds that one graph more in each direction costs a micro-batch: what layer graphs took longer than a chunk's
+for each layer on one H200, copies between layers included (benchmarks/results/megatron.md).
+"""
+WORTH = 0.02
+"""Share of the step below which a gain is not worth it: measured steps vary by as much, and graphs of a few layers
+verify no micro-batch.
+"""
 _BYTES = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}
 """Bytes of a parameter and of its gradient, by precision, as Megatron-LM communicates them by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlap:
-    """What cutting model chunks into graphs of a few layers hides, per step."""
+    """What cutting model chunks into graphs of a few layers saves, per step."""
 
     layers_per_graph: int | None
     """Layers of one graph; None where whole chunks are as good."""
@@ -38,15 +43,29 @@ class Overlap:
     """Milliseconds of gathers and reductions of the first pipeline stage's first chunk, which nothing hides if it is
     one graph.
     """
-    hidden_ms: float
-    """Milliseconds of them that these graphs hide."""
+    hidden_ms: tuple[float, float]
+    """Milliseconds of them that a step with these graphs does not wait for, less what they slow kernels beside them:
+    with CUDA_DEVICE_MAX_CONNECTIONS=1, and with several connections.
+    """
     cost_ms: float
     """Milliseconds of a step that launching these graphs costs more than launching whole chunks."""
+    gbps: float
+    """Bandwidth of one GPU in these collectives that was taken, in GB/s and one direction."""
+    gbps_given: bool
+    """Whether the user gave that bandwidth; else it is assumed by the GPU's data sheet or of the network."""
+    across_hosts: bool
+    """Whether the ranks were taken to be on several hosts."""
 
     @property
-    def gained_ms(self) -> float:
-        """Milliseconds that a step becomes shorter."""
-        return self.hidden_ms - self.cost_ms
+    def gained_ms(self) -> tuple[float, float]:
+        """Milliseconds that a step becomes shorter: with CUDA_DEVICE_MAX_CONNECTIONS=1, and with several of them."""
+        least, most = self.hidden_ms
+        return least - self.cost_ms, most - self.cost_ms
+
+    @property
+    def expected_ms(self) -> float:
+        """The middle of `gained_ms`, by which graphs are chosen."""
+        return sum(self.gained_ms) / 2
 
 
 def predict_overlap(
@@ -57,8 +76,9 @@ def predict_overlap(
     replay_ms: float | None,
     step_ms: float | None,
     num_microbatches: int,
+    gbps: float | None = None,
 ) -> Overlap | None:
-    """The number of layers of a graph that makes steps shortest, and what it hides.
+    """The number of layers of a graph that makes steps shortest, and what it saves.
 
     Only the first chunk of the first pipeline stage counts: Megatron splits its gradients into buckets, and reduces all
     others in one go while this stage still computes. Its last backward comes last in the step, so that what it leaves
@@ -71,6 +91,7 @@ def predict_overlap(
         replay_ms: forward and backward of all layers of a pipeline rank, replayed, in milliseconds; None: not known.
         step_ms: mean time of a step, in milliseconds; None: not known.
         num_microbatches: micro-batches of a rank in a step.
+        gbps: bandwidth of one GPU in reductions and gathers, in GB/s and one direction; None: assumed.
 
     Returns:
         None where nothing overlaps: one rank has all data, or the run does not overlap communication; or where the
@@ -83,40 +104,113 @@ def predict_overlap(
     if model is None or gpu is None or replay_ms is None or step_ms is None:
         return None
     chunks = settings.virtual_pipeline_size or 1
-    stage = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)[0]
-    layers = len(stage.chunks[0])
-    counted = stage_parameters(model, stage, vocab_size=0)
-    parameters = (counted.dense + counted.experts) * layers / max(1, len(stage.layers))
-    most = min(layers, int(parameters // max(_BUCKET, _BUCKET_A_RANK * ranks)))
-    of_parameter, of_gradient = _BYTES[model.precision]
-    links = Links(gpu, across_hosts=ranks * model.tensor_model_parallel_size > GPUS_A_HOST)
-    times = 1 if model.use_distributed_optimizer else 2  # an all-reduce is a reduce-scatter and an all-gather
-    reduced = links.data_parallel_ms(parameters * of_gradient * times, ranks) if model.overlap_grad_reduce else 0.0
-    gathered = links.data_parallel_ms(parameters * of_parameter, ranks) if model.overlap_param_gather else 0.0
-    pass_ms = replay_ms / chunks
-    best = Overlap(layers_per_graph=None, graphs=1, communication_ms=reduced + gathered, hidden_ms=0.0, cost_ms=0.0)
-    per_graph = layers
-    while per_graph > 1 and most > 1:
-        per_graph = -(-per_graph // 2)
-        graphs = -(-layers // per_graph)
-        if graphs > most:
-            break
-        hidden = _hidden(reduced, pass_ms * BACKWARD, graphs) + _hidden(gathered, pass_ms * FORWARD, graphs)
-        cost = (graphs - 1) * GRAPH_MS * chunks * num_microbatches
-        found = Overlap(
+    layers = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)[0].chunks[0]
+    across_hosts = ranks * model.tensor_model_parallel_size > GPUS_A_HOST
+    rate = gbps or data_parallel_gbps(gpu, across_hosts=across_hosts)
+    buckets = buckets_of(model, layers, ranks=ranks, expert_ranks=expert_ranks(model, ranks))
+    chunk = _Chunk(
+        model,
+        gpu,
+        rate,
+        buckets,
+        pass_ms=replay_ms / chunks,
+        all_ahead=chunks > 1,
+    )
+
+    one, several = (chunk.waited_ms(len(layers), one_connection=alone) for alone in (True, False))
+
+    def cut(per_graph: int | None) -> Overlap:
+        count = per_graph or len(layers)
+        graphs = 1 if per_graph is None else -(-len(layers) // per_graph)
+        return Overlap(
             layers_per_graph=per_graph,
             graphs=graphs,
-            communication_ms=reduced + gathered,
-            hidden_ms=hidden,
-            cost_ms=cost,
+            communication_ms=chunk.communication_ms,
+            hidden_ms=(
+                one - chunk.waited_ms(count, one_connection=True),
+                several - chunk.waited_ms(count, one_connection=False),
+            ),
+            cost_ms=(graphs - 1) * GRAPH_MS * chunks * num_microbatches,
+            gbps=rate,
+            gbps_given=gbps is not None,
+            across_hosts=across_hosts,
         )
-        if found.gained_ms > max(best.gained_ms, WORTH * step_ms):
+
+    best, per_graph = cut(None), len(layers)
+    while per_graph > 1:
+        per_graph = -(-per_graph // 2)
+        found = cut(per_graph)
+        if found.graphs > sum(map(len, buckets)):
+            break  # more graphs have nothing to communicate between them
+        if found.expected_ms > max(best.expected_ms, WORTH * step_ms):
             best = found
     return best
 
 
-def _hidden(communication: float, compute: float, graphs: int) -> float:
-    """Milliseconds of `communication` that hide behind `compute`, both in equal parts, where a part of the one can
-    begin after (or must end before) the same part of the other.
-    """
-    return min(communication, compute) * (graphs - 1) / graphs
+def expert_ranks(model: Model, ranks: int) -> int:
+    """Ranks that hold the same experts, where `ranks` data- and context-parallel ones hold the same dense weights."""
+    tensor = model.tensor_model_parallel_size
+    of_expert = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or tensor)
+    return max(1, ranks * tensor // of_expert)
+
+
+class _Chunk:
+    """The first chunk of the first pipeline stage: its buckets, and its pass in one or several graphs."""
+
+    def __init__(
+        self,
+        model: Model,
+        gpu: Gpu,
+        gbps: float,
+        buckets: Sequence[Sequence[Bucket]],
+        *,
+        pass_ms: float,
+        all_ahead: bool,
+    ) -> None:
+        self._gpu, self._checked = gpu, model.check_for_nan_in_grad
+        self._pass_ms, self._all_ahead = pass_ms, all_ahead
+        of_parameter, of_gradient = _BYTES[model.precision]
+        times = 1 if model.use_distributed_optimizer else 2  # an all-reduce is a reduce-scatter and an all-gather
+
+        def transfers(nbytes: int, times: int) -> list[list[Transfer]]:
+            return [
+                [
+                    Transfer(
+                        ms=data_parallel_ms(bucket.elements * nbytes * times, bucket.ranks, gbps),
+                        nbytes=bucket.elements * nbytes,
+                    )
+                    for bucket in of_layer
+                ]
+                for of_layer in buckets
+            ]
+
+        none: list[list[Transfer]] = [[] for _ in buckets]
+        self._reduced = transfers(of_gradient, times) if model.overlap_grad_reduce else none
+        self._gathered = transfers(of_parameter, 1) if model.overlap_param_gather else none
+        self.communication_ms = sum(one.ms for of_layer in (*self._reduced, *self._gathered) for one in of_layer)
+
+    def waited_ms(self, per_graph: int, *, one_connection: bool) -> float:
+        """Milliseconds of the first forward and the last backward of a step, communication that is waited for
+        included, with so many layers a graph.
+        """
+        forward = forward_ms(
+            self._pass_ms * FORWARD,
+            _grouped(self._gathered, per_graph),
+            all_ahead=self._all_ahead,
+            one_connection=one_connection,
+        )
+        return forward + backward_ms(
+            self._pass_ms * BACKWARD,
+            [*reversed(_grouped(self._reduced, per_graph))],
+            self._gpu,
+            checked=self._checked,
+            one_connection=one_connection,
+        )
+
+
+def _grouped(of_layers: Sequence[Sequence[Transfer]], per_graph: int) -> list[list[Transfer]]:
+    """The transfers of every graph of `per_graph` layers."""
+    return [
+        [one for of_layer in of_layers[begin : begin + per_graph] for one in of_layer]
+        for begin in range(0, len(of_layers), per_graph)
+    ]

@@ -140,8 +140,44 @@ def adapted_widths(model: Model, kind: Kind) -> list[float]:
     return [width / tensor for name, width in widths.items() if name in model.lora_target_modules]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrices:
+    """The large parameters of one layer on one rank: their elements, in the order in which Megatron registers them."""
+
+    dense: tuple[float, ...]
+    """Those whose gradients all data- and context-parallel ranks reduce."""
+    experts: tuple[float, ...]
+    """Those of this rank's experts, which ranks with the same experts reduce."""
+
+
+def trained_matrices(model: Model, kind: Kind) -> Matrices:
+    """The parameters of one layer that are trained; norms and biases, which are small, are left out.
+
+    Adapters are taken as dense, and each as one parameter.
+    """
+    if model.lora_dim is not None:
+        return Matrices(dense=tuple(width * model.lora_dim for width in adapted_widths(model, kind)), experts=())
+    matrices, _, experts = _shapes(model, kind)
+    dense = tuple(elements / model.tensor_model_parallel_size for elements in matrices if elements)
+    return Matrices(dense=dense, experts=tuple(elements for elements in experts if elements))
+
+
 def _of_layer(model: Model, kind: Kind) -> tuple[float, float, float]:
     """Parameters of one layer outside experts, in experts, and of its largest matrix, on one rank."""
+    matrices, whole, experts = _shapes(model, kind)
+    tensor = model.tensor_model_parallel_size
+    largest = max(max(matrices, default=0.0) / tensor, max(experts, default=0.0) / _own_experts(model))
+    return whole + sum(matrices) / tensor, sum(experts), largest
+
+
+def _own_experts(model: Model) -> float:
+    return (model.num_experts or 1) / model.expert_model_parallel_size
+
+
+def _shapes(model: Model, kind: Kind) -> tuple[list[float], float, list[float]]:
+    """Elements of one layer's matrices outside experts, over all tensor-parallel ranks; of what each of these ranks has
+    whole; and of the two matrices of one rank's experts.
+    """
     hidden, tensor = model.hidden_size, model.tensor_model_parallel_size
     gated = 2 if model.gated_linear_unit else 1
     matrices: list[float] = []
@@ -167,12 +203,11 @@ def _of_layer(model: Model, kind: Kind) -> tuple[float, float, float]:
         states = 2 * model.mamba_num_groups * model.mamba_state_dim
         matrices += [hidden * (2 * inner + states + mixer), inner * hidden, (inner + states) * _CONVOLUTION]
         whole += hidden
-    experts, one = 0.0, 0.0
+    experts: list[float] = []
     if "moe" in kind:
-        count = model.num_experts or 1
         one = hidden * model.expert_ffn_size / (model.expert_tensor_parallel_size or tensor)
-        experts = count / model.expert_model_parallel_size * one * (gated + 1)
+        experts = [_own_experts(model) * one * gated, _own_experts(model) * one]
         shared = model.moe_shared_expert_intermediate_size or 0
         matrices += [hidden * shared * (gated + 1)]
-        whole += hidden * (count + 1)
-    return whole + sum(matrices) / tensor, experts, max(max(matrices) / tensor, one * gated)
+        whole += hidden * ((model.num_experts or 1) + 1)
+    return matrices, whole, experts

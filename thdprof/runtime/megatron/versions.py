@@ -121,7 +121,8 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
-        name="GPTModel.build_schedule_plan: get_layer, num_layers, state; nodes' submodule, chunk_state, free_input",
+        name="GPTModel.build_schedule_plan: packed_seq_params, get_layer, num_layers, state; nodes' submodule, "
+        "chunk_state, free_input",
         checked=MEGATRON,
         why="the nodes of the schedule that overlaps expert communication are led to graphs",
     ),

@@ -164,6 +164,17 @@ def test_experts_padded_to_capacity_need_the_alltoall_dispatcher_where_they_are_
     assert complaints(up_to_router(plan), to_router) == []
 
 
+def test_hybrid_ep_is_refused_where_it_would_make_the_buffers_of_a_graph_anew(plan):
+    padded = {"num_moe_experts": 4, "moe_pad_expert_input_to_capacity": True, "moe_token_dispatcher_type": "flex"}
+    by_hybrid_ep = {**padded, "moe_flex_dispatcher_backend": "hybridep"}
+    assert complaints(plan, by_hybrid_ep) == [
+        "- moe_flex_dispatcher_backend is 'hybridep': it makes its buffers anew for a micro-batch with more tokens "
+        "than any before, and a graph would go on in the old ones; analyse with --experts dropless, whose graphs end "
+        "at the router, or set moe_token_dispatcher_type to 'alltoall'"
+    ]
+    assert complaints(up_to_router(plan), {**by_hybrid_ep, "cuda_graph_impl": "none"}) == []
+
+
 SHARED = [
     {"expert_model_parallel_size": 2},
     {"expert_tensor_parallel_size": 2},

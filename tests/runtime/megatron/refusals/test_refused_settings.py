@@ -85,8 +85,9 @@ REFUSED = [
     (
         {"moe_paged_stash": True},
         "- moe_paged_stash is True: it needs moe_expert_rank_capacity_factor, which megatron-core 0.19 takes with the "
-        "flex dispatcher's hybridep (DeepEP's package) and ncclep (NCCL 2.30.4; torch 2.11 has 2.28.9) alone, neither "
-        "of which was run; dropless experts run eagerly (graphs.modules); set it to False",
+        "flex dispatcher's hybridep and ncclep alone: hybridep failed on an H200 without graphs, too, for Transformer "
+        "Engine then asks for cuBLAS 13.4, and torch 2.11 has 13.1; ncclep asks for NCCL 2.30.4, and torch 2.11 has "
+        "2.28.9; dropless experts run eagerly (graphs.modules); set it to False",
     ),
 ]
 

@@ -48,6 +48,7 @@ SWITCHES = {
     "--use-megatron-fsdp": ("use_distributed_optimizer", True),
     "--overlap-grad-reduce": ("overlap_grad_reduce", True),
     "--overlap-param-gather": ("overlap_param_gather", True),
+    "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_grad", False),
     "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
     "--fp16": ("precision", "fp16"),
     "--bf16": ("precision", "bf16"),
@@ -62,6 +63,8 @@ EXPERT_LAYERS = "--moe-layer-freq"
 PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 """Names of the flag for a hybrid's layers; the second is the older one."""
 RECOMPUTED = "--recompute-modules"
+LOSS_SCALE = "--loss-scale"
+"""Without it fp16 trains with a dynamic loss scale, and gradients are not checked for NaN."""
 VOCAB, PADDED_VOCAB, VOCAB_DIVISOR = "--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by"
 UNPADDED = ("--no-pad-vocab-size", "--disable-pad-vocab-size")
 
@@ -86,7 +89,19 @@ Value = Literal["count", "text", "list", "switch"]
 
 def flag_values() -> dict[str, Value]:
     """All of these flags that no other table of flags has, and what each takes."""
-    texts = [*SIZES, *TEXTS, *NUMBERS, GROUPS, POSITIONS, FP8, FP8_RECIPE, CAPACITY, EXPERT_LAYERS, PATTERNS[1]]
+    texts = [
+        *SIZES,
+        *TEXTS,
+        *NUMBERS,
+        GROUPS,
+        POSITIONS,
+        FP8,
+        FP8_RECIPE,
+        CAPACITY,
+        EXPERT_LAYERS,
+        PATTERNS[1],
+        LOSS_SCALE,
+    ]
     switches = [*SWITCHES, GROUPED, *UNPADDED, "--first-last-layers-bf16"]
     elsewhere: dict[str, Value] = {
         name: "switch" if takes == "switch" else "text" for name, (takes, _) in ELSEWHERE.items()

@@ -64,6 +64,8 @@ class _ModelFlags:
         for flag, (field, value) in names.SWITCHES.items():
             if self._one(flag, field) is not None:
                 self._set(field, value, self._one(flag, field))
+        if self.values["precision"] == "fp16" and not self._parsed(names.LOSS_SCALE, "check_for_nan_in_grad", float):
+            self.values["check_for_nan_in_grad"] = False  # a dynamic loss scale finds its bound by them
         self._attention()
         self._hybrid()
         self._experts()

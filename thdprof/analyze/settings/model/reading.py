@@ -31,6 +31,7 @@ OF_THE_RUN = frozenset(
         "use_distributed_optimizer",
         "overlap_grad_reduce",
         "overlap_param_gather",
+        "check_for_nan_in_grad",
         "gradient_accumulation_fusion",
     )
 )

@@ -35,6 +35,7 @@ _READ_APART = frozenset(
         "use_distributed_optimizer",
         "overlap_grad_reduce",
         "overlap_param_gather",
+        "check_for_nan_in_grad",
         "gated_linear_unit",
         "num_experts",
         "add_bias_linear",
@@ -247,6 +248,8 @@ class _Recipe:
             for overlap in ("overlap_grad_reduce", "overlap_param_gather"):
                 if isinstance(place, dict) and place.get(overlap) is True:
                     self.values[overlap] = True
+            if isinstance(place, dict) and place.get("check_for_nan_in_grad") is False:
+                self.values["check_for_nan_in_grad"] = False
             if isinstance(place, dict) and place.get("name") == "distributed_fused_adam":
                 self.values["use_distributed_optimizer"] = True
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _HOST = "_thdprof_host"
 """Attribute that we set on PackedSeqParams: a pair of boundaries and padded boundaries (or None) on the host."""
 
+_OF_BUCKET = "_thdprof_of_bucket"
+"""Attribute that we set on PackedSeqParams that were padded for a bucket."""
+
 _CONSTANT = ("qkv_format", "local_cp_size", "cp_group", "tokens_per_sample")
 """Fields that are passed on unchanged; a graph fixes their values."""
 _OF_SIZE = ("local_cp_size", "cp_group")
@@ -202,7 +205,7 @@ def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
         and (packed.seq_idx is None or _same(packed.seq_idx, like.seq_idx))
     ):
         return like
-    return PackedSeqParams(
+    params = PackedSeqParams(
         cu_seqlens_q=packed.cu_seqlens,
         cu_seqlens_kv=packed.cu_seqlens,
         cu_seqlens_q_padded=packed.cu_seqlens_padded,
@@ -213,6 +216,13 @@ def write(packed: PackedSequence, like: PackedSeqParams) -> PackedSeqParams:
         pad_between_seqs=_pads(like),
         **{name: getattr(like, name) for name in _CONSTANT},
     )
+    setattr(params, _OF_BUCKET, True)
+    return params
+
+
+def is_of_a_bucket(params: PackedSeqParams) -> bool:
+    """Whether `write` has made these, and no trainer."""
+    return getattr(params, _OF_BUCKET, False)
 
 
 def padded(call: Call, bucket: Bucket) -> PackedSequence:

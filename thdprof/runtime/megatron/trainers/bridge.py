@@ -27,6 +27,7 @@ from thdprof.runtime.megatron.trainers.observer import Observer
 from thdprof.runtime.megatron.trainers.plans import for_megatron
 from thdprof.runtime.megatron.trainers.replaced import replaced
 from thdprof.runtime.megatron.trainers.result_checks import checked_once_a_step
+from thdprof.runtime.megatron.trainers.schedule_plans import packed_schedule_plans
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -72,9 +73,10 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         from megatron.bridge.training import gpt_step, pretrain, vlm_step
         from megatron.bridge.training.utils import train_utils
 
-        self._installation = installation = self._installed(context)
-        self._observer = Observer(installation, self._plan, stats=self._stats, say=_say)
+        self._around.enter_context(packed_schedule_plans(lambda line: _say(f"thdprof: {line}")))
         try:
+            self._installation = self._installed(context)
+            self._observer = Observer(self._installation, self._plan, stats=self._stats, say=_say)
             self._follow(context, (gpt_step, vlm_step), pretrain, train_utils)
         except BaseException:
             self._observer = None  # nothing was observed
@@ -100,6 +102,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             return own_destroy(*args, **kwargs)
 
         with ExitStack() as around:
+            around.push(self._around.pop_all())
             constant_length = bridge_settings.pads_to_constant(context.state.cfg)
             around.enter_context(host_boundaries_of_bridge(*steps, constant_length=constant_length))
             around.enter_context(checked_once_a_step(on_restore=self._recapture))
