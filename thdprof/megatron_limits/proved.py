@@ -18,6 +18,9 @@ _DEFERRED = (
 _DEEPSEEK = f"{_SETTINGS}: DeepSeek-V3, PP 2 by a layout"
 _QWEN3 = f"{_SETTINGS}: Qwen3-30B-A3B, forced load balancing"
 _GPT_OSS = f"{_SETTINGS}: gpt-oss, EP 2, biases, windows, recompute moe_act and layernorm"
+_OVERLAPPED = (
+    f"{_SETTINGS}: Qwen3-235B-A22B, EP 2, communication overlapped, weight gradients delayed, FP8 current in FP8"
+)
 _BIASED = f"{_SETTINGS}: dropless, group-limited routing, expert bias, seq_aux_loss"
 
 PROVED: Mapping[str, tuple[str, ...]] = {
@@ -28,6 +31,7 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "context_parallel_size p2p": (f"{_EXACT}: CP 2", f"{_EXACT}: CP 2, --sft"),
     "padded experts, alltoall": (f"{_EXACT}: one GPU, experts padded to capacity", f"{_OWN_LOOP}: exact-moe"),
     "dropless experts, flex hybridep": (
+        f"{_SETTINGS}: Qwen3-30B-A3B, EP 2, HybridEP, forced load balancing",
         f"{_HYBRID_EP}: dropless experts, up to the router (`hybrid_ep`)",
         f"{_HYBRID_EP}: dropless experts, communication overlapped (`hybrid_ep_overlapped`)",
     ),
@@ -50,8 +54,12 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "softmax_type learnable": (
         f"{_SETTINGS}: gpt-oss, learnable softmax, biases, windows, recompute moe_act and layernorm",
     ),
-    "overlap_moe_expert_parallel_comm": (f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped",),
+    "overlap_moe_expert_parallel_comm": (
+        _OVERLAPPED,
+        f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped",
+    ),
     "delay_wgrad_compute": (
+        _OVERLAPPED,
         f"{_COMMUNICATION}: dropless experts, EP 2, communication overlapped, weight gradients delayed",
     ),
     "recompute_modules moe": (
@@ -100,13 +108,16 @@ PROVED: Mapping[str, tuple[str, ...]] = {
         f"{_SETTINGS}: FP8 current, nothing kept (`disable_parameter_transpose_cache`), layer graphs",
     ),
     "quant_recipe": (f"{_SETTINGS}: recipes by modules' names, dropless experts, layer graphs",),
-    "recompute_granularity full, uniform": (f"{_SETTINGS}: recompute full uniform, dropout",),
+    "recompute_granularity full, uniform": (
+        f"{_SETTINGS}: TP 2, sequence parallel, FP8 current, recompute full uniform",
+        f"{_SETTINGS}: recompute full uniform, dropout",
+    ),
     "recompute_granularity full, block": (f"{_SETTINGS}: recompute full block, dropout, 12 steps",),
     "recompute_modules core_attn": (f"{_SETTINGS}: recompute core_attn, dropout, 12 steps",),
     "recompute_modules mlp": (f"{_SETTINGS}: recompute mlp, dropout, 12 steps",),
     "recompute_modules moe_act": (f"{_SETTINGS}: recompute moe_act and layernorm, experts padded to capacity",),
     "recompute_modules layernorm": (f"{_SETTINGS}: recompute moe_act and layernorm, experts padded to capacity",),
-    "peft LoRA": (f"{_SETTINGS}: LoRA, dropout", f"{_SETTINGS}: LoRA, dropout, full recompute"),
+    "peft LoRA": (f"{_SETTINGS}: LoRA, CP 2", f"{_SETTINGS}: LoRA, dropout, full recompute"),
     "multi_latent_attention": (f"{_BEYOND}: exact-mla",),
     "Mamba layers": (f"{_BEYOND}: exact-mamba",),
     "dropout": (f"{_EXACT}: one GPU, dropout",),
