@@ -112,15 +112,13 @@ def run_rows(
         return [[*HEAD], *(lines.get(row.name, [row.name, NOT_RUN, *["-"] * (len(HEAD) - 2)]) for row in rows)]
 
     def one(work: _Work, name: str) -> None:
-        if not _is_needed(work, name):
-            work.ran.setdefault(name, Ran(code=-1, log="", seconds=0.0))
-        elif end - time.monotonic() >= LEAST_S:
+        ran = Ran(code=-1, log="", seconds=0.0)
+        if _is_needed(work, name) and end - time.monotonic() >= LEAST_S:
             with gpus.taken(work.row.gpus) as here:
-                work.ran[name] = _run(work, name, scripts, directory, here, limit=min(limit, end - time.monotonic()))
-            print(f"{work.row.name}: {name} {work.ran[name].seconds:.0f} s {work.ran[name].error}", flush=True)
-        else:
-            work.ran[name] = Ran(code=-1, log="", seconds=0.0)
+                ran = _run(work, name, scripts, directory, here, limit=min(limit, end - time.monotonic()))
+            print(f"{work.row.name}: {name} {ran.seconds:.0f} s {ran.error}", flush=True)
         with lock:
+            work.ran[name] = ran
             if {*work.ran} >= {*_compared(work.row)}:
                 lines[work.row.name] = _line(work)
                 tell(table())
@@ -234,8 +232,8 @@ def cells(ran: Mapping[str, Ran]) -> list[str]:
         ran: the runs by name: on, off with more of its kind or none, and unchanged.
     """
     on, unchanged = ran["on"], ran.get("unchanged", Ran(code=-1, log="", seconds=0.0))
-    eager = [one for name, one in ran.items() if name == "off" or (name.startswith("off-") and one.code != -1)]
-    off = eager[0]
+    off = ran["off"]
+    eager = [off, *(one for name, one in sorted(ran.items()) if name.startswith("off-") and one.code != -1)]
     told = [", ".join(_code(one) for one in (on, *eager[:1], unchanged)) + (f" ({len(eager)} off)" * (len(eager) > 1))]
     for name in (*MEASURES, "lm loss validation"):
         differ, steps = different_steps(on, off, name)

@@ -66,7 +66,7 @@ MEASURED = {
         num_microbatches=1,
         step_ms=103.0,
         saved_ms=(2.0, 4.8),
-        predicted_ms=(2.8, 6.2),
+        predicted_ms=(2.1, 6.5),
     ),
     # The same page, "Another case": layer graphs of another kind, one run each, 4,096 tokens
     "hidden 2048": Measured(
@@ -151,8 +151,8 @@ def test_buckets_are_those_of_megatron():
     found = [
         [b.elements for b in of_layer] for of_layer in buckets_of(gated, layer_kinds(gated), ranks=2, expert_ranks=2)
     ]
-    second, first, attention = 10_880 * 4096, 2 * 10_880 * 4096, 4 * 4096**2
-    assert found == [[second, first, attention]] * 2
+    second, first, qkv, projection = 10_880 * 4096, 2 * 10_880 * 4096, 3 * 4096**2, 4096**2
+    assert found == [[projection + second, first, qkv, projection], [second, first, qkv]]  # a projection comes first
     small = replace(BIG, num_layers=5, hidden_size=1024, num_attention_heads=16)  # 12.6 million parameters a layer
     assert [len(of_layer) for of_layer in buckets_of(small, layer_kinds(small), ranks=2, expert_ranks=2)] == [
         1,
@@ -175,6 +175,8 @@ def test_experts_are_reduced_over_the_ranks_that_share_them():
     shared = buckets_of(experts, layer_kinds(experts), ranks=16, expert_ranks=2)
     assert sum(map(len, alone)) < sum(map(len, shared))
     assert {b.ranks for of_layer in shared for b in of_layer} == {2, 16}
+    many = buckets_of(experts, layer_kinds(experts), ranks=512, expert_ranks=64)
+    assert all(b.elements >= 512_000_000 for of_layer in many[1:] for b in of_layer)  # experts' buckets, too
 
 
 def test_the_bandwidth_is_assumed_and_can_be_given():
@@ -182,7 +184,7 @@ def test_the_bandwidth_is_assumed_and_can_be_given():
     assert (assumed.gbps, assumed.gbps_given) == (pytest.approx(450 * 0.53), False)
     given = predicted(gbps=2 * assumed.gbps)
     assert given.gbps_given
-    assert given.communication_ms == pytest.approx(assumed.communication_ms / 2, rel=0.02)  # but for latency
+    assert given.communication_ms == pytest.approx(assumed.communication_ms / 2, rel=0.03)  # but for latency
     parameters = 16 * 12 * 4096**2
     assert assumed.communication_ms == pytest.approx(parameters * (4 + 2) * 7 / 8 / (assumed.gbps * 1e6), rel=0.03)
 

@@ -36,8 +36,9 @@ class PlanCallback(TrainerCallback):
     the plan's buckets. Embeddings, loss, evaluation, checkpoints and the model's state_dict are what they are without
     the callback. The counters go into the Trainer's log under `thdprof/`. One callback serves one run at a time.
 
-    The model has its own forward back when the Trainer's first `train` ends, by an error too. A later `train` of the
-    same Trainer that ends by an error leaves the model as it is, until the next one begins.
+    The model has its own forward back when the first `train` of a Trainer that was made with the callback ends, by an
+    error too. A later `train` of the same Trainer that ends by an error leaves the model as it is, until the next one
+    begins.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ def overlap_sentence(overlap: Overlap) -> str:
 
 def _saved(overlap: Overlap) -> str:
     """The range of what is saved, and what decides about it."""
-    least, most = (f"{ms:.1f}" for ms in overlap.gained_ms)
+    least, most = (f"{ms:.1f}" for ms in sorted(overlap.gained_ms))
     if least == most:
         return f"about {most} ms a step (modelled)"
     return f"{least} to {most} ms a step (modelled; the least with CUDA_DEVICE_MAX_CONNECTIONS=1)"

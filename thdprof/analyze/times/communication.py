@@ -1,4 +1,4 @@
-"""Times of communication between the GPUs of a host, by its bandwidth. They were not compared with measured ones."""
+"""Times of communication between the GPUs of a host, by its bandwidth. Only data-parallel ones were measured."""
 
 from __future__ import annotations
 

@@ -56,14 +56,16 @@ class Transfer:
 def buckets_of(model: Model, layers: Sequence[Kind], *, ranks: int, expert_ranks: int) -> list[list[Bucket]]:
     """The buckets of a chunk, by the layer whose backward completes them, which is also the first that needs them.
 
-    Megatron fills buckets from the last parameter to the first, dense parameters and experts apart. What is left over
-    at the first layer is given to it.
+    Megatron fills buckets from the last parameter to the first, dense parameters and experts apart, all up to the size
+    that it derives from the data-parallel ranks of dense parameters. What is left over at the first layer is given to
+    it.
     """
     found: list[list[Bucket]] = [[] for _ in layers]
+    least = max(_BUCKET, _BUCKET_A_RANK * ranks)
     for experts, sharing in ((False, ranks), (True, expert_ranks)):
         if sharing == 1:
             continue
-        least, elements = max(_BUCKET, _BUCKET_A_RANK * sharing), 0.0
+        elements = 0.0
         for place in reversed(range(len(layers))):
             of_layer = trained_matrices(model, layers[place])
             for matrix in reversed(of_layer.experts if experts else of_layer.dense):

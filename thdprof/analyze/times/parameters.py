@@ -127,12 +127,12 @@ def adapted_widths(model: Model, kind: Kind) -> list[float]:
         if model.multi_latent_attention:
             queries = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
             values = heads * model.v_head_dim
+            widths["linear_proj"] = values + hidden
             widths["linear_q_up_proj"] = (model.q_lora_rank or hidden) + queries
             widths["linear_kv_up_proj"] = model.kv_lora_rank + heads * model.qk_head_dim + values
-            widths["linear_proj"] = values + hidden
         else:
             queries, keys = heads * model.head_dim, model.query_groups * model.head_dim
-            widths |= {"linear_qkv": hidden + queries + 2 * keys, "linear_proj": queries + hidden}
+            widths |= {"linear_proj": queries + hidden, "linear_qkv": hidden + queries + 2 * keys}
     ffn = model.ffn_size if "mlp" in kind else model.expert_ffn_size if "moe" in kind else 0
     if ffn:
         widths |= {"linear_fc1": hidden + gated * ffn, "linear_fc2": ffn + hidden}
@@ -176,7 +176,8 @@ def _own_experts(model: Model) -> float:
 
 def _shapes(model: Model, kind: Kind) -> tuple[list[float], float, list[float]]:
     """Elements of one layer's matrices outside experts, over all tensor-parallel ranks; of what each of these ranks has
-    whole; and of the two matrices of one rank's experts.
+    whole; and of the two matrices of one rank's experts. They stand as Megatron registers them: an attention's output
+    projection comes first.
     """
     hidden, tensor = model.hidden_size, model.tensor_model_parallel_size
     gated = 2 if model.gated_linear_unit else 1
@@ -186,13 +187,13 @@ def _shapes(model: Model, kind: Kind) -> tuple[list[float], float, list[float]]:
         heads = model.num_attention_heads
         if model.multi_latent_attention:
             width = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
+            matrices += [heads * model.v_head_dim * hidden]
             matrices += [(model.q_lora_rank or hidden) * width]
             matrices += [model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)]
-            matrices += [heads * model.v_head_dim * hidden]
             whole += hidden * ((model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim)
         else:
-            matrices += [hidden * (heads + 2 * model.query_groups) * model.head_dim]
             matrices += [heads * model.head_dim * hidden]
+            matrices += [hidden * (heads + 2 * model.query_groups) * model.head_dim]
         whole += hidden
     if "mlp" in kind:
         matrices += [hidden * model.ffn_size * gated, hidden * model.ffn_size]

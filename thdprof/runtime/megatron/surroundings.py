@@ -19,7 +19,8 @@ from thdprof.runtime.megatron.quantized import quantization
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _COUNTS = frozenset(("local_tokens_per_expert",))
 """Buffers in which a router counts tokens for its experts' bias. Eager training rounds their sums in another way after
-its first evaluation than before (`graphs/expert_counts.py`), a graph always as at its capture."""
+its first evaluation than before (`graphs/expert_counts.py`), a graph of whole layers always as at its capture. Experts
+in such graphs are padded to capacity and all have equal counts, so that the bias stays where it is."""
 
 
 def generators() -> tuple[torch.Generator, ...]:

@@ -23,12 +23,13 @@ def params(*boundaries: int) -> PackedSeqParams:
 def built(monkeypatch):
     """Builds a schedule plan as trainers do; returns the metadata that Megatron's own function gets."""
 
-    def own(model, tokens, *, labels=None, packed_seq_params=None):
+    def own(model, tokens, packed_seq_params=None, *, labels=None):
         return packed_seq_params
 
     monkeypatch.setattr(GPTModel, "build_schedule_plan", own)
+    monkeypatch.setattr(GPTModel, "forward", lambda model: None)
     model = object.__new__(GPTModel)
-    return lambda **given: GPTModel.build_schedule_plan(model, "tokens", labels="labels", **given)
+    return lambda *given, **named: GPTModel.build_schedule_plan(model, "tokens", *given, labels="labels", **named)
 
 
 def test_a_plan_gets_the_metadata_of_its_own_micro_batch_alone_and_it_is_told_once(built):
@@ -49,6 +50,8 @@ def test_metadata_that_the_trainer_gives_is_left_as_it_is(built):
         given = params(0, 4, 8)
         params(0, 2, 8)
         assert built(packed_seq_params=given) is given
+        params(0, 2, 8)
+        assert built(given) is given  # by its place
         assert built() is None
     assert said == []
 
@@ -59,6 +62,13 @@ def test_metadata_that_is_padded_for_a_bucket_is_no_micro_batch(built):
     with packed_schedule_plans(print):
         written = packed_seq_params.write(packed, like)
         assert written is not like
+        assert built() is None
+
+
+def test_metadata_of_an_evaluation_is_not_given_to_the_training_after_it(built):
+    with packed_schedule_plans(print):
+        params(0, 4, 8)
+        GPTModel.forward(None)
         assert built() is None
 
 

@@ -7,6 +7,8 @@ row attend to each other then, and there is nothing that a graph could be replay
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,12 +20,13 @@ GIVEN = (
     "overlap_moe_expert_parallel_comm: this trainer builds its schedule plan without packed_seq_params, so that "
     "documents would attend to each other; it is given those of the micro-batch"
 )
+_METADATA = "packed_seq_params"
 
 
 @contextmanager
 def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
     """Inside the block, a schedule plan that is built without `packed_seq_params` gets those that were made since the
-    last one, if there are any. Enter it before graphs are installed.
+    last plan or the last ordinary forward, if there are any. Enter it before graphs are installed.
 
     Args:
         say: told once that it happens.
@@ -33,23 +36,36 @@ def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
 
     made: list[Any] = []
     told: list[str] = []
-    own_post_init, own_build = PackedSeqParams.__post_init__, GPTModel.build_schedule_plan
+    own_post_init = PackedSeqParams.__post_init__
+    own_build, own_forward = GPTModel.build_schedule_plan, GPTModel.forward
+    signature = inspect.signature(own_build)
 
     def post_init(params: Any) -> None:
         own_post_init(params)
         made[:] = [params]
 
+    @functools.wraps(own_forward)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made.clear()  # an evaluation's metadata is no later micro-batch's
+        return own_forward(model, *args, **kwargs)
+
+    @functools.wraps(own_build)
     def build_schedule_plan(model: Any, *args: Any, **kwargs: Any) -> Any:
         of_script = [params for params in made if not is_of_a_bucket(params)]
         made.clear()
-        if of_script and kwargs.get("packed_seq_params") is None:
-            kwargs["packed_seq_params"] = of_script[0]
+        call = signature.bind(model, *args, **kwargs)
+        if of_script and call.arguments.get(_METADATA) is None:
+            call.arguments[_METADATA] = of_script[0]
             if not told:
                 told.append(GIVEN)
                 say(GIVEN)
-        return own_build(model, *args, **kwargs)
+        return own_build(*call.args, **call.kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(replaced(PackedSeqParams, "__post_init__", post_init))
-        stack.enter_context(replaced(GPTModel, "build_schedule_plan", build_schedule_plan))
+        for owner, name, value in (
+            (PackedSeqParams, "__post_init__", post_init),
+            (GPTModel, "forward", forward),
+            (GPTModel, "build_schedule_plan", build_schedule_plan),
+        ):
+            stack.enter_context(replaced(owner, name, value))
         yield
