@@ -20,7 +20,7 @@ from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
 from thdprof.runtime.megatron import capture_agreement, isolation, recompute, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.decoder import adapters, mamba, packed_seq_params, unfused_rope, vision
+from thdprof.runtime.megatron.decoder import adapters, mamba, operations, packed_seq_params, unfused_rope, vision
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
 from thdprof.runtime.megatron.graphs import chunk, local
@@ -493,6 +493,7 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
         has_mamba=any(mamba.has_mamba(model.decoder) for model in models),
         mamba_outside=any(mamba.outside(model) for model in models),
         fused_adapters=tuple(name for model in models for name in adapters.fused(model.decoder)),
+        fused_operations=tuple(name for model in models for name in operations.fused_parts(model.decoder)),
         hooked_parameters=tuple(name for model in models for name in adapters.hooked(model.decoder)),
         wrapper=wrapper,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),

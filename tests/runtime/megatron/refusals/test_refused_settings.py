@@ -153,6 +153,18 @@ def test_adapters_that_a_replay_cannot_serve_are_refused(plan):
     assert complaints(plan, facts=replace(facts, replay=False)) == []
 
 
+@pytest.mark.parametrize("impl", ["chunk", "transformer_engine"])
+def test_fused_operations_of_a_spec_of_ones_own_are_refused_in_whole_chunks(plan, impl):
+    changed = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": impl})})
+    facts = settings.Facts(num_chunks=1, fused_operations=("layers.0.mlp", "layers.1.mlp"))
+    line = (
+        "- layers.0.mlp runs by Transformer Engine's fused operations, which keep the parameters of a capture and "
+        "train no others: build the layers without them, or set graphs.impl to transformer_engine"
+    )
+    assert complaints(changed, facts=facts) == ([line] if impl == "chunk" else [])
+    assert complaints(changed, facts=replace(facts, replay=False)) == []
+
+
 GATHERED = (
     "weights are gathered and their gradients given back by Python between the layers' passes, which a replay does not "
     "run; set "

@@ -18,7 +18,12 @@ def has_fused_operations(layer: nn.Module) -> bool:
     capture can put no others in their place. The operations of grouped experts are not meant, which run behind a
     layer's router, and in no graph of dropless experts.
     """
-    return any("_fused_impl" in vars(part) for part in layer.modules())
+    return bool(fused_parts(layer))
+
+
+def fused_parts(block: nn.Module) -> tuple[str, ...]:
+    """Names of the MLPs and norms inside `block` that fused operations run."""
+    return tuple(name for name, part in block.named_modules() if "_fused_impl" in vars(part))
 
 
 @contextmanager

@@ -27,6 +27,8 @@ class Facts:
     """Whether a model has MambaLayers outside its decoder."""
     fused_adapters: tuple[str, ...] = ()
     """Names of adapters that Transformer Engine's operation fuser runs."""
+    fused_operations: tuple[str, ...] = ()
+    """Names of the decoders' parts that Transformer Engine's fused operations run, whatever the configuration says."""
     hooked_parameters: tuple[str, ...] = ()
     """Names of the decoders' parameters that have a gradient hook."""
     wrapper: str = "DistributedDataParallel"

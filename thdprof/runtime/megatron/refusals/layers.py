@@ -24,6 +24,22 @@ def refused_impl(config: Any, impl: str) -> Iterator[str]:
         yield f"cuda_graph_impl is {config.cuda_graph_impl!r}, graphs.impl {impl} needs {wanted!r}"
 
 
+def refused_operations(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
+    """A line where a spec of one's own has fused operations in layers that graphs hold whole.
+
+    Args:
+        config: as `refused_impl` takes it.
+        plan: the plan that training is to follow.
+        facts: what else is known of the run.
+    """
+    known = getattr(config, "use_transformer_engine_op_fuser", False)  # which the table of limits refuses
+    if plan.graphs.impl in ("chunk", "local") and facts.fused_operations and not known:
+        yield (
+            f"{facts.fused_operations[0]} runs by Transformer Engine's fused operations, which keep the parameters of "
+            "a capture and train no others: build the layers without them, or set graphs.impl to transformer_engine"
+        )
+
+
 def refused_by_local(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
     """A line for every setting with which Megatron's own layer graphs cannot leave some micro-batches to run eagerly.
 

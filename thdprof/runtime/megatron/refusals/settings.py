@@ -51,6 +51,7 @@ def check(config: Any, plan: Plan, facts: Facts, environment: Mapping[str, str] 
         lines += [*mamba.refusals(config, facts), *mamba.refusals_of_plan(plan, facts)]
         lines += surroundings.refusals(facts, environment, impl)
         if facts.replay:
+            lines += layers.refused_operations(config, plan, facts)
             lines += [*adapters.refusals(facts), *offloading.refusals(config, plan)]
             lines += [*shared_captures.refusals(config, plan), *first_use.refusals(config, plan)]
     _refuse("install graphs", lines)
