@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import sys
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -342,13 +341,13 @@ def test_the_first_micro_batch_captures_whatever_it_is_like():
 
 
 def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeypatch):
-    from thdprof.runtime.megatron import install
     from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
+    from thdprof.runtime.megatron.runners import runner_of
 
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     static = plan.model_copy(update={"training": replace(plan.training, max_seqlen_per_dp_cp_rank=None)})
     for given, kind in ((plan, SizedChunkGraphs), (static, ChunkGraphs), (graphs(plan, impl="none"), SizedChunkGraphs)):
-        run = sys.modules[install.__module__].runner_of(Decoder(Block()), given, config(), slots=1, common={})
+        run = runner_of(Decoder(Block()), given, config(), slots=1, common={})
         assert type(run) is kind
         assert run._surroundings.communicates  # a pass that fails on one rank ends training
 

@@ -38,9 +38,9 @@ from thdprof.runtime.graphs.module_state import aliased_parameters
 from thdprof.runtime.graphs.static_metadata import Metadata
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.install import PaddedEager
 from thdprof.runtime.megatron.refusals.facts import Facts
 from thdprof.runtime.megatron.refusals.mamba import refusals, refusals_of_plan
+from thdprof.runtime.megatron.runners import PaddedEager
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")

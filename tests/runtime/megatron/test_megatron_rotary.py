@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from contextlib import contextmanager
 from itertools import pairwise
 
@@ -34,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from thdprof.offload.plan import Choice
 from thdprof.runtime import Bucket, calibrate
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron import measure_decoder, versions
+from thdprof.runtime.megatron import measure_decoder, models, versions
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals import settings
 
@@ -285,7 +284,7 @@ def measured(monkeypatch):
     model, seen = Chunk(make_latent()), []
     model.decoder.config.cuda_graph_impl = "none"
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(sys.modules["thdprof.runtime.megatron.install"], "has_graph_safe_rng", lambda: True)
+    monkeypatch.setattr(models, "has_graph_safe_rng", lambda: True)
 
     def measure(module, make_input, grid, **options):
         tables = [vars(layer.self_attention.rotary_pos_emb)["get_cached_cos_sin"] for layer in module.block.layers]

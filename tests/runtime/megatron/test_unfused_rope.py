@@ -33,7 +33,7 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron import packed_seq_params, surroundings
 from thdprof.runtime.megatron.decoder import decoder, unfused_rope
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
-from thdprof.runtime.megatron.install import PaddedEager
+from thdprof.runtime.megatron.runners import PaddedEager
 from thdprof.runtime.padding import PackedSequence
 
 HEADS, CHANNELS, ROTATED = 2, 8, 6

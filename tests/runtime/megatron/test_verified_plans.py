@@ -8,7 +8,7 @@ from support.plans import plan_of_shares
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from thdprof.runtime.megatron.install import verified_every  # noqa: E402
+from thdprof.runtime.megatron.runners import verified_every  # noqa: E402
 
 
 def plan_of(impl="chunk", verify="1/512", **training):

@@ -4,7 +4,6 @@ positions in three dimensions.
 
 from __future__ import annotations
 
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
@@ -30,14 +29,13 @@ from support.layer_graphs import (
 )
 from torch import nn
 
-from thdprof.runtime import FallbackReason, megatron
-from thdprof.runtime.megatron import packed_seq_params, surroundings
+from thdprof.runtime import FallbackReason
+from thdprof.runtime.megatron import models, packed_seq_params, surroundings
 from thdprof.runtime.megatron.decoder import deepstack, vision
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs import chunk
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
-install = sys.modules[megatron.install.__module__]
 pytestmark = pytest.mark.usefixtures("parallel_state")
 BLOCKS, ROPES = pictures.modelling("transformer_block"), pictures.modelling("rope")  # before CUDA is stood in for
 FEATURES, ROTARY = 2, 8
@@ -217,11 +215,11 @@ def test_install_looks_for_the_decoder_in_the_language_model():
         chunk_of_it.module = inner
         return chunk_of_it
 
-    assert install.unwrapped(wrapped(known)) is known
-    assert install.unwrapped(plain) is plain
-    assert install.model_kind([wrapped(known)]) == "vision-language"
-    assert install.model_kind([wrapped(known), wrapped(other)]) == "other vision-language"
-    assert install.model_kind([plain]) is None
+    assert models.unwrapped(wrapped(known)) is known
+    assert models.unwrapped(plain) is plain
+    assert models.model_kind([wrapped(known)]) == "vision-language"
+    assert models.model_kind([wrapped(known), wrapped(other)]) == "other vision-language"
+    assert models.model_kind([plain]) is None
 
 
 def test_a_sample_of_rotary_embeddings_has_the_form_of_a_micro_batchs():

@@ -16,7 +16,7 @@ from thdprof.runtime.megatron.decoder import mamba, packed_seq_params, vision
 from thdprof.runtime.megatron.decoder.decoder import rope_of
 from thdprof.runtime.megatron.decoder.rotary import keep_tables
 from thdprof.runtime.megatron.graphs import chunk
-from thdprof.runtime.megatron.install import facts_of, unwrapped
+from thdprof.runtime.megatron.models import facts_of, unwrapped
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence

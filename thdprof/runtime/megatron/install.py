@@ -12,25 +12,20 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from thdprof.dispatch import Bucket
-from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
 from thdprof.runtime.megatron import capture_agreement, isolation, recompute, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.decoder import adapters, mamba, operations, packed_seq_params, unfused_rope, vision
+from thdprof.runtime.megatron.decoder import vision
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
-from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
-from thdprof.runtime.megatron.graphs import chunk, local
-from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs
-from thdprof.runtime.megatron.offload import groups
-from thdprof.runtime.megatron.offload.layers import Offloading, SavedTensors
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped, whole
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead, takes_gradient
 from thdprof.runtime.megatron.peers import DEFAULT_TIMEOUT, peers_of
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.runners import PaddedEager, runner_of, schedule_plans, verified_every
 from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
 from thdprof.runtime.stats import Prediction, Stats
 
@@ -154,26 +149,6 @@ class Installation:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class PaddedEager(DispatchedModule):
-    """Pads micro-batches as their graphs would have them, and runs them eagerly: the run to compare a replaying run
-    with, and a decoder without layers in a replaying run.
-    """
-
-    why_no_rehearsal = "the installation pads and runs eagerly (replay=False)"
-    """Why no micro-batch can be replayed that is no part of training."""
-
-    def _open(self, call: Call) -> None:
-        """Does nothing: there are no graphs."""
-
-    def _replay(self, bucket: Bucket, call: Call) -> Any:
-        args, kwargs = call.substitute(call.tensors, packed_seq_params.padded(call, bucket))
-        # Megatron's own operations may take no documents without tokens
-        with unfused_rope.on_the_device(), self._timed(call.tensors, replayed=True) as outputs:
-            result = self.module(*args, **kwargs)
-            outputs.append(result)
-        return result
 
 
 def install(
@@ -315,207 +290,9 @@ def has_layers(block: Any) -> bool:
     return len(block.layers) > 0
 
 
-def schedule_plans(
-    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], config: Any
-) -> list[SchedulePlans]:
-    """What leads the nodes of Megatron's overlapping schedule to graphs, and lets them take packed input; one for each
-    model chunk, or none where nothing overlaps.
-    """
-    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
-        return []
-    from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
-
-    return [
-        SchedulePlans(model, decoder, run if isinstance(run, OverlappedLayerGraphs) else None)
-        for model, decoder, run in zip(models, decoders, runs, strict=True)
-    ]
-
-
 def said_of(chunk: int, num_chunks: int, say: Callable[[str], None]) -> Callable[[str], None]:
     """`say`, which names the model chunk where a rank has several."""
     return say if num_chunks == 1 else lambda line: say(f"model chunk {chunk}: {line}")
-
-
-def runner_of(
-    decoder: Decoder,
-    plan: Plan,
-    config: Any,
-    *,
-    slots: int,
-    common: dict[str, Any],
-    verify_every: int = 0,
-    name: str = "",
-) -> DispatchedModule:
-    """The DispatchedModule that runs the decoder as the plan's `graphs.impl` says.
-
-    Args:
-        decoder: the decoder to run.
-        plan: the plan to follow.
-        config: the model's TransformerConfig.
-        slots: number of slots of this model chunk.
-        common: arguments that every kind of DispatchedModule takes.
-        verify_every: one in so many micro-batches of chunk graphs is verified; 0: none.
-        name: the model chunk's name in what is logged of verified micro-batches.
-
-    Raises:
-        SettingsError: `graphs.impl` is not known.
-    """
-    common = {**common, "capture": plan.graphs.capture}
-    together = surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size)
-    layers = plan.graphs.impl == "transformer_engine"
-    around = surroundings.of_decoder(decoder.block, communicates=together, agreed=common.get("agreed"), layers=layers)
-    match plan.graphs.impl:
-        case "chunk" | "none":
-            return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
-                decoder,
-                plan.captured,
-                num_slots=slots,
-                layers_per_graph=plan.graphs.layers_per_graph,
-                surroundings=around,
-                offload=offload_of(plan),
-                verify_every=verify_every,
-                name=name,
-                **common,
-            )
-        case "local":
-            return local.LocalGraphs(decoder, plan.captured, generators=surroundings.generators, **common)
-        case "transformer_engine":
-            from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs
-            from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
-
-            overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-            return (OverlappedLayerGraphs if overlaps else LayerGraphs)(
-                decoder,
-                plan.captured,
-                num_slots=slots + overlaps,  # a micro-batch's forward begins before the backward of the one before
-                modules=plan.graphs.modules,
-                generators=surroundings.generators,
-                surroundings=around,
-                offload=_layer_offloading(decoder, plan, config),
-                **common,
-            )
-        case other:
-            raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
-
-
-def verified_every(plan: Plan) -> int:
-    """One in so many micro-batches is verified; 0, with a warning, where the plan's graphs cannot be."""
-    asked, why = plan.graphs.verify_every, ""
-    if is_dynamic(plan):
-        why = "ranks run micro-batches of several context-parallel sizes"
-    elif plan.graphs.impl in ("local", "transformer_engine"):
-        why = f"graphs.impl is {plan.graphs.impl}, and only graphs of whole chunks are verified"
-    if asked and plan.captured and why:
-        logger.warning("graphs.verify %s: no micro-batch is verified: %s", plan.graphs.verify, why)
-    return 0 if why else asked
-
-
-def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
-    """The offloading in graphs of single layers: megatron-core's own if the model was built with it; None without."""
-    asked = plan.graphs.offload
-    if asked is None:
-        return None
-    if not groups.uses_core(config):
-        choice = offload_of(plan)
-        return None if choice is None else SavedTensors(choice)
-    from thdprof.runtime.megatron.offload.megatron_core import CoreOffloading
-
-    return CoreOffloading(
-        decoder.block, modules=asked.modules, fraction=asked.fraction, min_size=config.min_offloaded_tensor_size
-    )
-
-
-def decoder_of(chunk: nn.Module, model: Any) -> Decoder:
-    """The decoder of a model chunk, not attached yet.
-
-    Args:
-        chunk: the model chunk, wrapped or not.
-        model: the model in it that has the decoder.
-    """
-    return Decoder(
-        model.decoder,
-        rope_of(model),
-        rotary_sample=vision.rotary_sample_of(model),
-        num_features=vision.num_features(whole(chunk)),
-    )
-
-
-def unwrapped(model: nn.Module) -> Any:
-    """The module that has the decoder, inside any wrappers; of a vision-language model the language model in it.
-
-    Raises:
-        SettingsError: neither the module nor any that it wraps has a decoder.
-    """
-    inner_model = whole(model)
-    language_model = vision.language_model_of(inner_model)
-    return inner_model if language_model is None else language_model
-
-
-def whole(model: nn.Module) -> Any:
-    """The model of a chunk, inside any wrappers: the one that has the decoder, or the language model that has it.
-
-    Raises:
-        SettingsError: neither the module nor any that it wraps is such a model.
-    """
-    inner_model: Any = model
-    while not hasattr(inner_model, "decoder"):
-        inner = getattr(inner_model, "module", None)
-        if inner is None:
-            raise settings.SettingsError(
-                f"a model chunk of type {type(model).__name__} has no decoder: give GPTModel or HybridModel, wrapped "
-                "or not"
-            )
-        inner_model = inner
-    return inner_model
-
-
-def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
-    """Everything that the checks of settings must know of the models besides their configuration.
-
-    Args:
-        chunks: this rank's model chunks, wrapped or not.
-        models: the models in them.
-    """
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel
-
-    layers = [layer for model in models for layer in model.decoder.layers]
-    wrapper = "DistributedDataParallel" if isinstance(chunks[0], DistributedDataParallel) else ""
-    if not wrapper and "DataParallel" in (name := type(chunks[0]).__name__):
-        wrapper = name
-    return settings.Facts(
-        num_chunks=len(models),
-        model=model_kind(chunks),
-        position_embedding=str(getattr(models[0], "position_embedding_type", "none")),
-        graph_safe_rng=has_graph_safe_rng(),
-        foreign_hooks=tuple(name for model in models for name in surroundings.foreign_hooks(model.decoder)),
-        foreign_layers=tuple(sorted(set(mamba.foreign(layers)))),
-        has_mamba=any(mamba.has_mamba(model.decoder) for model in models),
-        mamba_outside=any(mamba.outside(model) for model in models),
-        fused_adapters=tuple(name for model in models for name in adapters.fused(model.decoder)),
-        fused_operations=tuple(name for model in models for name in operations.fused_parts(model.decoder)),
-        hooked_parameters=tuple(name for model in models for name in adapters.hooked(model.decoder)),
-        wrapper=wrapper,
-        data_parallel_size=parallel_state.get_data_parallel_world_size(),
-    )
-
-
-def model_kind(chunks: Sequence[nn.Module]) -> str | None:
-    """The kind of the model in `chunks`, where it is more than a decoder: vision-language, or another one of which no
-    decoder was checked; None: it is a GPTModel or a HybridModel.
-    """
-    languages = [found for chunk in chunks if (found := vision.language_model_of(whole(chunk))) is not None]
-    if not languages:
-        return None
-    return "vision-language" if all(map(vision.is_checked, languages)) else "other vision-language"
-
-
-def has_graph_safe_rng() -> bool:
-    """Whether every state of Megatron's RNG tracker can be registered with a graph."""
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    tracker = get_cuda_rng_tracker()
-    return bool(getattr(tracker, "use_cudagraphable_rng", type(tracker).__name__ == "TECudaRNGStatesTracker"))
 
 
 def _global_rank() -> int:

@@ -16,7 +16,7 @@ from thdprof.runtime.megatron.calibration.rounds import timed
 from thdprof.runtime.megatron.calibration.session import Training
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
-from thdprof.runtime.megatron.install import decoder_of, facts_of, unwrapped
+from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped
 from thdprof.runtime.megatron.refusals import settings
 
 _QUEUED = 4
