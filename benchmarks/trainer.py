@@ -227,7 +227,9 @@ def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     script, told = args.megatron_lm / "pretrain_gpt.py", []
     runs = [name for name in OF_EXPERTS if named(name, args.rows)]
     for gpus in args.gpus:
-        lines = experts_lines(script, directory, gpus=gpus, runs=runs, steps=args.steps, parts=args.parts)
+        lines = experts_lines(
+            script, directory, gpus=gpus, runs=runs, steps=args.steps, parts=args.parts, fused=args.fused
+        )
         told += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *table(lines), ""]
     return told
 
@@ -297,7 +299,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed: the model's shape [qwen3-0.6b]")
     parser.add_argument("--more", default="", help="speed, overlap: more arguments of Megatron, such as FP8's")
     parser.add_argument("--connections", type=int, default=1, help="overlap: CUDA_DEVICE_MAX_CONNECTIONS [1]")
-    parser.add_argument("--fused", action="store_true", help="speed: with fused gradient accumulation")
+    parser.add_argument("--fused", action="store_true", help="speed, experts: with fused gradient accumulation")
     parser.add_argument(
         "--variants", default="eager,local,transformer_engine,full_iteration,padded,install,unverified,verified,plan"
     )

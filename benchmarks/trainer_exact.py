@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -45,8 +46,8 @@ class Row:
     own_tracker: bool = False
     """Run the script alone with Megatron's own RNG tracker: with Transformer Engine's, megatron-core 0.19 recomputes
     with other masks of dropout than the forward had."""
-    microbatches: int = 4
-    """Micro-batches of a step, of all data-parallel ranks together."""
+    microbatches: int | None = None
+    """Samples of a step, of all data-parallel ranks together; None: two of each rank, four through a pipeline."""
     left_out: tuple[str, ...] = ()
     """Arguments of all rows that this one does without."""
     eager_runs: int = 1
@@ -113,6 +114,7 @@ DROPLESS = (
     _dropless(
         "two samples a micro-batch, seq_aux_loss",
         f"{_DROPLESS} --micro-batch-size 2 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-2",
+        microbatches=4,
     ),
     _dropless(
         "EP 2, global_aux_loss, z-loss",
@@ -482,7 +484,7 @@ def exact_flags(row: Row, data: Path) -> list[str]:
     flags = without(shlex.split(f"{SMALL} {COMMON}"), "--global-batch-size", *row.left_out) + shlex.split(row.flags)
     if "--multi-latent-attention" in flags:  # which Megatron takes with heads of its own alone
         flags = without(flags, "--group-query-attention", "--num-query-groups")
-    flags += ["--global-batch-size", str(row.microbatches)]
+    flags += ["--global-batch-size", str(row.microbatches or _microbatches(row))]
     flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if row.dropout else NO_DROPOUT)
     flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-interval", "50", "--eval-iters", "1"]
     if row.fused:
@@ -496,6 +498,15 @@ def exact_flags(row: Row, data: Path) -> list[str]:
     flags = without(flags, "--tokenizer-type", "--vocab-size", "--dataloader-inter-document-masking")
     flags += ["--sft", "--tokenizer-type", "SFTTokenizer", "--tokenizer-model", str(data / "tokenizer")]
     return [*flags, "--data-path", str(data / "conversations.jsonl")]
+
+
+def _microbatches(row: Row) -> int:
+    """Micro-batches of a step of a row that says nothing of them."""
+    words = shlex.split(row.flags)
+    if "--pipeline-model-parallel-size" in words:
+        return 4
+    shared = ("--tensor-model-parallel-size", "--context-parallel-size")
+    return 2 * row.gpus // math.prod(int(words[words.index(name) + 1]) for name in shared if name in words)
 
 
 def exact_data(rows: Sequence[Row], data: Path) -> None:

@@ -11,7 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_lm import COMMON, NO_DROPOUT, Ran, different_steps, plan_of, script_run, write_documents
+from megatron_lm import (
+    COMMON,
+    NO_DROPOUT,
+    Ran,
+    different_steps,
+    environment_here,
+    plan_of,
+    script_run,
+    without,
+    write_documents,
+)
+from trainer_exact import APEX_STAND_IN
 from trainer_parts import profiled
 
 LAYERS = 8
@@ -35,7 +46,14 @@ STEPS, WARM = 20, 6
 
 
 def experts_lines(
-    script: Path, directory: Path, *, gpus: int, runs: Sequence[str] = (), steps: int = STEPS, parts: bool = True
+    script: Path,
+    directory: Path,
+    *,
+    gpus: int,
+    runs: Sequence[str] = (),
+    steps: int = STEPS,
+    parts: bool = True,
+    fused: bool = False,
 ) -> list[list[str]]:
     """Lines of the table, the first of which is its head.
 
@@ -46,9 +64,13 @@ def experts_lines(
         runs: names of the runs; none: all.
         steps: steps of each run.
         parts: whether to run each once more, under torch's profiler.
+        fused: whether matrix products add weight gradients to main_grad, as Megatron-LM does unless told
+            otherwise.
     """
     write_documents(directory / "documents", tokens=4_000_000, mean=400)
     flags = experts_flags(directory / "documents", steps, gpus)
+    flags = without(flags, "--no-gradient-accumulation-fusion") if fused else flags
+    environment = {"PYTHONPATH": environment_here(*[APEX_STAND_IN] * fused)["PYTHONPATH"]}
     ran: dict[str, Ran] = {}
     seen: dict[str, dict[str, Any]] = {}
     for number, name in enumerate(runs or RUNS):
@@ -63,11 +85,12 @@ def experts_lines(
             stats=None if plan is None else directory / f"stats-{number}.jsonl",
             gpus=gpus,
             tensorboard=directory / f"tensorboard-{gpus}-{number}",
+            environment=environment,
             log=directory / f"run-{gpus}-{number}.log",
         )
         print(gpus, name, ran[name].code, ran[name].step_ms(after=WARM), ran[name].error, flush=True)
         if parts and gpus == 1:
-            seen[name] = profiled(script, flags, plan, directory, f"parts-{number}")
+            seen[name] = profiled(script, flags, plan, directory, f"parts-{number}", environment)
     return lines_of(ran, seen, steps)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,14 @@ def parts_of_a_step(script: Path, flags: Sequence[str], plan: Path, directory: P
     return rows
 
 
-def profiled(script: Path, flags: Sequence[str], plan: Path | None, directory: Path, name: str) -> dict[str, Any]:
+def profiled(
+    script: Path,
+    flags: Sequence[str],
+    plan: Path | None,
+    directory: Path,
+    name: str,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """What `summary` says of the middle of a run by the plan, or without one; `failed` alone where it ended early.
 
     Args:
@@ -42,6 +49,7 @@ def profiled(script: Path, flags: Sequence[str], plan: Path | None, directory: P
         plan: the plan to follow; None: the script alone.
         directory: folder for the trace and the log.
         name: stem of their files.
+        environment: variables beside this process's own.
     """
     result = directory / f"{name}.json"
     launcher = directory / f"{name}.py"
@@ -49,7 +57,7 @@ def profiled(script: Path, flags: Sequence[str], plan: Path | None, directory: P
         f"import sys\nsys.path[:0] = [{str(Path(__file__).parent)!r}, {str(script.parent)!r}]\n"
         f"import trainer_parts\ntrainer_parts.profile({str(script)!r}, {str(result)!r})\n"
     )
-    ran = script_run(launcher, flags, plan=plan, log=directory / f"{name}.log")
+    ran = script_run(launcher, flags, plan=plan, environment=environment, log=directory / f"{name}.log")
     if ran.code or not result.exists():
         return {"failed": ran.error or f"exit code {ran.code}"}
     told: dict[str, Any] = json.loads(result.read_text())

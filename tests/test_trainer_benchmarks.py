@@ -46,7 +46,9 @@ def test_megatron_knows_every_argument_of_every_row(exact, exact_rows, megatron_
         assert {word for word in unknown if word.startswith("--")} <= {*own}, row.name
         assert (parsed.swiglu, parsed.normalization, parsed.micro_batch_size >= 1) == (True, "RMSNorm", True)
         assert parsed.group_query_attention != parsed.multi_latent_attention  # Megatron takes one of the two
-        assert parsed.global_batch_size == row.microbatches
+        model = parsed.tensor_model_parallel_size * parsed.pipeline_model_parallel_size * parsed.context_parallel_size
+        each = parsed.global_batch_size * model / (row.gpus * parsed.micro_batch_size)
+        assert each == int(each) >= 2, row.name  # micro-batches of a step on every rank
         assert parsed.eval_interval < parsed.train_iters
         assert parsed.gradient_accumulation_fusion == row.fused
         assert parsed.tensor_model_parallel_size * parsed.pipeline_model_parallel_size <= row.gpus
