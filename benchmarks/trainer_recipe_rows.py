@@ -50,6 +50,7 @@ _ANY_KERNELS = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
 """Lets Transformer Engine take kernels that have no deterministic variant."""
 _ONE_HOST = {**_CONNECTIONS, "USE_MNNVL": "0"}
 """As the recipes for H100 set it: HybridEP shares its buffers by CUDA's IPC."""
+_MAMBA = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1"}
 _LAYERS = "transformer_engine"
 
 RECIPE_ROWS = (
@@ -145,6 +146,21 @@ RECIPE_ROWS = (
         flags=f"{_QWEN3_NEXT} {_EP_2} {_OVERLAPS} {_IN_FP8}",
         impl=_LAYERS,
         eager_runs=5,
+    ),
+    Row(
+        name="pretrain_hybrid.py, Mamba, attention, experts",
+        script="pretrain_hybrid.py",
+        flags=f"{_DROPLESS} {_AUX} --hybrid-layer-pattern M*ME*- --spec megatron.core.models.hybrid.hybrid_layer_specs "
+        "hybrid_stack_spec",
+        impl=_LAYERS,
+        environment=_MAMBA,
+    ),
+    Row(
+        name="pretrain_hybrid.py, Mamba and attention, dropout",
+        script="pretrain_hybrid.py",
+        flags="--hybrid-layer-pattern M*M- --spec megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
+        dropout=True,
+        environment=_MAMBA,
     ),
     Row(
         name="TP 2, sequence parallel, FP8 current, recompute full uniform",
