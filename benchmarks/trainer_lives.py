@@ -150,7 +150,7 @@ def _ended_by_signal(script: Path, data: Path, folder: Path) -> str:
     lines, sent = [], 0.0
     assert process.stdout is not None
     for line in process.stdout:
-        lines.append(line)
+        lines.append(f"+{time.perf_counter() - sent:.1f} s: {line}" if sent else line)
         if not sent and re.search(r"iteration +10/", line):
             process.send_signal(signal.SIGTERM)
             sent = time.perf_counter()
