@@ -197,6 +197,7 @@ def verdict(
     steps: int,
     documents: Sequence[int],
     alone: dict[str, Any] | None = None,
+    more: Sequence[str] = (),
 ) -> str:
     """Whether runs are equal, and how it was seen: that they were replayed, too, and that losses moved.
 
@@ -206,9 +207,10 @@ def verdict(
         steps: number of steps.
         documents: number of documents of each of this rank's micro-batches.
         alone: what the run without thdprof told, if there is one.
+        more: names of lists that are compared besides losses, gradients and norms; empty ones are not.
     """
     names = ("losses", "gradients", "norms")
-    beside_padded = differing(eager, replayed, names)
+    beside_padded = differing(eager, replayed, [*names, *(name for name in more if eager[name])])
     equal = none_differ(beside_padded) and replayed["stats"].replays.total() > 3
     told = [f"replayed beside padded {', '.join(beside_padded)}"]
     word = "equal"
