@@ -238,6 +238,11 @@ def routed(model: Any) -> list[list[float]]:
     return found
 
 
+def main(names: list[str]) -> None:
+    """Run the cases of these names, or all."""
+    run_cases(names or [*CASES], CASES, result_of)
+
+
 def result_of(case: Case) -> str:
     """How a case's two runs differ."""
     eager, replayed = trained(case, replay=False), trained(case, replay=True)
@@ -245,4 +250,4 @@ def result_of(case: Case) -> str:
 
 
 if __name__ == "__main__":
-    run_cases(sys.argv[1:] or [*CASES], CASES, result_of)
+    main(sys.argv[1:])
