@@ -1,15 +1,16 @@
-"""Small models with dropless experts on a GPU: `python tests/gpu/gpu_experts_cases.py NAME...`, or all without a name.
+"""Small models with dropless experts on a GPU: `python tests/gpu/gpu_experts_cases.py NAME[@STEPS]...`, or all.
 
-Each case runs the same micro-batches eagerly and through graphs of one model, some of which fit no bucket, and compares
-losses, gradients and the routers' counts bit for bit.
+Each case trains twice by the same micro-batches, some of which fit no bucket, padded eagerly and through graphs, and
+compares losses, gradients and the routers' counts bit for bit. The weights follow the gradients.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,34 @@ if __name__ == "__main__":  # before Transformer Engine is imported
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("THDPROF_UNMEASURED", "allow")
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.own_loop import SMALL, VOCABULARY, process_groups, wrapped
+from support.own_loop import SMALL, VOCABULARY, wrapped
+from support.own_loop_cases import run_cases
+from support.own_loop_steps import (
+    DISTINCT_STEPS,
+    bounds_of,
+    descend,
+    fitted,
+    mean_loss,
+    nothing_told,
+    run_schedule,
+    shares_of,
+    verdict,
+)
+from support.plans import plan_of_shares
 
-from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.plan import Plan
-from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import install, packed_seq_params
 from thdprof.runtime.megatron.opening import MetadataForm
-from thdprof.runtime.megatron.surroundings import generators
 
-TOKENS = 512
-CAPS = (3, 6)
-BOUNDS = ([0, 100, 512], [0, 50, 128, 300, 420, 512], [0, 512], [0, *range(9, 90, 9), 512], [0, 7, 256, 512])
-"""Documents of the micro-batches; the fourth one fits no bucket."""
+TOKENS, EACH = 512, 5
+"""Tokens of a micro-batch; micro-batches of a step."""
+DOCUMENTS = (3, 12, 1, 20, 8)
+"""Numbers of documents of a step's micro-batches; buckets hold 8 and 16."""
 ROUTER = ("attn", "moe_router")
 PREPROCESSED = (*ROUTER, "moe_preprocess")
 
@@ -51,6 +63,14 @@ class Case:
     """Samples of a micro-batch."""
     masked: bool = False
     """Whether the model gets a padding mask."""
+    sizes: dict[str, Any] = field(default_factory=dict)
+    """Sizes of Megatron's process groups."""
+    steps: int = 2
+
+    @property
+    def tokens_per_sample(self) -> int | None:
+        """Tokens of each of several samples of a micro-batch."""
+        return None if self.samples == 1 else TOKENS // self.samples
 
 
 GROUPS = {
@@ -148,83 +168,86 @@ def built(case: Case) -> tuple[Any, Any]:
     return wrapped(model, config), config
 
 
-def plan_of(directory: Path, case: Case) -> Plan:
-    """A plan of two buckets."""
-    (directory / "packs.jsonl").write_text('{"lengths": [100, 412]}\n' * 64)
-    analysis = analyze_dataset(directory / "packs.jsonl", loader="single", seq_length=TOKENS, buckets=1)
-    values = make_plan(analysis, impl="chunk").model_dump(mode="json", by_alias=True)
-    values["training"]["experts"] = "dropless"
-    values["graphs"] |= {
-        "impl": "transformer_engine",
-        "modules": list(case.modules),
-        "verify": None,
-        "buckets": [{"max_seqs": cap, "max_seqlen": TOKENS, "share": 0.5} for cap in CAPS],
-    }
-    return Plan.model_validate(values)
+def plan_of(case: Case) -> Plan:
+    """A plan of buckets that hold 8 and 16 documents; micro-batches of 20 fall back."""
+    documents = documents_of(case)
+    plan = plan_of_shares(
+        shares_of(documents),
+        count=len(documents),
+        steps=case.steps,
+        seq_length=TOKENS,
+        global_batch_size=EACH,
+        experts="dropless",
+    )
+    return fitted(plan, {"impl": "transformer_engine", "modules": list(case.modules)}, tokens=TOKENS)
 
 
-def seen_of(model: Any, config: Any, plan: Plan, case: Case, *, replay: bool) -> tuple[list[torch.Tensor], Any]:
-    """Losses, gradients and counts of the micro-batches, and the counters of how they ran."""
-    positions = torch.arange(TOKENS, device="cuda")[None]
-    random = torch.Generator().manual_seed(5)
-    model.zero_grad_buffer()
-    for buffer_name, buffer in model.named_buffers():
-        if "tokens_per_expert" in buffer_name or "ga_steps" in buffer_name:
-            buffer.zero_()
-    a_sample = None if case.samples == 1 else TOKENS // case.samples
-    seen = []
-    with install(model, plan, config, replay=replay, form=MetadataForm(tokens_per_sample=a_sample)) as installation:
-        for bounds in BOUNDS:
-            tokens = torch.randint(0, VOCABULARY, (1, TOKENS), generator=random).cuda()
-            mask = (torch.rand(1, TOKENS, generator=random) < 0.2).cuda()
-            params = packed_seq_params(bounds)
-            params.tokens_per_sample = a_sample
-            more = {"padding_mask": mask} if case.masked else {}
-            found = model(tokens, positions, None, packed_seq_params=params, **more)
-            loss = found.float().square().mean()
-            loss.backward()
-            seen.append(loss.detach().clone())
-        told = installation.stats()
-    seen += [p.main_grad.clone() for p in model.parameters()]
-    seen += [b.clone() for name, b in model.named_buffers() if "tokens_per_expert" in name]
-    return seen, told
+def documents_of(case: Case) -> list[int]:
+    """Numbers of documents of all micro-batches."""
+    return [*DOCUMENTS] * case.steps
 
 
-def compared(name: str, directory: Path) -> None:
-    """Run one case both ways."""
-    case = CASES[name]
+def trained(case: Case, *, replay: bool) -> dict[str, Any]:
+    """Losses, gradients, routers' counts and counters of a run of a new model."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    get_moe_metrics_tracker().metrics.clear()
+    torch.manual_seed(1234)
+    model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
     model, config = built(case)
-    plan = plan_of(directory, case)
-    states = [torch.cuda.default_generators[torch.cuda.current_device()], *generators()]
-    before = [state.get_state() for state in states]
+    told = nothing_told() | {"counts": []}
+    form = MetadataForm(tokens_per_sample=case.tokens_per_sample)
+    with install(model, plan_of(case), config, replay=replay, form=form) as installation:
+        for step in range(case.steps):
+            forward = partial(forward_step, case)
+            descend(model, partial(run_schedule, model, forward, batches(step), count=EACH, tokens=TOKENS), told)
+            told["counts"] += routed(model)
+        told["stats"] = installation.stats()
+    return told
+
+
+def batches(step: int) -> Iterator[dict[str, Any]]:
+    """The micro-batches of a step."""
+    for number, documents in enumerate(DOCUMENTS):
+        random = np.random.default_rng([step % DISTINCT_STEPS, number])
+        bounds = bounds_of(random, documents, TOKENS)
+        tokens = torch.from_numpy(random.integers(1, VOCABULARY, (2, TOKENS))).cuda()
+        mask = torch.from_numpy(random.random((1, TOKENS)) < 0.2).cuda()
+        yield {"bounds": bounds, "tokens": tokens[:1], "labels": tokens[1:], "mask": mask}
+
+
+def forward_step(case: Case, data: Iterator[dict[str, Any]], model: Any) -> Any:
+    """What Megatron's schedule calls for a micro-batch."""
+    batch = next(data)
+    positions = torch.arange(TOKENS, device="cuda")[None]
+    params = packed_seq_params(batch["bounds"])
+    params.tokens_per_sample = case.tokens_per_sample
+    more = {"padding_mask": batch["mask"]} if case.masked else {}
+    output = model(batch["tokens"], positions, None, labels=batch["labels"], packed_seq_params=params, **more)
+    return output, mean_loss
+
+
+def routed(model: Any) -> list[list[float]]:
+    """What the routers counted in a step, by expert; the counts begin anew."""
     found = []
-    for replay in (False, True):
-        for state, value in zip(states, before, strict=True):
-            state.set_state(value)
-        seen, told = seen_of(model, config, plan, case, replay=replay)
-        found.append(seen)
-    assert told.replays.total() == len(BOUNDS) - 1, str(told)
-    assert told.fallbacks == {FallbackReason.too_many_seqs: 1}, str(told)
-    differ = [i for i, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
-    assert not differ, f"{len(differ)} of {len(found[0])} tensors differ, first {differ[:5]}"
-    assert sum(bool(tensor.any()) for tensor in found[1]) > len(BOUNDS) + 10
+    for name, buffer in model.named_buffers():
+        if "tokens_per_expert" in name or "ga_steps" in name:
+            found.append(buffer.flatten().tolist())
+            buffer.zero_()
+    return found
 
 
-def main() -> int:
-    """Run the cases that are named, or all, and tell how each went."""
-    failed = 0
-    with process_groups():
-        for name in sys.argv[1:] or CASES:
-            try:
-                with tempfile.TemporaryDirectory() as directory:
-                    compared(name, Path(directory))
-                verdict = "ok"
-            except Exception as error:
-                failed += 1
-                verdict = f"FAILED {type(error).__name__}: {error}"[:1500]
-            print(f"{name}: {verdict}", flush=True)
-    return failed
+def main(names: list[str]) -> None:
+    """Run the cases of these names, or all."""
+    run_cases(names or [*CASES], CASES, result_of)
+
+
+def result_of(case: Case) -> str:
+    """How a case's two runs differ."""
+    eager, replayed = trained(case, replay=False), trained(case, replay=True)
+    return verdict(eager, replayed, steps=case.steps, documents=documents_of(case), more=("counts",))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

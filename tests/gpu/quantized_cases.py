@@ -1,4 +1,4 @@
-"""Matrix products in FP8, trained by Megatron's schedule and optimizer: `python tests/gpu/quantized_cases.py NAME...`.
+"""Matrix products in FP8, trained by Megatron's schedule and optimizer: `quantized_cases.py NAME[@STEPS]...`.
 
 Each case trains a small model twice by the same micro-batches of other shapes, some of which fit no bucket: padded and
 eager, and replayed. After every step it compares loss, gradients, weights, scaling factors, amax histories and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,16 +26,30 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron.core import parallel_state
-from support.own_loop import VOCABULARY, config_of, process_groups, wrapped
-from support.own_loop_steps import bounds_of, differing, fitted, mean_loss, run_schedule
+from support.own_loop import VOCABULARY, config_of, wrapped
+from support.own_loop_cases import run_cases
+from support.own_loop_steps import (
+    bounds_of,
+    counted,
+    differing,
+    fitted,
+    learnt,
+    mean_loss,
+    none_differ,
+    nothing_told,
+    run_schedule,
+    shares_of,
+    step_times,
+    timed,
+)
 from support.plans import plan_of_shares
 from support.training_states import digests
 
 from thdprof.runtime.megatron import install, packed_seq_params
 from thdprof.runtime.megatron.refusals import settings
 
-TOKENS, STEPS, EACH = 1024, 4, 5
-"""Tokens of a micro-batch; steps; micro-batches of a step."""
+TOKENS, EACH = 1024, 5
+"""Tokens of a micro-batch; micro-batches of a step."""
 DOCUMENTS = (12, 3, 8, 20, 16, 3, 12)
 """Numbers of documents that micro-batches have in turn; buckets hold 8 and 16."""
 PRECISION = {
@@ -72,6 +85,7 @@ class Case:
     """Sizes of Megatron's process groups."""
     refused: bool = False
     """Whether `install` refuses the case for want of such a run; it is run all the same."""
+    steps: int = 4
 
 
 LAYERS = {"impl": "transformer_engine"}
@@ -202,25 +216,13 @@ TWO_RANKS = {
 
 
 def main(names: list[str]) -> None:
-    """Run the cases, each in process groups of its own, until one fails on several ranks."""
-    failed = []
-    alone = "RANK" not in os.environ
-    for name in names or CASES:
-        case = (CASES | TWO_RANKS)[name]
-        with process_groups(**case.sizes):
-            try:
-                told = compared(case, *(trained(case, replay=replay) for replay in (False, True)))
-            except Exception as error:
-                traceback.print_exc()
-                told = f"failed: {type(error).__name__}: {error}"
-        if not told.startswith("equal"):
-            failed.append(name)
-        rank = os.environ.get("RANK", "0")
-        print(f"rank {rank}: {name}: {told}", flush=True)
-        if told.startswith("failed") and not alone:
-            os._exit(1)  # the other rank may wait in a collective
-    print("ok" if not failed else f"not equal: {failed}", flush=True)
-    sys.exit(bool(failed))
+    """Run the cases of these names, or all of one rank."""
+    run_cases(names or [*CASES], CASES | TWO_RANKS, result_of)
+
+
+def result_of(case: Case) -> str:
+    """How a case's two runs differ."""
+    return compared(case, *(trained(case, replay=replay) for replay in (False, True)))
 
 
 def model_of(case: Case) -> tuple[Any, Any]:
@@ -266,7 +268,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=1e-2,
+            lr=2e-3,
             bf16=True,
             params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
@@ -277,20 +279,21 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
         use_gloo_process_groups=False,
     )
     for group in optimizer.param_groups:
-        group["lr"] = 1e-2
+        group["lr"] = 2e-3
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if case.overlap:
         config.no_sync_func = model.no_sync
         model.disable_forward_pre_hook(param_sync=False)
-    told: dict[str, Any] = {"losses": [], "norms": [], "states": []}
+    told: dict[str, Any] = {**nothing_told(), "states": []}
     settings.check = (lambda *_: None) if case.refused else CHECK
     with install(model, plan_of(case), config, replay=replay, say=lambda line: None) as installation:
-        for step in range(STEPS):
-            model.zero_grad_buffer()
-            optimizer.zero_grad()
-            told["losses"] += run_schedule(model, forward_step, batches(step), count=EACH, tokens=TOKENS)
-            _, norm, _ = optimizer.step()
+        for step in range(case.steps):
+            with timed(told["step_ms"]):
+                model.zero_grad_buffer()
+                optimizer.zero_grad()
+                told["losses"] += run_schedule(model, forward_step, batches(step), count=EACH, tokens=TOKENS)
+                _, norm, _ = optimizer.step()
             told["norms"].append(float(norm))
             told["states"].append(digests([model]))
             if case.overlap and step == 0:
@@ -302,10 +305,11 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
 def plan_of(case: Case) -> Any:
     """A plan of buckets that hold 8 and 16 documents; micro-batches of 20 fall back."""
     ranks = parallel_state.get_data_parallel_world_size()
+    every = [number for rank in range(ranks) for number in documents_of(case, rank)]
     plan = plan_of_shares(
-        [0.4, 0.4],
-        count=STEPS * EACH * ranks,
-        steps=STEPS,
+        shares_of(every),
+        count=len(every),
+        steps=case.steps,
         data_parallel_size=ranks,
         seq_length=TOKENS,
         global_batch_size=EACH * ranks,
@@ -314,11 +318,16 @@ def plan_of(case: Case) -> Any:
     return fitted(plan, case.graphs, tokens=TOKENS)
 
 
+def documents_of(case: Case, rank: int) -> list[int]:
+    """Numbers of documents of all micro-batches of a data-parallel rank."""
+    return [DOCUMENTS[(number + rank) % len(DOCUMENTS)] for number in range(case.steps * EACH)]
+
+
 def batches(step: int) -> Iterator[dict[str, Any]]:
     """The micro-batches of a step, other ones on each data-parallel rank."""
     rank = parallel_state.get_data_parallel_rank()
     for number in range(EACH):
-        random = np.random.default_rng([step, number, rank])
+        random = np.random.default_rng([step % len(DOCUMENTS), number, rank])
         documents = DOCUMENTS[(step * EACH + number + rank) % len(DOCUMENTS)]
         bounds = bounds_of(random, documents, TOKENS)
         tokens = torch.from_numpy(random.integers(1, VOCABULARY, (2, TOKENS))).cuda()
@@ -340,11 +349,12 @@ def forward_step(
 def compared(case: Case, eager: dict[str, Any], replayed: dict[str, Any]) -> str:
     """Whether two runs left the same behind after each step, and what was compared."""
     told = differing(eager, replayed, ("losses", "norms"))
+    equal = none_differ(told)
     for step, (ours, theirs) in enumerate(zip(replayed["states"], eager["states"], strict=True)):
         if wrong := [kind for kind in ours.keys() | theirs if ours.get(kind) != theirs.get(kind)]:
+            equal = False
             told.append(f"after step {step} differ {', '.join(sorted(wrong))}")
             break
-    equal = len(told) == 2 and all(part.startswith("0 of") for part in told)
     there = replayed["states"][-1]
     if missing := {*case.kinds, "gradients", "weights"} - {*there}:
         equal, told = False, [*told, f"no {', '.join(sorted(missing))} to compare"]
@@ -354,9 +364,11 @@ def compared(case: Case, eager: dict[str, Any], replayed: dict[str, Any]) -> str
     stats = replayed["stats"]
     if len(stats.replays) < 2 or not stats.fallbacks.total():
         equal = False
-    told.append(f"{stats.captures} captures, {stats.replays.total()} replays of {len(stats.replays)} buckets")
-    told.append(f"{stats.fallbacks.total()} fallbacks, compared {', '.join(there)}")
-    return f"{'equal' if equal else 'not equal'}: {'; '.join(told)}"
+    moved, text = learnt(eager["losses"], case.steps)
+    told += [f"compared {', '.join(there)}", text]
+    told.append(counted(stats, documents_of(case, parallel_state.get_data_parallel_rank())))
+    told.append(step_times(padded=eager, replayed=replayed))
+    return f"{'equal' if equal and moved else 'not equal'}: {'; '.join(told)}"
 
 
 if __name__ == "__main__":
