@@ -184,9 +184,6 @@ class GraphedModule(DispatchedModule):
         agreement = Agreement(communicates=around.communicates, agreed=around.agreed if around.communicates else None)
         if not verify_every or not self._buckets:
             return None
-        if self._cuts:  # parameters' hooks run between the pieces, and may change gradients before they are compared
-            logger.warning("no micro-batch is verified (graphs.verify): graphs.layers_per_graph cuts the passes")
-            return None
         if not agreement.possible:
             logger.warning(
                 "no micro-batch is verified (graphs.verify): ranks communicate inside the module, and have no way to "
@@ -340,15 +337,13 @@ class GraphedModule(DispatchedModule):
         if isinstance(lease, FallbackReason):
             return lease
         self._surroundings.before_forward()
-        if self._cuts:
-            with self._timed(call.tensors, replayed=True) as outputs:
-                outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
-            self._surroundings.after_forward()
-            return restore(outputs, lease.captured.spec)
         watched = self._watched(lease, call)
         with self._timed(() if watched else call.tensors, replayed=True) as outputs:
-            parameters = lease.accumulated_elsewhere()
-            outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
+            if self._cuts:
+                outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
+            else:
+                parameters = lease.accumulated_elsewhere()
+                outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
         if watched is not None:
             watched.forward_ended(outputs)
         self._surroundings.after_forward()
