@@ -134,7 +134,9 @@ class GraphedModule(DispatchedModule):
                 passes; all of them call it together, after every capture.
             say: tells of every capture, in one line.
             cuts: submodules before which passes are cut into pieces, each with graphs of its own; the module calls each
-                of them once, in this order. The parameters' hooks then run after the backward of each piece.
+                of them once, in this order. The parameters' hooks then run after the backward of each piece. The
+                gradient of a parameter that two pieces use is added up in another order than eagerly, which a verified
+                micro-batch tells.
             agree_on: returns the largest of each value over the ranks whose captured passes share collectives, such as
                 `thdprof.runtime.megatron.peers.Peers.largest`: they decide alike about every micro-batch. None: this
                 rank decides by its own micro-batch.
