@@ -81,6 +81,8 @@ class Case:
     precision: str | None = None
     """A name in PRECISION."""
     kinds: tuple[str, ...] = ("quantized parameters",)
+    exact: bool = False
+    """Whether torch and Megatron are told to choose deterministic kernels."""
     sizes: dict[str, Any] = field(default_factory=dict)
     """Sizes of Megatron's process groups."""
     refused: bool = False
@@ -155,6 +157,23 @@ CASES = {
     ),
     "two layers a graph, overlapped": Case(
         config={**SHAPE, **PARAMETERS}, graphs={"layers_per_graph": 2}, overlap=True
+    ),
+    "two layers a graph, overlapped, verified": Case(
+        config={**SHAPE, **PARAMETERS}, graphs={"layers_per_graph": 2, "verify": "1/2"}, overlap=True, exact=True
+    ),
+    "one layer a graph, delayed, overlapped, verified": Case(
+        config={**SHAPE, **HISTORY, "attention_dropout": 0.1},
+        graphs={"layers_per_graph": 1, "verify": "1/2"},
+        overlap=True,
+        exact=True,
+        kinds=(*SCALES, *CACHED),
+    ),
+    "one layer a graph, bf16, overlapped, verified": Case(
+        config={**SHAPE, "attention_dropout": 0.1},
+        graphs={"layers_per_graph": 1, "verify": "1/2"},
+        overlap=True,
+        exact=True,
+        kinds=(),
     ),
     "full recompute": Case(config={**SHAPE, **PARAMETERS, **FULL, "attention_dropout": 0.1}),
     "full recompute, delayed": Case(
@@ -231,7 +250,7 @@ def model_of(case: Case) -> tuple[Any, Any]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.quantization.quant_config import RecipeConfig
 
-    values = dict(case.config)
+    values = {**case.config, "deterministic_mode": case.exact}
     if case.precision is not None:
         import yaml
 
@@ -262,6 +281,7 @@ def trained(case: Case, *, replay: bool) -> dict[str, Any]:
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     FP8GlobalStateManager.reset()
+    torch.use_deterministic_algorithms(case.exact)
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, te_rng_tracker=True, force_reset_rng=True)
     model, config = model_of(case)
@@ -364,6 +384,9 @@ def compared(case: Case, eager: dict[str, Any], replayed: dict[str, Any]) -> str
     stats = replayed["stats"]
     if len(stats.replays) < 2 or not stats.fallbacks.total():
         equal = False
+    if case.graphs.get("verify"):
+        equal = equal and not stats.mismatches and stats.verified.total() >= 4
+        told.append(f"{stats.verified.total()} verified, {stats.mismatches.total()} mismatches")
     moved, text = learnt(eager["losses"], case.steps)
     told += [f"compared {', '.join(there)}", text]
     told.append(counted(stats, documents_of(case, parallel_state.get_data_parallel_rank())))

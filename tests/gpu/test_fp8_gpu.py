@@ -46,12 +46,12 @@ CASES = {
     "current, parameters gathered in FP8": Case(
         f"{CURRENT} --fp8-param-gather --use-distributed-optimizer", kinds=("quantized parameters",)
     ),
-    "current, a layer a graph": Case(CURRENT, layers=1),
+    "current, a layer a graph": Case(CURRENT, layers=1, verify="1/4"),
     "current, layer graphs": Case(CURRENT, "dropout", impl="transformer_engine"),
     "current, dropless experts, layer graphs": Case(CURRENT, "dropless", impl="transformer_engine"),
     "delayed": Case(DELAYED, kinds=("scaling_bwd, factors", "quantized weights")),
     "delayed, a history, dropout": Case(HISTORY, "dropout", kinds=SCALES, verify="1/4"),
-    "delayed, a layer a graph": Case(HISTORY, kinds=SCALES, layers=1),
+    "delayed, a layer a graph": Case(HISTORY, kinds=SCALES, layers=1, verify="1/4"),
     "delayed, parameters gathered in FP8": Case(
         f"{HISTORY} --fp8-param-gather --use-distributed-optimizer", kinds=(*SCALES, "quantized parameters")
     ),

@@ -87,10 +87,12 @@ def eager_runs_of_four_layers(plans, tmp_path_factory):
     ],
 )
 def test_graphs_of_some_layers_equal_their_eager_twin(plans, eager_runs_of_four_layers, tmp_path, model, layers):
-    plan = plans(2, model=model, layers_per_graph=layers)
+    plan = plans(2, model=model, layers_per_graph=layers, verify="1/4")
     ours = train(plan, tmp_path / "ours.jsonl", model, shape=FOUR_LAYERS)
     assert_as_predicted(plan, ours)
     assert_same_training(ours, eager_runs_of_four_layers(model))
+    assert ours.verified > 5
+    assert ours.mismatches == 0
 
 
 def example(plan, directory, replay, stages):

@@ -27,6 +27,9 @@ CASES = (
     "layers, delayed",
     "dropless, delayed",
     "two layers a graph, overlapped",
+    "two layers a graph, overlapped, verified",
+    "one layer a graph, delayed, overlapped, verified",
+    "one layer a graph, bf16, overlapped, verified",
     "full recompute",
     "full recompute, delayed",
     "full recompute, weights in bf16",
@@ -54,7 +57,15 @@ def test_training_in_fp8_leaves_behind_what_eager_training_does(case):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 @pytest.mark.parametrize(
-    "case", ["dropless, overlapped", "layers, blockwise, overlapped", "two layers a graph, overlapped"]
+    "case",
+    [
+        "dropless, overlapped",
+        "layers, blockwise, overlapped",
+        "two layers a graph, overlapped",
+        "two layers a graph, overlapped, verified",
+        "one layer a graph, delayed, overlapped, verified",
+        "one layer a graph, bf16, overlapped, verified",
+    ],
 )
 def test_parameters_in_fp8_are_gathered_from_two_ranks_while_graphs_replay(case):
     assert run(case, gpus=2).count(f": {case}: equal: ") == 2

@@ -93,8 +93,10 @@ def test_graphs_of_layers_train_as_eager_micro_batches_that_recompute(plans, tmp
 def test_a_pass_in_pieces_recomputes_in_each(plans, tmp_path, layers):
     options = CASES["core_attn and mlp"][1]
     whole = plans(2, model="dropout")
-    plan = plans(2, model="dropout", layers_per_graph=layers)
+    plan = plans(2, model="dropout", layers_per_graph=layers, verify="1/4")
     ours = train(plan, tmp_path / "on.jsonl", "dropout", *options, shape=FOUR_LAYERS)
     eager = train(whole, tmp_path / "off.jsonl", "dropout", *options, replay=False, shape=FOUR_LAYERS)
     assert_as_predicted(plan, ours)
     assert_same_training(ours, eager)
+    assert ours.verified > 5
+    assert ours.mismatches == 0

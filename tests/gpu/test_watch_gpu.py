@@ -15,6 +15,7 @@ CASES = [
     "silent_with_dropout",
     "silent_with_main_grad",
     "silent_within_the_spread",
+    "silent_with_reductions",
     "stale_boundaries",
     "slot_given_back_early",
     "moved_weight",
@@ -23,8 +24,14 @@ CASES = [
     "nothing_waits",
     "no_room",
 ]
+IN_PIECES = [*CASES, "reduced_too_early"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name):
     run_case("watch_cases.py", name)
+
+
+@pytest.mark.parametrize("name", IN_PIECES)
+def test_with_a_layer_a_graph_on_a_gpu(name):
+    run_case("watch_cases.py", f"{name}_in_pieces")

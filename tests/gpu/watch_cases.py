@@ -1,4 +1,7 @@
-"""Scenarios of the watch that need a GPU, each run in a process of its own: `python tests/gpu/watch_cases.py NAME`."""
+"""Scenarios of the watch that need a GPU, each run in a process of its own: `python tests/gpu/watch_cases.py NAME`.
+
+`NAME_in_pieces` runs a scenario with a layer a graph.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,15 @@ TOKENS, HIDDEN, HEADS = 512, 256, 4
 BUCKETS = [Bucket(8, 512, TOKENS), Bucket(32, 512, TOKENS)]
 TOLD: list[str] = []
 """What was logged as an error."""
+IN_PIECES = "_in_pieces"
+"""How the name of a scenario ends that is run with a layer a graph."""
+ASKED = sys.argv[1] if __name__ == "__main__" else ""
+"""The scenario."""
+
+
+def cut_before(layers: torch.nn.ModuleList | torch.nn.Sequential) -> list[torch.nn.Module]:
+    """The layers before which the scenario's passes are cut."""
+    return list(layers)[1:] if ASKED.endswith(IN_PIECES) else []
 
 
 class _Told(logging.Handler):
@@ -28,7 +40,9 @@ def stack(dropout: float = 0.0, *, verify_every: int = 1, num_slots: int = 2) ->
     torch.manual_seed(0)
     module = PackedStack(num_layers=3, hidden=HIDDEN, heads=HEADS, dropout=dropout).cuda().bfloat16().train()
     module.register_buffer("calls", torch.zeros(3, device="cuda"))
-    return GraphedModule(module, BUCKETS, num_slots=num_slots, sample_every=0, verify_every=verify_every)
+    return GraphedModule(
+        module, BUCKETS, num_slots=num_slots, sample_every=0, verify_every=verify_every, cuts=cut_before(module.layers)
+    )
 
 
 def train(model: GraphedModule, count: int = 24, *, seed: int = 1) -> list[torch.Tensor]:
@@ -81,6 +95,59 @@ def changes_nothing(dropout: float, *, main_grad: bool) -> None:
     assert len(results[0]) > 40
     differing = [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)]
     assert not differing, f"{len(differing)} of {len(results[0])} tensors differ, first {differing[:5]}"
+
+
+def reduced_in_place(model: GraphedModule) -> list[str]:
+    """Let hooks halve each parameter's gradient, as a reduction with a rank of zeros; names in the hooks' order."""
+    order: list[str] = []
+    for name, p in model.module.named_parameters():
+        p.main_grad = torch.zeros(p.shape, device="cuda")
+
+        def reduce(*unused, p=p, name=name):
+            p.main_grad.mul_(0.5)
+            order.append(name)
+
+        p.node = p.expand_as(p).grad_fn.next_functions[0][0]
+        p.node.register_hook(reduce)
+    return order
+
+
+def silent_with_reductions() -> None:
+    """Hooks change gradients in place, between the graphs of pieces: the watch compares what was there before."""
+    results, orders = [], []
+    for every in (0, 1):
+        model = stack(0.1, verify_every=every)
+        orders.append(reduced_in_place(model))
+        torch.manual_seed(7)
+        grads = train(model)
+        results.append([*grads, *(p.main_grad for p in model.parameters())])
+        assert model.stats().verified.total() == (model.stats().replays.total() if every else 0)
+        assert model.stats().replays.total() > 10
+        assert not errors(model), errors(model)[0]
+        model.close()
+    assert orders[0] == orders[1]
+    assert len(orders[0]) > 100
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(p.abs().sum() > 0 for p in results[1][-5:])
+
+
+def reduced_too_early() -> None:
+    """A reduction begins before its gradient is complete: when the last layer's backward has ended."""
+    model = stack()
+    order = reduced_in_place(model)
+    train(model)
+    assert not errors(model), errors(model)[0]
+    first, last = (model.module.layers[n].down for n in (0, -1))
+
+    def too_early(*unused):
+        first.weight.main_grad.mul_(0.5)
+
+    last.weight.node.register_hook(too_early)
+    x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    order.clear()
+    model(x, pack([0, 100, TOKENS])).float().square().mean().backward()
+    assert order.index("layers.2.down.weight") < order.index("layers.0.down.weight")
+    found(model, "gradient of layers.0.down.weight", not_text="output 0")
 
 
 def silent() -> None:
@@ -147,17 +214,16 @@ def slot_given_back_early() -> None:
     x = torch.randn(2, TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     model(x[0].clone().requires_grad_(), pack([0, 100, TOKENS])).sum().backward()
     assert not errors(model), errors(model)[0]
-    forward = slots.Lease.forward
+    copied = slots.Lease.copied_outputs
 
-    def gives_back(self, tensors, boundaries):
-        outputs = forward(self, tensors, boundaries)
+    def gives_back(self):
         self.slot.busy = False
-        return outputs
+        return copied(self)
 
-    slots.Lease.forward = gives_back
+    slots.Lease.copied_outputs = gives_back
     one = model(x[0].clone().requires_grad_(), pack([0, 100, TOKENS]))
     two = model(x[1].clone().requires_grad_(), pack([0, 7, 300, TOKENS]))
-    slots.Lease.forward = forward
+    slots.Lease.copied_outputs = copied
     one.float().square().sum().backward()
     two.float().square().sum().backward()
     found(model, "gradient of", not_text="output 0")
@@ -190,15 +256,17 @@ def idle_generator() -> None:
     model = stack(0.1)
     train(model)
     assert not errors(model), errors(model)[0]
-    forward = slots.Lease.forward
+    stage, copied, states = slots.Lease.stage, slots.Lease.copied_outputs, []
 
-    def idle(self, tensors, boundaries):
-        state = torch.cuda.get_rng_state()
-        outputs = forward(self, tensors, boundaries)
-        torch.cuda.set_rng_state(state)
-        return outputs
+    def begins(self, tensors, boundaries):
+        states.append(torch.cuda.get_rng_state())
+        stage(self, tensors, boundaries)
 
-    slots.Lease.forward = idle
+    def idle(self):
+        torch.cuda.set_rng_state(states[-1])
+        return copied(self)
+
+    slots.Lease.stage, slots.Lease.copied_outputs = begins, idle
     train(model)
     found(model, "random state 0", not_text="output 0")
 
@@ -223,12 +291,9 @@ def fused_accumulation() -> None:
     sums = []
     for every in (0, 1):
         torch.manual_seed(0)
+        module = Takes().cuda().train()
         model = GraphedModule(
-            Takes().cuda().train(),
-            BUCKETS,
-            num_slots=2,
-            sample_every=0,
-            verify_every=every,
+            module, BUCKETS, num_slots=2, sample_every=0, verify_every=every, cuts=cut_before(module.inner)
         )
         for p in model.parameters():
             p.main_grad = torch.zeros(p.shape, device="cuda")
@@ -295,5 +360,5 @@ if __name__ == "__main__":
     logging.getLogger().addHandler(_Told(level=logging.ERROR))
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)  # the backward of attention adds in any order without
-    globals()[sys.argv[1]]()
+    globals()[ASKED.removesuffix(IN_PIECES)]()
     print("ok")

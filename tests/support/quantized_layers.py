@@ -86,7 +86,7 @@ class _Product(torch.autograd.Function):
 
 
 class QuantizedLinear(nn.Module):
-    """A layer without bias, under delayed scaling; its weight is quantized at the first micro-batch of a step."""
+    """A residual layer without bias, under delayed scaling: a step's first micro-batch quantizes its weight."""
 
     def __init__(self, size, *, capturing, delayed):
         super().__init__()
@@ -122,11 +122,11 @@ class QuantizedLinear(nn.Module):
                 (workspace._data, workspace._scale_inv), quantized(self.weight, state, 1), strict=True
             ):
                 target.copy_(value)
-        return _Product.apply(x, self.weight, self, workspace)
+        return x + _Product.apply(x, self.weight, self, workspace)
 
 
 class Decoder(nn.Module):
-    """Two quantized layers with dropout-free residuals; its output depends on the document of every token."""
+    """Two quantized layers without dropout; its output depends on the document of every token."""
 
     def __init__(self, size, *, capturing=lambda: False, delayed=True):
         super().__init__()
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
     def forward(self, x, packed):
         document = torch.searchsorted(packed.cu_seqlens[1:].contiguous(), torch.arange(len(x)), right=True)
         for layer in self.layers:
-            x = x + layer(x)
+            x = layer(x)
         if torch.is_grad_enabled():
             Manager.reduce_and_update_fp8_tensors(forward=True)
         return x * (1 + document[:, None])

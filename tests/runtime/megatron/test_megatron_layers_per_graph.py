@@ -96,6 +96,7 @@ class DataParallel:
         def ready(parameter, force_all_reduce):
             assert parameter._cudagraph_wgrad_ready_event.recorded
             self._note(f"reduce {name}")
+            parameter.main_grad.mul_(0.5)  # in place, as with a rank whose gradients are zeros
 
         return SimpleNamespace(finish_param_sync=lambda **_: self._note(f"gather {name}"), register_grad_ready=ready)
 
@@ -133,7 +134,7 @@ def on_a_cpu(monkeypatch):
     monkeypatch.setattr(surroundings, "expert_metrics", tuple)
 
 
-def attached(block, layers_per_graph):
+def attached(block, layers_per_graph, **options):
     decoder = Decoder(block)
     run = chunk.ChunkGraphs(
         decoder,
@@ -141,6 +142,7 @@ def attached(block, layers_per_graph):
         layers_per_graph=layers_per_graph,
         sample_every=0,
         surroundings=surroundings.of_decoder(block),
+        **options,
     )
     decoder.attach(run, cp_size=1, shards=1, tail="none")
     return run
@@ -191,6 +193,34 @@ def test_a_whole_chunk_gathers_before_and_reduces_after_everything():
     assert forward == LAYERS + 1
     assert backward == forward + 1
     assert len(set(parallel.log[backward + 1 :])) == LAYERS + 1
+
+
+@pytest.mark.usefixtures("on_a_cpu")
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("layers_per_graph", [1, 2, None])
+def test_verified_groups_gather_and_reduce_as_others_do(monkeypatch, caplog, layers_per_graph, exact):
+    """Eager passes start no reduction and no gathering, and gradients are compared as they were before theirs."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
+    logs, sums = [], []
+    for every in (0, 1):
+        block = Block()
+        parallel = DataParallel(block)
+        run = attached(block, layers_per_graph, verify_every=every)
+        call(block)[1].square().sum().backward()
+        for seed in range(1, 4):
+            call(block, seed)[1].square().sum().backward()
+        run.stats()
+        assert run.stats().replays[BUCKET] == 4
+        assert run.stats().verified.total() == 4 * every
+        assert not run.stats().mismatches
+        logs.append(parallel.log)
+        sums.append([p.main_grad for p in block.parameters()])
+        run.close()
+    assert logs[0] == logs[1]
+    assert sum(line.startswith("reduce") for line in logs[0]) >= 4 * (LAYERS + 1)
+    for without, watched in zip(*sums, strict=True):
+        assert torch.equal(without, watched)
+    assert not caplog.records
 
 
 @pytest.mark.usefixtures("on_a_cpu")
@@ -287,7 +317,7 @@ def test_the_plan_decides_the_groups(plan):
         ({}, {}, {}, ""),
         ({"tensor_model_parallel_size": 2}, {}, {"agreed": lambda succeeded: succeeded}, ""),
         ({"tensor_model_parallel_size": 2}, {}, {}, "ranks communicate inside the module, and have no way to agree"),
-        ({}, {"layers_per_graph": 3}, {}, "graphs.layers_per_graph cuts the passes"),
+        ({}, {"layers_per_graph": 3}, {}, ""),
     ],
 )
 def test_what_cannot_be_verified_is_said(plan, caplog, changes, graphs, common, why):

@@ -42,13 +42,23 @@ def capturing() -> bool:
 class Trained:
     """A decoder that is trained step by step, by graphs or eagerly."""
 
-    def __init__(self, *, graphs: bool, num_slots: int = 1, seed: int = 0, delayed: bool = True, **options):
+    def __init__(
+        self,
+        *,
+        graphs: bool,
+        num_slots: int = 1,
+        seed: int = 0,
+        delayed: bool = True,
+        in_pieces: bool = False,
+        **options,
+    ):
         torch.manual_seed(seed)
         self.decoder = Decoder(SIZE, capturing=capturing, delayed=delayed)
         self.run = self.decoder
         if graphs:
             self.quantization = Quantization(self.decoder, Manager, is_capturing=capturing)
             around = with_quantization(Surroundings(), self.quantization)
+            options["cuts"] = [self.decoder.layers[1]] if in_pieces else []
             self.run = GraphedModule(
                 self.decoder, [SMALL, LARGE], sample_every=0, num_slots=num_slots, surroundings=around, **options
             )
@@ -251,13 +261,14 @@ def test_scales_that_were_replaced_are_noticed():
     run.step([2, 3])
 
 
+@pytest.mark.parametrize("in_pieces", [False, True])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_the_watch_agrees_with_every_replay(in_flight, caplog):
+def test_the_watch_agrees_with_every_replay(in_flight, in_pieces, caplog):
     def work(run):
         for documents in ([2, 3], [3, 4, 1, 2], [1, 2]):
             run.step(documents, in_flight=in_flight)
 
-    run = assert_alike(work, num_slots=2, verify_every=1)
+    run = assert_alike(work, num_slots=2, verify_every=1, in_pieces=in_pieces)
     stats = run.run.stats()
     assert stats.verified.total() == stats.replays.total() > 4
     assert not stats.mismatches.total(), caplog.text
@@ -273,6 +284,7 @@ def test_layers_in_pieces_update_once():
         x = torch.randn(TOKENS, SIZE, requires_grad=True)
         run(x, pack(BOUNDS[2])).sum().backward()
     assert Manager.made == ["forward", "backward"] * 3
+    assert run.stats().replays == {SMALL: 3}
 
 
 class Recomputing(torch.autograd.Function):

@@ -24,9 +24,7 @@ GRAPH_MS = 0.05
 for each layer on one H200, copies between layers included (benchmarks/results/megatron.md).
 """
 WORTH = 0.02
-"""Share of the step below which a gain is not worth it: measured steps vary by as much, and graphs of a few layers
-verify no micro-batch.
-"""
+"""Share of the step below which a gain is not worth it: measured steps vary by as much."""
 _BYTES = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}
 """Bytes of a parameter and of its gradient, by precision, as Megatron-LM communicates them by default."""
 

@@ -208,8 +208,9 @@ class Bank:
         """Bytes of GPU memory that are missing to run a micro-batch of `slot` eagerly, and to compare; 0 if it fits."""
         slot_bytes = sum(p.pool_bytes for p in slot.passes.values())
         largest = max((b.nbytes for b in self._gradients.buffers), default=0)
+        copies = COPIES + bool(self._options.cuts)
         return missing_bytes(
-            slot.inputs[0].device, slot_bytes=slot_bytes, others=COPIES * max(largest, PARAMETER_BYTES)
+            slot.inputs[0].device, slot_bytes=slot_bytes, others=copies * max(largest, PARAMETER_BYTES)
         )
 
     def metadata_of(self, boundaries: Boundaries, bucket: Bucket) -> PackedSequence:

@@ -134,7 +134,9 @@ class GraphedModule(DispatchedModule):
                 passes; all of them call it together, after every capture.
             say: tells of every capture, in one line.
             cuts: submodules before which passes are cut into pieces, each with graphs of its own; the module calls each
-                of them once, in this order. The parameters' hooks then run after the backward of each piece.
+                of them once, in this order. The parameters' hooks then run after the backward of each piece. The
+                gradient of a parameter that two pieces use is added up in another order than eagerly, which a verified
+                micro-batch tells.
             agree_on: returns the largest of each value over the ranks whose captured passes share collectives, such as
                 `thdprof.runtime.megatron.peers.Peers.largest`: they decide alike about every micro-batch. None: this
                 rank decides by its own micro-batch.
@@ -183,9 +185,6 @@ class GraphedModule(DispatchedModule):
         # a rank that communicates with none can refuse a bucket at once
         agreement = Agreement(communicates=around.communicates, agreed=around.agreed if around.communicates else None)
         if not verify_every or not self._buckets:
-            return None
-        if self._cuts:  # parameters' hooks run between the pieces, and may change gradients before they are compared
-            logger.warning("no micro-batch is verified (graphs.verify): graphs.layers_per_graph cuts the passes")
             return None
         if not agreement.possible:
             logger.warning(
@@ -340,15 +339,13 @@ class GraphedModule(DispatchedModule):
         if isinstance(lease, FallbackReason):
             return lease
         self._surroundings.before_forward()
-        if self._cuts:
-            with self._timed(call.tensors, replayed=True) as outputs:
-                outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
-            self._surroundings.after_forward()
-            return restore(outputs, lease.captured.spec)
         watched = self._watched(lease, call)
         with self._timed(() if watched else call.tensors, replayed=True) as outputs:
-            parameters = lease.accumulated_elsewhere()
-            outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
+            if self._cuts:
+                outputs.extend(replay_in_pieces(lease, call.boundaries, self._anchor, call.tensors, self._before_piece))
+            else:
+                parameters = lease.accumulated_elsewhere()
+                outputs.extend(ReplayPass.apply(lease, call.boundaries, self._anchor, *call.tensors, *parameters))
         if watched is not None:
             watched.forward_ended(outputs)
         self._surroundings.after_forward()

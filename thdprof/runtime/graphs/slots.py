@@ -165,16 +165,18 @@ class Slot(SlotMemory):
 class Witness(Protocol):
     """What a lease tells of a replayed backward to whoever verifies it."""
 
-    def backward_begins(self, gradients: GradientBuffers, touched: Sequence[bool]) -> None:
-        """Called before the backward graph adds to `gradients`."""
-
-    def backward_ended(
-        self,
-        gradients: GradientBuffers,
-        output_grads: Sequence[torch.Tensor | None],
-        input_grads: Sequence[torch.Tensor | None],
+    def backward_begins(
+        self, gradients: GradientBuffers, touched: Sequence[bool], output_grads: Sequence[torch.Tensor | None]
     ) -> None:
-        """Called after the backward graph, before the parameters' hooks."""
+        """Called before the first backward graph adds to `gradients`."""
+
+    def gradients_complete(self, gradients: GradientBuffers, complete: Sequence[bool]) -> None:
+        """Called after each of several backward graphs but the last one, before the hooks of the parameters whose
+        gradients are complete by then: hooks may change these gradients.
+        """
+
+    def backward_ended(self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]) -> None:
+        """Called after the last backward graph, before the hooks of the parameters whose gradients it completes."""
 
 
 class Lease(SlotLease):
@@ -228,14 +230,12 @@ class Lease(SlotLease):
             RuntimeError: the slot no longer holds this micro-batch's activations.
         """
         self.stage_output_grads(output_grads)
-        if self.witness is not None:
-            self.witness.backward_begins(self._gradients, self.captured.touched)
         with teardown.LAUNCH:
             self.captured.backward.replay()
         input_grads = self.copied_input_grads()
         self.release()
         if self.witness is not None:
-            self.witness.backward_ended(self._gradients, output_grads, input_grads)
+            self.witness.backward_ended(self._gradients, input_grads)
         self._after_backward()
         self._on_backward()
         self._gradients.run_hooks(self.captured.touched)
@@ -266,6 +266,8 @@ class Lease(SlotLease):
             else:
                 static.copy_(grad)
         self._gradients.attach(self.captured.touched)
+        if self.witness is not None:
+            self.witness.backward_begins(self._gradients, self.captured.touched, output_grads)
 
     def copied_input_grads(self) -> list[torch.Tensor | None]:
         """Copies of the input gradients, which the caller may keep; None for inputs without a gradient."""
@@ -281,9 +283,13 @@ class Lease(SlotLease):
         self.check_backward()
         with teardown.LAUNCH:
             self.captured.backward.each[len(self.captured.completed) - 1 - piece].replay()
+        complete = self.captured.completed[piece]
+        if self.witness is not None and piece > 0:
+            self.witness.gradients_complete(self._gradients, complete)
+        elif self.witness is not None:
+            self.witness.backward_ended(self._gradients, self.captured.input_grads)
         if piece == 0:
             self._after_backward()
-        complete = self.captured.completed[piece]
         self._on_piece([p for p, c in zip(self._gradients.parameters, complete, strict=True) if c])
         self._gradients.run_hooks(complete)
 

@@ -81,7 +81,7 @@ def runner_of(
         config: the model's TransformerConfig.
         slots: number of slots of this model chunk.
         common: arguments that every kind of DispatchedModule takes.
-        verify_every: one in so many micro-batches of chunk graphs is verified; 0: none.
+        verify_every: one in so many micro-batches of chunk graphs, whole or in groups of layers, is verified; 0: none.
         name: the model chunk's name in what is logged of verified micro-batches.
 
     Raises:
@@ -131,7 +131,7 @@ def verified_every(plan: Plan) -> int:
     if is_dynamic(plan):
         why = "ranks run micro-batches of several context-parallel sizes"
     elif plan.graphs.impl in ("local", "transformer_engine"):
-        why = f"graphs.impl is {plan.graphs.impl}, and only graphs of whole chunks are verified"
+        why = f"graphs.impl is {plan.graphs.impl}, and only graphs of model chunks (chunk) are verified"
     if asked and plan.captured and why:
         logger.warning("graphs.verify %s: no micro-batch is verified: %s", plan.graphs.verify, why)
     return 0 if why else asked

@@ -19,6 +19,13 @@ those with number 0, 1, 2, 4, ... 64. What is compared, where the numbers come f
   is compared with what it is after the replay: the same additions to the same numbers, so that the sums can be equal
   bit for bit, which differences of sums could not. Gradients are large: of the parameters a sample that moves on from
   one verified micro-batch to the next is compared; of outputs and input gradients, all.
+- **Pieces.** Between the graphs of a few layers the hooks of parameters run, and may reduce gradients in place while
+  the backward goes on. The compared gradients that a piece has completed are therefore copied before its hooks. The
+  twin still comes last, after the backward of all pieces, and before the hooks of the piece that ends it, which holds
+  the first layers. So replays, gathering and reductions keep the order that they have without a watch, and what goes
+  wrong by that order is found, such as a reduction that begins before its gradient is complete. Reductions of the other
+  pieces may go on while the twin runs; it reads nothing that they change. Hooks must leave the parameters themselves
+  alone: one that steps the optimizer between the pieces would show as a mismatch.
 - **State.** Random states, also Megatron's, are set to those before the replay for the twin, and afterwards to what
   they were. Where the generators stand after the twin's forward must be where they stood after the replay's: a
   generator that a graph does not advance is found by this alone. Buffers (experts' biases, tokens per expert) and the
@@ -36,7 +43,9 @@ those with number 0, 1, 2, 4, ... 64. What is compared, where the numbers come f
   micro-batches run eagerly from there on, with FallbackReason `quarantined`, until graphs are captured anew. Gradients
   of the micro-batches up to there are in the weights: go back to a checkpoint before the last verified micro-batch that
   agreed.
-- **Not verified** are passes without gradients or backward, dynamic context parallelism, and graphs of layers.
+- **Not verified** are passes without gradients or backward, dynamic context parallelism, and graphs of single layers
+  (`graphs.impl` local and transformer_engine). The gradients of those reach the parameters through autograd, layer by
+  layer; in no one place is a layer's replayed backward over, and its hooks still to come.
 
 A verified micro-batch costs one more eager pass, or two, when algorithms are not deterministic, and the copies of what
 is compared; others cost nothing but a few comparisons of integers on the host. `analyze` derives N (see

@@ -21,7 +21,9 @@ from thdprof.runtime.padding import PackedSequence
 PARAMETER_BYTES = 128 * 2**20
 """Bytes of the parameters' gradients that are compared at a time; one parameter at least, however large."""
 COPIES = 4
-"""Most copies of the compared gradients at a time: before, two eager runs, and what all other parameters share."""
+"""Most copies of the compared gradients at a time: before, two eager runs, and what all other parameters share. A
+replay in pieces needs one more, of its own gradients.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,8 @@ class Twin:
         self._replay: _Pass | None = None
         self._sample: list[int] = []
         self._before: list[torch.Tensor] = []
+        self._output_grads: Sequence[torch.Tensor | None] = ()
+        self._complete: dict[int, torch.Tensor] = {}
 
     def forward_ended(self, outputs: Sequence[torch.Tensor]) -> None:
         """Keep what the replay of the forward has made.
@@ -99,32 +103,40 @@ class Twin:
         """
         self._replay = self._made(outputs)
 
-    def backward_begins(self, gradients: GradientBuffers, touched: Sequence[bool]) -> None:
+    def backward_begins(
+        self, gradients: GradientBuffers, touched: Sequence[bool], output_grads: Sequence[torch.Tensor | None]
+    ) -> None:
         """Keep the gradients of a sample of parameters, to which the replay of the backward is about to add.
 
         Args:
             gradients: the parameters' gradient buffers.
             touched: whether the backward gives each parameter a gradient.
+            output_grads: the gradient of every output; None counts as zeros.
         """
+        self._output_grads = output_grads
         self._for_backward = [(state, state.detach().clone()) for state in self._subject.backward_state()]
         candidates = [i for i, used in enumerate(touched) if used]
         self._sample = sample_of([gradients.buffers[i].nbytes for i in candidates], self._number, PARAMETER_BYTES)
         self._sample = [candidates[i] for i in self._sample]
         self._before = [gradients.buffers[i].detach().clone() for i in self._sample]
 
-    def backward_ended(
-        self,
-        gradients: GradientBuffers,
-        output_grads: Sequence[torch.Tensor | None],
-        input_grads: Sequence[torch.Tensor | None],
-    ) -> Readback:
-        """Run the micro-batch eagerly and compare, after the replay of the backward and before any hook of parameters.
+    def gradients_complete(self, gradients: GradientBuffers, complete: Sequence[bool]) -> None:
+        """Keep gradients that a piece of the replay has completed: hooks may reduce them before the backward has ended.
+
+        Args:
+            gradients: the parameters' gradient buffers.
+            complete: whether each parameter's gradient is complete since this piece.
+        """
+        self._complete |= {i: gradients.buffers[i].detach().clone() for i in self._sample if complete[i]}
+
+    def backward_ended(self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]) -> Readback:
+        """Run the micro-batch eagerly and compare, after the replay of the backward, and before any hook of parameters
+        whose gradients were not complete until then.
 
         All state is as before the call when it ends or raises.
 
         Args:
             gradients: the parameters' gradient buffers, to which the replay has added.
-            output_grads: the gradient of every output; None counts as zeros.
             input_grads: the gradients that the replay gave the inputs.
 
         Returns:
@@ -132,21 +144,23 @@ class Twin:
         """
         assert self._replay is not None  # a backward comes after its forward
         self._replay.input_grads = list(input_grads)
-        self._replay.parameter_grads = [gradients.buffers[i].detach() for i in self._sample]
+        self._replay.parameter_grads = [
+            self._complete[i] if i in self._complete else gradients.buffers[i].detach() for i in self._sample
+        ]
         random, kept = (
             states_of(self._device, self._subject.generators),
             KeptTensors(self._subject.module, self._subject.extra_state),
         )
         try:
-            eager = self._run(gradients, output_grads)
-            again = None if self._exact else self._run(gradients, output_grads)
+            eager = self._run(gradients)
+            again = None if self._exact else self._run(gradients)
         finally:
             kept.put_back()
             for put in random:
                 put()
         return Readback(self._compared(gradients, self._replay, eager, again), rounding=self._rounding())
 
-    def _run(self, gradients: GradientBuffers, output_grads: Sequence[torch.Tensor | None]) -> _Pass:
+    def _run(self, gradients: GradientBuffers) -> _Pass:
         """One eager pass from the state that the replay began with."""
         for put in self._random:
             put()
@@ -163,7 +177,7 @@ class Twin:
                 result = self._subject.call(inputs, self._packed)
             outputs: list[torch.Tensor] = tree_flatten(result)[0]
             made = self._made(outputs)
-            heads = [(o, g) for o, g in zip(outputs, output_grads, strict=True) if o.requires_grad]
+            heads = [(o, g) for o, g in zip(outputs, self._output_grads, strict=True) if o.requires_grad]
             given = [_contiguous(g, like=o) for o, g in heads]
             for state, as_then in self._for_backward:
                 state.detach().copy_(as_then)

@@ -246,7 +246,9 @@ class Watched:
             if self._twin is not None:
                 self._twin.forward_ended(outputs)
 
-    def backward_begins(self, gradients: GradientBuffers, touched: Sequence[bool]) -> None:
+    def backward_begins(
+        self, gradients: GradientBuffers, touched: Sequence[bool], output_grads: Sequence[torch.Tensor | None]
+    ) -> None:
         """The replay of the backward is about to add to `gradients`.
 
         Raises:
@@ -254,22 +256,27 @@ class Watched:
         """
         with self._failing_alone():
             if self._twin is not None:
-                self._twin.backward_begins(gradients, touched)
+                self._twin.backward_begins(gradients, touched, output_grads)
 
-    def backward_ended(
-        self,
-        gradients: GradientBuffers,
-        output_grads: Sequence[torch.Tensor | None],
-        input_grads: Sequence[torch.Tensor | None],
-    ) -> None:
-        """The replay of the backward has added to `gradients` and made `input_grads`.
+    def gradients_complete(self, gradients: GradientBuffers, complete: Sequence[bool]) -> None:
+        """The replay of a piece's backward has completed some of `gradients`, which hooks may change from here on.
+
+        Raises:
+            RuntimeError: as `backward_ended`.
+        """
+        with self._failing_alone():
+            if self._twin is not None:
+                self._twin.gradients_complete(gradients, complete)
+
+    def backward_ended(self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]) -> None:
+        """The replay of the whole backward has added to `gradients` and made `input_grads`.
 
         Raises:
             RuntimeError: the eager run failed while other ranks communicated with it.
         """
         with self._failing_alone():
             if self._twin is not None:
-                self._watch.await_result(self, self._twin.backward_ended(gradients, output_grads, input_grads))
+                self._watch.await_result(self, self._twin.backward_ended(gradients, input_grads))
         self._twin = None
 
     @contextmanager
