@@ -32,13 +32,32 @@ def refused_runs(plan: Plan, *, script: str | None, model_file: Path | None) -> 
         model_file: the file of --model; one that is no recipe says nothing of the trainer.
     """
     if script is not None:
-        with suppress(UsageError):  # the analysis itself needs less of the script
+        with suppress(UsageError):  # which unknown_refusals tells
             yield from refused_beforehand(plan, training_command(script, where="").words)
     if model_file is not None and model_file.suffix.lower() in (".yaml", ".yml"):
         content = parse_yaml(read_text(model_file, where=str(model_file), kind="YAML"), where="", unique_keys=False)
         fields = settings_of_recipe(content) if isinstance(content, dict) else None
         if fields is not None and plan.graphs.impl != "none":
             yield from (limit.in_fields(run) for run in (_run_of(plan, fields),) for limit in limits_of(run))
+
+
+def unknown_refusals(plan: Plan, *, script: str, where: str) -> str | None:
+    """Why it is not known with which settings of the launch script training by `plan` would be refused; None: it is.
+
+    The analysis itself needs fewer of the script's words to be settled.
+
+    Args:
+        plan: the plan of the analysis.
+        script: the text of the launch script.
+        where: its name in the message.
+    """
+    if plan.graphs.impl == "none":
+        return None
+    try:
+        training_command(script, where=where)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def _run_of(plan: Plan, fields: Mapping[str, Any]) -> Run:
