@@ -66,6 +66,7 @@ def test_arguments_that_install_refuses_are_said(thdprof, documents, tmp_path, m
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
+        ("--tokenizer-type $TOKENIZER --vocab-size $SIZE\n", ""),  # which no limit depends on
         ("$@\n", ""),  # of which a note says that flags in it are not seen
         (
             "--fp8-recipe $RECIPE\n",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.settings.model.recipes import settings_of_recipe
-from thdprof.analyze.settings.training_command import training_command
+from thdprof.analyze.settings.training_command import UNNEEDED, training_command
 from thdprof.errors import UsageError
 from thdprof.files import parse_yaml, read_text
 from thdprof.megatron_limits.command_line import refused_beforehand
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from thdprof.plan import Plan
 
 
+_OF_NO_LIMIT = re.compile(
+    rf"{UNNEEDED.pattern}|--(tokenizer-.*|tiktoken-.*|.*vocab-size.*|no-create-attention-mask-in-dataloader|no-mmap.*)"
+)
+"""Flags that no limit depends on; Megatron-LM's examples choose them by whether there is data."""
+
+
 def refused_runs(plan: Plan, *, script: str | None, model_file: Path | None) -> Iterator[str]:
     """A line for every setting with which training by `plan` would be refused.
 
@@ -33,7 +40,7 @@ def refused_runs(plan: Plan, *, script: str | None, model_file: Path | None) -> 
     """
     if script is not None:
         with suppress(UsageError):  # which unknown_refusals tells
-            yield from refused_beforehand(plan, training_command(script, where="").words)
+            yield from refused_beforehand(plan, training_command(script, where="", passed_over=_OF_NO_LIMIT).words)
     if model_file is not None and model_file.suffix.lower() in (".yaml", ".yml"):
         content = parse_yaml(read_text(model_file, where=str(model_file), kind="YAML"), where="", unique_keys=False)
         fields = settings_of_recipe(content) if isinstance(content, dict) else None
@@ -54,7 +61,7 @@ def unknown_refusals(plan: Plan, *, script: str, where: str) -> str | None:
     if plan.graphs.impl == "none":
         return None
     try:
-        training_command(script, where=where)
+        training_command(script, where=where, passed_over=_OF_NO_LIMIT)
     except UsageError as error:
         return str(error)
     return None
