@@ -121,7 +121,9 @@ def _run(argv: Sequence[str] | None) -> int:
         streams.discard_output()
         return 1
     except MemoryError:
-        return _fail("out of memory: analyse fewer files at a time or on a larger machine", 1)
+        return _fail(
+            "out of memory: analyse fewer files at a time, fewer steps (--train-iters), or on a larger machine", 1
+        )
     except Exception as error:
         return _other(error)
     return code if isinstance(code, int) else 0

@@ -254,6 +254,15 @@ def test_what_is_not_settled_is_refused_with_the_line_and_the_option(text, messa
     assert str(error.value) == message
 
 
+def test_an_array_that_is_written_anew_with_itself_before_more_keeps_what_it_had():
+    text = 'A=(--seq-length 8)\nif $B; then\nA=("${A[@]}" --context-parallel-size 2)\nfi\npython x.py ${A[@]}'
+    with pytest.raises(UsageError, match="line 3: --context-parallel-size is given only under a condition"):
+        parse(text)
+    assert parse(text, given={"context_parallel_size": 2}).settings["seq_length"] == 8
+    with pytest.raises(UsageError, match=r"\$A is set under a condition \(line 3\)|none of Megatron-LM's flags found"):
+        parse(text.replace('"${A[@]}" --context', "--context"))
+
+
 def test_what_the_caller_has_need_not_be_settled():
     text = "torchrun --nproc_per_node 8 --nnodes $N x.py --seq-length $S --data-path $D --context-parallel-size $C"
     found = parse(text, world_size=16, given={"seq_length": 8, "data_paths": ["x"], "context_parallel_size": 4})

@@ -10,12 +10,11 @@ import pytest
 from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.buckets.saved_tensors import layer_kinds
 from thdprof.analyze.report.overlap import overlap_sentence
 from thdprof.analyze.settings.layers_choice import layers_asked
-from thdprof.analyze.times.data_parallel import Transfer, backward_ms, buckets_of, forward_ms
+from thdprof.analyze.times.data_parallel import Outside, Transfer, backward_ms, forward_ms
 from thdprof.analyze.times.gpus import GPUS
-from thdprof.analyze.times.overlap import GRAPH_MS, expert_ranks, predict_overlap
+from thdprof.analyze.times.overlap import GRAPH_MS, predict_overlap
 from thdprof.analyze.times.queues import SLOWED, Task, together_ms
 from thdprof.errors import UsageError
 from thdprof.plan import load_plan
@@ -61,12 +60,20 @@ class Measured:
 MEASURED = {
     # benchmarks/results/trainer-overlap.md: Megatron-LM's own script, 1,024 tokens
     "hidden 4096": Measured(
-        model=replace(BIG, num_layers=12, gated_linear_unit=True),
+        model=replace(
+            BIG,
+            num_layers=12,
+            gated_linear_unit=True,
+            vocab_size=32_000,
+            untie_embeddings_and_output_weights=True,
+            add_bias_linear=False,
+            normalization="RMSNorm",
+        ),
         replay_ms=31.6,
         num_microbatches=1,
         step_ms=103.0,
         saved_ms=(2.0, 4.8),
-        predicted_ms=(2.1, 6.5),
+        predicted_ms=(1.7, 6.3),
     ),
     # The same page, "Another case": layer graphs of another kind, one run each, 4,096 tokens
     "hidden 2048": Measured(
@@ -146,37 +153,25 @@ def test_two_queues_share_the_gpu():
         together_ms([Task(ms=1, after=1)], [Task(ms=1, after=1)])
 
 
-def test_buckets_are_those_of_megatron():
-    gated = replace(BIG, num_layers=2, gated_linear_unit=True)
-    found = [
-        [b.elements for b in of_layer] for of_layer in buckets_of(gated, layer_kinds(gated), ranks=2, expert_ranks=2)
-    ]
-    second, first, qkv, projection = 10_880 * 4096, 2 * 10_880 * 4096, 3 * 4096**2, 4096**2
-    assert found == [[projection + second, first, qkv, projection], [second, first, qkv]]  # a projection comes first
-    small = replace(BIG, num_layers=5, hidden_size=1024, num_attention_heads=16)  # 12.6 million parameters a layer
-    assert [len(of_layer) for of_layer in buckets_of(small, layer_kinds(small), ranks=2, expert_ranks=2)] == [
-        1,
-        1,
-        0,
-        0,
-        0,
-    ]
-    many = buckets_of(gated, layer_kinds(gated), ranks=64, expert_ranks=2)
-    assert all(b.elements >= 64_000_000 for of_layer in many[1:] for b in of_layer)
-    adapters = replace(BIG, lora_dim=16)
-    assert sum(map(len, buckets_of(adapters, layer_kinds(adapters), ranks=2, expert_ranks=2))) == 1
+def test_buckets_that_no_graph_completes_are_reduced_before_and_after_the_graphs():
+    one, two = Transfer(ms=1.0, nbytes=0.0), Transfer(ms=2.0, nbytes=0.0)
 
+    def taken(graphs, outside, **changes):
+        return backward_ms(10.0, graphs, H200, checked=False, one_connection=False, outside=outside, **changes)
 
-def test_experts_are_reduced_over_the_ranks_that_share_them():
-    experts = replace(BIG, num_layers=2, num_experts=8, expert_model_parallel_size=8)
-    assert expert_ranks(experts, 8) == 1
-    assert expert_ranks(experts, 16) == 2
-    alone = buckets_of(experts, layer_kinds(experts), ranks=8, expert_ranks=1)
-    shared = buckets_of(experts, layer_kinds(experts), ranks=16, expert_ranks=2)
-    assert sum(map(len, alone)) < sum(map(len, shared))
-    assert {b.ranks for of_layer in shared for b in of_layer} == {2, 16}
-    many = buckets_of(experts, layer_kinds(experts), ranks=512, expert_ranks=64)
-    assert all(b.elements >= 512_000_000 for of_layer in many[1:] for b in of_layer)  # experts' buckets, too
+    whole = taken([[one]], Outside())
+    assert whole == pytest.approx(11.0)
+    assert taken([[one]], Outside(before=[two])) == pytest.approx(whole + 2 * SLOWED)  # beside the graph
+    assert taken([[one]], Outside(after=[two])) == pytest.approx(whole + 2.0)
+    assert taken([[one], [one]], Outside(before=[two]), all_at_end=True) == pytest.approx(10.0 + 4.0)
+
+    def waited(graphs, outside):
+        return forward_ms(10.0, graphs, all_ahead=False, one_connection=False, outside=outside)
+
+    whole = waited([[one]], Outside())
+    assert whole == pytest.approx(11.0)
+    assert waited([[one]], Outside(before=[two])) == pytest.approx(whole + 2.0)
+    assert waited([[one]], Outside(after=[two])) == pytest.approx(whole + 2 * SLOWED)
 
 
 def test_the_bandwidth_is_assumed_and_can_be_given():
@@ -200,6 +195,60 @@ def test_what_is_saved():
 def test_gradients_that_are_not_checked_hide_better():
     checked, unchecked = predicted(), predicted(replace(BIG, check_for_nan_in_grad=False))
     assert unchecked.expected_ms > 1.2 * checked.expected_ms
+
+
+def test_gradients_that_collectives_average_are_not_scaled():
+    assert predicted(replace(BIG, ddp_average_in_collective=True)).expected_ms > 1.1 * predicted().expected_ms
+    assert predicted(replace(BIG, calculate_per_token_loss=True)) == predicted(
+        replace(BIG, ddp_average_in_collective=True)
+    )
+
+
+def test_one_bucket_a_graph_hides_better_than_several_and_one_bucket_in_all_hides_nothing():
+    alone = replace(BIG, check_for_nan_in_grad=False)
+    one_a_graph = predicted(replace(alone, ddp_bucket_size=400_000_000))  # two layers have 403 million parameters
+    assert one_a_graph.layers_per_graph == 2
+    assert one_a_graph.gained_ms[0] > 3 * predicted(alone).gained_ms[0]
+    for whole in (
+        replace(alone, ddp_num_buckets=1),
+        replace(alone, ddp_bucket_size=10**9 * 2),
+        replace(alone, overlap_grad_reduce=False),
+        replace(alone, overlap_param_gather_with_optimizer_step=True),
+    ):
+        assert predicted(whole).layers_per_graph is None
+
+
+def test_gradients_in_bf16_and_parameters_in_fp8_are_half_as_many_bytes():
+    gathered = replace(BIG, overlap_grad_reduce=False)
+    in_fp8 = replace(gathered, fp8_recipe="tensorwise", fp8_param_gather=True)
+    assert predicted(in_fp8).communication_ms == pytest.approx(predicted(gathered).communication_ms / 2, rel=0.02)
+    reduced = replace(BIG, overlap_param_gather=False)
+    in_bf16 = replace(reduced, grad_reduce_in_fp32=False)
+    assert predicted(in_bf16).communication_ms == pytest.approx(predicted(reduced).communication_ms / 2, rel=0.02)
+
+
+def test_stages_that_are_aligned_start_reductions_after_the_whole_chunk():
+    run = replace(RUN, pipeline_parallel_size=2, virtual_pipeline_size=2)
+    model = replace(BIG, num_layers=32, overlap_param_gather=False)
+    assert predicted(model, run).layers_per_graph is None
+    free = predicted(replace(model, align_grad_reduce=False), run)
+    assert free.layers_per_graph is not None
+    assert (
+        free.expected_ms
+        == predicted(replace(model, align_grad_reduce=False, align_param_gather=False), run).expected_ms
+    )
+    gathers = replace(BIG, num_layers=32)
+    ahead, one_ahead = (predicted(replace(gathers, align_param_gather=aligned), run) for aligned in (True, False))
+    assert ahead.gained_ms[1] > 1.2 * max(0.1, one_ahead.gained_ms[1])
+
+
+def test_instances_of_the_optimizer_reduce_twice_and_gather_among_fewer_ranks():
+    far = replace(RUN, data_parallel_size=16, global_batch_size=16)
+    shared = replace(BIG, num_distributed_optimizer_instances=2)
+    assert predicted(shared, far).across_hosts is False
+    assert predicted(BIG, far).across_hosts is True
+    assert predicted(shared, far).communication_ms < predicted(BIG, far).communication_ms / 2
+    assert predicted(shared, far).communication_ms > 1.5 * predicted().communication_ms
 
 
 def test_communication_hides_only_behind_as_much_computing():

@@ -63,6 +63,29 @@ def test_arguments_that_install_refuses_are_said(thdprof, documents, tmp_path, m
     assert refused(done) == lines
 
 
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("--tokenizer-type $TOKENIZER --vocab-size $SIZE\n", ""),  # which no limit depends on
+        ("$@\n", ""),  # of which a note says that flags in it are not seen
+        (
+            "--fp8-recipe $RECIPE\n",
+            "line 1: --fp8-recipe: $RECIPE is not set in the file; write its value into a copy ",
+        ),
+        ("${A[@]}\n", "line 2: --qk-clip is given only under a condition; settle it in a copy of the script"),
+    ],
+)
+def test_a_script_that_does_not_settle_what_is_refused_is_said(thdprof, documents, tmp_path, more, reason):
+    script = tmp_path / "launch.sh"
+    script.write_text(("$B && A+=(\n--qk-clip)\n" if "A[@]" in more else "") + ARGUMENTS + more)
+    packed = ("--loader", "single", "--packer", "first_fit_decreasing", "--impl", "chunk")
+    done = thdprof("analyze", documents, "--megatron-args", script, *packed)
+    assert done.returncode == 0, done.stderr
+    said = "which settings of the script training by this plan would refuse is not known: "
+    lines = [line for line in done.stderr.splitlines() if line.startswith(said)]
+    assert [line.removeprefix(f"{said}{script}, ")[: len(reason)] for line in lines] == ([reason] if reason else [])
+
+
 TRACKER = "--te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it"
 
 

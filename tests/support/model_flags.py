@@ -5,6 +5,7 @@ from __future__ import annotations
 LLAMA = """--num-layers 4 --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --group-query-attention
     --num-query-groups 4 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
     --untie-embeddings-and-output-weights --hidden-dropout 0.0 --attention-dropout 0 --bf16 --vocab-size 1000"""
+OVERLAPS = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 REFEREED = {
     "dense, with the parser's defaults": "--num-layers 3 --hidden-size 384 --num-attention-heads 6 --vocab-size 50257",
     "swiglu without a width": "--num-layers 2 --hidden-size 1000 --num-attention-heads 8 --swiglu --fp16",
@@ -19,6 +20,19 @@ REFEREED = {
     "a recipe without FP8": f"{LLAMA} --fp8-recipe mxfp8",
     "unchecked gradients": f"{LLAMA} --no-check-for-nan-in-loss-and-grad",
     "fp16 with a loss scale": "--num-layers 2 --hidden-size 256 --num-attention-heads 8 --fp16 --loss-scale 1024",
+    "buckets of a size": f"{LLAMA} {OVERLAPS} --ddp-bucket-size 123456 --ddp-pad-buckets-for-high-nccl-busbw "
+    "--grad-reduce-in-bf16",
+    "a number of buckets": f"{LLAMA} {OVERLAPS} --ddp-num-buckets 7 --ddp-average-in-collective "
+    "--num-distributed-optimizer-instances 2",
+    "stages that are not aligned": f"{LLAMA} {OVERLAPS} --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2 --no-align-param-gather --no-align-grad-reduce "
+    "--calculate-per-token-loss",
+    "stages that are aligned": f"{LLAMA} {OVERLAPS} --pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2",
+    "parameters in FP8": f"{LLAMA} {OVERLAPS} --fp8-format hybrid --fp8-param-gather",
+    "fp16 with gradients in float32": "--num-layers 2 --hidden-size 256 --num-attention-heads 8 --fp16 "
+    "--accumulate-allreduce-grads-in-fp32",
+    "gradients in bf16": f"{LLAMA} {OVERLAPS} --use-precision-aware-optimizer --main-grads-dtype bf16",
     "full recompute": f"{LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
     "selective recompute": f"{LLAMA} --recompute-activations --use-distributed-optimizer",
     "chosen modules": f"{LLAMA} --recompute-granularity selective --recompute-modules mlp layernorm",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import shlex
 import sys
@@ -18,6 +19,7 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import get_hybrid_layer
 from megatron.training import arguments  # noqa: E402
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args  # noqa: E402
 from megatron.training.config.yaml_utils import safe_yaml_representers  # noqa: E402
+from megatron.training.training import get_megatron_ddp_config  # noqa: E402
 from megatron.training.vocab_utils import calculate_padded_vocab_size  # noqa: E402
 
 from thdprof.training import model_definitions  # noqa: E402
@@ -34,7 +36,10 @@ _READ_APART = {
     "overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad", "lora_dim", "lora_target_modules",
     "lora_dropout", "recompute_method", "num_query_groups", "kv_channels", "mtp_num_layers", "ffn_hidden_size",
     "moe_ffn_hidden_size", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-    "qk_pos_emb_head_dim", "v_head_dim", "expert_tensor_parallel_size",
+    "qk_pos_emb_head_dim", "v_head_dim", "expert_tensor_parallel_size", "overlap_param_gather_with_optimizer_step",
+    "ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw", "ddp_average_in_collective",
+    "grad_reduce_in_fp32", "fp8_param_gather", "align_param_gather", "align_grad_reduce",
+    "num_distributed_optimizer_instances",
 }  # fmt: skip
 
 
@@ -42,14 +47,18 @@ def recipe_of(flags: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The YAML that megatron.training's own model configuration dumps, as Megatron-Bridge writes it too."""
     args, config = _configured(flags, monkeypatch)
     of_args = gpt_config_from_args if args.hybrid_layer_pattern is None else hybrid_config_from_args
+    ddp = get_megatron_ddp_config(args)
     content = {
         "model": of_args(args, config).as_dict(),
         "ddp": {
-            "use_distributed_optimizer": args.use_distributed_optimizer,
-            "overlap_grad_reduce": args.overlap_grad_reduce,
-            "overlap_param_gather": args.overlap_param_gather,
-            "check_for_nan_in_grad": args.check_for_nan_in_loss_and_grad,
+            field.name: getattr(ddp, field.name)
+            for field in dataclasses.fields(ddp)
+            if isinstance(getattr(ddp, field.name), bool | int)
         },
+        "optimizer": {
+            "overlap_param_gather_with_optimizer_step": args.overlap_param_gather_with_optimizer_step,
+        },
+        "dist": {"align_grad_reduce": args.align_grad_reduce},
         "train": {"micro_batch_size": 1, "global_batch_size": 32},
     }
     with safe_yaml_representers():
@@ -88,6 +97,15 @@ def _fields(args: Any, config: Any) -> dict[str, Any]:
         "overlap_grad_reduce": args.overlap_grad_reduce,
         "overlap_param_gather": args.overlap_param_gather,
         "check_for_nan_in_grad": args.check_for_nan_in_loss_and_grad,
+        "overlap_param_gather_with_optimizer_step": args.overlap_param_gather_with_optimizer_step,
+        "ddp_bucket_size": args.ddp_bucket_size,
+        "ddp_num_buckets": args.ddp_num_buckets,
+        "ddp_pad_buckets_for_high_nccl_busbw": args.ddp_pad_buckets_for_high_nccl_busbw,
+        "ddp_average_in_collective": args.ddp_average_in_collective,
+        "gradients_in_fp32": args.accumulate_allreduce_grads_in_fp32 or config.params_dtype == torch.float32,
+        "fp8_param_gather": args.fp8_param_gather,
+        "align_grad_reduce": args.align_grad_reduce,
+        "num_distributed_optimizer_instances": args.num_distributed_optimizer_instances,
         "mtp_num_layers": config.mtp_num_layers or 0,
         "recompute_modules": tuple(config.recompute_modules),
         "ffn_size": config.ffn_hidden_size,
@@ -102,6 +120,8 @@ def _fields(args: Any, config: Any) -> dict[str, Any]:
             "head_dim": config.kv_channels,
             "rotary": args.position_embedding_type in ("rope", "yarn", "mrope"),
         }
+    if args.virtual_pipeline_model_parallel_size is not None:
+        found["align_param_gather"] = args.align_param_gather  # Megatron switches it off without
     if config.recompute_granularity == "full":
         found["recompute_method"] = config.recompute_method
     if config.num_moe_experts is not None:

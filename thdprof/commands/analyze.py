@@ -76,7 +76,7 @@ def analyze(
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.buckets.stamp_check import note_on_stamp
     from thdprof.analyze.planning import make_plan
-    from thdprof.analyze.settings.beforehand import refused_runs
+    from thdprof.analyze.settings.beforehand import refused_runs, unknown_refusals
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
@@ -128,6 +128,10 @@ def analyze(
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     for line in refused_runs(plan, script=request.script, model_file=request.model_file):
         streams.say(f"training by this plan would be refused: {line}")
+    if request.script is not None and (
+        reason := unknown_refusals(plan, script=request.script, where=str(megatron_args))
+    ):
+        streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:

@@ -154,6 +154,40 @@ class Model:
     """Whether Megatron reduces gradients over data-parallel ranks while the backward of other layers runs."""
     overlap_param_gather: Annotated[bool, _choice("Whether parameters are gathered while a forward runs.")] = False
     """Whether Megatron gathers parameters of data-parallel ranks while the forward of other layers runs."""
+    overlap_param_gather_with_optimizer_step: Annotated[
+        bool, _choice("Whether the first gather starts in the optimizer's step.")
+    ] = False
+    """Whether Megatron starts the first gather of parameters in the optimizer's step: gradients are one bucket then."""
+    ddp_bucket_size: Annotated[int | None, _SIZE, _choice("Parameters of a bucket.", "by the ranks")] = None
+    """Parameters of a bucket that is reduced and gathered together, at least; null: 40 million, or 1 million for each
+    data- and context-parallel rank if that is more.
+    """
+    ddp_num_buckets: Annotated[int | None, _SIZE, _choice("Buckets of a rank's parameters.", "by their size")] = None
+    """Buckets into which a rank's parameters are divided, instead of `ddp_bucket_size`."""
+    ddp_pad_buckets_for_high_nccl_busbw: Annotated[bool, _choice("Whether buckets are padded to 65,536.")] = False
+    """Whether buckets are padded to multiples of 65,536 parameters."""
+    ddp_average_in_collective: Annotated[bool, _choice("Whether reductions average gradients themselves.")] = False
+    """Whether reductions average gradients, so that they are not scaled before."""
+    calculate_per_token_loss: Annotated[bool, _choice("Whether the loss is averaged over a step's tokens.")] = False
+    """Whether the loss is averaged over the tokens of a step: gradients are scaled after their reduction then."""
+    grad_reduce_in_fp32: Annotated[
+        bool | None, _choice("Whether gradients are kept and reduced in float32.", "in bf16 and fp32")
+    ] = None
+    """Whether gradients are kept and reduced in float32; null: with precision bf16, as Megatron-LM does."""
+    fp8_param_gather: Annotated[bool, _choice("Whether parameters are kept and gathered in FP8.")] = False
+    """Whether the parameters of linear layers are kept and gathered in FP8."""
+    align_param_gather: Annotated[bool, _choice("Whether stages start their gathers at the same time.")] = True
+    """Whether pipeline stages start the gathers of all buckets of a chunk at the same time; with a virtual pipeline
+    alone.
+    """
+    align_grad_reduce: Annotated[bool, _choice("Whether stages start their reductions at the same time.")] = True
+    """Whether pipeline stages start the reductions of all buckets of a chunk at the same time, after its last backward;
+    with a virtual pipeline alone.
+    """
+    num_distributed_optimizer_instances: Annotated[
+        int, _SIZE, _choice("Groups of ranks that each share the optimizer's state.")
+    ] = 1
+    """Groups of data-parallel ranks, each of which has the optimizer's whole state among its ranks."""
     check_for_nan_in_grad: Annotated[
         bool, _choice("Whether gradients are checked for NaN before they are reduced.")
     ] = True
@@ -185,6 +219,13 @@ class Model:
     def expert_ffn_size(self) -> int:
         """Width inside one expert."""
         return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def gradients_in_fp32(self) -> bool:
+        """Whether gradients are kept and reduced in float32, by Megatron's rule where nothing says so."""
+        if self.grad_reduce_in_fp32 is None or self.precision == "fp32":
+            return self.precision != "fp16"
+        return self.grad_reduce_in_fp32
 
     @property
     def moe_layers(self) -> int:

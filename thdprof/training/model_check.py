@@ -53,6 +53,7 @@ def problems(model: Model) -> Iterator[ModelProblem]:
     yield from _of_experts(model)
     yield from _of_a_hybrid(model)
     yield from _of_recompute(model)
+    yield from _of_buckets(model)
 
 
 def _of_attention(model: Model) -> Iterator[ModelProblem]:
@@ -155,3 +156,10 @@ def _of_recompute(model: Model) -> Iterator[ModelProblem]:
             )
     if model.recompute_num_layers is not None and model.recompute_num_layers > model.num_layers:
         yield ModelProblem(field="recompute_num_layers", text=f"is more than num_layers, which is {model.num_layers}")
+
+
+def _of_buckets(model: Model) -> Iterator[ModelProblem]:
+    if model.ddp_bucket_size is not None and model.ddp_num_buckets is not None:
+        yield ModelProblem(
+            field="ddp_num_buckets", text=f"contradicts ddp_bucket_size, which is {model.ddp_bucket_size}; give one"
+        )

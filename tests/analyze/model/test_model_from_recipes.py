@@ -11,6 +11,7 @@ from support.model_flags import REFEREED
 from thdprof.analyze import read_model
 from thdprof.analyze.settings.model.files import read_model_file
 from thdprof.errors import DataError, ThdprofError
+from thdprof.training import model_definitions
 
 BRIDGE = """
 model:
@@ -226,3 +227,65 @@ def test_a_mutated_recipe_never_ends_in_a_traceback(tmp_path, rng):
 def test_adapters_of_a_recipe(tmp_path, peft, expected):
     found = read_model(write(tmp_path, BRIDGE + peft))
     assert (found.lora_dim, found.lora_target_modules, found.lora_dropout) == expected
+
+
+def ddp_of(tmp_path, **parts: str) -> dict[str, object]:
+    """The fields of data-parallel communication that differ from their defaults, with these parts in the recipe."""
+    text = "".join(
+        line + "\n" for line in BRIDGE.splitlines() if not line.startswith(("mixed_precision", "ddp")) and line
+    )
+    given = {"ddp": "{use_distributed_optimizer: true}", **parts}
+    found = read_model(write(tmp_path, text + "".join(f"{part}: {value}\n" for part, value in given.items())))
+    names = [name for name in model_definitions() if name.startswith(("ddp_", "overlap_", "align_"))]
+    names += ["grad_reduce_in_fp32", "fp8_param_gather", "num_distributed_optimizer_instances"]
+    defaults = model_definitions()
+    return {name: getattr(found, name) for name in names if getattr(found, name) != defaults[name].default}
+
+
+def test_buckets_of_a_recipe(tmp_path):
+    assert ddp_of(tmp_path) == {"align_param_gather": False}  # megatron-core's default, where the parser's is True
+    given = "{overlap_grad_reduce: true, bucket_size: 5000, align_param_gather: true, average_in_collective: true}"
+    assert ddp_of(tmp_path, ddp=given, dist="{align_grad_reduce: false}") == {
+        "overlap_grad_reduce": True, "ddp_bucket_size": 5000, "ddp_average_in_collective": True,
+        "align_grad_reduce": False,
+    }  # fmt: skip
+    both = "{num_buckets: 3, bucket_size: 7, num_distributed_optimizer_instances: 2}"  # as Megatron leaves them
+    found = ddp_of(tmp_path, ddp=both)
+    assert (found["ddp_num_buckets"], found["num_distributed_optimizer_instances"]) == (3, 2)
+    assert "ddp_bucket_size" not in found
+    with pytest.raises(DataError, match=r"ddp\.bucket_size -3: must be at least 1"):
+        ddp_of(tmp_path, ddp="{bucket_size: -3}")
+    with pytest.raises(DataError, match=r"ddp\.overlap_grad_reduce 'yes': must be true or false"):
+        ddp_of(tmp_path, ddp="{overlap_grad_reduce: 'yes'}")
+
+
+def test_what_megatron_bridge_writes_into_a_recipes_ddp(tmp_path):
+    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "align_param_gather": False}
+    assert ddp_of(tmp_path, comm_overlap="{tp_comm_overlap: false}") == {
+        **overlapped, "ddp_bucket_size": 128 * 1024 * 1024,
+    }  # fmt: skip
+    own = "{tp_comm_overlap: true, bucket_size: 9, overlap_param_gather: false}"
+    assert ddp_of(tmp_path, comm_overlap=own) == {
+        "overlap_grad_reduce": True, "align_param_gather": False, "ddp_bucket_size": 9,
+    }  # fmt: skip
+    without = "{overlap_grad_reduce: false, use_distributed_optimizer: false}"
+    assert ddp_of(tmp_path, ddp=without, comm_overlap=own) == {"align_param_gather": False}
+    precision = "{bf16: true, grad_reduce_in_fp32: false, fp8_param_gather: true}"
+    alone = "{align_param_gather: true, grad_reduce_in_fp32: true, fp8_param_gather: false}"
+    assert ddp_of(tmp_path, ddp=alone, mixed_precision=precision) == {
+        "grad_reduce_in_fp32": False, "fp8_param_gather": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bf16_mixed", {"grad_reduce_in_fp32": True}),
+        ("fp16_mixed", {"grad_reduce_in_fp32": False}),
+        ("bf16_with_fp8_current_scaling_mixed", {"grad_reduce_in_fp32": True, "fp8_param_gather": True}),
+        ("fp16_with_fp8_subchannel_scaling_mixed", {"grad_reduce_in_fp32": False}),
+        ("nanov2_bf16_with_fp8_current_scaling_mixed", {"grad_reduce_in_fp32": True, "fp8_param_gather": True}),
+    ],
+)
+def test_what_a_named_precision_reduces_and_gathers(tmp_path, name, expected):
+    assert ddp_of(tmp_path, mixed_precision=name, ddp="{align_param_gather: true}") == expected

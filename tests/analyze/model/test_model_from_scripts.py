@@ -82,6 +82,32 @@ def test_sizes_in_settings_take_the_place_of_a_checkpoint():
     assert model("--use-checkpoint-args --bf16", **own) == Model(**own)
 
 
+def test_how_ranks_communicate_costs_no_times_where_it_is_not_settled():
+    found = read(f"{LLAMA} --overlap-grad-reduce --ddp-bucket-size $SIZE")
+    assert found.model is not None
+    assert (found.model.overlap_grad_reduce, found.model.ddp_bucket_size) == (True, None)
+    assert found.notes == (
+        "train.sh, line 1: --ddp-bucket-size: $SIZE is not set in the file; give ddp_bucket_size in --settings; its "
+        "default is taken",
+    )
+    [note] = read(f"{LLAMA} --ddp-num-buckets $1 --ddp-bucket-size $2").notes
+    assert note.endswith("(and 1 more flag); their defaults are taken")
+
+
+def test_a_size_and_a_number_of_buckets_contradict_each_other_as_for_megatron():
+    with pytest.raises(UsageError, match=r"--ddp-num-buckets 3: contradicts ddp_bucket_size, which is 5; give one"):
+        read(f"{LLAMA} --ddp-bucket-size 5 --ddp-num-buckets 3")
+
+
+def test_reductions_that_are_not_followed_give_a_note():
+    found = read(f"{LLAMA} --ddp-reduce-scatter-with-fp32-accumulation")
+    assert found.model is not None
+    assert found.notes == (
+        "train.sh, line 1: --ddp-reduce-scatter-with-fp32-accumulation: its reductions are taken as plain "
+        "reduce-scatters",
+    )
+
+
 def test_no_value_of_a_flag_ends_in_a_traceback():
     values = [
         "0",

@@ -38,8 +38,10 @@ class TrainingCommand:
     """Remarks for the user, each with the place in the script."""
 
 
-def training_command(text: str, *, where: str) -> TrainingCommand:
+def training_command(text: str, *, where: str, passed_over: re.Pattern[str] = UNNEEDED) -> TrainingCommand:
     """The training command of the launch script or argument list `text`; `where` names it in errors.
+
+    Flags that match `passed_over` are left out with their values, and need not be settled.
 
     Raises:
         UsageError: no command trains, several do with other flags, or a word on which the model depends is not settled
@@ -57,7 +59,7 @@ def training_command(text: str, *, where: str) -> TrainingCommand:
     notes: list[str] = []
     parts = [_apart(words) for words in commands]
     program = parts[-1][0]
-    found = [_settled(words, where, notes) for _, words in parts]
+    found = [_settled(words, where, notes, passed_over) for _, words in parts]
     if any(words != found[-1] for words in found):
         raise UsageError(
             f"{where}: its {len(found)} training commands have other flags; give the flags of one in a file"
@@ -104,7 +106,7 @@ def _is_value(words: Sequence[Word], index: int) -> bool:
     return index > 0 and is_flag(words[index - 1])
 
 
-def _settled(words: Sequence[Word], where: str, notes: list[str]) -> tuple[str, ...]:
+def _settled(words: Sequence[Word], where: str, notes: list[str], passed_over: re.Pattern[str]) -> tuple[str, ...]:
     """The text of the words that are needed.
 
     Raises:
@@ -116,7 +118,7 @@ def _settled(words: Sequence[Word], where: str, notes: list[str]) -> tuple[str, 
     for word in words:
         if is_flag(word):
             flag = flag_of(word)
-            needed = UNNEEDED.fullmatch(flag) is None
+            needed = passed_over.fullmatch(flag) is None
         if not needed:
             continue
         unknown = word.unknown

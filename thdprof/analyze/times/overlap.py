@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thdprof.analyze.times.communication import GPUS_A_HOST, data_parallel_gbps, data_parallel_ms
-from thdprof.analyze.times.data_parallel import Bucket, Transfer, backward_ms, buckets_of, forward_ms
+from thdprof.analyze.times.data_parallel import Outside, Transfer, backward_ms, forward_ms
+from thdprof.analyze.times.ddp_buckets import Bucket, ChunkBuckets, buckets_of
 from thdprof.analyze.times.gpus import Gpu
 from thdprof.analyze.times.parameters import stages
 from thdprof.training import DYNAMIC_CP, Model, TrainingSettings
@@ -25,8 +26,6 @@ for each layer on one H200, copies between layers included (benchmarks/results/m
 """
 WORTH = 0.02
 """Share of the step below which a gain is not worth it: measured steps vary by as much."""
-_BYTES = {"bf16": (2, 4), "fp16": (2, 2), "fp32": (4, 4)}
-"""Bytes of a parameter and of its gradient, by precision, as Megatron-LM communicates them by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +37,8 @@ class Overlap:
     graphs: int
     """Graphs of a chunk in each direction."""
     communication_ms: float
-    """Milliseconds of gathers and reductions of the first pipeline stage's first chunk, which nothing hides if it is
-    one graph.
+    """Milliseconds of gathers and reductions of the first pipeline stage's first chunk. If it is one graph, it hides
+    the output layer's alone.
     """
     hidden_ms: tuple[float, float]
     """Milliseconds of them that a step with these graphs does not wait for, less what they slow kernels beside them:
@@ -102,17 +101,19 @@ def predict_overlap(
     if model is None or gpu is None or replay_ms is None or step_ms is None:
         return None
     chunks = settings.virtual_pipeline_size or 1
-    layers = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)[0].chunks[0]
-    across_hosts = ranks * model.tensor_model_parallel_size > GPUS_A_HOST
+    stage = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)[0]
+    layers = stage.chunks[0]
+    across_hosts = _across_hosts(model, ranks // model.num_distributed_optimizer_instances)
     rate = gbps or data_parallel_gbps(gpu, across_hosts=across_hosts)
-    buckets = buckets_of(model, layers, ranks=ranks, expert_ranks=expert_ranks(model, ranks))
+    buckets = buckets_of(model, stage, ranks=ranks, pipeline_size=settings.pipeline_parallel_size)
     chunk = _Chunk(
         model,
         gpu,
-        rate,
         buckets,
+        gbps=rate,
+        between_instances_gbps=gbps or data_parallel_gbps(gpu, across_hosts=_across_hosts(model, ranks)),
         pass_ms=replay_ms / chunks,
-        all_ahead=chunks > 1,
+        interleaved=chunks > 1,
     )
 
     one, several = (chunk.waited_ms(len(layers), one_connection=alone) for alone in (True, False))
@@ -138,18 +139,16 @@ def predict_overlap(
     while per_graph > 1:
         per_graph = -(-per_graph // 2)
         found = cut(per_graph)
-        if found.graphs > sum(map(len, buckets)):
+        if found.graphs > sum(map(len, buckets.layers)):
             break  # more graphs have nothing to communicate between them
         if found.expected_ms > max(best.expected_ms, WORTH * step_ms):
             best = found
     return best
 
 
-def expert_ranks(model: Model, ranks: int) -> int:
-    """Ranks that hold the same experts, where `ranks` data- and context-parallel ones hold the same dense weights."""
-    tensor = model.tensor_model_parallel_size
-    of_expert = model.expert_model_parallel_size * (model.expert_tensor_parallel_size or tensor)
-    return max(1, ranks * tensor // of_expert)
+def _across_hosts(model: Model, ranks: int) -> bool:
+    """Whether so many ranks that hold the same weights are on several hosts."""
+    return ranks * model.tensor_model_parallel_size > GPUS_A_HOST
 
 
 class _Chunk:
@@ -159,50 +158,60 @@ class _Chunk:
         self,
         model: Model,
         gpu: Gpu,
-        gbps: float,
-        buckets: Sequence[Sequence[Bucket]],
+        buckets: ChunkBuckets,
         *,
+        gbps: float,
+        between_instances_gbps: float,
         pass_ms: float,
-        all_ahead: bool,
+        interleaved: bool,
     ) -> None:
         self._gpu, self._checked = gpu, model.check_for_nan_in_grad
-        self._pass_ms, self._all_ahead = pass_ms, all_ahead
-        of_parameter, of_gradient = _BYTES[model.precision]
+        self._pass_ms = pass_ms
+        self._all_ahead = interleaved and model.align_param_gather
+        self._all_at_end = interleaved and model.align_grad_reduce
+        of_gradient = 4 if model.gradients_in_fp32 else 2
         times = 1 if model.use_distributed_optimizer else 2  # an all-reduce is a reduce-scatter and an all-gather
+        instances = model.num_distributed_optimizer_instances
 
-        def transfers(nbytes: int, times: int) -> list[list[Transfer]]:
-            return [
-                [
-                    Transfer(
-                        ms=data_parallel_ms(bucket.elements * nbytes * times, bucket.ranks, gbps),
-                        nbytes=bucket.elements * nbytes,
-                    )
-                    for bucket in of_layer
-                ]
-                for of_layer in buckets
-            ]
+        def reduced(bucket: Bucket) -> Transfer:
+            nbytes = bucket.elements * of_gradient
+            between = data_parallel_ms(2 * nbytes / bucket.ranks, instances, between_instances_gbps)
+            return Transfer(
+                ms=data_parallel_ms(nbytes * times, bucket.ranks, gbps) + between, nbytes=nbytes, scaled=bucket.scaled
+            )
 
-        none: list[list[Transfer]] = [[] for _ in buckets]
-        self._reduced = transfers(of_gradient, times) if model.overlap_grad_reduce else none
-        self._gathered = transfers(of_parameter, 1) if model.overlap_param_gather else none
-        self.communication_ms = sum(one.ms for of_layer in (*self._reduced, *self._gathered) for one in of_layer)
+        def gathered(bucket: Bucket) -> Transfer:
+            return Transfer(
+                ms=data_parallel_ms(bucket.gathered_bytes, bucket.ranks, gbps), nbytes=bucket.gathered_bytes
+            )
+
+        reduces, gathers = model.overlap_grad_reduce, model.overlap_param_gather
+        parts = (buckets.embedding, *buckets.layers, buckets.output)
+        self._reduced = [[reduced(bucket) for bucket in part if reduces] for part in parts]
+        self._gathered = [[gathered(bucket) for bucket in reversed(part) if gathers] for part in parts]
+        self.communication_ms = sum(one.ms for of_part in (*self._reduced, *self._gathered) for one in of_part)
 
     def waited_ms(self, per_graph: int, *, one_connection: bool) -> float:
         """Milliseconds of the first forward and the last backward of a step, communication that is waited for
         included, with so many layers a graph.
         """
+        first, *layers, last = self._gathered
         forward = forward_ms(
             self._pass_ms * FORWARD,
-            _grouped(self._gathered, per_graph),
+            _grouped(layers, per_graph),
             all_ahead=self._all_ahead,
             one_connection=one_connection,
+            outside=Outside(before=first, after=last),
         )
+        first, *layers, last = self._reduced
         return forward + backward_ms(
             self._pass_ms * BACKWARD,
-            [*reversed(_grouped(self._reduced, per_graph))],
+            [*reversed(_grouped(layers, per_graph))],
             self._gpu,
             checked=self._checked,
             one_connection=one_connection,
+            outside=Outside(before=last, after=first),
+            all_at_end=self._all_at_end,
         )
 
 

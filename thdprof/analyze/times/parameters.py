@@ -72,9 +72,8 @@ def stage_parameters(model: Model, stage: Stage, vocab_size: int) -> Parameters:
     own_output = stage.last and (model.untie_embeddings_and_output_weights or not stage.first)
     outside = table * (stage.first + own_output)
     if stage.last and model.mtp_num_layers:
-        joined = 2 * model.hidden_size**2 / model.tensor_model_parallel_size
         last = _of_layer(model, layer_kinds(model)[-1])
-        dense += model.mtp_num_layers * (last[0] + joined)
+        dense += model.mtp_num_layers * (last[0] + joined_elements(model))
         experts += model.mtp_num_layers * last[1]
     largest = max((count[2] for count in counts), default=0.0)
     if model.lora_dim is None:
@@ -94,9 +93,10 @@ def state_bytes(
 ) -> tuple[float, float]:
     """Bytes of weights, gradients and optimizer state, and of the part that the optimizer's first step adds.
 
-    Weights are in `precision`, gradients in float32 (with fp16 in fp16, and copied), beside them float32 weights and
-    the two moments of Adam, which the optimizer makes in its first step. A distributed optimizer shares the last three
-    among the ranks that hold the same weights. FP8 keeps each linear layer's weights twice more, in one byte each.
+    Weights are in `precision`, gradients in float32 (with fp16 in fp16, and copied; likewise in bf16 with
+    --grad-reduce-in-bf16), beside them float32 weights and the two moments of Adam, which the optimizer makes in its
+    first step. A distributed optimizer shares the last three among the ranks that hold the same weights. FP8 keeps each
+    linear layer's weights twice more, in one byte each.
     """
     shares = data_parallel_size * context_parallel_size
     tensor = model.tensor_model_parallel_size
@@ -104,7 +104,9 @@ def state_bytes(
     expert_shares = max(1.0, shares * tensor / of_expert)
     if not model.use_distributed_optimizer:
         shares, expert_shares = 1, 1.0
-    weight, gradient, master = {"bf16": (2, 4, 4), "fp16": (2, 2, 8), "fp32": (4, 4, 0)}[model.precision]
+    weight = 4 if model.precision == "fp32" else 2
+    gradient = 4 if model.gradients_in_fp32 else 2
+    master = 0 if model.precision == "fp32" else 4 if model.gradients_in_fp32 else 8
     kept: Sequence[tuple[float, float]] = ((parameters.dense, shares), (parameters.experts, expert_shares))
     frozen = 0.0
     if parameters.adapters is not None:
@@ -141,74 +143,76 @@ def adapted_widths(model: Model, kind: Kind) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Matrices:
-    """The large parameters of one layer on one rank: their elements, in the order in which Megatron registers them."""
+class Matrix:
+    """One large parameter of a layer on one rank."""
 
-    dense: tuple[float, ...]
-    """Those whose gradients all data- and context-parallel ranks reduce."""
-    experts: tuple[float, ...]
-    """Those of this rank's experts, which ranks with the same experts reduce."""
-
-
-def trained_matrices(model: Model, kind: Kind) -> Matrices:
-    """The parameters of one layer that are trained; norms and biases, which are small, are left out.
-
-    Adapters are taken as dense, and each as one parameter.
-    """
-    if model.lora_dim is not None:
-        return Matrices(dense=tuple(width * model.lora_dim for width in adapted_widths(model, kind)), experts=())
-    matrices, _, experts = _shapes(model, kind)
-    dense = tuple(elements / model.tensor_model_parallel_size for elements in matrices if elements)
-    return Matrices(dense=dense, experts=tuple(elements for elements in experts if elements))
+    elements: float
+    """Number of its elements on this rank."""
+    of_expert: bool = False
+    """Whether it is of one of this rank's experts."""
 
 
-def _of_layer(model: Model, kind: Kind) -> tuple[float, float, float]:
-    """Parameters of one layer outside experts, in experts, and of its largest matrix, on one rank."""
-    matrices, whole, experts = _shapes(model, kind)
-    tensor = model.tensor_model_parallel_size
-    largest = max(max(matrices, default=0.0) / tensor, max(experts, default=0.0) / _own_experts(model))
-    return whole + sum(matrices) / tensor, sum(experts), largest
+def layer_matrices(model: Model, kind: Kind) -> list[Matrix]:
+    """The large parameters of one layer on one rank, in the order in which Megatron registers them: an attention's
+    output projection comes first, and all experts' first products come before their second ones.
 
-
-def _own_experts(model: Model) -> float:
-    return (model.num_experts or 1) / model.expert_model_parallel_size
-
-
-def _shapes(model: Model, kind: Kind) -> tuple[list[float], float, list[float]]:
-    """Elements of one layer's matrices outside experts, over all tensor-parallel ranks; of what each of these ranks has
-    whole; and of the two matrices of one rank's experts. They stand as Megatron registers them: an attention's output
-    projection comes first.
+    Norms, biases and the router are left out.
     """
     hidden, tensor = model.hidden_size, model.tensor_model_parallel_size
     gated = 2 if model.gated_linear_unit else 1
-    matrices: list[float] = []
-    whole = 0.0
-    if "attention" in kind:
-        heads = model.num_attention_heads
-        if model.multi_latent_attention:
-            width = heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
-            matrices += [heads * model.v_head_dim * hidden]
-            matrices += [(model.q_lora_rank or hidden) * width]
-            matrices += [model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim)]
-            whole += hidden * ((model.q_lora_rank or 0) + model.kv_lora_rank + model.qk_pos_emb_head_dim)
-        else:
-            matrices += [heads * model.head_dim * hidden]
-            matrices += [hidden * (heads + 2 * model.query_groups) * model.head_dim]
-        whole += hidden
+    found: list[Matrix] = []
+
+    def split(*sizes: float) -> None:
+        found.extend(Matrix(elements=elements / tensor) for elements in sizes if elements)
+
+    def whole(*sizes: float) -> None:
+        found.extend(Matrix(elements=elements) for elements in sizes if elements)
+
+    heads = model.num_attention_heads
+    if "attention" in kind and model.multi_latent_attention:
+        split(heads * model.v_head_dim * hidden)
+        whole(hidden * (model.q_lora_rank or 0))
+        split((model.q_lora_rank or hidden) * heads * (model.qk_head_dim + model.qk_pos_emb_head_dim))
+        whole(hidden * (model.kv_lora_rank + model.qk_pos_emb_head_dim))
+        split(model.kv_lora_rank * heads * (model.qk_head_dim + model.v_head_dim))
+    elif "attention" in kind:
+        split(heads * model.head_dim * hidden, hidden * (heads + 2 * model.query_groups) * model.head_dim)
     if "mlp" in kind:
-        matrices += [hidden * model.ffn_size * gated, hidden * model.ffn_size]
-        whole += hidden
+        split(hidden * model.ffn_size * gated, hidden * model.ffn_size)
     if kind == "mamba":
         mixer = model.mamba_num_heads or 2 * hidden // model.mamba_head_dim
         inner = mixer * model.mamba_head_dim
         states = 2 * model.mamba_num_groups * model.mamba_state_dim
-        matrices += [hidden * (2 * inner + states + mixer), inner * hidden, (inner + states) * _CONVOLUTION]
-        whole += hidden
-    experts: list[float] = []
+        split(hidden * (2 * inner + states + mixer), inner * hidden, (inner + states) * _CONVOLUTION)
     if "moe" in kind:
         one = hidden * model.expert_ffn_size / (model.expert_tensor_parallel_size or tensor)
-        experts = [_own_experts(model) * one * gated, _own_experts(model) * one]
+        own = (model.num_experts or 1) // model.expert_model_parallel_size
+        found += [Matrix(elements=elements, of_expert=True) for elements in (gated * one, one) for _ in range(own)]
         shared = model.moe_shared_expert_intermediate_size or 0
-        matrices += [hidden * shared * (gated + 1)]
-        whole += hidden * ((model.num_experts or 1) + 1)
-    return matrices, whole, experts
+        split(hidden * shared * gated, hidden * shared)
+    return found
+
+
+def trained_matrices(model: Model, kind: Kind) -> list[Matrix]:
+    """The large parameters of one layer that are trained, in the order in which Megatron registers them.
+
+    Adapters are taken as one parameter each, and as none of an expert.
+    """
+    if model.lora_dim is None:
+        return layer_matrices(model, kind)
+    return [Matrix(elements=width * model.lora_dim) for width in adapted_widths(model, kind)]
+
+
+def joined_elements(model: Model) -> float:
+    """Elements, on one rank, of the projection with which a layer of multi-token prediction begins."""
+    return 2 * model.hidden_size**2 / model.tensor_model_parallel_size
+
+
+def _of_layer(model: Model, kind: Kind) -> tuple[float, float, float]:
+    """Parameters of one layer outside experts, in experts, and of its largest matrix, on one rank."""
+    matrices = layer_matrices(model, kind)
+    norms = model.hidden_size * sum(part in kind for part in ("attention", "mlp", "mamba", "moe"))
+    router = model.hidden_size * (model.num_experts or 1) if "moe" in kind else 0
+    dense = sum(one.elements for one in matrices if not one.of_expert)
+    experts = sum(one.elements for one in matrices if one.of_expert)
+    return norms + router + dense, experts, max((one.elements for one in matrices), default=0.0)

@@ -25,6 +25,9 @@ SIZES = {
     "--expert-model-parallel-size": "expert_model_parallel_size",
     "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
     "--recompute-num-layers": "recompute_num_layers",
+    "--ddp-bucket-size": "ddp_bucket_size",
+    "--ddp-num-buckets": "ddp_num_buckets",
+    "--num-distributed-optimizer-instances": "num_distributed_optimizer_instances",
 }
 """Flags whose value is a field of `Model`, a whole number, with that field."""
 TEXTS = {
@@ -48,6 +51,15 @@ SWITCHES = {
     "--use-megatron-fsdp": ("use_distributed_optimizer", True),
     "--overlap-grad-reduce": ("overlap_grad_reduce", True),
     "--overlap-param-gather": ("overlap_param_gather", True),
+    "--overlap-param-gather-with-optimizer-step": ("overlap_param_gather_with_optimizer_step", True),
+    "--ddp-pad-buckets-for-high-nccl-busbw": ("ddp_pad_buckets_for_high_nccl_busbw", True),
+    "--ddp-average-in-collective": ("ddp_average_in_collective", True),
+    "--calculate-per-token-loss": ("calculate_per_token_loss", True),
+    "--accumulate-allreduce-grads-in-fp32": ("grad_reduce_in_fp32", True),
+    "--grad-reduce-in-bf16": ("grad_reduce_in_fp32", False),
+    "--fp8-param-gather": ("fp8_param_gather", True),
+    "--no-align-param-gather": ("align_param_gather", False),
+    "--no-align-grad-reduce": ("align_grad_reduce", False),
     "--no-check-for-nan-in-loss-and-grad": ("check_for_nan_in_grad", False),
     "--no-gradient-accumulation-fusion": ("gradient_accumulation_fusion", False),
     "--fp16": ("precision", "fp16"),
@@ -63,6 +75,7 @@ EXPERT_LAYERS = "--moe-layer-freq"
 PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 """Names of the flag for a hybrid's layers; the second is the older one."""
 RECOMPUTED = "--recompute-modules"
+MAIN_GRADS = "--main-grads-dtype"
 LOSS_SCALE = "--loss-scale"
 """Without it fp16 trains with a dynamic loss scale, and gradients are not checked for NaN."""
 VOCAB, PADDED_VOCAB, VOCAB_DIVISOR = "--vocab-size", "--padded-vocab-size", "--make-vocab-size-divisible-by"
@@ -81,6 +94,7 @@ ELSEWHERE = {
 LEFT_OUT = {
     "--window-size": "windows of attention are not followed: it is taken as full within a document",
     "--first-last-layers-bf16": "all layers are taken in FP8",
+    "--ddp-reduce-scatter-with-fp32-accumulation": "its reductions are taken as plain reduce-scatters",
 }
 """Flags with which the model is known but for a detail, with what is taken instead."""
 
@@ -101,8 +115,15 @@ def flag_values() -> dict[str, Value]:
         EXPERT_LAYERS,
         PATTERNS[1],
         LOSS_SCALE,
+        MAIN_GRADS,
     ]
-    switches = [*SWITCHES, GROUPED, *UNPADDED, "--first-last-layers-bf16"]
+    switches = [
+        *SWITCHES,
+        GROUPED,
+        *UNPADDED,
+        "--first-last-layers-bf16",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+    ]
     elsewhere: dict[str, Value] = {
         name: "switch" if takes == "switch" else "text" for name, (takes, _) in ELSEWHERE.items()
     }

@@ -66,6 +66,7 @@ class _ModelFlags:
                 self._set(field, value, self._one(flag, field))
         if self.values["precision"] == "fp16" and not self._parsed(names.LOSS_SCALE, "check_for_nan_in_grad", float):
             self.values["check_for_nan_in_grad"] = False  # a dynamic loss scale finds its bound by them
+        self._gradients()
         self._attention()
         self._hybrid()
         self._experts()
@@ -129,6 +130,13 @@ class _ModelFlags:
     def _whole(text: str) -> int | str:
         """The whole number that `text` is; other text stays, and is refused with the field's own words."""
         return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+
+    def _gradients(self) -> None:
+        """With bf16 gradients are reduced in the precision of main gradients, if no flag says otherwise."""
+        found = self._one(names.MAIN_GRADS, "grad_reduce_in_fp32")
+        in_bf16 = self.values["precision"] == "bf16"
+        if found is not None and in_bf16 and "grad_reduce_in_fp32" not in self.values:
+            self._set("grad_reduce_in_fp32", found.values[0].text == "fp32", found)
 
     def _attention(self) -> None:
         grouped = self._one(names.GROUPED, "num_query_groups")

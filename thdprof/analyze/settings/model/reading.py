@@ -13,7 +13,26 @@ FP8_FORMATS = ("e4m3", "hybrid")
 """Values of Megatron's --fp8-format, or of the field fp8."""
 VOCAB_MULTIPLE = 128
 """Megatron's --make-vocab-size-divisible-by where nobody gives one."""
-OF_THE_RUN = frozenset(
+OF_COMMUNICATION = frozenset(
+    (
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "overlap_param_gather_with_optimizer_step",
+        "ddp_bucket_size",
+        "ddp_num_buckets",
+        "ddp_pad_buckets_for_high_nccl_busbw",
+        "ddp_average_in_collective",
+        "calculate_per_token_loss",
+        "grad_reduce_in_fp32",
+        "fp8_param_gather",
+        "align_param_gather",
+        "align_grad_reduce",
+        "num_distributed_optimizer_instances",
+        "check_for_nan_in_grad",
+    )
+)
+"""Fields of `Model` that say how a run communicates over data-parallel ranks: no times of a pass depend on them."""
+OF_THE_RUN = OF_COMMUNICATION | frozenset(
     (
         "hidden_dropout",
         "attention_dropout",
@@ -29,9 +48,6 @@ OF_THE_RUN = frozenset(
         "recompute_num_layers",
         "recompute_method",
         "use_distributed_optimizer",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "check_for_nan_in_grad",
         "gradient_accumulation_fusion",
     )
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 from thdprof.analyze.settings.model.layers import expert_layers, hybrid_layers, read_frequency
 from thdprof.analyze.settings.model.reading import OF_THE_RUN, VOCAB_MULTIPLE, ModelReading, Vocabulary
+from thdprof.analyze.settings.model.recipe_ddp import read_ddp
 from thdprof.analyze.settings.model.recipe_precision import read_precision
 from thdprof.errors import DataError, UsageError
 from thdprof.training import definitions, model_definitions
@@ -35,6 +36,16 @@ _READ_APART = frozenset(
         "use_distributed_optimizer",
         "overlap_grad_reduce",
         "overlap_param_gather",
+        "overlap_param_gather_with_optimizer_step",
+        "ddp_bucket_size",
+        "ddp_num_buckets",
+        "ddp_pad_buckets_for_high_nccl_busbw",
+        "ddp_average_in_collective",
+        "grad_reduce_in_fp32",
+        "fp8_param_gather",
+        "align_param_gather",
+        "align_grad_reduce",
+        "num_distributed_optimizer_instances",
         "check_for_nan_in_grad",
         "gated_linear_unit",
         "num_experts",
@@ -245,13 +256,12 @@ class _Recipe:
             place = self.content.get(part)
             if isinstance(place, dict) and place.get("use_distributed_optimizer") is True:
                 self.values["use_distributed_optimizer"] = True
-            for overlap in ("overlap_grad_reduce", "overlap_param_gather"):
-                if isinstance(place, dict) and place.get(overlap) is True:
-                    self.values[overlap] = True
-            if isinstance(place, dict) and place.get("check_for_nan_in_grad") is False:
-                self.values["check_for_nan_in_grad"] = False
             if isinstance(place, dict) and place.get("name") == "distributed_fused_adam":
                 self.values["use_distributed_optimizer"] = True
+        chunks = self._get("virtual_pipeline_model_parallel_size")
+        ddp = read_ddp(self.content, interleaved=isinstance(chunks, int) and chunks > 1)
+        for field, (value, key) in ddp.items():
+            self._set(field, value, key)
 
     def _adapters(self) -> None:
         """Adapters over frozen weights: the fields of Megatron-Bridge's LoRA, DoRA and canonical LoRA, beside model."""

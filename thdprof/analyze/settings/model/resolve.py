@@ -8,6 +8,7 @@ from typing import Any
 
 from thdprof.analyze.settings.model.reading import (
     ARCHITECTURE,
+    OF_COMMUNICATION,
     OF_THE_RUN,
     REQUIRED,
     VOCAB_MULTIPLE,
@@ -63,6 +64,7 @@ def resolve_model(
     notes = [*(file.notes if file else ()), *(script.notes if script and values else ())]
     unsettled = _unsettled(own, file, script)
     lost_vocabulary = unsettled.pop("vocab_size", None)
+    of_communication = [unsettled.pop(name) for name in sorted(OF_COMMUNICATION & unsettled.keys())]
     if unsettled:
         notes.append(f"{_together(list(unsettled.values()))}; without it the model is not known")
         return ResolvedModel(model=None, source=None, notes=tuple(notes))
@@ -83,6 +85,9 @@ def resolve_model(
     if file is not None:
         notes += _assumed(file, script, own)
         notes += _contradictions(file, script, own)
+    if of_communication:
+        taken = "its default is" if len(of_communication) == 1 else "their defaults are"
+        notes.append(f"{_together(of_communication)}; {taken} taken")
     if lost_vocabulary is not None:
         notes.append(f"{lost_vocabulary}; without it times outside the decoder are not known")
     sources = [SETTINGS if own else "", file.source if file else "", script.source if script and script.values else ""]

@@ -163,9 +163,13 @@ class _Reader:
     def _assign_array(self, assignment: Assignment, elements: list[Word], conditional: bool, line: int) -> None:
         name = assignment.name
         if assignment.append and conditional:
-            elements = [replace(word, value=word.value.added_conditionally()) for word in elements]
-        elif conditional and not _alike(elements, self.arrays.get(name, [])):
-            elements = [Word(value=_under_condition(name, line), line=line)]
+            elements = _added_conditionally(elements)
+        elif conditional:
+            old = self.arrays.get(name, [])
+            if not old or not _alike(elements[: len(old)], old):
+                elements = [Word(value=_under_condition(name, line), line=line)]
+            else:  # A=("${A[@]}" more) adds to it
+                elements = [*old, *_added_conditionally(elements[len(old) :])]
         if not assignment.append:
             self.arrays[name] = []
             self.array_sizes[name] = 0
@@ -291,6 +295,10 @@ def _settled_conditionally(name: str, old: Value | None, new: Value, line: int) 
 
 def _under_condition(name: str, line: int) -> Value:
     return Value.unknown(f"${name}", f"is set under a condition (line {line})")
+
+
+def _added_conditionally(words: list[Word]) -> list[Word]:
+    return [replace(word, value=word.value.added_conditionally()) for word in words]
 
 
 def _alike(words: list[Word], others: list[Word]) -> bool:
