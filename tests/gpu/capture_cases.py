@@ -127,7 +127,7 @@ def too_little_memory() -> None:
     """What the failed capture took is given back: the eager micro-batch that follows finds the memory free."""
     module = Failing(takes_too_much)
     graphs = GraphedModule(module, BUCKETS, sample_every=0)
-    free_before, total = torch.cuda.mem_get_info()
+    _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(min(1.0, (8 << 30) / total))  # a small GPU, so that it is quick
     for cu, replays, fallbacks in ((SMALL, 1, 0), (MIDDLE, 0, 1), (LARGE, 1, 0)):
         with graphs.stats().expect(captures=3 if cu is SMALL else 0, replays=replays, fallbacks=fallbacks):
@@ -137,7 +137,7 @@ def too_little_memory() -> None:
     torch.empty(6 << 30, dtype=torch.uint8, device="cuda")  # of 8 GiB
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] > free_before - (1 << 30)
+    assert torch.cuda.memory_reserved() < 1 << 30  # by this process: others may share the GPU
     graphs.close()
 
 
