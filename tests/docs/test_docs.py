@@ -407,6 +407,20 @@ def test_every_result_has_its_place_in_the_site():
     assert sorted(listed) == sorted(f"results/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.md"))
 
 
+def test_the_files_that_results_name_are_there_or_the_page_says_which_commit_has_them():
+    checked = 0
+    for page in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+        text = page.read_text()
+        named = set(re.findall(r"(?<![\w/-])(?:benchmarks|tests|examples)/[\w/]+\.py", text))
+        gone = {name for name in named if not (ROOT / name).exists()}
+        checked += len(named)
+        head = text.split("\n\n")[1]
+        assert not gone or all(name in head for name in gone | {"commands of this page are of that time", "Commit "}), (
+            page
+        )
+    assert checked >= 20
+
+
 def test_numbers_that_are_not_in_the_results_are_found():
     link = "[runtime](../benchmarks/results/runtime.md)"
     assert unknown_numbers(f"13.88 ms with buckets of 64, 128 and 358 {link}") == set()
