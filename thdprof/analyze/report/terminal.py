@@ -60,6 +60,8 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         if table.exact
         else "drawn, not replayed"
         if analysis.drawn
+        else "replayed with a pack size that is a guess"
+        if table.size_guessed
         else "replayed up to a step that Megatron stops on"
     )
     count = counted(len(table), "micro-batch", "micro-batches")
