@@ -154,6 +154,7 @@ RECIPE_ROWS = (
         "hybrid_stack_spec",
         impl=_LAYERS,
         environment=_MAMBA,
+        eager_runs=5,
     ),
     Row(
         name="pretrain_hybrid.py, Mamba and attention, dropout",

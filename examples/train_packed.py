@@ -41,6 +41,7 @@ from thdprof.runtime import Bucket, GraphedModule, PackedSequence, Stats, graphe
 from thdprof.runtime.padding import boundaries_of, shape_of
 from thdprof.runtime.stack import PackedStack
 from thdprof.runtime.stats import Prediction
+from thdprof.words import install_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +167,7 @@ def _one_stream(plan: Plan, dataset: Dataset) -> NDArray[np.int64]:
     if len(streams) > 1 or (run.train_samples or 0) * run.seq_length + int(run.add_extra_token) > epoch:
         raise UsageError(
             "this plan reads several datasets or more than one epoch, which takes the real GPTDataset: "
-            "pip install 'thdprof[megatron]'"
+            f"{install_line('megatron')}"
         )
     return np.asarray(tokens)
 

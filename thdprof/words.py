@@ -50,6 +50,15 @@ def shortened(text: str, most: int) -> str:
     return shown if len(shown) <= most else "…" + shown[1 - most :]
 
 
+def install_line(extra: str) -> str:
+    """The command that installs an extra, for messages; to be changed here when thdprof is on a package index.
+
+    Args:
+        extra: names in `[project.optional-dependencies]` of pyproject.toml, with commas between them.
+    """
+    return f"pip install '.[{extra}]' in a checkout of thdprof"
+
+
 def html_table(caption: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """An HTML table of text and numbers. Every cell is escaped; numbers are aligned to the right."""
     head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)

@@ -11,6 +11,7 @@ import figures
 import plan_reference
 import readme_parts
 import settings_reference
+import stubs
 from mkdocs.structure.files import File, Files
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -35,7 +36,8 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in what is generated; links to results lead to their pages."""
+    """Fill in what is generated, for which a note stands in the repository; links to results lead to their pages."""
+    markdown = stubs.without_notes(markdown)
     for line, make in GENERATED.items():
         if line in markdown:
             markdown = markdown.replace(line, make())

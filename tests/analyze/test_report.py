@@ -611,7 +611,7 @@ def test_without_the_notebook_packages(thdprof_process, made, tmp_path, package)
     (tmp_path / f"{package}.py").write_text(f"raise ImportError('no {package}')\n")
     variables = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     done = thdprof_process("report", made / "plan.yaml", "-o", tmp_path / "r.ipynb", variables=variables)
-    refused(done, 2, f"a notebook needs {package}: pip install 'thdprof[notebook]'; a page (-o report.html) and")
+    refused(done, 2, f"a notebook needs {package}: pip install '.[notebook]' in a checkout of thdprof; a page (-o ")
     assert not (tmp_path / "r.ipynb").exists()
     done = thdprof_process("report", made / "plan.yaml", "-o", tmp_path / "r.html", variables=variables)
     assert done.returncode == 0, done.stderr

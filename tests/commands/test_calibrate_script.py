@@ -56,7 +56,7 @@ def test_a_missing_package_is_named_with_its_command(refused):
     pytest.importorskip("megatron.training")
     if importlib.util.find_spec("transformer_engine") is not None:
         pytest.skip("Transformer Engine is installed here")
-    assert "transformer-engine is not installed: pip install 'thdprof[megatron,te]'" in refused()
+    assert "transformer-engine is not installed: pip install '.[megatron,te]' in a checkout" in refused()
 
 
 def test_the_vocabulary_is_asked_for_only_of_a_script(tmp_path):

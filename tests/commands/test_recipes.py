@@ -195,6 +195,26 @@ def test_a_recipe_is_proved_only_where_a_row_covers_each_of_its_settings(bridge)
     assert kinds(**rows, fp8_param_gather=("a.md: d",))["two"] == "proved"
 
 
+def test_a_recipe_for_a_gpu_that_no_row_ran_on_is_never_proved(bridge):
+    file = bridge / "perf_recipes" / "llama" / "h100" / "llama.py"
+    one = "one_pretrain_8gpu_{}_bf16_config"
+    for gpu, kind in (("b200", "accepted unmeasured"), ("gb300", "accepted unmeasured"), ("h200", "proved")):
+        file.write_text(RECIPES.replace(one.format("h100"), one.format(gpu)))
+        found = next(v for v in coverage_of(bridge, limits=()).verdicts if v.name.startswith("one_"))
+        assert (found.gpu, found.unmeasured, found.unknown, found.kind) == (gpu, (), (), kind)
+
+
+@pytest.mark.parametrize("options", [(), ("--list",), ("--json",)])
+def test_every_form_of_the_output_says_what_proved_means(bridge, thdprof, options):
+    printed = thdprof("recipes", bridge, *options).stdout
+    meaning = json.loads(printed)["meanings"]["proved"] if options == ("--json",) else printed
+    for part in ("in some row of benchmarks/results", "Hopper GPUs (h100, h200)", "no recipe was run whole"):
+        assert part in meaning, part
+    if options != ("--json",):
+        assert "\nproved: " in printed
+        assert "\naccepted unmeasured: " in printed
+
+
 def test_a_setting_that_nobody_knows_is_never_proved(bridge):
     coverage = coverage_of(bridge, limits=(), proved=dict.fromkeys(PROVED, ("a.md: b",)))
     found = {v.name.split("_")[0]: v for v in coverage.verdicts}
@@ -241,7 +261,9 @@ def test_the_command_prints_a_table_a_line_each_or_json(bridge, thdprof):
         numbers = " +".join(map(str, [len(found), *counts(found).values()]))
         assert re.search(rf"^{name} +{numbers}$", table.stdout, re.M)
     lines = thdprof("recipes", bridge.parents[1], "--list").stdout.splitlines()
-    assert lines[0] == "five_pretrain_8gpu_b200_bf16_config: accepted unmeasured: never_heard_of 3"
+    assert lines[0] == (
+        "five_pretrain_8gpu_b200_bf16_config: accepted unmeasured: never_heard_of 3; no row ran on b200"
+    )
     assert "one_pretrain_8gpu_h100_bf16_config: proved" in lines
     told = json.loads(thdprof("recipes", bridge, "--json").stdout)
     assert told["schema"] == "thdprof.recipes/1"
@@ -295,6 +317,13 @@ def installed():
         pytest.skip("needs megatron-bridge")
     root = find_bridge(None)
     return coverage_of(root), root
+
+
+def test_the_installed_recipes_that_are_proved_are_for_hopper(installed):
+    coverage, _ = installed
+    proved = Counter(verdict.gpu for verdict in coverage.verdicts if verdict.kind == "proved")
+    assert {*proved} == {"h100"}
+    assert proved["h100"] >= 38
 
 
 def words_of(root: Path) -> dict[str, str]:

@@ -124,7 +124,7 @@ def test_a_missing_package_is_named_with_its_extra(thdprof, run, tmp_path, monke
     bare.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(bare))
     said = one_line_error(thdprof("analyze", "--megatron-args", run / "run.sh"), code=2)
-    assert said.endswith("the package transformers is not installed: pip install 'thdprof[sft]'\n")
+    assert said.endswith("the package transformers is not installed: pip install '.[sft]' in a checkout of thdprof\n")
 
 
 def test_lines_that_are_no_conversations_are_refused(thdprof, run, tmp_path):

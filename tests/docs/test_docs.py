@@ -46,6 +46,7 @@ import cli_reference  # noqa: E402
 import figures  # noqa: E402
 import plan_reference  # noqa: E402
 import settings_reference  # noqa: E402
+import stubs  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,6 +407,20 @@ def test_every_result_has_its_place_in_the_site():
     assert sorted(listed) == sorted(f"results/{path.name}" for path in (ROOT / "benchmarks/results").glob("*.md"))
 
 
+def test_the_files_that_results_name_are_there_or_the_page_says_which_commit_has_them():
+    checked = 0
+    for page in sorted((ROOT / "benchmarks" / "results").glob("*.md")):
+        text = page.read_text()
+        named = set(re.findall(r"(?<![\w/-])(?:benchmarks|tests|examples)/[\w/]+\.py", text))
+        gone = {name for name in named if not (ROOT / name).exists()}
+        checked += len(named)
+        head = text.split("\n\n")[1]
+        assert not gone or all(name in head for name in gone | {"commands of this page are of that time", "Commit "}), (
+            page
+        )
+    assert checked >= 20
+
+
 def test_numbers_that_are_not_in_the_results_are_found():
     link = "[runtime](../benchmarks/results/runtime.md)"
     assert unknown_numbers(f"13.88 ms with buckets of 64, 128 and 358 {link}") == set()
@@ -505,6 +520,24 @@ def test_pages_name_the_lines_that_are_generated():
         "versions",
         "words",
     ]
+
+
+def test_a_page_says_above_each_generated_part_that_only_the_site_has_it():
+    made = re.compile(r"^(?:<!-- generated: .*|!\[.*#only-light\)|::: thdprof\.load_plan)$", re.M)
+    checked = 0
+    for page in PAGES:
+        text = page.read_text()
+        for found in made.finditer(text):
+            before = text[: found.start()].rstrip("\n")
+            near = before[-400:] if found[0].startswith(":::") else before.split("\n\n")[-1]
+            assert stubs.NOTE in near, (page, found[0])
+            checked += 1
+        shown = stubs.without_notes(text)
+        assert stubs.NOTE not in shown
+        assert [line for line in text.splitlines() if line not in shown] == [
+            line for note in text.split("\n\n") if note.startswith(stubs.NOTE) for line in note.splitlines()
+        ]
+    assert checked >= 8
 
 
 def test_formats_targets_and_packers_are_those_there_are():

@@ -6,7 +6,7 @@ import pytest
 from support.command import run_in_process, run_script
 
 pytest.importorskip("torch")
-pytest.importorskip("trl", reason="needs thdprof[transformers]")
+pytest.importorskip("trl", reason="needs the extra transformers")
 
 SMALL = ["--layers", 1, "--hidden", 32, "--heads", 2]
 

@@ -38,25 +38,25 @@ def test_models(name):
 
 
 def test_adapters():
-    pytest.importorskip("peft", reason="needs thdprof[transformers]")
+    pytest.importorskip("peft", reason="needs the extra transformers")
     run_case("transformers_cases.py", "lora")
 
 
 @pytest.mark.parametrize("name", OF_TRL)
 def test_trl(name):
-    pytest.importorskip("trl", reason="needs thdprof[transformers]")
+    pytest.importorskip("trl", reason="needs the extra transformers")
     run_case("transformers_cases.py", name)
 
 
 def test_kernels_of_liger():
-    pytest.importorskip("trl", reason="needs thdprof[transformers]")
+    pytest.importorskip("trl", reason="needs the extra transformers")
     pytest.importorskip("liger_kernel", reason="needs liger-kernel")
     run_case("transformers_cases.py", "sft_liger")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_data_parallel_gradients():
-    pytest.importorskip("trl", reason="needs thdprof[transformers]")
+    pytest.importorskip("trl", reason="needs the extra transformers")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = subprocess.run(
         [*command, "tests/gpu/transformers_cases.py", "ddp"],

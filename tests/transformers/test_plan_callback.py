@@ -14,7 +14,7 @@ import pytest
 from support.trl_plans import plan_for
 
 pytest.importorskip("torch")
-pytest.importorskip("trl", reason="needs thdprof[transformers]")
+pytest.importorskip("trl", reason="needs the extra transformers")
 
 import torch
 from support.trl_training import dataset_of, documents, losses, small_model, trainer
@@ -350,4 +350,4 @@ def test_the_callback_needs_no_megatron():
 def test_without_transformers_the_extra_is_named():
     code = "import sys\nsys.modules['transformers'] = None\nimport thdprof.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "pip install 'thdprof[transformers]'" in done.stderr
+    assert "pip install '.[transformers]' in a checkout" in done.stderr

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("trl", reason="needs thdprof[transformers]")
+pytest.importorskip("trl", reason="needs the extra transformers")
 
 import torch
 from support.trl_training import small_model

@@ -8,7 +8,7 @@ import json
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("trl", reason="needs thdprof[transformers]")
+pytest.importorskip("trl", reason="needs the extra transformers")
 
 from support.trl_referee import seen_by_ranks
 from support.trl_training import dataset_of, documents, small_model, trainer

@@ -150,12 +150,14 @@ def on_the_model(
     sentences: list[str] = []
     if model is None:
         return sentences
-    if times.origin == "modelled" and gpu is not None:
+    of_trainer = settings.loader == "trainer"
+    if times.origin == "modelled" and gpu is not None and not of_trainer:
         sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
-    if times.origin == "modelled" and settings.loader == "trainer":
+    if times.origin == "modelled" and of_trainer:
         sentences.append(
-            "times are modelled as of fused layers, which PlanCallback(compile=True) makes: transformers' own take up "
-            "to twice as long in a graph"
+            "times are modelled, not measured, from fused layers, which PlanCallback(compile=True) makes, to layers "
+            "that take twice as long: transformers' own took 1.9 times as long in a graph, in the one shape that was "
+            "compared. Choose caps by the shares of what falls back, and time some steps"
         )
     if graphs and model.fp8_recipe == "mxfp8":
         sentences.append(
@@ -181,7 +183,10 @@ def _compared(model: Model, settings: TrainingSettings, gpu: Gpu) -> str:
         unlike.append("communication between GPUs")
     if unlike:
         return f"of {', '.join(unlike)} no measured times were compared; thdprof calibrate measures yours"
-    return "replays of the models that were measured lay within 15% of it; thdprof calibrate measures yours"
+    return (
+        "38 replays on an H200 that were held out of the fit lay within 8.4% of it, and 9 on an H100, whose rates were "
+        "fitted to them, within 10%; thdprof calibrate measures yours"
+    )
 
 
 def _on_the_search(table: MicrobatchTable, recommendation: Recommendation) -> list[str]:

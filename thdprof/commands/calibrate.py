@@ -10,6 +10,7 @@ import typer
 
 from thdprof.commands import streams
 from thdprof.errors import UsageError
+from thdprof.words import install_line
 
 
 def calibrate(
@@ -98,7 +99,7 @@ def calibrate(
     if module is None and attention != "torch":
         raise UsageError(f"--attention {attention}: the built-in stack has torch only; give --module for another")
     if importlib.util.find_spec("torch") is None:
-        raise UsageError("calibrate needs torch: pip install 'thdprof[runtime]'")
+        raise UsageError(f"calibrate needs torch: {install_line('runtime')}")
     from thdprof.runtime.calibrate import Grid, calibrate_module
 
     table = calibrate_module(
@@ -148,7 +149,7 @@ def _measure_script(script: Path, asked: Mapping[str, Any], *, began: float) -> 
             streams.say(note)
     for name, extra in (("torch", "runtime"), ("megatron", "megatron,te")):
         if importlib.util.find_spec(name) is None:
-            raise UsageError(f"calibrate --megatron-args needs {name}: pip install 'thdprof[{extra}]'")
+            raise UsageError(f"calibrate --megatron-args needs {name}: {install_line(extra)}")
     with warnings.catch_warnings():
         warnings.showwarning = lambda *_, **__: None  # Megatron warns of every optional package, by its own filters
         from thdprof.runtime.megatron.calibration import Request, calibrate_script

@@ -26,6 +26,9 @@ def recipes(
 ) -> None:
     """Count which of Megatron-Bridge's performance recipes thdprof could serve: refused, accepted unmeasured, proved.
 
+    Proved: nothing is refused, each setting was run in some row of benchmarks/results, and the recipe is for GPUs of
+    the architecture that the rows ran on (Hopper). No recipe was run whole.
+
     Recipes are read as text. Nothing of Megatron-Bridge is run, and nothing is downloaded.
     """
     from thdprof.analyze.report.recipes import described, listed, to_json

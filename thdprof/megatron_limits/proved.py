@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
+_ROWS = "trainer-rows.md"
 _COMMUNICATION, _EXPERTS, _HYBRID_EP = "communication.md", "experts.md", "hybridep.md"
 _SETTINGS, _VISION = "settings.md", "vision.md"
 _DEFERRED = (
@@ -24,12 +25,12 @@ _OVERLAPPED = (
 _BIASED = f"{_SETTINGS}: dropless, group-limited routing, expert bias, seq_aux_loss"
 
 PROVED: Mapping[str, tuple[str, ...]] = {
-    "tensor_model_parallel_size": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
-    "sequence_parallel": (f"{_EXACT}: TP 2, sequence parallel", f"{_EXACT}: TP 2, sequence parallel, dropout"),
-    "pipeline_model_parallel_size": (f"{_EXACT}: PP 2", f"{_EXACT}: PP 2, dropout"),
+    "tensor_model_parallel_size": (f"{_ROWS}: TP 2, sequence parallel", f"{_EXACT}: TP 2, --sft"),
+    "sequence_parallel": (f"{_ROWS}: TP 2, sequence parallel", f"{_ROWS}: TP 2, sequence parallel, dropout"),
+    "pipeline_model_parallel_size": (f"{_ROWS}: PP 2", f"{_ROWS}: PP 2, dropout"),
     "virtual_pipeline_model_parallel_size": (f"{_EXACT}: PP 2, VPP 2, --sft", f"{_OWN_LOOP}: exact-pp2-vpp2-dp2"),
-    "context_parallel_size p2p": (f"{_EXACT}: CP 2", f"{_EXACT}: CP 2, --sft"),
-    "padded experts, alltoall": (f"{_EXACT}: one GPU, experts padded to capacity", f"{_OWN_LOOP}: exact-moe"),
+    "context_parallel_size p2p": (f"{_ROWS}: CP 2", f"{_EXACT}: CP 2, --sft"),
+    "padded experts, alltoall": (f"{_ROWS}: one GPU, experts padded to capacity", f"{_OWN_LOOP}: exact-moe"),
     "dropless experts, flex hybridep": (
         f"{_SETTINGS}: Qwen3-30B-A3B, EP 2, HybridEP, forced load balancing",
         f"{_HYBRID_EP}: dropless experts, up to the router (`hybrid_ep`)",
@@ -39,7 +40,7 @@ PROVED: Mapping[str, tuple[str, ...]] = {
         f"{_HYBRID_EP}: experts padded to capacity, up to the router (`hybrid_ep_padded`)",
     ),
     "dropless experts, alltoall": (f"{_BEYOND}: exact-moe-dropless",),
-    "expert_model_parallel_size, padded": (f"{_EXACT}: EP 2", f"{_OWN_LOOP}: exact-pp2-ep2-moe"),
+    "expert_model_parallel_size, padded": (f"{_ROWS}: EP 2", f"{_OWN_LOOP}: exact-pp2-ep2-moe"),
     "expert_model_parallel_size, dropless": (
         f"{_SETTINGS}: DeepSeek-V3, EP 2, FP8 blockwise",
         f"{_COMMUNICATION}: dropless experts, EP 2",
@@ -78,13 +79,16 @@ PROVED: Mapping[str, tuple[str, ...]] = {
         _BIASED,
         f"{_EXPERTS}: experts padded to capacity, group-limited routing, expert bias, `seq_aux_loss`",
     ),
-    "tp_comm_overlap": (f"{_COMMUNICATION}: TP 2, sequence parallel, user buffers",),
-    "moe_grouped_gemm": (f"{_EXACT}: EP 2",),
-    "moe_router_load_balancing_type aux_loss": (f"{_EXACT}: EP 2",),
-    "moe_router_score_function sigmoid": (_BIASED, f"{_EXACT}: one GPU, experts, expert bias"),
+    "tp_comm_overlap": (
+        f"{_ROWS}: TP 2, user buffers, dropout",
+        f"{_COMMUNICATION}: TP 2, sequence parallel, user buffers",
+    ),
+    "moe_grouped_gemm": (f"{_ROWS}: EP 2",),
+    "moe_router_load_balancing_type aux_loss": (f"{_ROWS}: EP 2",),
+    "moe_router_score_function sigmoid": (_BIASED, f"{_ROWS}: one GPU, experts, expert bias"),
     "moe_permute_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
     "moe_router_fusion": (f"{_EXPERTS}: up to the router (`graphs.modules: [attn, moe_router]`)",),
-    "mtp_num_layers": (f"{_EXACT}: one GPU, multi-token prediction",),
+    "mtp_num_layers": (f"{_ROWS}: one GPU, multi-token prediction",),
     "fp8_recipe tensorwise": (
         f"{_SETTINGS}: one GPU, FP8 current",
         f"{_SETTINGS}: FP8 current, layer graphs, dropless experts",
@@ -117,14 +121,14 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "recompute_modules mlp": (f"{_SETTINGS}: recompute mlp, dropout, 12 steps",),
     "recompute_modules moe_act": (f"{_SETTINGS}: recompute moe_act and layernorm, experts padded to capacity",),
     "recompute_modules layernorm": (f"{_SETTINGS}: recompute moe_act and layernorm, experts padded to capacity",),
-    "peft LoRA": (f"{_SETTINGS}: LoRA, CP 2", f"{_SETTINGS}: LoRA, dropout, full recompute"),
-    "multi_latent_attention": (f"{_BEYOND}: exact-mla",),
+    "peft LoRA": (f"{_ROWS}: LoRA, TP 2, sequence parallel, dropout", f"{_SETTINGS}: LoRA, CP 2"),
+    "multi_latent_attention": (f"{_ROWS}: one GPU, latent attention", f"{_BEYOND}: exact-mla"),
     "Mamba layers": (f"{_BEYOND}: exact-mamba",),
-    "dropout": (f"{_EXACT}: one GPU, dropout",),
-    "ddp.use_distributed_optimizer": (f"{_EXACT}: DP 2, distributed optimizer, both overlaps",),
-    "ddp.overlap_grad_reduce": (f"{_EXACT}: DP 2, distributed optimizer, both overlaps",),
-    "ddp.overlap_param_gather": (f"{_EXACT}: DP 2, distributed optimizer, both overlaps",),
-    "ddp.num_distributed_optimizer_instances": (f"{_EXACT}: DP 2, two instances of the distributed optimizer",),
+    "dropout": (f"{_ROWS}: one GPU, dropout",),
+    "ddp.use_distributed_optimizer": (f"{_ROWS}: DP 2, distributed optimizer, both overlaps",),
+    "ddp.overlap_grad_reduce": (f"{_ROWS}: DP 2, distributed optimizer, both overlaps",),
+    "ddp.overlap_param_gather": (f"{_ROWS}: DP 2, distributed optimizer, both overlaps",),
+    "ddp.num_distributed_optimizer_instances": (f"{_ROWS}: DP 2, two instances of the distributed optimizer",),
     "context_parallel_size a2a": (f"{_VISION}: CP 2, a2a",),
     "vision-language model": (
         f"{_VISION}: Qwen3-VL, whole chunk",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from thdprof.words import install_line
+
 try:
     import torch  # noqa: F401
 except ModuleNotFoundError as error:  # pragma: no cover - tested in an environment without torch
-    raise ModuleNotFoundError("thdprof.runtime needs torch: pip install 'thdprof[runtime]'") from error
+    raise ModuleNotFoundError(f"thdprof.runtime needs torch: {install_line('runtime')}") from error
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.graphs.graphed_module import FallbackError, GraphedModule, graphed

@@ -49,7 +49,9 @@ def test_versions(monkeypatch):
     assert str(raised.value).endswith("Set THDPROF_UNTESTED_VERSIONS=allow to go on all the same")
     monkeypatch.setenv(versions.OVERRIDE, "allow")
     versions.check(lambda names: newer)
-    with pytest.raises(versions.VersionError, match=r"transformer-engine is not installed: pip install 'thdprof"):
+    with pytest.raises(
+        versions.VersionError, match=r"transformer-engine is not installed: pip install '\.\[megatron,te\]' in"
+    ):
         versions.check(lambda names: {**known, "transformer-engine": None})
 
 

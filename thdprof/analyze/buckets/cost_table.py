@@ -115,6 +115,9 @@ class CostTable(_Part):
     """Embedding, output layer and loss of a micro-batch, forward and backward, in milliseconds."""
     outside_range_ms: tuple[float, float] | None = None
     """The lowest and the highest value of `outside_ms` that is expected, where it was modelled."""
+    slower_kernels: float = Field(default=1.0, ge=1)
+    """Factor by which replays, and what is outside the decoder, may take longer than these times say, because it is not
+    known which kernels run; 1 where it is known."""
     optimizer_ms: float | None = Field(default=None, ge=0)
     """One step of the optimizer, with the reduction of gradients, in milliseconds."""
     stamp: Stamp | None = None
@@ -133,6 +136,20 @@ class CostTable(_Part):
         eager = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[place]}) for p in self.eager]
         replay = [p if p.range_ms is None else p.model_copy(update={"ms": p.range_ms[place]}) for p in self.replay]
         outside = self.outside_ms if self.outside_range_ms is None else self.outside_range_ms[place]
+        return self.model_copy(update={"eager": eager, "replay": replay, "outside_ms": outside})
+
+    def ends(self) -> list[CostTable]:
+        """The same table at both ends of the range of hosts; where kernels may be slower, then both ends with these."""
+        found = [self.at_host(end) for end in HOSTS]
+        return found if self.slower_kernels == 1 else [*found, *(table._slowed() for table in found)]
+
+    def _slowed(self) -> CostTable:
+        """The same table with the slowest kernels that are expected, which an eager pass waits for as a replay does."""
+        factor = self.slower_kernels
+        replay = [p.model_copy(update={"ms": factor * p.ms}) for p in self.replay]
+        gpu_ms = [factor * self._along_seqs(p.n_seqs, None) for p in self.eager]
+        eager = [p.model_copy(update={"ms": max(p.ms, ms)}) for p, ms in zip(self.eager, gpu_ms, strict=True)]
+        outside = None if self.outside_ms is None else factor * self.outside_ms
         return self.model_copy(update={"eager": eager, "replay": replay, "outside_ms": outside})
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.analysis import Analysis
-from thdprof.analyze.buckets.cost_table import HOSTS, CostTable
+from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.buckets.step_costs import one_cap_step_ms
 from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted
@@ -107,18 +107,18 @@ def _step_ms(analysis: Analysis, costs: CostTable, caps: list[int]) -> NDArray[n
 
 
 def _relative_step_times(analysis: Analysis, caps: list[int]) -> list[Range | None]:
-    """The range of the relative step time under each of `caps`: eager times at both ends of theirs.
+    """The range of the relative step time under each of `caps`: times at all ends of theirs.
 
     None for each cap where the times are not of the user's own model.
     """
     if analysis.times.origin == analysis.costs.origin == "none":
         return [None] * len(caps)
     ends = []
-    for end in HOSTS:
+    for costs in analysis.costs.ends():
         # A cap of no documents holds nothing, so all micro-batches run eagerly under it.
-        step_ms = _step_ms(analysis, analysis.costs.at_host(end), [0, *caps])
+        step_ms = _step_ms(analysis, costs, [0, *caps])
         ends.append(step_ms[1:] / step_ms[0])
-    return [(float(min(pair)), float(max(pair))) for pair in zip(*ends, strict=True)]
+    return [(float(min(found)), float(max(found))) for found in zip(*ends, strict=True)]
 
 
 def check_part(part: str | None) -> None:

@@ -1,7 +1,7 @@
 """Makes the notebook of a report: the packaged template, filled with the report's files and cap, and executed.
 
 In the repository the template is `notebooks/report.ipynb`. Execution needs nbclient and ipykernel, which
-`thdprof[notebook]` installs. Two notebooks made from one set of files are equal byte for byte.
+the extra `notebook` installs. Two notebooks made from one set of files are equal byte for byte.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from thdprof.analyze.report.kernel import run_apart
 from thdprof.errors import DataError, UsageError
+from thdprof.words import install_line
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode
@@ -104,7 +105,7 @@ def need(package: str) -> Any:
         return import_module(package)
     except ImportError as error:
         raise UsageError(
-            f"a notebook needs {package}: pip install 'thdprof[notebook]'; a page (-o report.html) and figures alone "
+            f"a notebook needs {package}: {install_line('notebook')}; a page (-o report.html) and figures alone "
             "(-o DIRECTORY) do not"
         ) from error
 

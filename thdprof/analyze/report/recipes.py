@@ -7,7 +7,7 @@ from typing import Any
 
 from thdprof.files import json_text
 from thdprof.megatron_limits.quantization import UNMEASURED
-from thdprof.megatron_limits.recipes import Coverage, Verdict, counts, missing, reasons
+from thdprof.megatron_limits.recipes import ROWS_RAN_ON, Coverage, Verdict, counts, missing, reasons
 from thdprof.words import counted
 
 SCHEMA = "thdprof.recipes/1"
@@ -15,6 +15,21 @@ _FOOT = (
     "A plan's graphs take the place of Megatron's own (cuda_graph_impl, cuda_graph_scope). MXFP8 and NVFP4 are "
     f"accepted with {UNMEASURED}=allow alone."
 )
+_PROVED = (
+    "proved: install refuses none of the recipe's settings, each of them was run in some row of benchmarks/results, "
+    "replayed beside eager training, and the recipe is for Hopper GPUs (h100, h200): all rows ran on H200s. Rows have "
+    "small models, or a few layers of larger ones, on at most 4 GPUs of one host: no recipe was run whole, nor at its "
+    "size."
+)
+_ACCEPTED = (
+    "accepted unmeasured: install refuses nothing, but no row has one of the settings, or none ran on that type of GPU."
+)
+_MEANINGS = {
+    "refused": "install refuses at least one of the recipe's settings.",
+    "accepted unmeasured": _ACCEPTED.partition(": ")[2],
+    "proved": _PROVED.partition(": ")[2],
+}
+"""The verdicts' meanings, as the JSON object has them."""
 _MOST = 12
 """Lines of a table of settings; the rest is counted."""
 
@@ -36,18 +51,25 @@ def described(coverage: Coverage) -> str:
         lines += ["", *_table([["accepted, without a row on a GPU", "recipes"], *rows])]
         if len(unmeasured) > _MOST:
             lines.append(f"and {counted(len(unmeasured) - _MOST, 'more setting')} (--json)")
-    return "\n".join([*lines, "", _FOOT, ""])
+    return "\n".join([*lines, "", _definitions(), _FOOT, ""])
 
 
 def listed(coverage: Coverage) -> str:
-    """A line for each recipe."""
-    return "".join(f"{verdict.name}: {_told(verdict)}\n" for verdict in coverage.verdicts)
+    """A line for each recipe, and what the verdicts mean."""
+    lines = [f"{verdict.name}: {_told(verdict)}" for verdict in coverage.verdicts]
+    return "\n".join([*lines, "", _definitions(), ""])
+
+
+def _definitions() -> str:
+    return f"{_PROVED}\n{_ACCEPTED}"
 
 
 def _told(verdict: Verdict) -> str:
     if verdict.refusals:
         return f"refused: {'; '.join(verdict.refusals)}"
     without = [*verdict.unmeasured, *verdict.unknown]
+    if not verdict.rows_ran_on_gpu:
+        without.append(f"no row ran on {verdict.gpu or 'an unnamed type of GPU'}")
     return f"{verdict.kind}: {'; '.join(without)}" if without else verdict.kind
 
 
@@ -58,6 +80,8 @@ def to_json(coverage: Coverage) -> str:
         {
             "schema": SCHEMA,
             "bridge": str(coverage.bridge),
+            "meanings": _MEANINGS,
+            "rows_ran_on": list(ROWS_RAN_ON),
             "counts": {
                 "gpus": {gpu: _counts(found) for gpu, found in groups.items()},
                 "fine_tuning": _counts(coverage.fine_tuning),
@@ -86,6 +110,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {
         "name": verdict.name,
         "gpu": verdict.gpu or None,
+        "rows_ran_on_gpu": verdict.rows_ran_on_gpu,
         "fine_tuning": verdict.fine_tuning,
         "verdict": verdict.kind,
         "refusals": dict(verdict.refusals),

@@ -226,8 +226,10 @@ def times_lines(analysis: Analysis) -> list[str]:
     if times.decoder_replay_ms is None or times.decoder_eager_ms is None:
         return []
     outside = "" if times.outside_decoder_ms is None else f"; outside the decoder {times.outside_decoder_ms:.1f} ms"
+    slower = analysis.costs.slower_kernels
+    replayed = f"{times.decoder_replay_ms:.1f}" + ("" if slower == 1 else f" to {slower * times.decoder_replay_ms:.1f}")
     lines = [
-        f"median micro-batch, one rank: decoder replayed {times.decoder_replay_ms:.1f} ms, eagerly "
+        f"median micro-batch, one rank: decoder replayed {replayed} ms, eagerly "
         f"{spanned(times.decoder_eager_ms, 'ms')}{outside}"
     ]
     lines.append(f"of {times.basis}")

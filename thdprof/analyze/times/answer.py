@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from thdprof.analyze.buckets.cost_table import HOSTS, CostTable
+from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.modelled_costs import ModelledTimes
@@ -44,20 +44,21 @@ def times_of(run: Run, costs: CostTable, *, basis: str) -> Times:
         basis: the model and the GPU that the times are of.
     """
     assert costs.origin != "none"
-    steps = [_step_ms(run, costs.at_host(end)) for end in HOSTS]
+    ends = costs.ends()
+    steps = [_step_ms(run, end) for end in ends]
     relative = [planned / eager for planned, eager in steps]
     fitting = [b for b in run.buckets if b.max_seqs >= run.typical]
     cap = fitting[0].max_seqs if fitting else costs.rounded_max_seqs(run.typical)
-    eager = [float(costs.at_host(end).eager_ms(np.array([run.typical]))[0]) for end in HOSTS]
+    eager = [float(end.eager_ms(np.array([run.typical]))[0]) for end in ends]
     return Times(
         origin=costs.origin,
         basis=basis,
         decoder_replay_ms=costs.replay_ms(cap, fitting[0].max_seqlen if fitting else run.longest),
-        decoder_eager_ms=(eager[0], eager[1]),
+        decoder_eager_ms=(eager[0], eager[-1]),
         outside_decoder_ms=_outside(run, costs),
         relative_step_time=(min(relative), max(relative)),
-        step_ms=(steps[0][0], steps[1][0]),
-        eager_step_ms=(steps[0][1], steps[1][1]),
+        step_ms=(steps[0][0], steps[-1][0]),
+        eager_step_ms=(steps[0][1], steps[-1][1]),
     )
 
 

@@ -13,10 +13,13 @@ from thdprof.analyze.times.memory import slot_bytes
 from thdprof.analyze.times.outside import LAUNCHES, optimizer_ms, outside_ms
 from thdprof.analyze.times.parameters import stage_parameters, stages
 from thdprof.analyze.times.results import Range
+from thdprof.analyze.times.transformers_memory import is_run_of_trainer
 from thdprof.training import Model, TrainingSettings
 
 _STEPS = (32, 64, 128, 256, 512)
 """Numbers of documents up to which Transformer Engine's fused attention rounds."""
+_OWN_LAYERS = 2.0
+"""Time of a graph of transformers' own layers, beside one of fused layers, at most; 1.9 in the shape of Qwen3-0.6B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,12 @@ class ModelledTimes:
     def __init__(self, model: Model, gpu: Gpu, host: HostRate, settings: TrainingSettings, shapes: Shapes) -> None:
         self.model, self.gpu, self.host, self.settings, self.shapes = model, gpu, host, settings, shapes
         self.decoder = Decoder(model, gpu, pipeline_size=settings.pipeline_parallel_size)
+
+    @property
+    def slower_kernels(self) -> float:
+        """Factor by which replays may take longer: under Hugging Face's Trainer the layers are fused only where
+        `PlanCallback(compile=True)` compiles them, which the settings do not tell."""
+        return _OWN_LAYERS if is_run_of_trainer(self.settings) else 1.0
 
     def at(self, max_seqs: int) -> DecoderTime:
         """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
@@ -85,6 +94,7 @@ class ModelledTimes:
             squared_tokens=self.shapes.squared,
             outside_ms=None if outside is None else (outside[0] * outside[1]) ** 0.5,
             outside_range_ms=outside,
+            slower_kernels=self.slower_kernels,
             optimizer_ms=self.optimizer(),
             slot_bytes=slot_bytes(self.model, self.settings, self.shapes.tokens),
         )

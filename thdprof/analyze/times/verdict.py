@@ -24,7 +24,9 @@ def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
     time = modelled.at(modelled.shapes.typical)
     replay, eager = times.decoder_replay_ms, modelled.host.eager_ms(time)
     low, high = modelled.replay_range(time) or (replay, replay)
-    ruling = rule(high / eager[1], replay / modelled.host.middle_ms(time), low / eager[0])
+    slower = modelled.slower_kernels
+    quickest = max(low / eager[0], slower * low / max(slower * low, eager[0]))
+    ruling = rule(high / eager[1], replay / modelled.host.middle_ms(time), quickest)
     layers = modelled.decoder.num_layers
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
     gpu = f"{_digits(time.gpu_ms / layers)} ms"
@@ -36,12 +38,17 @@ def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
             reason=f"launching a layer takes the host {launching}, computing it the GPU {gpu}; dropless experts stay "
             f"with the host, so that a replayed layer takes up to {_digits(left)} ms",
         )
+    decides = (
+        "the processor decides; run thdprof calibrate on it"
+        if slower == 1
+        else "the processor decides, and whether PlanCallback(compile=True) fuses the layers; train some steps by the "
+        "plan and some without"
+    )
     reason = {
         "graphs pay": f"launching a layer takes the host {launching}, computing it the GPU {gpu}",
         "graphs do not pay": f"computing a layer takes the GPU {gpu}, and launching it the host {launching}: eager "
         "training hides it",
-        "measure first": f"launching a layer takes the host {launching}, computing it the GPU {gpu}: the processor "
-        "decides; run thdprof calibrate on it",
+        "measure first": f"launching a layer takes the host {launching}, computing it the GPU {gpu}: {decides}",
     }[ruling]
     return Verdict(ruling=ruling, reason=reason)
 

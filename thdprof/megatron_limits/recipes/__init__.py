@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from thdprof.megatron_limits.recipes.coverage import Coverage, Verdict, counts, coverage_of, missing, reasons
+from thdprof.megatron_limits.recipes.coverage import (
+    ROWS_RAN_ON,
+    Coverage,
+    Verdict,
+    counts,
+    coverage_of,
+    missing,
+    reasons,
+)
 from thdprof.megatron_limits.recipes.find import find_bridge
 
-__all__ = ["Coverage", "Verdict", "counts", "coverage_of", "find_bridge", "missing", "reasons"]
+__all__ = ["ROWS_RAN_ON", "Coverage", "Verdict", "counts", "coverage_of", "find_bridge", "missing", "reasons"]

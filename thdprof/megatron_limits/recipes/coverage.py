@@ -22,6 +22,9 @@ from thdprof.megatron_limits.table import LIMITS
 Kind = Literal["refused", "accepted unmeasured", "proved"]
 _PRECISIONS = "training/mixed_precision.py"
 _FINE_TUNING = ("_sft_", "_peft_")
+ROWS_RAN_ON = ("h100", "h200")
+"""Types of GPUs, as recipes name them, of the architecture that the rows of `proved` ran on: they ran on H200s, which
+are Hopper, as H100s are. No recipe for another type is proved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +48,17 @@ class Verdict:
 
     @property
     def kind(self) -> Kind:
-        """Whether the recipe is refused, accepted, or proved: a GPU row covers each of its settings."""
+        """Whether the recipe is refused, accepted, or proved: a GPU row covers each of its settings, and rows ran on
+        its type of GPU."""
         if self.refusals:
             return "refused"
-        proved = all(self.settings.values()) and not self.unknown
+        proved = all(self.settings.values()) and not self.unknown and self.rows_ran_on_gpu
         return "proved" if proved else "accepted unmeasured"
+
+    @property
+    def rows_ran_on_gpu(self) -> bool:
+        """Whether rows ran on the architecture of the recipe's type of GPU."""
+        return self.gpu in ROWS_RAN_ON
 
     @property
     def unmeasured(self) -> tuple[str, ...]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from thdprof.words import install_line
+
 try:
     import megatron.core  # noqa: F401
 except ModuleNotFoundError as error:  # pragma: no cover - tested in an environment without megatron-core
     raise ModuleNotFoundError(
-        "thdprof.runtime.megatron needs megatron-core and Transformer Engine: pip install 'thdprof[megatron,te]'"
+        f"thdprof.runtime.megatron needs megatron-core and Transformer Engine: {install_line('megatron,te')}"
     ) from error
 
 from thdprof.runtime.megatron.calibrate import measure_decoder

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from thdprof.words import install_line
+
 OVERRIDE = "THDPROF_UNTESTED_VERSIONS"
 """Environment variable; the value `allow` accepts versions on which thdprof was not checked."""
 
@@ -351,8 +353,9 @@ def complaints(versions: Mapping[str, str | None], relied_on: Sequence[Reliance]
     for package, version in versions.items():
         relied = [r for r in relied_on if r.package == package]
         if version is None:
-            wanted = "megatron-bridge" if package == "megatron-bridge" else "'thdprof[megatron,te]'"
-            lines.append(f"{package} is not installed: pip install {wanted}")
+            bridge = package == "megatron-bridge"
+            wanted = "pip install megatron-bridge" if bridge else install_line("megatron,te")
+            lines.append(f"{package} is not installed: {wanted}")
         elif bad := [r for r in relied if Version(version).base_version not in r.checked]:
             lines.append(
                 f"{package} {version}: thdprof takes {bad[0].checked}, and relies on {bad[0].name} ({bad[0].why})"

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from thdprof.errors import DataError, UsageError
+from thdprof.words import install_line
 
 _PROGRAM = Path(__file__).with_name("tokenize_program.py")
 """The program, which is not imported here: `transformers` imports PyTorch unless it is hidden in the whole process."""
-INSTALL = "pip install 'thdprof[sft]'"
 
 
 def count_tokens(
@@ -57,7 +57,7 @@ def _line(value: Any) -> bytes:
 
 def _refused(where: str, *, kind: str, error: str) -> Exception:
     if kind == "package":
-        return UsageError(f"conversations are tokenised as training does it, and {error}: {INSTALL}")
+        return UsageError(f"conversations are tokenised as training does it, and {error}: {install_line('sft')}")
     if kind == "padding":
         return DataError(f"{where}: {error}, so that training stops; give the run's own prompt format or tokenizer")
     return DataError(

@@ -26,6 +26,7 @@ from thdprof.runtime.megatron.calibration.solve import Measured, Scale, Solved, 
 from thdprof.runtime.megatron.calibration.variants import Replayable
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.stamp import stamp_here
+from thdprof.words import install_line
 
 TYPICAL_DOCUMENTS = 12
 """Documents of the replayed micro-batches, as in the built-in tables."""
@@ -125,7 +126,7 @@ def _require(package: str, module: str, extra: str) -> None:
     except versions.VersionError as error:
         raise UsageError(f"calibrate --megatron-args: {error}") from error
     except Exception as error:  # Transformer Engine raises many kinds where its libraries are not found
-        raise UsageError(f"{module} cannot be imported ({error}): pip install 'thdprof[{extra}]'") from error
+        raise UsageError(f"{module} cannot be imported ({error}): {install_line(extra)}") from error
 
 
 def _check_gpus() -> None:

@@ -1,0 +1,39 @@
+"""The line that installs an extra has one home, and names extras that there are."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from pathlib import Path
+
+from support.paths import ROOT
+
+from thdprof.words import install_line
+
+SOURCES = [path for name in ("thdprof", "examples", "docs") for path in sorted((ROOT / name).rglob("*.*"))]
+
+
+def named_extras(path: Path) -> list[str]:
+    """The extras that calls of `install_line` in a module name as text."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    lines = [call.args[0] for call in calls if isinstance(call.func, ast.Name) and call.func.id == "install_line"]
+    return [line.value for line in lines if isinstance(line, ast.Constant) and isinstance(line.value, str)]
+
+
+def test_the_install_line_is_of_a_checkout():
+    assert install_line("megatron,te") == "pip install '.[megatron,te]' in a checkout of thdprof"
+
+
+def test_every_extra_that_a_message_names_is_declared():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [line for path in SOURCES if path.suffix == ".py" for line in named_extras(path)]
+    assert len(named) >= 6
+    assert {extra for line in named for extra in line.split(",")} <= set(declared)
+
+
+def test_nothing_says_to_install_thdprof_from_an_index_that_does_not_have_it():
+    texts = {path: path.read_text(encoding="utf-8") for path in SOURCES if path.suffix in (".py", ".md")}
+    assert len(texts) > 100
+    texts[ROOT / "README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = [path for path, text in texts.items() if "thdprof[" in text or "pip install thdprof" in text]
+    assert found == []
