@@ -97,9 +97,8 @@ def trainer_arguments(options: argparse.Namespace, plan: Plan) -> SFTConfig:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
+def train(options: argparse.Namespace) -> None:
     """Train, and print what was observed."""
-    options = arguments(argv)
     plan, rows = load_plan(options.plan), Dataset.from_parquet(str(options.data))
     vocabulary = 1 + max(max(row) for row in rows["input_ids"])
     more: dict[str, Any] = {}
@@ -116,8 +115,14 @@ def main(argv: list[str] | None = None) -> None:
     print(callback.last)
 
 
-if __name__ == "__main__":
+def main(argv: list[str] | None = None) -> None:
+    """Train; an error that the user can mend ends it in one line."""
     try:
-        main()
+        train(arguments(argv))
     except ThdprofError as error:
-        sys.exit(f"train_trl: {error}")
+        print(f"train_trl: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
