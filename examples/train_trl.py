@@ -5,14 +5,15 @@ thdprof analyze demo/trl --loader trainer --gradient-accumulation 4 --train-iter
 python examples/train_trl.py --plan plan.yaml --stats stats.jsonl demo/trl/packed.parquet
 thdprof compare plan.yaml stats.jsonl
 
-Without a GPU the same run is eager, and `compare` tells what would have been replayed. On several GPUs start it with
-`torchrun --nproc-per-node N`, and analyse with `--data-parallel-size N`. `--replay off` pads as the plan says but runs
-eagerly, for a run to compare with.
+Without a GPU the same run is eager: `compare` tells what would have been replayed, and exits with 3. On several GPUs
+start it with `torchrun --nproc-per-node N`, and analyse with `--data-parallel-size N`. `--replay off` pads as the plan
+says but runs eagerly, for a run to compare with.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
+from thdprof.errors import ThdprofError
 from thdprof.plan import Plan, load_plan
 from thdprof.transformers import PlanCallback
 
@@ -95,9 +97,8 @@ def trainer_arguments(options: argparse.Namespace, plan: Plan) -> SFTConfig:
     )
 
 
-def main(argv: list[str] | None = None) -> None:
+def train(options: argparse.Namespace) -> None:
     """Train, and print what was observed."""
-    options = arguments(argv)
     plan, rows = load_plan(options.plan), Dataset.from_parquet(str(options.data))
     vocabulary = 1 + max(max(row) for row in rows["input_ids"])
     more: dict[str, Any] = {}
@@ -112,6 +113,15 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     trainer.train()
     print(callback.last)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train; an error that the user can mend ends it in one line."""
+    try:
+        train(arguments(argv))
+    except ThdprofError as error:
+        print(f"train_trl: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -164,3 +164,72 @@ def test_a_rate_that_cannot_be_is_refused(plan, tmp_path, wrong):
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(DataError, match=r"graphs\.verify"):
         load_plan(path)
+
+
+BUCKET = {"max_seqs": 2, "max_seqlen": 16, "cp_size": 1, "share": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("graphs.buckets", [BUCKET, BUCKET], "graphs.buckets.1: is the same as bucket 0: leave one out"),
+        ("graphs.buckets", [{**BUCKET, "max_seqlen": 17}], "graphs.buckets.0.max_seqlen: must be at most 16, the"),
+        (
+            "graphs.buckets",
+            [{**BUCKET, "share": 0.8}, {**BUCKET, "max_seqs": 3, "share": 0.3}],
+            "graphs.buckets: shares must add up to 1 at most: a micro-batch replays one bucket (got 1.1)",
+        ),
+        (
+            "graphs.buckets",
+            [{**BUCKET, "max_seqs": "64"}],
+            "graphs.buckets.0.max_seqs: Input should be a valid integer",
+        ),
+        (
+            "graphs.buckets",
+            [{**BUCKET, "max_seqs": True}],
+            "graphs.buckets.0.max_seqs: Input should be a valid integer",
+        ),
+        ("graphs.buckets", [{**BUCKET, "share": "0.5"}], "graphs.buckets.0.share: Input should be a valid number"),
+        ("graphs.slots", [[1], [1], [1]], "graphs.slots: must be 1 lists, one for each of training.pipeline_parallel"),
+        ("graphs.slots", [[1, 1]], "graphs.slots.0: must hold one number: 1 (got [1, 1])"),
+        ("graphs.slots", [], "graphs.slots: must be 1 lists"),
+        ("predictions.times", {"origin": "measured", "basis": "x"}, "predictions.times.origin: no time stands beside"),
+        ("predictions.times", {"origin": "modelled", "basis": "x"}, "predictions.times.origin: no time stands beside"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(plan, path, value, told):
+    values = yaml.safe_load(plan.to_yaml())
+    part, field = path.split(".")
+    values[part][field] = value
+    values["graphs"]["impl"] = "module"
+    with pytest.raises(DataError) as caught:
+        parse_plan(values, where="p")
+    assert str(caught.value).startswith(f"p: {told}")
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        {"buckets": [{**BUCKET, "share": 0.2}]},  # one of two left out by hand: predictions are of the plan as it was
+        {"buckets": [BUCKET, {**BUCKET, "max_seqs": 3}]},
+        {"buckets": [{**BUCKET, "share": 1 / 3}, {**BUCKET, "max_seqs": 3, "share": 2 / 3 + 1e-9}]},
+        {"buckets": [{**BUCKET, "share": 1}]},
+        {"buckets": [BUCKET, {**BUCKET, "cp_size": 2}]},
+        {"slots": [[4]]},
+    ],
+)
+def test_graphs_edited_by_hand_still_load(plan, graphs):
+    values = yaml.safe_load(plan.to_yaml())
+    values["graphs"] |= {"impl": "module", **graphs}
+    assert parse_plan(values, where="p").graphs.impl == "module"
+
+
+def test_slots_are_of_the_pipeline_and_its_chunks(tmp_path):
+    (tmp_path / "packs.jsonl").write_text("[3, 4]\n[5]\n[1, 1, 1]\n[7, 2]\n")
+    run = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "global_batch_size": 4}
+    plan = make_plan(analyze_dataset(tmp_path / "packs.jsonl", loader="single", seq_length=16, **run))
+    values = yaml.safe_load(plan.to_yaml())
+    assert parse_plan(values, where="p") == plan
+    values["graphs"]["slots"] = [[2], [1]]
+    with pytest.raises(DataError, match=r"graphs\.slots\.0: must hold a number for each chunk"):
+        parse_plan(values, where="p")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from support.paths import ROOT
 
-from thdprof.words import install_line
+from thdprof.analyze.report.words import saved
+from thdprof.words import install_line, with_article
 
 SOURCES = [path for name in ("thdprof", "examples", "docs") for path in sorted((ROOT / name).rglob("*.*"))]
 
@@ -37,3 +38,14 @@ def test_nothing_says_to_install_thdprof_from_an_index_that_does_not_have_it():
     texts[ROOT / "README.md"] = (ROOT / "README.md").read_text(encoding="utf-8")
     found = [path for path, text in texts.items() if "thdprof[" in text or "pip install thdprof" in text]
     assert found == []
+
+
+def test_names_of_gpus_have_the_article_that_is_said():
+    said = ["an A100", "a B200", "a GB200", "an H100 SXM", "an L40S", "a T4", "an RTX 6000"]
+    assert [with_article(words.split(" ", 1)[1]) for words in said] == said
+
+
+def test_savings_that_may_be_losses_are_told_as_such():
+    assert saved((0.0189, 0.109), "GPU-hours") == "0.0189 to 0.109 GPU-hours saved"
+    assert saved((-0.0002, 0.095), "GPU-hours") == "from 0.0002 GPU-hours more than eagerly to 0.095 GPU-hours saved"
+    assert saved((-2.0, -1.0), "GPU-hours") == "1.00 to 2.00 GPU-hours more than eagerly"

@@ -39,9 +39,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo):
-    app.command(cls=PanelCommand, no_args_is_help=True)(_command)
-app.command(cls=PanelCommand)(recipes)  # which without arguments reads the installed Megatron-Bridge
+for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo, recipes):
+    app.command(cls=PanelCommand)(_command)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 

@@ -11,6 +11,10 @@ class DataError(ThdprofError):
     """A dataset, plan or cost table cannot be read, or lacks something that it must hold."""
 
 
+class MachineError(ThdprofError):
+    """The machine lacks what the command needs, such as a GPU."""
+
+
 class UsageError(ThdprofError):
     """A setting has an impossible value, or settings contradict each other."""
 

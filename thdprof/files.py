@@ -26,8 +26,9 @@ def check_targets(paths: Sequence[Path], *, force: bool) -> None:
         force: whether existing files may be replaced.
 
     Raises:
-        UsageError: two paths are one file; or a path is a directory, a device or a pipe; or its directory does not
-            exist; or the file exists and `force` is false.
+        UsageError: two paths are one file; or a path is a directory, a device or a pipe; or the file exists and
+            `force` is false.
+        DataError: a path's directory does not exist.
         OSError: a path cannot be looked at.
     """
     targets = [Path(os.path.realpath(path)) for path in paths]
@@ -41,7 +42,7 @@ def check_targets(paths: Sequence[Path], *, force: bool) -> None:
         if not force and os.path.lexists(path):
             raise UsageError(f"{path}: exists; give --force to replace it, or another name")
         if not target.parent.is_dir():
-            raise UsageError(f"{path}: there is no directory {target.parent}; make it first")
+            raise DataError(f"{path}: there is no directory {target.parent}; make it first")
 
 
 @contextlib.contextmanager

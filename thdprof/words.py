@@ -27,6 +27,11 @@ def amount(value: float) -> str:
     return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}".rstrip("0") if abs(value) > 1e-12 else "0"
 
 
+def with_article(name: str) -> str:
+    """The name of a GPU behind its article, as the letter that it begins with is said: "an H100", "a B200"."""
+    return f"{'an' if name[:1] in 'AEFHILMNORSX' else 'a'} {name}"
+
+
 def percent(share: float) -> str:
     """`share` in per cent. Only exactly 0 reads as 0.0%, and only exactly 1 as 100.0%."""
     text = f"{share:.1%}"

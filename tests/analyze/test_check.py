@@ -256,7 +256,7 @@ def template(tmp_path_factory):
 
 @settings(deadline=None, max_examples=200)
 @given(
-    buckets=st.lists(SHAPES, max_size=5),
+    buckets=st.lists(SHAPES, max_size=5, unique=True),
     batches=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(5, 9)), min_size=1, max_size=20),
     sizes=st.lists(st.sampled_from([1, 2, 4]), min_size=20, max_size=20),
     run_cp=st.sampled_from([1, 2]),

@@ -15,6 +15,7 @@ import pytest
 from thdprof.analyze.settings.batch_schedule import read_schedule
 from thdprof.analyze.settings.launch_script import parse_megatron_args
 from thdprof.analyze.settings.megatron_flags import FLAGS
+from thdprof.analyze.settings.near_misses import near_misses
 from thdprof.analyze.settings.shell import read_shell
 from thdprof.analyze.settings.training_command import training_command
 from thdprof.errors import UsageError
@@ -575,3 +576,47 @@ def test_sizes_that_the_caller_has_divide_the_ranks():
     text = "WORLD_SIZE=8\npretrain_gpt.py --seq-length 8"
     found = parse_megatron_args(text, where="run.sh", given={"pipeline_parallel_size": 4})
     assert found.settings["data_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("--seq-lenght", "--seq-length"),
+        ("--seq_length", "--seq-length"),
+        ("--seq-lengths", "--seq-length"),
+        ("--global-batchsize", "--global-batch-size"),
+        ("--pipeline-parallel-model-size", "--pipeline-model-parallel-size"),
+        ("--pipeline-parallel-size", "--pipeline-model-parallel-size"),
+        ("--recompute-granularty", "--recompute-granularity"),
+    ],
+)
+@pytest.mark.parametrize(
+    "form", ["{flags}", 'A=(\n  {flags}\n)\ntorchrun pretrain_gpt.py "${{A[@]}}"', "A=(\n  {flags}\n)"]
+)
+def test_a_flag_that_is_misspelt_in_one_place_is_told(written, meant, form):
+    found = parse(form.format(flags=f"--micro-batch-size 2 {written} 4"))
+    line = 2 if form.startswith("A") else 1
+    assert f"run.sh, line {line}: {written} is not read; did you mean {meant}?" in found.notes
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--my-own-flag 3 --batch-size 4 --speed 4 --length 2 --splits 3 --encoder-seq-length 8",
+        "--seq-length 8 --seq-lengths 9",  # which some script may have beside it
+    ],
+)
+def test_flags_of_other_programs_are_passed_over(flags):
+    command = f"srun --nodes=2 --ntasks 4 torchrun --nproc-per-node 8 --node-rank 0 x.py --micro-batch-size 2 {flags}"
+    assert not any("did you mean" in note for note in parse(f"{command}\n").notes)
+
+
+def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(megatron_parser):
+    checked = 0
+    for action in megatron_parser._actions:
+        for flag in action.option_strings:
+            if flag.startswith("--"):
+                commands = read_shell(f"torchrun pretrain_gpt.py --micro-batch-size 2 {flag} 4\n").commands
+                assert not [*near_misses(commands)], flag
+                checked += 1
+    assert checked > 400

@@ -504,7 +504,7 @@ def test_a_profile_of_something_else(thdprof, made, tmp_path):
 def test_outputs_that_cannot_be(thdprof, made, tmp_path):
     plan = made / "plan.yaml"
     refused(thdprof("report", plan, "-o", tmp_path / "r.pdf"), 2, "name a .ipynb or .html file, or a directory")
-    refused(thdprof("report", plan, "-o", tmp_path / "no" / "r.html"), 2, "there is no directory")
+    refused(thdprof("report", plan, "-o", tmp_path / "no" / "r.html"), 1, "there is no directory")
     (tmp_path / "r.html").write_text("mine")
     refused(thdprof("report", plan, "-o", tmp_path / "r.html"), 2, "exists; give --force")
     assert (tmp_path / "r.html").read_text() == "mine"

@@ -395,7 +395,8 @@ def test_a_cap_of_several_lengths_is_shown_once(tmp_path):
 def test_nothing_to_vary_is_refused(thdprof, packs):
     done = thdprof("sweep", packs)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "thdprof: sweep: nothing to vary; add settings and their values, as in seq-length=4096,8192\n"
+    told = "nothing to vary; add settings and their values, as in seq-length=4096,8192; --help tells more"
+    assert done.stderr == f"thdprof: sweep: {told}\n"
 
 
 def test_the_old_form_names_the_command(thdprof, packs):

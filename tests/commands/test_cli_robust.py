@@ -189,7 +189,7 @@ def test_a_link_to_a_file_is_followed(thdprof, packs, tmp_path):
 @pytest.mark.parametrize("flag", ["-o", "--microbatches"])
 def test_a_missing_directory_is_told_before_the_work(thdprof, tmp_path, flag):
     done = thdprof("analyze", tmp_path / "no data", flag, tmp_path / "nothing" / "plan.yaml")
-    refused(done, 2, f"there is no directory {tmp_path}/nothing")
+    refused(done, 1, f"there is no directory {tmp_path}/nothing")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -405,3 +405,47 @@ def test_loops_compile_where_nothing_can_be_cached():
     made = {}
     exec("def double(n):\n    return 2 * n\n", made)  # in no file, so that numba finds no place for its cache
     assert compiled.run(made["double"], 10**9, 21) == 42
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["{data}", "--model", "nothere"], 1, "--model nothere: there is no such file"),
+        (["{data}", "--megatron-args", "nothere.sh"], 1, "--megatron-args nothere.sh: cannot be read"),
+        (["{data}", "-o", "{tmp}/no/plan.yaml"], 1, "there is no directory"),
+        (["{data}", "-o", "{data}"], 2, "exists; give --force to replace it"),
+        (["nothere.jsonl"], 1, "nothere.jsonl"),
+    ],
+)
+def test_what_is_missing_or_cannot_be_written_is_a_failure(thdprof, tmp_path, arguments, code, told):
+    """Only what another option would mend is wrong usage."""
+    data = tmp_path / "packs.jsonl"
+    data.write_text("[3, 4]\n[5]\n")
+    refused(thdprof("analyze", *(a.format(data=data, tmp=tmp_path) for a in arguments)), code, told)
+
+
+def test_a_demo_is_not_written_over_other_files_without_force(thdprof, tmp_path):
+    (tmp_path / "mine").write_text("")
+    refused(thdprof("demo", tmp_path), 2, "is not empty; give --force")
+
+
+@pytest.mark.parametrize(
+    "command", ["analyze", "sweep", "report", "merge", "export", "compare", "check", "calibrate", "demo"]
+)
+def test_a_command_without_arguments_is_told_in_one_line_what_it_lacks(thdprof, command):
+    done = thdprof(command)
+    refused(done, 2, "thdprof")
+    assert "--help" in done.stderr
+
+
+def test_an_option_that_is_like_no_other_is_not_guessed(thdprof):
+    refused(thdprof("analyze", "--nope"), 2, "--nope: no such option; see thdprof analyze --help")
+    refused(thdprof("analyze", "--seq-lenght", 8), 2, "--seq-lenght: no such option; did you mean --seq-length?")
+
+
+def test_a_value_in_a_settings_file_is_told_with_the_file(thdprof, tmp_path):
+    (tmp_path / "run.yaml").write_text("seq_length: yes\n")
+    (tmp_path / "packs.jsonl").write_text("[3, 4]\n")
+    settings = ["analyze", tmp_path / "packs.jsonl", "--settings", tmp_path / "run.yaml"]
+    refused(thdprof(*settings), 2, f"--settings {tmp_path}/run.yaml: --seq-length True: must be a whole number")
+    assert thdprof(*settings, "--seq-length", 8).returncode == 0  # which wins over the file

@@ -167,7 +167,9 @@ DECIDED = {"replays": replays(6, 1), "fallbacks": {"document_too_long": 1}}
 def test_without_replays_the_shapes_decisions_are_compared(thdprof, plan, stats):
     path = stats(line([], fallbacks={"no_cuda": 8}, decided=DECIDED))
     done = thdprof("compare", plan, path, "--tolerance", 0)
-    assert done.returncode == 0
+    assert done.returncode == 3
+    told = "the run replayed nothing (no_cuda 8): compare a run whose graphs were captured"
+    assert done.stderr == f"thdprof: {path}: {told}\n"
     assert "nothing was replayed; what the shapes decide is compared\n" in done.stdout
     assert "eager, by shape: document_too_long 1\neager, not predicted: no_cuda 8\n" in done.stdout
 

@@ -196,7 +196,7 @@ def test_what_is_listed_and_does_not_count(plan, field):
 @settings(deadline=None, max_examples=80)
 @given(
     changed=st.dictionaries(st.sampled_from(sorted({*COUNTING, *TEXTS})), st.integers(1, 10_000), max_size=6),
-    buckets=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1, 2])), max_size=3),
+    buckets=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1, 2])), max_size=3, unique=True),
 )
 def test_the_order_of_the_plans_makes_no_difference(timed, changed, buckets):
     plan, edits = timed, []

@@ -22,7 +22,10 @@ def plan_of_shares(
     cp_sizes: Sequence[int] = (),
     **training: Any,
 ) -> Plan:
-    """A plan whose buckets hold 8, 16, 24, ... documents of 256 tokens, with these shares; the rest runs eagerly."""
+    """A plan whose buckets hold 8, 16, 24, ... documents of 256 tokens, with these shares; the rest runs eagerly.
+
+    Every model chunk has one slot.
+    """
     eager = max(0.0, 1 - sum(shares))
     rates = dict.fromkeys(("microbatch", "rank_step", "step"), eager)
     settings = {
@@ -32,6 +35,9 @@ def plan_of_shares(
         "weights": None, "add_extra_token": True, "max_num_samples": None, "tail_policy": "none",
         "pad_to_max_length": False, "pad_seq_to_mult": 1, "packer": "first_fit_decreasing", "max_docs_per_pack": None,
     }  # fmt: skip
+    settings |= training
+    longest = settings.get("max_seqlen_per_dp_cp_rank") or 256
+    slots = [[1] * (settings["virtual_pipeline_size"] or 1)] * settings["pipeline_parallel_size"]
     values = {
         "schema": "thdprof.plan/1",
         "written_by": "0.1.0",
@@ -39,7 +45,7 @@ def plan_of_shares(
             "uris": ["data/text_document.idx"], "format": dataset_format, "fingerprint": "blake2b:00",
             "rows": count, "documents": 10 * count, "tokens": 256 * count,
         },
-        "training": {**settings, **training},
+        "training": settings,
         "microbatches": {
             "exact": exact, "count": count, "steps": steps, "n_seqs": percentiles(64), "max_seqlen": percentiles(256),
             "n_tokens_max": 256, "n_tokens_constant": True,
@@ -47,10 +53,10 @@ def plan_of_shares(
         "graphs": {
             "impl": "chunk",
             "buckets": [
-                {"max_seqs": 8 * (i + 1), "max_seqlen": 256, "cp_size": size, "share": share}
+                {"max_seqs": 8 * (i + 1), "max_seqlen": longest, "cp_size": size, "share": share}
                 for i, (share, size) in enumerate(zip(shares, cp_sizes or [1] * len(shares), strict=True))
             ],
-            "one_cap": None, "slots": [[1]], "tail_policy": "none",
+            "one_cap": None, "slots": slots, "tail_policy": "none",
         },
         "predictions": {
             "fallback_rate": rates, "fallback_rate_upper_bound": 1.0, "relative_step_time": None, "step_ms": None,

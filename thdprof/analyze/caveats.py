@@ -10,7 +10,7 @@ from thdprof.analyze.times.gpus import Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.results import Memory, Times
 from thdprof.megatron_limits.quantization import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
-from thdprof.words import percent
+from thdprof.words import percent, with_article
 
 _PADDING_REMEDY: dict[Kind, str] = {
     "streams": "train with one sequence length",
@@ -34,7 +34,7 @@ _OTHER_TOKENS = 0.05
 
 def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
-    if table.exact or table.groups is not None:
+    if table.exact or table.groups is not None or table.size_guessed:
         return []
     return [
         "the order in which training reads these rows is not known: micro-batches were drawn with "
@@ -130,8 +130,8 @@ def on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
     if memory is None or known is None or memory.peak_bytes <= known.memory_gib * 2**30:
         return []
     return [
-        f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and an {known.label} has {known.memory_gib}: the "
-        "parallelism or recompute that is known of it does not fit"
+        f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and {with_article(known.label)} has "
+        f"{known.memory_gib}: the parallelism or recompute that is known of it does not fit"
     ]
 
 

@@ -62,6 +62,9 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
             print_comparison(result, streams.console(stderr=False))
     if result.of_this_plan is False:
         raise GateError(f"{stats}: counts a run by another plan: other data, settings or buckets")
+    if result.nothing_replayed:
+        reasons = ", ".join(f"{reason} {n:,}" for reason, n in result.other_fallbacks.items())
+        raise GateError(f"{stats}: the run replayed nothing ({reasons}): compare a run whose graphs were captured")
     if not result.holds:
         raise GateError(
             f"{stats}: a share differs from the plan's by {result.largest_difference:.3%}, more than --tolerance "

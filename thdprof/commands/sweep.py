@@ -57,7 +57,9 @@ def sweep(
     locations, texts = split_arguments(arguments or [])
     axes = read_axes([*(vary or []), *texts], given)
     if not axes:
-        raise UsageError("sweep: nothing to vary; add settings and their values, as in seq-length=4096,8192")
+        raise UsageError(
+            "sweep: nothing to vary; add settings and their values, as in seq-length=4096,8192; --help tells more"
+        )
     if output is not None:
         check_plan_files(axes, output, force=force)
     with streams.progress_bar() as progress:

@@ -10,6 +10,8 @@ from typing import Any
 from thdprof.commands.options import removed_options
 from thdprof.words import printable
 
+_ALIKE = 0.7
+"""How alike names are at least, 0 to 1, that are taken for one another."""
 _SWEEP = "--sweep: has become a command: thdprof sweep DATASET... seq-length=4096,8192 micro-batch-size=1,2"
 
 
@@ -81,7 +83,7 @@ def _no_such_option(error: Any, command: str) -> str:
 
 def _advice(name: str, known: Sequence[str], command: str) -> str:
     """The known name that is most like `name`; where none is, the command whose help has them."""
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=_ALIKE)
     return f"did you mean {near[0]}?" if near else f"see {command} --help"
 
 

@@ -143,9 +143,15 @@ class Comparison:
         return max([abs(self.observed_fallback_rate - self.predicted_fallback_rate), *shares])
 
     @property
+    def nothing_replayed(self) -> bool:
+        """Whether the plan has buckets, and the run replayed none: shares of what was decided alone prove no replay."""
+        return self.basis == "decided"
+
+    @property
     def holds(self) -> bool:
-        """Whether no difference is larger than the tolerance, in a run that is not of another plan."""
-        return self.of_this_plan is not False and self.largest_difference <= self.tolerance + _ROUNDING
+        """Whether no difference is larger than the tolerance, in a run that replayed and is not of another plan."""
+        within = self.largest_difference <= self.tolerance + _ROUNDING
+        return within and self.of_this_plan is not False and not self.nothing_replayed
 
 
 def read_stats(path: Path) -> Observed:

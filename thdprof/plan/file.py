@@ -6,13 +6,15 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from thdprof.dispatch import Bucket
 from thdprof.errors import DataError
 from thdprof.files import read_yaml, write_text
+from thdprof.plan.consistency import Parts, contradictions
 from thdprof.plan.html import html_of
 from thdprof.plan.parts import CostsPart, DatasetPart, GraphsPart, MicrobatchesPart, Part, PredictionsPart
 from thdprof.plan.training import Training
@@ -37,6 +39,24 @@ class Plan(Part):
     graphs: GraphsPart
     predictions: PredictionsPart
     costs: CostsPart
+
+    @model_validator(mode="after")
+    def _without_contradictions(self) -> Self:
+        parts = Parts(
+            training=self.training,
+            microbatches=self.microbatches,
+            graphs=self.graphs,
+            predictions=self.predictions,
+        )
+        wrong = [
+            InitErrorDetails(
+                type=PydanticCustomError("contradiction", "{said}", {"said": said}), loc=where, input=value
+            )
+            for where, value, said in contradictions(parts)
+        ]
+        if wrong:
+            raise ValidationError.from_exception_data("Plan", wrong)
+        return self
 
     @property
     def graph_tokens(self) -> int:
@@ -101,7 +121,8 @@ def load_plan(path: Path | str) -> Plan:
     """Read a plan.
 
     Raises:
-        DataError: it cannot be read, is of another schema version, or has a wrong or unknown field.
+        DataError: it cannot be read, is of another schema version, has a wrong or unknown field, or fields that
+            contradict each other.
     """
     return parse_plan(read_yaml(path, where=str(path)), where=str(path))
 

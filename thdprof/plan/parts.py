@@ -17,9 +17,13 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Part(BaseModel):
-    """A part of the plan. Unknown fields are refused, so that a misspelt one is never ignored; NaN and infinity too."""
+    """A part of the plan. Unknown fields are refused, so that a misspelt one is never ignored; NaN and infinity too.
+    A number in quotes is text, and no number.
+    """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, strict=True
+    )
 
 
 class DatasetPart(Part):
@@ -174,6 +178,10 @@ class GraphsPart(Part):
         return buckets
 
 
+Range = Annotated[tuple[float, float], Field(strict=False)]
+"""The lowest and the highest value; a file has a list."""
+
+
 class TimesPart(Part):
     """Times of the median micro-batch on one rank, and of a step."""
 
@@ -183,16 +191,16 @@ class TimesPart(Part):
     """The model and the GPU that the times are of; without times, how to get them."""
     decoder_replay_ms: float | None = None
     """Forward and backward of the layers of one rank, replayed, in milliseconds."""
-    decoder_eager_ms: tuple[float, float] | None = None
+    decoder_eager_ms: Range | None = None
     """The same run eagerly, in milliseconds: the lowest and the highest value that is expected."""
     outside_decoder_ms: float | None = None
     """Embedding, output layer and loss, and a micro-batch's share of the optimizer's step, in milliseconds."""
-    relative_step_time: tuple[float, float] | None = None
+    relative_step_time: Range | None = None
     """Mean step time divided by that of an eager step: the lowest and the highest value. Where the plan captures
     nothing, it is of the one cap that would be quickest."""
-    step_ms: tuple[float, float] | None = None
+    step_ms: Range | None = None
     """Mean step time under the plan, in milliseconds: on the quickest and on the slowest host."""
-    eager_step_ms: tuple[float, float] | None = None
+    eager_step_ms: Range | None = None
     """Mean step time with all micro-batches run eagerly, in milliseconds: likewise."""
 
 

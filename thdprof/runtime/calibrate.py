@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from thdprof.dispatch import Bucket
-from thdprof.errors import UsageError
+from thdprof.errors import MachineError, UsageError
 from thdprof.runtime.graphs.graphed_module import GraphedModule
 from thdprof.runtime.padding import PackedSequence, pack
 from thdprof.runtime.stack import PackedStack
@@ -112,10 +112,11 @@ def calibrate_module(
         progress: called with the number of rounds that are done, and of all.
 
     Raises:
-        UsageError: there is no GPU, no such module, or the sizes do not fit together.
+        MachineError: there is no GPU.
+        UsageError: there is no such module, or the sizes do not fit together.
     """
     if not torch.cuda.is_available():
-        raise UsageError("calibrate needs an NVIDIA GPU, and torch sees none here")
+        raise MachineError("calibrate needs an NVIDIA GPU, and torch sees none here")
     try:
         module = load_module(name) if name else built_in_stack(layers=layers, hidden=hidden, heads=heads)
     except (ImportError, AttributeError, ValueError) as error:

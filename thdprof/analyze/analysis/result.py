@@ -110,7 +110,8 @@ class Analysis:
     @property
     def drawn(self) -> bool:
         """Whether micro-batches were drawn, because the order in which training reads rows is not known."""
-        return not self.microbatches.exact and self.microbatches.groups is None
+        table = self.microbatches
+        return not table.exact and table.groups is None and not table.size_guessed
 
 
 def cp_sizes(table: MicrobatchTable, profiles: Mapping[int, Profile], graph_tokens: int) -> tuple[CpSize, ...]:

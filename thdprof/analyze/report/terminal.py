@@ -14,7 +14,7 @@ from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.report.model import model_line
 from thdprof.analyze.report.overlap import overlap_sentence
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence
-from thdprof.analyze.report.words import counted, percent, percentile_name, spanned
+from thdprof.analyze.report.words import counted, percent, percentile_name, saved, spanned
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
 from thdprof.training import shown
 
@@ -60,6 +60,8 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
         if table.exact
         else "drawn, not replayed"
         if analysis.drawn
+        else "replayed with a pack size that is a guess"
+        if table.size_guessed
         else "replayed up to a step that Megatron stops on"
     )
     count = counted(len(table), "micro-batch", "micro-batches")
@@ -235,7 +237,7 @@ def times_lines(analysis: Analysis) -> list[str]:
         line = (
             f"{spanned(worth.tokens_per_second, 'tokens/s')} on {counted(worth.gpus, 'GPU')} "
             f"({spanned(worth.eager_tokens_per_second)} eagerly); over {counted(worth.steps, 'step')} "
-            f"{spanned(worth.gpu_hours, 'GPU-hours')}, {spanned(worth.gpu_hours_saved, 'GPU-hours')} saved"
+            f"{spanned(worth.gpu_hours, 'GPU-hours')}, {saved(worth.gpu_hours_saved, 'GPU-hours')}"
         )
         if worth.saved is not None:
             line += f", worth {spanned(worth.saved)} at {worth.gpu_hour_price:g} each"

@@ -60,3 +60,13 @@ def spanned(values: tuple[float, float], unit: str = "") -> str:
     low, high = (amount(value) for value in values)
     tail = f" {unit}" if unit else ""
     return f"{low}{tail}" if low == high else f"{low} to {high}{tail}"
+
+
+def saved(values: tuple[float, float], unit: str) -> str:
+    """A range of savings: "0.0189 to 0.109 GPU-hours saved". What is below 0 is told as more than eagerly."""
+    low, high = values
+    if high <= 0 and low < 0:
+        return f"{spanned((-high, -low), unit)} more than eagerly"
+    if low < 0:
+        return f"from {spanned((-low, -low), unit)} more than eagerly to {spanned((high, high), unit)} saved"
+    return f"{spanned(values, unit)} saved"

@@ -53,7 +53,8 @@ class MicrobatchTable:
     """Micro-batches of one rank in every step, int32, shape [steps]. All ranks have as many; with `groups` it is the
     number of the rank that has most."""
     exact: bool
-    """Whether training forms these micro-batches in this order; else they were drawn, or training stops on a step."""
+    """Whether training forms these micro-batches in this order; else they were drawn, or training stops on a step,
+    or `size_guessed`."""
     squared: NDArray[np.float64] | None = None
     """Sum of the squared lengths of every micro-batch's documents as attention sees them, over all its context-parallel
     ranks, shape [micro-batches]: attention's work grows with it. None: not known. `record_batches` leaves it out."""
@@ -61,6 +62,8 @@ class MicrobatchTable:
     """The groups of ranks that run the micro-batches; None: every rank has micro-batches of its own."""
     shared_capture_ranks: int = 1
     """Neighbouring ranks that replay one bucket together, or all run eagerly; 1 with `groups`."""
+    size_guessed: bool = False
+    """Whether the order is training's, and only the pack size that tails are counted by is a guess."""
 
     def __len__(self) -> int:
         """Number of micro-batches over all ranks and steps."""

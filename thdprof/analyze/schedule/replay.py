@@ -78,9 +78,11 @@ def replay(
         UsageError: settings that cannot be.
     """
     kind = _kind(dataset)
+    fullest = _fullest_row(dataset)
     settings, assumptions, vain = resolve_settings(
         given,
-        pack_tokens=_pack_tokens(dataset),
+        pack_tokens=fullest or dataset.pack_tokens,
+        size_guessed=fullest is not None,
         dataset_format=dataset.format,
         default_loader=_default_loader(dataset, given),
         num_datasets=len(dataset.uris),
@@ -91,6 +93,8 @@ def replay(
     if settings.shared_capture_ranks > 1 and schedule.table.groups is None:
         together = replace(schedule.table, shared_capture_ranks=settings.shared_capture_ranks)
         schedule = replace(schedule, table=together)
+    if fullest is not None and given.get("seq_length") is None:
+        schedule = _with_guessed_size(schedule, fullest, kind, settings)
     return Replay(kind=kind, settings=settings, assumptions=assumptions, schedule=schedule, notes=vain)
 
 
@@ -117,8 +121,24 @@ def _kind(dataset: Dataset) -> Kind:
             return "streams"
 
 
-def _pack_tokens(dataset: Dataset) -> int | None:
-    """The dataset's pack size in tokens: from its files where they say it, else the tokens of its fullest row."""
-    if dataset.pack_tokens is None and isinstance(dataset.content, PackedRows):
-        return max(1, int(dataset.content.num_tokens().max()))
-    return dataset.pack_tokens
+def _fullest_row(dataset: Dataset) -> int | None:
+    """Tokens of the fullest row of packed rows whose files do not tell the pack size; else None."""
+    if dataset.pack_tokens is not None or not isinstance(dataset.content, PackedRows):
+        return None
+    return max(1, int(dataset.content.num_tokens().max()))
+
+
+def _with_guessed_size(schedule: Schedule, fullest: int, kind: Kind, settings: TrainingSettings) -> Schedule:
+    """The schedule with a note on its pack size, and not exact where training's counts depend on that size.
+
+    Megatron-Bridge and tail policies fill rows up to it: then every full row would have a document more. The Trainer's
+    rows are filled up to the size that the plan itself gives.
+    """
+    owner = {"bridge": "Megatron-Bridge's pack size", "trl": "TRL's max_length"}.get(kind, "training's sequence length")
+    fills = kind == "bridge" or (settings.tail_policy != "none" and settings.loader != "trainer")
+    remedy = ", and tails are counted by it: give training's as --seq-length" if fills else ""
+    note = f"pack size taken from the fullest row, {fullest} tokens; {owner} is that or more{remedy}"
+    table = schedule.table
+    if fills and table.exact:
+        table = replace(table, exact=False, size_guessed=True)
+    return replace(schedule, table=table, notes=(note, *schedule.notes))

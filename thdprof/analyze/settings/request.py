@@ -80,6 +80,7 @@ def read_request(
         stronger["weights"] = _weights(stronger["weights"])
     if isinstance(stronger.get("split"), int | float):  # YAML takes a text such as 1 for a number
         stronger["split"] = str(stronger["split"])
+    _check_file(settings, {name: value for name, value in stronger.items() if flags.get(name) is None})
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
     world_size = whole_number("world_size", command)
     own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
@@ -154,6 +155,16 @@ def read_request(
         notes=[*notes, *resolved.notes],
         usual_impl="module" if megatron_args is None else "chunk",
     )
+
+
+def _check_file(settings: Path | None, values: Mapping[str, Any]) -> None:
+    """Refuse training settings of a settings file that cannot be, naming the file beside the setting."""
+    for name, value in values.items():
+        if name in definitions():
+            try:
+                definitions()[name].check(value)
+            except UsageError as error:
+                raise UsageError(f"--settings {settings}: {error}") from error
 
 
 def shared_captures(given: Mapping[str, Any], model: Model, *, global_aux_loss: bool = False) -> dict[str, int]:

@@ -42,6 +42,7 @@ def resolve_settings(
     given: Mapping[str, Any],
     *,
     pack_tokens: int | None,
+    size_guessed: bool = False,
     dataset_format: str,
     default_loader: Loader | None,
     num_datasets: int,
@@ -50,8 +51,8 @@ def resolve_settings(
     """Complete what was given with defaults; also which were taken, and notes on what was given in vain.
 
     `given` maps names of TrainingSettings (and `train_iters`) to values; None counts as not given.
-    `pack_tokens` is the pack size that the dataset itself tells. `kind` is what the dataset holds; without it every
-    setting is taken as it is given.
+    `pack_tokens` is the pack size that the dataset itself tells, or, with `size_guessed`, the tokens of its fullest
+    row. `kind` is what the dataset holds; without it every setting is taken as it is given.
 
     Raises:
         UsageError: a value that cannot be, named with its flag.
@@ -78,7 +79,7 @@ def resolve_settings(
     if dynamic:
         assume("seq_length", _most_tokens(values), "what all ranks hold together")
     elif pack_tokens is not None:
-        assume("seq_length", pack_tokens, "the dataset's own pack size")
+        assume("seq_length", pack_tokens, "its fullest row" if size_guessed else "the dataset's own pack size")
     else:
         assume("seq_length", _SEQ_LENGTH_WITHOUT_PACKS, "the dataset does not tell")
     for name in ("micro_batch_size", "data_parallel_size", "context_parallel_size", "pipeline_parallel_size"):

@@ -17,6 +17,7 @@ from thdprof.analyze.settings.flag_occurrences import (
     training_flags,
 )
 from thdprof.analyze.settings.megatron_flags import CONVERSATIONS, DATA_PATHS, DOCUMENT_MASKING, FLAGS
+from thdprof.analyze.settings.near_misses import near_misses
 from thdprof.analyze.settings.shell import ShellText, Word
 from thdprof.errors import UsageError
 from thdprof.training import to_give
@@ -125,7 +126,10 @@ class ScriptFlags:
                 f"{self.where}: {DOCUMENT_MASKING} is not found: without it every sample is one document in "
                 "training; add the flag"
             )
-        for words in launches(script):
+        commands = list(launches(script))
+        for line, misspelt, meant in near_misses(commands or script.arrays.values()):
+            self.notes.append(f"{self.where}, line {line}: {misspelt} is not read; did you mean {meant}?")
+        for words in commands:
             self._note_unseen(words)
 
     def _note_unseen(self, words: list[Word]) -> None:

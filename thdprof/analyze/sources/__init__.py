@@ -56,7 +56,7 @@ def read_dataset(
         UsageError: no such format, no location, or text without a tokenizer.
     """
     if not locations or "" in locations:
-        raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix")
+        raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix; --help tells more")
     try:
         paths = [path for location in locations for path in _files(location, format)]
         chosen = get_format(format) if format != "auto" else _detect(paths)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.errors import DataError
+from thdprof.errors import DataError, UsageError
 from thdprof.files import json_text
 
 SEED = 1234
@@ -46,7 +46,8 @@ def write_demo(directory: Path, *, force: bool = False) -> DemoFiles:
     """Write the sample dataset under `directory`; its bytes are equal every time.
 
     Raises:
-        DataError: `directory` is a file, or is not empty and `force` is false, or cannot be written.
+        DataError: `directory` is a file, or cannot be written.
+        UsageError: `directory` is not empty and `force` is false.
     """
     files = DemoFiles(
         megatron=directory / "megatron" / "documents.idx",
@@ -59,7 +60,7 @@ def write_demo(directory: Path, *, force: bool = False) -> DemoFiles:
         if directory.exists() and not directory.is_dir():
             raise DataError(f"{directory}: is a file; give the name of a directory")
         if not force and directory.exists() and any(directory.iterdir()):
-            raise DataError(f"{directory}: is not empty; give --force to write into it, or another name")
+            raise UsageError(f"{directory}: is not empty; give --force to write into it, or another name")
         for part in (files.megatron, files.bridge, files.trl, files.lengths):
             part.parent.mkdir(parents=True, exist_ok=True)
         _write_megatron(files.megatron)

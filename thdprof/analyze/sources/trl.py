@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
 from thdprof.analyze.sources.readers import arrow_columns, arrow_file, row_lists
 from thdprof.analyze.sources.readers.parquet_file import is_parquet, open_parquet, parquet_schema
@@ -23,22 +21,17 @@ def recognises(path: Path) -> bool:
 
 
 def read(paths: Sequence[Path]) -> Dataset:
-    """Read the rows of `paths`, one file after the other; the pack size is the number of tokens of the fullest row.
+    """Read the rows of `paths`, one file after the other; no file tells the pack size.
 
     Raises:
         DataError: the column is missing or has another type, or a row is null, empty or has an impossible length.
     """
     rows = row_lists.join_rows([_read_rows(path) for path in paths], "trl")
-    fullest = int(rows.num_tokens().max())
-    is_size = 0 < fullest <= np.iinfo(np.int32).max
-    note = f"pack size taken from the fullest row, {fullest} tokens; TRL's max_length is that or more"
     return Dataset(
         format=FORMAT.name,
         uris=tuple(str(path) for path in paths),
         fingerprint=fingerprint((rows.document_tokens, rows.row_offsets)),
         content=rows,
-        pack_tokens=fullest if is_size else None,
-        notes=(note,) if is_size else (),
     )
 
 

@@ -11,6 +11,7 @@ from thdprof.analyze.times.host import STATED, HostRate, measured_host
 from thdprof.analyze.times.modelled_costs import ModelledTimes, Shapes
 from thdprof.errors import UsageError
 from thdprof.training import Attention, Model, TrainingSettings
+from thdprof.words import with_article
 
 ASSUMED_GPU = "h100"
 """The GPU that times are of where nobody names one and this machine has none."""
@@ -60,7 +61,7 @@ def modelled_times(
     """
     if model.fp8_recipe is not None and gpu.fp8_tflops is None:
         raise UsageError(
-            f"--gpu {gpu.name}: an {gpu.label} has no FP8, and the model is trained with the FP8 recipe "
+            f"--gpu {gpu.name}: {with_article(gpu.label)} has no FP8, and the model is trained with the FP8 recipe "
             f"{model.fp8_recipe}; name the GPU of the run, or set fp8_recipe to none"
         )
     shapes = Shapes(
@@ -90,7 +91,9 @@ def gpu_of(name: str | None) -> tuple[Gpu, str | None]:
     here = local_gpu()
     if here is not None:
         return here, f"times are of this machine's {here.label}; --gpu names another"
-    return GPUS[ASSUMED_GPU], f"times are of an {GPUS[ASSUMED_GPU].label}, since no GPU was named: give --gpu"
+    return GPUS[
+        ASSUMED_GPU
+    ], f"times are of {with_article(GPUS[ASSUMED_GPU].label)}, since no GPU was named: give --gpu"
 
 
 def local_gpu() -> Gpu | None:

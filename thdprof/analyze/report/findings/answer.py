@@ -191,7 +191,8 @@ def _saved(worth: Worth) -> Number:
         note += f"; at {worth.gpu_hour_price:g} each {spanned(worth.saved)} saved"
     if high <= 0:
         return Number(value=spanned((-high, -low)), label="GPU-hours more than eagerly", note=note)
-    return Number(value=spanned((low, high)), label="GPU-hours saved", note=note)
+    label = "GPU-hours saved; below 0, more than eagerly" if low < 0 else "GPU-hours saved"
+    return Number(value=spanned((low, high)), label=label, note=note)
 
 
 def _peak(memory: Memory) -> Number:

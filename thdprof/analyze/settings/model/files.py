@@ -19,15 +19,15 @@ def read_model_file(path: Path) -> ModelReading:
     """What the file or directory says of the model. Nothing is downloaded and nothing in it is run.
 
     Raises:
-        DataError: the file cannot be read, is neither JSON nor YAML, or does not describe a model.
-        UsageError: `path` names nothing, or a file of another kind.
+        DataError: there is no such file, it cannot be read, is neither JSON nor YAML, or does not describe a model.
+        UsageError: `path` names a file of another kind.
     """
     shown = f"--model {path}"
     file = model_file(path)
     if not file.exists():
         if file != path:
             raise DataError(f"{shown}: the directory holds no {CONFIG}; name the file that describes the model")
-        raise UsageError(
+        raise DataError(
             f"{shown}: there is no such file; name a directory with {CONFIG}, or a file (nothing is fetched)"
         )
     if not file.is_file():
@@ -71,7 +71,7 @@ def read_model(path: str | Path, **fields: Any) -> Model:
 
     Raises:
         DataError: the file cannot be read or does not describe a model that thdprof knows.
-        UsageError: `path` names nothing, or the fields make no model.
+        UsageError: `path` names a file of another kind, or the fields make no model.
     """
     from thdprof.analyze.settings.model.resolve import read_settings, resolve_model
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from thdprof.dispatch import Bucket
-from thdprof.errors import UsageError
+from thdprof.errors import MachineError, UsageError
 from thdprof.runtime.calibrate import SCHEMA, slot_costs
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.calibration import arguments, layer_choice, micro_batches, session
@@ -102,7 +102,7 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _require("transformer-engine", "transformer_engine.pytorch", "te")
     if not torch.cuda.is_available():
-        raise UsageError("calibrate needs an NVIDIA GPU, and torch sees none here")
+        raise MachineError("calibrate needs an NVIDIA GPU, and torch sees none here")
     _check_gpus()
     try:
         with session.quiet():
