@@ -118,7 +118,7 @@ def test_graphs_that_install_would_refuse_are_warned_of(tmp_path, changes, named
 @pytest.mark.parametrize(
     ("gpu", "changes", "told"),
     [
-        ("h100", {}, "38 replays on an H200 that were held out of the fit lay within 8.4% of it"),
+        ("h100", {}, "38 replays on an H200 that rates were not fitted to lay within 8.4% of it"),
         ("h100", {"lora_dim": 8}, "of adapters over frozen weights no measured times were compared"),
         ("b200", {}, "of the B200 no measured times were compared"),
         ("h200", {"fp8_recipe": "mxfp8"}, "of FP8 mxfp8 no measured times were compared"),
@@ -143,6 +143,13 @@ def test_times_of_a_trainer_are_said_to_be_those_of_fused_layers(tmp_path):
             sum(warning.startswith(told) for warning in warned(tmp_path, model=SMALL, loader=loader).warnings)
             == expected
         )
+
+
+def test_times_of_a_trainer_also_say_what_was_never_compared(tmp_path):
+    unlike = warned(tmp_path, model=SMALL, loader="trainer", gpu="b200").warnings
+    assert any("of the B200 no measured times were compared" in warning for warning in unlike)
+    alike = warned(tmp_path, model=SMALL, loader="trainer").warnings
+    assert not any("were compared;" in warning or "lay within" in warning for warning in alike)
 
 
 def test_times_of_a_trainer_reach_to_those_of_layers_that_are_not_fused(tmp_path):

@@ -255,6 +255,13 @@ def test_what_is_not_settled_is_refused_with_the_line_and_the_option(text, messa
     assert str(error.value) == message
 
 
+def test_an_array_that_is_empty_either_way_is_known():
+    text = "if $B; then\nA=()\nfi\npython x.py --seq-length 8 ${A[@]}"
+    found = parse(text)
+    assert found.settings["seq_length"] == 8
+    assert not any("$A" in note for note in found.notes)
+
+
 def test_an_array_that_is_written_anew_with_itself_before_more_keeps_what_it_had():
     text = 'A=(--seq-length 8)\nif $B; then\nA=("${A[@]}" --context-parallel-size 2)\nfi\npython x.py ${A[@]}'
     with pytest.raises(UsageError, match="line 3: --context-parallel-size is given only under a condition"):

@@ -52,6 +52,8 @@ def run_cases(
         result_of: runs a case, and gives a line that begins with `equal: ` if all is well.
         around: makes what a case needs besides its process groups.
     """
+    if not words:
+        sys.exit(f"name cases: {', '.join(cases)}")
     failed = []
     for sizes, of_sizes in groupby(asked(words, cases), key=lambda one: sorted(one[1].sizes.items())):
         with process_groups(**dict(sizes)):
@@ -87,12 +89,13 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
     """Whether Transformer Engine and torch may take kernels alone that add in the same order each time."""
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
     before, algorithms = os.environ.get(variable), torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
     os.environ[variable] = "0" if wanted else "1"
     torch.use_deterministic_algorithms(wanted and algorithms, warn_only=True)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(algorithms, warn_only=True)
+        torch.use_deterministic_algorithms(algorithms, warn_only=warned)
         if before is None:
             del os.environ[variable]
         else:

@@ -170,7 +170,7 @@ def none_differ(told: Sequence[str]) -> bool:
 
 
 def learnt(losses: Sequence[float], steps: int) -> tuple[bool, str]:
-    """Whether losses are finite and have moved, and from where to where; without losses another stage has them.
+    """Whether losses are finite and have fallen, and from where to where; without losses another stage has them.
 
     Args:
         losses: of every micro-batch of a run.
@@ -180,7 +180,7 @@ def learnt(losses: Sequence[float], steps: int) -> tuple[bool, str]:
         return True, "losses on another stage"
     each = len(losses) // steps
     first, last = (fmean(part) for part in (losses[: DISTINCT_STEPS * each], losses[-DISTINCT_STEPS * each :]))
-    moved = len(set(losses)) > 3 and (steps < 10 * DISTINCT_STEPS or abs(first - last) > FALL)
+    moved = len(set(losses)) > 3 and (steps < 10 * DISTINCT_STEPS or first - last > FALL)
     return moved and all(map(isfinite, losses)), f"mean loss {first:.4f} at the begin, {last:.4f} at the end"
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.times.gpus import Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.results import Memory, Times
+from thdprof.analyze.times.transformers_memory import is_run_of_trainer
 from thdprof.megatron_limits.quantization import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent, with_article
@@ -150,9 +153,10 @@ def on_the_model(
     sentences: list[str] = []
     if model is None:
         return sentences
-    of_trainer = settings.loader == "trainer"
-    if times.origin == "modelled" and gpu is not None and not of_trainer:
-        sentences.append(f"times are modelled, not measured: {_compared(model, settings, find_gpu(gpu))}")
+    of_trainer = is_run_of_trainer(settings)
+    unlike = [] if gpu is None else _unlike(model, settings, find_gpu(gpu))
+    if times.origin == "modelled" and gpu is not None and (unlike or not of_trainer):
+        sentences.append(f"times are modelled, not measured: {_compared(unlike)}")
     if times.origin == "modelled" and of_trainer:
         sentences.append(
             "times are modelled, not measured, from fused layers, which PlanCallback(compile=True) makes, to layers "
@@ -171,8 +175,8 @@ def on_the_model(
     return sentences
 
 
-def _compared(model: Model, settings: TrainingSettings, gpu: Gpu) -> str:
-    """How far modelled times of such a model were compared with measured ones."""
+def _unlike(model: Model, settings: TrainingSettings, gpu: Gpu) -> list[str]:
+    """What of a run was in none of the measured ones that modelled times were compared with."""
     unlike = [] if gpu.compared else [f"the {gpu.label}"]
     if model.fp8_recipe not in (None, "tensorwise"):
         unlike.append(f"FP8 {model.fp8_recipe}")
@@ -181,11 +185,17 @@ def _compared(model: Model, settings: TrainingSettings, gpu: Gpu) -> str:
     ranks = model.tensor_model_parallel_size * model.expert_model_parallel_size * settings.context_parallel_size
     if ranks > 1:
         unlike.append("communication between GPUs")
+    return unlike
+
+
+def _compared(unlike: Sequence[str]) -> str:
+    """How far modelled times were compared with measured ones; `unlike` is what was in none of these."""
     if unlike:
         return f"of {', '.join(unlike)} no measured times were compared; thdprof calibrate measures yours"
     return (
-        "38 replays on an H200 that were held out of the fit lay within 8.4% of it, and 9 on an H100, whose rates were "
-        "fitted to them, within 10%; thdprof calibrate measures yours"
+        "38 replays on an H200 that rates were not fitted to lay within 8.4% of it (kernels of some had been profiled, "
+        "and three corrections followed), and 9 on an H100, whose rates were fitted to them, within 10%; "
+        "thdprof calibrate measures yours"
     )
 
 

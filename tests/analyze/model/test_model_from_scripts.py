@@ -99,6 +99,13 @@ def test_a_size_and_a_number_of_buckets_contradict_each_other_as_for_megatron():
         read(f"{LLAMA} --ddp-bucket-size 5 --ddp-num-buckets 3")
 
 
+def test_a_stronger_source_replaces_the_size_of_buckets_by_their_number_and_the_reverse():
+    numbered = model(f"{LLAMA} --ddp-bucket-size 5", ddp_num_buckets=3)
+    assert (numbered.ddp_bucket_size, numbered.ddp_num_buckets) == (None, 3)
+    sized = model(f"{LLAMA} --ddp-num-buckets 3", ddp_bucket_size=5)
+    assert (sized.ddp_bucket_size, sized.ddp_num_buckets) == (5, None)
+
+
 def test_reductions_that_are_not_followed_give_a_note():
     found = read(f"{LLAMA} --ddp-reduce-scatter-with-fp32-accumulation")
     assert found.model is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 from thdprof.files import json_text
 from thdprof.megatron_limits.quantization import UNMEASURED
-from thdprof.megatron_limits.recipes import ROWS_RAN_ON, Coverage, Verdict, counts, missing, reasons
+from thdprof.megatron_limits.recipes import HOPPER, Coverage, Verdict, counts, missing, reasons
 from thdprof.words import counted
 
 SCHEMA = "thdprof.recipes/1"
@@ -68,7 +68,7 @@ def _told(verdict: Verdict) -> str:
     if verdict.refusals:
         return f"refused: {'; '.join(verdict.refusals)}"
     without = [*verdict.unmeasured, *verdict.unknown]
-    if not verdict.rows_ran_on_gpu:
+    if not verdict.is_for_hopper:
         without.append(f"no row ran on {verdict.gpu or 'an unnamed type of GPU'}")
     return f"{verdict.kind}: {'; '.join(without)}" if without else verdict.kind
 
@@ -81,7 +81,8 @@ def to_json(coverage: Coverage) -> str:
             "schema": SCHEMA,
             "bridge": str(coverage.bridge),
             "meanings": _MEANINGS,
-            "rows_ran_on": list(ROWS_RAN_ON),
+            "rows_ran_on": ["h200"],
+            "proved_for": list(HOPPER),
             "counts": {
                 "gpus": {gpu: _counts(found) for gpu, found in groups.items()},
                 "fine_tuning": _counts(coverage.fine_tuning),
@@ -110,7 +111,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {
         "name": verdict.name,
         "gpu": verdict.gpu or None,
-        "rows_ran_on_gpu": verdict.rows_ran_on_gpu,
+        "is_for_hopper": verdict.is_for_hopper,
         "fine_tuning": verdict.fine_tuning,
         "verdict": verdict.kind,
         "refusals": dict(verdict.refusals),

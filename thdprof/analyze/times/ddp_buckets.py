@@ -204,7 +204,8 @@ def _grouped(
 ) -> Iterator[tuple[int, float, float]]:
     """For each bucket that is reduced and gathered at once, its part, its elements, and the bytes to gather.
 
-    Parameters in FP8 have buckets apart, with the last of which those of all others travel.
+    Parameters in FP8 have buckets apart, with the last of which those of all others travel. Norms, biases and routers
+    of layers, which stay in bf16, are few, and counted among those in FP8.
     """
     nbytes = 4 if model.precision == "fp32" else 2
     in_fp8 = model.fp8_param_gather and model.fp8_recipe in _IN_FP8

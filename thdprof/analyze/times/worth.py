@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.results import Range, Times, Worth
+from thdprof.analyze.times.transformers_memory import is_run_of_trainer
 from thdprof.training import STEP_PACKERS, Kind, Model, TrainingSettings
 
 
@@ -80,7 +81,7 @@ def worth_of(
         (times.eager_step_ms[0] - times.step_ms[0]) * hours,
         (times.eager_step_ms[1] - times.step_ms[1]) * hours,
     )
-    if settings.loader == "trainer" and times.relative_step_time is not None and times.step_ms != times.eager_step_ms:
+    if is_run_of_trainer(settings) and times.relative_step_time is not None and times.step_ms != times.eager_step_ms:
         # Kernels may be slower than modelled, on any host: the ends of the step times do not belong together.
         least, most = times.relative_step_time
         saved = times.eager_step_ms[0] * (1 - most) * hours, times.eager_step_ms[1] * (1 - least) * hours

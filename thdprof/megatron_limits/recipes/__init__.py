@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from thdprof.megatron_limits.recipes.coverage import (
-    ROWS_RAN_ON,
+    HOPPER,
     Coverage,
     Verdict,
     counts,
@@ -13,4 +13,4 @@ from thdprof.megatron_limits.recipes.coverage import (
 )
 from thdprof.megatron_limits.recipes.find import find_bridge
 
-__all__ = ["ROWS_RAN_ON", "Coverage", "Verdict", "counts", "coverage_of", "find_bridge", "missing", "reasons"]
+__all__ = ["HOPPER", "Coverage", "Verdict", "counts", "coverage_of", "find_bridge", "missing", "reasons"]

@@ -22,9 +22,10 @@ from thdprof.megatron_limits.table import LIMITS
 Kind = Literal["refused", "accepted unmeasured", "proved"]
 _PRECISIONS = "training/mixed_precision.py"
 _FINE_TUNING = ("_sft_", "_peft_")
-ROWS_RAN_ON = ("h100", "h200")
-"""Types of GPUs, as recipes name them, of the architecture that the rows of `proved` ran on: they ran on H200s, which
-are Hopper, as H100s are. No recipe for another type is proved."""
+HOPPER = ("h100", "h200")
+"""Types of GPUs, as recipes name them, of the architecture of the H200s that the rows of `proved` ran on. No recipe for
+another type is proved.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +49,18 @@ class Verdict:
 
     @property
     def kind(self) -> Kind:
-        """Whether the recipe is refused, accepted, or proved: a GPU row covers each of its settings, and rows ran on
-        its type of GPU."""
+        """Whether the recipe is refused, accepted, or proved: a GPU row covers each of its settings, and the recipe is
+        for GPUs of the same architecture.
+        """
         if self.refusals:
             return "refused"
-        proved = all(self.settings.values()) and not self.unknown and self.rows_ran_on_gpu
+        proved = all(self.settings.values()) and not self.unknown and self.is_for_hopper
         return "proved" if proved else "accepted unmeasured"
 
     @property
-    def rows_ran_on_gpu(self) -> bool:
-        """Whether rows ran on the architecture of the recipe's type of GPU."""
-        return self.gpu in ROWS_RAN_ON
+    def is_for_hopper(self) -> bool:
+        """Whether the recipe is for GPUs of the architecture that rows ran on."""
+        return self.gpu in HOPPER
 
     @property
     def unmeasured(self) -> tuple[str, ...]:

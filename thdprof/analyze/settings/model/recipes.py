@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from thdprof.analyze.settings.model.layers import expert_layers, hybrid_layers, read_frequency
-from thdprof.analyze.settings.model.reading import OF_THE_RUN, VOCAB_MULTIPLE, ModelReading, Vocabulary
+from thdprof.analyze.settings.model.reading import (
+    OF_COMMUNICATION,
+    OF_THE_RUN,
+    VOCAB_MULTIPLE,
+    ModelReading,
+    Vocabulary,
+)
 from thdprof.analyze.settings.model.recipe_ddp import read_ddp
 from thdprof.analyze.settings.model.recipe_precision import read_precision
 from thdprof.errors import DataError, UsageError
@@ -22,39 +28,24 @@ _OTHER_NAMES = {
     "recompute_num_layers": ("recompute_num_layers", "activations_checkpoint_num_layers"),
 }
 """Names that some fields of `Model` have in recipes."""
-_READ_APART = frozenset(
-    (
-        "precision",
-        "fp8_recipe",
-        "vocab_size",
-        "rotary",
-        "untie_embeddings_and_output_weights",
-        "num_moe_layers",
-        "hybrid_layer_pattern",
-        "moe_expert_capacity_factor",
-        "normalization",
-        "use_distributed_optimizer",
-        "overlap_grad_reduce",
-        "overlap_param_gather",
-        "overlap_param_gather_with_optimizer_step",
-        "ddp_bucket_size",
-        "ddp_num_buckets",
-        "ddp_pad_buckets_for_high_nccl_busbw",
-        "ddp_average_in_collective",
-        "grad_reduce_in_fp32",
-        "fp8_param_gather",
-        "align_param_gather",
-        "align_grad_reduce",
-        "num_distributed_optimizer_instances",
-        "check_for_nan_in_grad",
-        "gated_linear_unit",
-        "num_experts",
-        "add_bias_linear",
-        "lora_dim",
-        "lora_target_modules",
-        "lora_dropout",
-    )
-)
+_READ_APART = (OF_COMMUNICATION - {"calculate_per_token_loss"}) | {
+    "precision",
+    "fp8_recipe",
+    "vocab_size",
+    "rotary",
+    "untie_embeddings_and_output_weights",
+    "num_moe_layers",
+    "hybrid_layer_pattern",
+    "moe_expert_capacity_factor",
+    "normalization",
+    "use_distributed_optimizer",
+    "gated_linear_unit",
+    "num_experts",
+    "add_bias_linear",
+    "lora_dim",
+    "lora_target_modules",
+    "lora_dropout",
+}
 """Fields of `Model` that more than one key decides, or a key of another meaning."""
 _CANONICAL = {
     "linear_q": "linear_qkv",

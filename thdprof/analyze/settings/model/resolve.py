@@ -22,6 +22,8 @@ from thdprof.training.model_fields import read_field
 
 SETTINGS = "settings"
 """The source of a model that is made of settings."""
+_BUCKETS = ("ddp_bucket_size", "ddp_num_buckets")
+"""Fields of which a source gives one at most: each says how large data-parallel buckets are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +114,18 @@ def _merged(
         readings.reverse()  # the script's run, with the file's architecture
     for reading in readings:
         taken = {*reading.values} if file is None or reading is file else OF_THE_RUN
-        values.update({name: value for name, value in reading.values.items() if name in taken})
+        _put(values, {name: value for name, value in reading.values.items() if name in taken})
         origins.update({name: place for name, place in reading.origins.items() if name in taken})
-    values.update(own)
+    _put(values, own)
     return values, {name: place for name, place in origins.items() if name not in own}
+
+
+def _put(values: dict[str, Any], stronger: Mapping[str, Any]) -> None:
+    """Overwrite values by those of a stronger source: a size of buckets also replaces their number, and the reverse."""
+    given = [name for name in _BUCKETS if name in stronger]
+    for name in _BUCKETS if given else ():
+        values.pop(name, None)
+    values.update(stronger)
 
 
 def _unsettled(own: Mapping[str, Any], file: ModelReading | None, script: ModelReading | None) -> dict[str, str]:

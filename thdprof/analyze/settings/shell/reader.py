@@ -166,7 +166,9 @@ class _Reader:
             elements = _added_conditionally(elements)
         elif conditional:
             old = self.arrays.get(name, [])
-            if not old or not _alike(elements[: len(old)], old):
+            if not old and not elements:
+                elements = []  # empty either way
+            elif not old or not _alike(elements[: len(old)], old):
                 elements = [Word(value=_under_condition(name, line), line=line)]
             else:  # A=("${A[@]}" more) adds to it
                 elements = [*old, *_added_conditionally(elements[len(old) :])]
