@@ -403,12 +403,11 @@ def test_help_gives_defaults_without_parentheses(thdprof):
     assert "[default: PLAN.profile.parquet beside the plan]" in text
 
 
-def test_bare_commands_show_their_help(thdprof):
-    for arguments in ((), ("analyze",), ("export",)):
-        done = thdprof(*arguments)
-        assert done.returncode == 2
-        assert "Usage: thdprof" in done.stdout + done.stderr
-        assert "thdprof: " not in done.stderr
+def test_the_bare_program_shows_its_help(thdprof):
+    done = thdprof()
+    assert done.returncode == 2
+    assert "Usage: thdprof" in done.stdout + done.stderr
+    assert "thdprof: " not in done.stderr
 
 
 ERRORS = [
@@ -449,7 +448,7 @@ def test_an_option_and_a_settings_file_are_refused_in_the_same_words(thdprof, pa
     path = tmp_path / "settings.yaml"
     path.write_text("packer: zz\n")
     option, file = thdprof("analyze", packs, "--packer", "zz"), thdprof("analyze", packs, "--settings", path)
-    assert option.stderr == file.stderr
+    assert file.stderr == option.stderr.replace("thdprof: ", f"thdprof: --settings {path}: ", 1)
     assert option.stderr.startswith("thdprof: --packer zz: choose one of first_fit_decreasing, first_fit_shuffle,")
     assert (option.returncode, file.returncode) == (2, 2)
 

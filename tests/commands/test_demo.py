@@ -13,7 +13,7 @@ import pytest
 from thdprof.analyze import sources
 from thdprof.analyze.sources import demo
 from thdprof.analyze.sources.demo import PACK_TOKENS, DemoFiles, documents_per_row, write_demo
-from thdprof.errors import DataError
+from thdprof.errors import DataError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_same_bytes_every_time_and_small(files, tmp_path):
 
 def test_refuses_a_directory_with_content(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(DataError, match=r"is not empty; give --force to write into it, or another name"):
+    with pytest.raises(UsageError, match=r"is not empty; give --force to write into it, or another name"):
         write_demo(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     write_demo(tmp_path, force=True)
