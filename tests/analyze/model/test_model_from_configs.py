@@ -243,7 +243,7 @@ def test_a_bad_configuration_is_refused_with_the_key_and_the_file(tmp_path, cont
 
 
 def test_files_that_are_no_configuration(tmp_path):
-    with pytest.raises(UsageError, match="there is no such file"):
+    with pytest.raises(DataError, match="there is no such file"):
         read_model(tmp_path / "absent.json")
     with pytest.raises(DataError, match=r"the directory holds no config\.json"):
         read_model(tmp_path)
