@@ -154,9 +154,10 @@ def on_the_model(
     if model is None:
         return sentences
     of_trainer = is_run_of_trainer(settings)
-    unlike = [] if gpu is None else _unlike(model, settings, find_gpu(gpu))
-    if times.origin == "modelled" and gpu is not None and (unlike or not of_trainer):
-        sentences.append(f"times are modelled, not measured: {_compared(unlike)}")
+    if times.origin == "modelled" and gpu is not None:
+        unlike = _unlike(model, settings, find_gpu(gpu))
+        if unlike or not of_trainer:
+            sentences.append(f"times are modelled, not measured: {_compared(unlike)}")
     if times.origin == "modelled" and of_trainer:
         sentences.append(
             "times are modelled, not measured, from fused layers, which PlanCallback(compile=True) makes, to layers "
