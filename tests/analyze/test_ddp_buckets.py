@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from support.overlapping import BIG
 
 from thdprof.analyze.buckets.saved_tensors import Kind
 from thdprof.analyze.times.ddp_buckets import Bucket, bucket_size, buckets_of, expert_ranks
@@ -27,14 +28,6 @@ SMALL = Model(
 )
 FOUR_MILLION = replace(SMALL, num_layers=3, hidden_size=1024, num_attention_heads=8, ffn_hidden_size=4096)
 EXPERTS = replace(SMALL, num_experts=4, gated_linear_unit=False)  # an expert's two products have one size
-BIG = Model(
-    num_layers=16,
-    hidden_size=4096,
-    num_attention_heads=32,
-    use_distributed_optimizer=True,
-    overlap_grad_reduce=True,
-    overlap_param_gather=True,
-)
 
 
 def first_stage(model: Model, pipeline_size: int = 1, num_chunks: int = 1) -> Stage:

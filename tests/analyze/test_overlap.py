@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import pytest
+from support.overlapping import BIG
 from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
@@ -20,14 +21,6 @@ from thdprof.errors import UsageError
 from thdprof.plan import load_plan
 from thdprof.training import Model, TrainingSettings
 
-BIG = Model(
-    num_layers=16,
-    hidden_size=4096,
-    num_attention_heads=32,
-    use_distributed_optimizer=True,
-    overlap_grad_reduce=True,
-    overlap_param_gather=True,
-)
 RUN = TrainingSettings(seq_length=4096, global_batch_size=8, data_parallel_size=8)
 TWO = TrainingSettings(seq_length=4096, global_batch_size=2, data_parallel_size=2)
 H100, H200 = GPUS["h100"], GPUS["h200"]

@@ -122,9 +122,9 @@ def _merged(
 
 def _put(values: dict[str, Any], stronger: Mapping[str, Any]) -> None:
     """Overwrite values by those of a stronger source: a size of buckets also replaces their number, and the reverse."""
-    given = [name for name in _BUCKETS if name in stronger]
-    for name in _BUCKETS if given else ():
-        values.pop(name, None)
+    if any(name in stronger for name in _BUCKETS):
+        for name in _BUCKETS:
+            values.pop(name, None)
     values.update(stronger)
 
 
