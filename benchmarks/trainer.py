@@ -4,6 +4,7 @@
     python benchmarks/trainer.py exact --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-exact.md
     python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-lives.md
     python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
+    python benchmarks/trainer.py watch --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-watch.md
     python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
 speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
@@ -14,6 +15,7 @@ exact   100 steps of small models through two buckets and fallbacks, replayed be
         first, runs begin until --seconds are over, and --out is written after each row
 soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
         and the same command goes on until it is done
+watch   the shape of `speed`, half of its steps with verified micro-batches at the plan's rate and half without
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
         and graphs of 4, 2 and 1 layers; their losses must be equal
@@ -45,6 +47,7 @@ from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
 from trainer_recipe_rows import ALL_ROWS
 from trainer_soak import soak
+from trainer_watch import watch_lines
 
 from thdprof.plan import load_plan
 
@@ -93,17 +96,33 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     return [note, "", *table(lines)]
 
 
+def shape_flags(args: argparse.Namespace, directory: Path, evaluation: str) -> list[str]:
+    """Megatron's arguments of a model's shape, which trains on the documents of `thdprof demo`."""
+    run_thdprof(["demo", str(directory / "demo")])
+    flags = shlex.split(f"{SHAPES[args.shape]} {COMMON} {NO_DROPOUT} {args.more} {evaluation} --log-interval 5")
+    flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
+    flags = [*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)]
+    return without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
+
+
+def environment_of(args: argparse.Namespace) -> dict[str, str]:
+    """The environment's additions: with fused gradient accumulation what stands for Apex's module is found."""
+    return {"PYTHONPATH": megatron_lm.environment_here(*[APEX_STAND_IN] * args.fused)["PYTHONPATH"]}
+
+
+def watch(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `watch`."""
+    flags = shape_flags(args, directory, "--eval-interval 100000 --eval-iters 1")
+    plan = plan_of(flags, directory, "plan")
+    lines = watch_lines(args.megatron_lm / "pretrain_gpt.py", flags, plan, directory, environment_of(args))
+    rate = load_plan(plan).graphs.verify
+    return [f"Rate of verified micro-batches: {rate}, of those that the watch saw.", "", *table(lines)]
+
+
 def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `speed`."""
     script = args.megatron_lm / "pretrain_gpt.py"
-    run_thdprof(["demo", str(directory / "demo")])
-    flags = shlex.split(
-        f"{SHAPES[args.shape]} {COMMON} {NO_DROPOUT} {args.more} --eval-interval 20 --eval-iters 2 --log-interval 5"
-    )
-    flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
-    flags = [*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)]
-    flags = without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
-    path = megatron_lm.environment_here(*[APEX_STAND_IN] * args.fused)["PYTHONPATH"]
+    flags = shape_flags(args, directory, "--eval-interval 20 --eval-iters 2")
     plan = plan_of(flags, directory, "plan")
     if not caps_of(plan):  # no gain was predicted: one bucket that holds all tells whether there is one
         plan = plan_of(flags, directory, "plan", caps=(1.0,))
@@ -122,7 +141,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
             replay=name == "plan" or name in VERIFY,
             stats=stats if by_plan else None,
             tensorboard=directory / f"tensorboard-{name}",
-            environment={"PYTHONPATH": path},
+            environment=environment_of(args),
             log=directory / f"{name}.log",
         )
         print(name, ran.code, ran.step_ms(after=WARM), ran.error, flush=True)
@@ -155,7 +174,7 @@ def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     told = [f"Caps: {', '.join(str(b) for b in caps_of(plan))}.", "", *table(lines), *share_of_verifying(runs, plan)]
     if args.parts:
         told += ["", "## Where a step by the plan goes", ""]
-        told += table(parts_of_a_step(script, flags, plan, directory))
+        told += table(parts_of_a_step(script, flags, plan, directory, environment_of(args)))
     return told
 
 
@@ -279,7 +298,7 @@ def heading(mode: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "experts", "soak"])
+    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "experts", "watch", "soak"])
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact, lives, experts: rows of so many GPUs: 1,2 [1]")
@@ -321,7 +340,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "experts": experts, "soak": soaked}
+        modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "experts": experts}
+        modes |= {"watch": watch, "soak": soaked}
         told = modes[args.mode](args, directory)
         text = "\n".join([*heading(args.mode), *told]) + "\n"
         args.out.write_text(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ _BACKWARD = {
 }
 
 
-def parts_of_a_step(script: Path, flags: Sequence[str], plan: Path, directory: Path) -> list[list[str]]:
+def parts_of_a_step(
+    script: Path, flags: Sequence[str], plan: Path, directory: Path, environment: Mapping[str, str]
+) -> list[list[str]]:
     """Rows of a table: GPU milliseconds of each part of a step, in the middle of a run by the plan."""
-    told = profiled(script, flags, plan, directory, "parts")
+    told = profiled(script, flags, plan, directory, "parts", environment)
     if "failed" in told:
         return [["part", "ms"], ["failed", told["failed"]]]
     rows = [["part of a step", "GPU ms", "launches by the host"]]
@@ -148,8 +150,9 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
             ranges[event["tid"]].append((start, start + event["dur"], name))
     spent: dict[str, float] = defaultdict(float)
     launches: dict[str, set[int]] = defaultdict(set)
+    parts = parts_of(launched, ranges)
     for start, end, correlation in work:
-        part = part_at(ranges, *launched[correlation]) if correlation in launched else "other"
+        part = parts.get(correlation, "other")
         spent[part] += (end - start) / 1000 / PROFILED
         launches[part].add(correlation)
     steps = sorted(r for of_thread in ranges.values() for r in of_thread if r[2] == "part:other")
@@ -158,7 +161,7 @@ def summary(trace: dict[str, Any]) -> dict[str, Any]:
     began = until
     for start, end, correlation in sorted(work):
         if start > until:
-            gaps.append((start - until, until, start, part_at(ranges, *launched.get(correlation, (thread, start)))))
+            gaps.append((start - until, until, start, parts.get(correlation, "other")))
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     in_graphs = [end - start for start, end, correlation in work if correlation in of_graphs]
@@ -190,12 +193,33 @@ def host_in(of_thread: Sequence[tuple[float, float, str]], start: float, end: fl
     return f"{inner}; began {dict(began.most_common(6))}"
 
 
-def part_at(ranges: dict[int, list[tuple[float, float, str]]], thread: int, at: float) -> str:
-    """The part of a step to which a launch belongs, by the innermost range of its thread."""
-    around = [r for r in ranges[thread] if r[0] <= at <= r[1]]
-    if not around:
-        return "other"
-    for _, _, name in sorted(around, key=lambda r: r[1] - r[0]):
+def parts_of(
+    launched: Mapping[int, tuple[int, float]], ranges: Mapping[int, Sequence[tuple[float, float, str]]]
+) -> dict[int, str]:
+    """The part of a step to which each launch belongs, by the innermost ranges of its thread.
+
+    Args:
+        launched: thread and time of each launch, by its correlation.
+        ranges: start, end and name of what ran in each thread, nested or one after the other.
+    """
+    of_threads: dict[int, list[tuple[float, int]]] = defaultdict(list)
+    for correlation, (thread, at) in launched.items():
+        of_threads[thread].append((at, correlation))
+    found = {}
+    for thread, launches in of_threads.items():
+        waiting = sorted(ranges.get(thread, ()), reverse=True)
+        around: list[tuple[float, float, str]] = []
+        for at, correlation in sorted(launches):
+            while waiting and waiting[-1][0] <= at:
+                around.append(waiting.pop())
+            around = [r for r in around if r[1] >= at]
+            found[correlation] = _part(name for _, _, name in sorted(around, key=lambda r: r[1] - r[0]))
+    return found
+
+
+def _part(names: Iterable[str]) -> str:
+    """The part that ranges around a launch tell of, the innermost first."""
+    for name in names:
         if name.startswith("part:"):
             return name.removeprefix("part:")
         for word, part in _BACKWARD.items():

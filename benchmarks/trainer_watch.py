@@ -1,0 +1,109 @@
+"""What the watch costs in Megatron-LM's own script: half of the steps with it and half without, in the same process.
+
+Steps of two processes differ by more than the watch's cost; steps of one process that lie side by side do not.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_lm import script_run
+
+BEFORE = 40
+"""Steps that are not counted: graphs are warm by then, and the watch has verified its early micro-batches, which come
+whatever the rate."""
+
+
+def watch_lines(
+    script: Path, flags: Sequence[str], plan: Path, directory: Path, environment: Mapping[str, str]
+) -> list[list[str]]:
+    """Lines of the table, the first of which is its head.
+
+    Args:
+        script: pretrain_gpt.py.
+        flags: its arguments.
+        plan: the plan to follow, which has a rate of verified micro-batches.
+        directory: folder for the log, and for a line a step.
+        environment: variables beside this process's own.
+    """
+    result, launcher = directory / "watch.jsonl", directory / "watch.py"
+    launcher.write_text(
+        f"import sys\nsys.path[:0] = [{str(Path(__file__).parent)!r}, {str(script.parent)!r}]\n"
+        f"import trainer_watch\ntrainer_watch.timed({str(script)!r}, {str(result)!r})\n"
+    )
+    ran = script_run(launcher, flags, plan=plan, limit=1200, environment=environment, log=directory / "watch.log")
+    print("watch", ran.code, ran.error, flush=True)
+    steps = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
+    return lines_of(steps)
+
+
+def lines_of(steps: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """The table of what was timed.
+
+    Args:
+        steps: of each step its `ms`, whether it was `watched`, and how many micro-batches it `verified`.
+    """
+    counted = [one for one in steps[BEFORE:] if one["ms"]]
+    without = [one["ms"] for one in counted if not one["watched"]]
+    of_watch = [one for one in counted if one["watched"]]
+    kinds = {
+        "without the watch": without,
+        "with it": [one["ms"] for one in of_watch],
+        "with it, no micro-batch verified": [one["ms"] for one in of_watch if not one["verified"]],
+        "with it, one or more verified": [one["ms"] for one in of_watch if one["verified"]],
+    }
+    lines = [["steps", "number", "mean, ms", "standard error, ms", "longer than without the watch"]]
+    for name, ms in kinds.items():
+        error = statistics.stdev(ms) / len(ms) ** 0.5 if len(ms) > 1 else float("nan")
+        longer = f"{statistics.mean(ms) / statistics.mean(without) - 1:.2%}" if ms and without else "-"
+        cells = [f"{statistics.mean(ms):.2f}", f"{error:.2f}", longer] if ms else ["-", "-", "-"]
+        lines.append([name, str(len(ms)), *cells])
+    return lines
+
+
+def timed(script: str, result: str) -> None:
+    """Run `script` in this process; its modules are watched in half of the steps, and every step is timed."""
+    import runpy
+
+    import torch
+    from megatron.training import training
+
+    from thdprof.runtime.graphs.graphed_module import GraphedModule
+
+    own_step, modules, count = training.train_step, [], [0]
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not modules:
+            modules.extend((one, one._watch) for one in gc.get_objects() if issubclass(type(one), GraphedModule))
+            if not any(watch for _, watch in modules):
+                raise RuntimeError("no module is watched: the plan has no graphs.verify, or nothing is captured")
+        watched = count[0].bit_count() % 2 == 0  # half of the steps, of each kind of place
+        for module, watch in modules:
+            module._watch = watch if watched else None
+        before = verified()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        told = own_step(*args, **kwargs)
+        torch.cuda.synchronize()
+        ms = (time.perf_counter() - began) * 1000
+        count[0] += 1
+        for _, watch in modules:
+            if watch is not None:
+                watch.read(wait=True)
+        with Path(result).open("a") as file:
+            file.write(json.dumps({"ms": ms, "watched": watched, "verified": verified() - before}) + "\n")
+        return told
+
+    def verified() -> int:
+        return sum(sum(module.stats().verified.values()) for module, _ in modules)
+
+    training.train_step = step
+    sys.argv[0] = script
+    runpy.run_path(script, run_name="__main__")
