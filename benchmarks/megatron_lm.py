@@ -291,7 +291,8 @@ def plan_of(
     command = [sys.executable, "-m", "thdprof", "analyze", "--megatron-args", str(script), "--impl", impl]
     command += ["--microbatches", str(table), "-o", str(plan), "--force"]
     chosen = {} if layers_per_graph is None else {"layers_per_graph": layers_per_graph}
-    if "moe_preprocess" in modules and "--expert-model-parallel-size" in flags:  # whose ranks decide together
+    exchanges = "moe_preprocess" in modules and "alltoall" in flags  # counts of tokens, inside the graphs
+    if exchanges and "--expert-model-parallel-size" in flags:  # whose ranks decide together
         chosen["shared_capture_ranks"] = flags[[*flags].index("--expert-model-parallel-size") + 1]
     if chosen:
         settings = directory / f"{name}-settings.yaml"

@@ -15,7 +15,7 @@ exact   100 steps of small models through two buckets and fallbacks, replayed be
         first, runs begin until --seconds are over, and --out is written after each row
 soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
         and the same command goes on until it is done
-watch   the shape of `speed`, half of its steps with verified micro-batches at the plan's rate and half without
+watch   the shape of `speed`, half of its steps with verified micro-batches and half without
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
         and graphs of 4, 2 and 1 layers; their losses must be equal
@@ -77,6 +77,8 @@ STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-fo
 """Megatron's own graph settings, and what each asks for besides."""
 VERIFY = {"unverified": None, "verified": "1/16"}
 """Runs by the plan with another rate of verified micro-batches: the plan's own is too low for so few steps."""
+WATCHED = "1/64"
+"""Rate of verified micro-batches of `watch`: high enough that some come in so few steps."""
 STEPS, WARM, SOAKED = 40, 10, 20_000
 
 
@@ -114,9 +116,13 @@ def watch(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `watch`."""
     flags = shape_flags(args, directory, "--eval-interval 100000 --eval-iters 1")
     plan = plan_of(flags, directory, "plan")
-    lines = watch_lines(args.megatron_lm / "pretrain_gpt.py", flags, plan, directory, environment_of(args))
-    rate = load_plan(plan).graphs.verify
-    return [f"Rate of verified micro-batches: {rate}, of those that the watch saw.", "", *table(lines)]
+    every = load_plan(plan).graphs.verify_every
+    if not every:
+        raise SystemExit("the plan verifies no micro-batches")
+    often = verifying(plan, WATCHED)
+    script = args.megatron_lm / "pretrain_gpt.py"
+    lines, told = watch_lines(script, flags, often, directory, environment_of(args), every=every)
+    return [f"{WATCHED} of the micro-batches that the watch saw were verified.", "", *table(lines), "", told]
 
 
 def speed(args: argparse.Namespace, directory: Path) -> list[str]:

@@ -56,6 +56,8 @@ class Row:
 
 APEX_STAND_IN = Path(__file__).parent / "apex_stand_in"
 """Folder with what stands for the module of Apex that --gradient-accumulation-fusion asks for."""
+UNTUNED = Path(__file__).parent / "untuned"
+"""Folder with what lets Triton's kernels do without tuning."""
 _EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
     "--moe-expert-capacity-factor 1.25 --moe-pad-expert-input-to-capacity --moe-router-load-balancing-type aux_loss "

@@ -29,7 +29,7 @@ from megatron_lm import (
     without,
 )
 from megatron_lm import run as run_command
-from trainer_exact import APEX_STAND_IN, CAPS, STEPS, Row, exact_flags
+from trainer_exact import APEX_STAND_IN, CAPS, STEPS, UNTUNED, Row, exact_flags
 
 MEASURES = ("lm loss", "grad-norm")
 FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "MAX_JOBS": "1"}
@@ -197,7 +197,7 @@ def _run(work: _Work, name: str, scripts: Path, directory: Path, here: Mapping[s
     except Exception as error:  # is told in the row's line
         return Ran(code=-1, log=f"Error: {error}", seconds=0.0)
     flags = exact_flags(row, directory / "data")
-    path = environment_here(*[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
+    path = environment_here(UNTUNED, *[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
     return script_run(
         scripts / row.script,
         without(flags, "--te-rng-tracker") if row.own_tracker and not planned else flags,

@@ -50,9 +50,7 @@ _ANY_KERNELS = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
 """Lets Transformer Engine take kernels that have no deterministic variant."""
 _ONE_HOST = {**_CONNECTIONS, "USE_MNNVL": "0"}
 """As the recipes for H100 set it: HybridEP shares its buffers by CUDA's IPC."""
-_MAMBA = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1", "TRITON_CACHE_AUTOTUNING": "0"}
-"""Lets Mamba's kernels be deterministic, each with the one configuration that it has where none is tuned: runs that
-begin at the same time would tune each for itself."""
+_MAMBA = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1"}
 _LAYERS = "transformer_engine"
 
 RECIPE_ROWS = (

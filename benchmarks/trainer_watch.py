@@ -22,9 +22,9 @@ whatever the rate."""
 
 
 def watch_lines(
-    script: Path, flags: Sequence[str], plan: Path, directory: Path, environment: Mapping[str, str]
-) -> list[list[str]]:
-    """Lines of the table, the first of which is its head.
+    script: Path, flags: Sequence[str], plan: Path, directory: Path, environment: Mapping[str, str], *, every: int
+) -> tuple[list[list[str]], str]:
+    """Lines of the table, the first of which is its head, and what they say of a lower rate.
 
     Args:
         script: pretrain_gpt.py.
@@ -32,6 +32,7 @@ def watch_lines(
         plan: the plan to follow, which has a rate of verified micro-batches.
         directory: folder for the log, and for a line a step.
         environment: variables beside this process's own.
+        every: the lower rate is one in so many micro-batches.
     """
     result, launcher = directory / "watch.jsonl", directory / "watch.py"
     launcher.write_text(
@@ -41,7 +42,9 @@ def watch_lines(
     ran = script_run(launcher, flags, plan=plan, limit=1200, environment=environment, log=directory / "watch.log")
     print("watch", ran.code, ran.error, flush=True)
     steps = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
-    return lines_of(steps)
+    return lines_of(steps), share_at(
+        steps, every=every, microbatches=int(flags[[*flags].index("--global-batch-size") + 1])
+    )
 
 
 def lines_of(steps: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -66,6 +69,23 @@ def lines_of(steps: Sequence[dict[str, Any]]) -> list[list[str]]:
         cells = [f"{statistics.mean(ms):.2f}", f"{error:.2f}", longer] if ms else ["-", "-", "-"]
         lines.append([name, str(len(ms)), *cells])
     return lines
+
+
+def share_at(steps: Sequence[dict[str, Any]], *, every: int, microbatches: int) -> str:
+    """How much longer steps are with one verified micro-batch in `every`, of steps that have so many micro-batches."""
+    counted = steps[BEFORE:]
+    without = [one["ms"] for one in counted if not one["watched"]]
+    quiet = [one["ms"] for one in counted if one["watched"] and not one["verified"]]
+    often = [one for one in counted if one["watched"] and one["verified"]]
+    if not (without and quiet and often):
+        return "Too few steps to tell."
+    base, idle = statistics.mean(without), statistics.mean(quiet)
+    each = (sum(one["ms"] for one in often) - idle * len(often)) / sum(one["verified"] for one in often)
+    verifying, watching = each * microbatches / every / base, idle / base - 1
+    return (
+        f"A verified micro-batch takes {each:.0f} ms more. One in {every}: {verifying:.3%} of a step; with what the "
+        f"watch takes in steps without any, {verifying + watching:.3%}."
+    )
 
 
 def timed(script: str, result: str) -> None:

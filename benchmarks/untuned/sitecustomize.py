@@ -1,0 +1,50 @@
+"""Lets Triton's kernels run as the first of their configurations says; none is tuned.
+
+Python imports it where this folder is on PYTHONPATH. Which configuration tuning finds fastest depends on what else the
+GPU does, and some kernels add in another order by it: ranks and runs that tune for themselves may round differently.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_TUNED = "triton.runtime.autotuner"
+
+
+class _Finder:
+    """Changes the module of Triton that tunes, when it is imported."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        """The module's specification, whose loader keeps first configurations alone."""
+        if name != _TUNED:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            _wrap(spec)
+        return spec
+
+
+def _wrap(spec: ModuleSpec) -> None:
+    loader: Any = spec.loader
+    own_exec = loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        own_exec(module)
+        own_init = module.Autotuner.__init__
+
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            own_init(self, *args, **kwargs)
+            self.configs = self.configs[:1]
+
+        module.Autotuner.__init__ = init
+
+    loader.exec_module = exec_module
+
+
+sys.meta_path.insert(0, _Finder())
