@@ -27,6 +27,8 @@ from megatron_lm import (
 from trainer_exits import EXITS, life_of
 
 STEPS, HALF = 30, 15
+OWN_STATES = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
+"""Lets Transformer Engine load the states of delayed scaling, which it pickles, from checkpoints that lives wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,7 @@ class _Runs:
             replay=replay,
             stats=self.folder / f"{name}.jsonl" if planned else None,
             tensorboard=self.folder / f"tensorboard-{name}",
-            environment=EXACT,
+            environment={**EXACT, **OWN_STATES},
             log=self.folder / f"{name}.log",
         )
 

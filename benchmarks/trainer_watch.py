@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -64,9 +65,8 @@ def lines_of(steps: Sequence[dict[str, Any]]) -> list[list[str]]:
     }
     lines = [["steps", "number", "mean, ms", "standard error, ms", "longer than without the watch"]]
     for name, ms in kinds.items():
-        error = statistics.stdev(ms) / len(ms) ** 0.5 if len(ms) > 1 else float("nan")
         longer = f"{statistics.mean(ms) / statistics.mean(without) - 1:.2%}" if ms and without else "-"
-        cells = [f"{statistics.mean(ms):.2f}", f"{error:.2f}", longer] if ms else ["-", "-", "-"]
+        cells = [f"{statistics.mean(ms):.2f}", f"{_error(ms):.2f}", longer] if ms else ["-", "-", "-"]
         lines.append([name, str(len(ms)), *cells])
     return lines
 
@@ -82,10 +82,16 @@ def share_at(steps: Sequence[dict[str, Any]], *, every: int, microbatches: int) 
     base, idle = statistics.mean(without), statistics.mean(quiet)
     each = (sum(one["ms"] for one in often) - idle * len(often)) / sum(one["verified"] for one in often)
     verifying, watching = each * microbatches / every / base, idle / base - 1
+    error = math.hypot(_error(without), _error(quiet)) / base
     return (
         f"A verified micro-batch takes {each:.0f} ms more. One in {every}: {verifying:.3%} of a step; with what the "
-        f"watch takes in steps without any, {verifying + watching:.3%}."
+        f"watch takes in steps without any, {verifying + watching:.3%}, standard error {error:.3%}."
     )
+
+
+def _error(ms: Sequence[float]) -> float:
+    """Standard error of a mean."""
+    return statistics.stdev(ms) / len(ms) ** 0.5 if len(ms) > 1 else float("nan")
 
 
 def timed(script: str, result: str) -> None:
