@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -285,3 +287,66 @@ def test_a_fault_in_a_long_run_is_told(soak, changed, log, line):
     (told,) = [told for told in seen.lines if told.startswith("FAILED")]
     assert line in told
     assert not seen.held
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """The module that times the watch."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("trainer_watch")
+
+
+def test_the_cost_of_the_watch_at_a_rate_is_of_verifying_and_of_watching(watch):
+    early = [{"ms": 9000.0, "watched": True, "verified": 8}] * watch.BEFORE  # is not counted
+    quiet = [{"ms": 202.0, "watched": True, "verified": 0}] * 6
+    without = [{"ms": 200.0, "watched": False, "verified": 0}] * 8
+    often = [{"ms": 702.0, "watched": True, "verified": 2}, {"ms": 452.0, "watched": True, "verified": 1}]
+    steps = [*early, *quiet, *without, *often]
+    # three of them took 750 ms more; one in 1000 is 8 / 1000 of a step's 200 ms, and watching takes 2 ms of 200
+    told = watch.share_at(steps, every=1000, microbatches=8)
+    assert "250 ms more" in told
+    assert "1.000% of a step" in told
+    assert "2.000%, standard error 0.000%" in told
+    assert [line[1] for line in watch.lines_of(steps)[1:]] == ["8", "8", "6", "2"]
+    assert watch.share_at(steps[: watch.BEFORE], every=1000, microbatches=8) == "Too few steps to tell."
+
+
+def test_a_launch_belongs_to_the_innermost_part_of_its_thread(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    parts = importlib.import_module("trainer_parts")
+    backward = "autograd::engine::evaluate_function: CrossEntropyBackward"
+    ranges = {
+        1: [(0.0, 9.0, "part:other"), (1.0, 4.0, "part:decoder"), (2.0, 3.0, "part:loss"), (2.2, 2.4, "no part")],
+        2: [(0.0, 9.0, backward)],
+    }
+    launched = {10: (1, 0.5), 11: (1, 2.3), 12: (1, 3.5), 13: (1, 9.5), 14: (2, 2.3), 15: (3, 2.3)}
+    assert parts.parts_of(launched, ranges) == {
+        10: "other",
+        11: "loss",
+        12: "decoder",
+        13: "other",
+        14: "loss, backward",
+        15: "other",
+    }
+
+
+def test_no_kernel_is_tuned_where_the_folder_for_it_is_on_the_path(tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "kernel.py").write_text(
+        "import triton\nimport triton.language as tl\n"
+        "@triton.autotune(configs=[triton.Config({'SIZE': 1}), triton.Config({'SIZE': 2})], key=['n'])\n"
+        "@triton.jit\ndef kernel(x, n, SIZE: tl.constexpr):\n    pass\n"
+        "print([config.kwargs for config in kernel.configs])\n"
+    )
+    for folder, configurations in (
+        (ROOT / "benchmarks" / "untuned", "[{'SIZE': 1}]"),
+        (tmp_path, "[{'SIZE': 1}, {'SIZE': 2}]"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, tmp_path / "kernel.py"],
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ran.stdout.strip() == configurations
