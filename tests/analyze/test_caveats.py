@@ -136,6 +136,16 @@ def test_times_of_adapters_are_said_to_be_those_of_full_training(tmp_path):
         assert sum(warning.startswith(told) for warning in warned(tmp_path, model=model).warnings) == expected
 
 
+def test_what_graphs_save_beside_dropless_experts_is_said_to_be_uncertain(tmp_path):
+    experts = replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64)
+    for kind, expected in (("padded", 0), ("dropless", 1)):
+        found = warned(tmp_path, model=experts, experts=kind).warnings
+        assert (
+            sum(warning.startswith("beside dropless experts what graphs save is uncertain") for warning in found)
+            == expected
+        )
+
+
 def test_times_of_a_trainer_are_said_to_be_those_of_fused_layers(tmp_path):
     told = "times are modelled, not measured, from fused layers, which PlanCallback(compile=True) makes"
     for loader, expected in (("single", 0), ("trainer", 1)):
