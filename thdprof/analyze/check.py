@@ -72,7 +72,10 @@ class Check:
     dataset: DatasetSummary
     """The dataset that was read."""
     exact: bool
-    """Whether the micro-batches are exactly those of training; false where they were drawn."""
+    """Whether the micro-batches are exactly those of training; false where they were drawn, training stops on a step,
+    or `size_guessed`."""
+    size_guessed: bool
+    """Whether the order is training's, and only the plan's pack size, which tails are counted by, is a guess."""
     microbatches: int
     """Micro-batches over all ranks and steps."""
     steps: int
@@ -152,6 +155,7 @@ def check(
             dataset,
             asdict(plan.training),
             lambda done: progress("replaying the schedule", _READ_SHARE + (1 - _READ_SHARE) * done, documents),
+            planned_guess=plan.microbatches.pack_size_guessed,
         )
         needed = _slots(plan, replayed.schedule.table)
     except (DataError, UsageError) as error:
@@ -166,6 +170,7 @@ def check(
         plan=plan,
         dataset=DatasetSummary.of(dataset),
         exact=table.exact,
+        size_guessed=table.size_guessed,
         microbatches=len(table),
         steps=table.num_steps,
         n_seqs=profile.n_seqs.percentiles(),
@@ -335,7 +340,9 @@ def _notes(
                 f"{lacking} model chunks now have more micro-batches in flight than slots: some will run eagerly "
                 "(no_free_slot), which the rates here do not count; analyse again"
             )
-    if not table.exact:
+    if table.size_guessed:
+        sentences.append("micro-batches were counted with a pack size that is a guess: rates are estimates")
+    elif not table.exact:
         why = "were drawn" if table.groups is None else "are a guess where Megatron would stop"
         sentences.append(f"micro-batches {why}: rates are estimates, and positions examples")
     return sentences

@@ -65,6 +65,7 @@ def make_plan(
             "training": settings,
             "microbatches": {
                 "exact": analysis.microbatches.exact,
+                "pack_size_guessed": analysis.pack_size_guessed,
                 "count": len(analysis.microbatches),
                 "steps": analysis.steps,
                 "n_seqs": analysis.n_seqs,

@@ -6,9 +6,12 @@ import contextlib
 import io
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
+
+from thdprof.commands.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,21 +94,33 @@ def console(*, stderr: bool) -> Console:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """A progress bar on stderr that shows the stage, documents a second and the time left; nothing off a terminal."""
+def progress_bar(
+    *,
+    now: Callable[[], float] = time.monotonic,
+    wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
+) -> Iterator[Progress]:
+    """A progress bar on stderr that shows the stage, documents a second and the time left.
+
+    Off a terminal there is no bar: a plain line says where a long command is, about once a minute (`heartbeat`).
+
+    Args:
+        now: the time in seconds, from any beginning.
+        wait: waits for an event, at most so many seconds; returns whether the event is set.
+    """
     if not sys.stderr.isatty():
-        yield lambda stage, done, documents: None
+        with heartbeat(say, now=now, wait=wait) as progress:
+            yield progress
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-    began = time.monotonic()
+    began = now()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("starting", total=1.0, rate="")
 
         def show(stage: str, done: float, documents: int) -> None:
-            rate = documents * done / max(1e-6, time.monotonic() - began)
+            rate = documents * done / max(1e-6, now() - began)
             text = f"{rate:,.0f} documents/s" if documents else ""
             bar.update(task, description=stage, completed=done, rate=text)
 

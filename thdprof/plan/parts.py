@@ -66,7 +66,10 @@ class MicrobatchesPart(Part):
     """The micro-batches that training will form."""
 
     exact: bool
-    """Whether the counted micro-batches equal training's; false: a seeded simulation drew them."""
+    """Whether the counted micro-batches equal training's; false: a seeded simulation drew them, Megatron would stop on
+    a step, or rows' tails were counted by a pack size that is a guess."""
+    pack_size_guessed: bool = False
+    """Whether the files do not tell the pack size, and training.seq_length is the tokens of their fullest row."""
     count: Count
     """Number of micro-batches over all ranks and steps."""
     steps: Count

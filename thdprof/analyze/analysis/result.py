@@ -92,6 +92,8 @@ class Analysis:
     overlap: Overlap | None
     """What cutting model chunks into graphs of a few layers hides of data-parallel communication; None where the run
     overlaps none, or times are not known."""
+    pack_size_guessed: bool
+    """Whether the files do not tell the pack size, and `settings.seq_length` is the tokens of the fullest row."""
     packing_efficiency: float | None
     """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
     packing_efficiency_without_cap: float | None

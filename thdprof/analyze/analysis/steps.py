@@ -252,6 +252,7 @@ def analyze_read(
         )
         if recommendation.buckets
         else None,
+        pack_size_guessed=replayed.pack_size_guessed,
         packing_efficiency=schedule.packing_efficiency,
         packing_efficiency_without_cap=schedule.packing_efficiency_without_cap,
         notes=notes,

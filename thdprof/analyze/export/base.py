@@ -87,7 +87,7 @@ def one_line(text: str) -> str:
 def header(plan: Plan, name: str) -> list[str]:
     """Comment lines that say from which plan an export comes, and for which run its cap holds."""
     training = plan.training
-    exact = "exact" if plan.microbatches.exact else "drawn by simulation"
+    exact = "exact" if plan.microbatches.exact else "not exact"
     offload = ["graphs.offload is left out, and its memory figures do not hold"]
     return [
         f"{name}, exported by thdprof from a plan of thdprof {one_line(plan.written_by)}",

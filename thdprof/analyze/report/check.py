@@ -40,7 +40,7 @@ def _parts(check: Check) -> Iterator[str | Table | Text]:
     data = check.dataset
     source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
     changed = "as planned" if check.same_data else "other data than planned"
-    yield Text(f"{source} ({data.format}): {changed}, {'replayed exactly' if check.exact else 'not replayed exactly'}")
+    yield Text(f"{source} ({data.format}): {changed}, {_origin(check)}")
     yield ""
     yield _sizes(check)
     yield ""
@@ -52,6 +52,12 @@ def _parts(check: Check) -> Iterator[str | Table | Text]:
     for note in check.notes:
         yield Text(f"warning: {note}", style="yellow")
     yield Text(verdict(check), style="bold")
+
+
+def _origin(check: Check) -> str:
+    if check.size_guessed:
+        return "replayed with a pack size that is a guess"
+    return "replayed exactly" if check.exact else "not replayed exactly"
 
 
 def _overshoot(worst: Overshoot) -> str:

@@ -64,14 +64,24 @@ class Replay:
     """Settings that nobody gave."""
     schedule: Schedule
     """The micro-batches, and notes on them."""
+    pack_size_guessed: bool
+    """Whether the files do not tell the pack size, and `seq_length` is the tokens of a row that was the fullest."""
     notes: tuple[str, ...]
     """Settings that were given in vain."""
 
 
 def replay(
-    dataset: Dataset, given: Mapping[str, Any], tick: Tick = lambda done: None, memo: Memo = FORGETFUL
+    dataset: Dataset,
+    given: Mapping[str, Any],
+    tick: Tick = lambda done: None,
+    memo: Memo = FORGETFUL,
+    *,
+    planned_guess: bool = False,
 ) -> Replay:
     """The micro-batches that training forms of `dataset` under the settings `given`, by name.
+
+    `planned_guess` tells that the `seq_length` given is a plan's, which took it from the fullest row of its data. It
+    stays a guess unless the files now tell the same.
 
     Raises:
         DataError: the data cannot be trained on as it is.
@@ -93,9 +103,19 @@ def replay(
     if settings.shared_capture_ranks > 1 and schedule.table.groups is None:
         together = replace(schedule.table, shared_capture_ranks=settings.shared_capture_ranks)
         schedule = replace(schedule, table=together)
-    if fullest is not None and given.get("seq_length") is None:
-        schedule = _with_guessed_size(schedule, fullest, kind, settings)
-    return Replay(kind=kind, settings=settings, assumptions=assumptions, schedule=schedule, notes=vain)
+    guessed = fullest is not None and given.get("seq_length") is None
+    if planned_guess:
+        guessed = dataset.pack_tokens != settings.seq_length
+    if guessed:
+        schedule = _with_guessed_size(schedule, kind, settings, planned=planned_guess)
+    return Replay(
+        kind=kind,
+        settings=settings,
+        assumptions=assumptions,
+        schedule=schedule,
+        pack_size_guessed=guessed,
+        notes=vain,
+    )
 
 
 def _default_loader(dataset: Dataset, given: Mapping[str, Any]) -> Loader | None:
@@ -128,16 +148,17 @@ def _fullest_row(dataset: Dataset) -> int | None:
     return max(1, int(dataset.content.num_tokens().max()))
 
 
-def _with_guessed_size(schedule: Schedule, fullest: int, kind: Kind, settings: TrainingSettings) -> Schedule:
+def _with_guessed_size(schedule: Schedule, kind: Kind, settings: TrainingSettings, *, planned: bool) -> Schedule:
     """The schedule with a note on its pack size, and not exact where training's counts depend on that size.
 
     Megatron-Bridge and tail policies fill rows up to it: then every full row would have a document more. The Trainer's
-    rows are filled up to the size that the plan itself gives.
+    rows are filled up to the size that the plan itself gives. `planned` tells that a plan holds the guess.
     """
     owner = {"bridge": "Megatron-Bridge's pack size", "trl": "TRL's max_length"}.get(kind, "training's sequence length")
     fills = kind == "bridge" or (settings.tail_policy != "none" and settings.loader != "trainer")
-    remedy = ", and tails are counted by it: give training's as --seq-length" if fills else ""
-    note = f"pack size taken from the fullest row, {fullest} tokens; {owner} is that or more{remedy}"
+    row, give = ("the plan's fullest row", "analyse again with") if planned else ("the fullest row", "give")
+    remedy = f", and tails are counted by it: {give} training's as --seq-length" if fills else ""
+    note = f"pack size taken from {row}, {settings.seq_length} tokens; {owner} is that or more{remedy}"
     table = schedule.table
     if fills and table.exact:
         table = replace(table, exact=False, size_guessed=True)
