@@ -36,6 +36,7 @@ def watch_lines(
         every: the lower rate is one in so many micro-batches.
     """
     result, launcher = directory / "watch.jsonl", directory / "watch.py"
+    result.unlink(missing_ok=True)  # of an earlier call
     launcher.write_text(
         f"import sys\nsys.path[:0] = [{str(Path(__file__).parent)!r}, {str(script.parent)!r}]\n"
         f"import trainer_watch\ntrainer_watch.timed({str(script)!r}, {str(result)!r})\n"
