@@ -47,7 +47,8 @@ from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
 from trainer_recipe_rows import ALL_ROWS
 from trainer_soak import soak
-from trainer_watch import watch_lines
+from trainer_watch import BEFORE, watch_lines
+from trainer_watch import STEPS as OF_WATCH
 
 from thdprof.plan import load_plan
 
@@ -122,7 +123,7 @@ def watch(args: argparse.Namespace, directory: Path) -> list[str]:
     often = verifying(plan, WATCHED)
     script = args.megatron_lm / "pretrain_gpt.py"
     lines, told = watch_lines(script, flags, often, directory, environment_of(args), every=every)
-    return [f"{WATCHED} of the micro-batches that the watch saw were verified.", "", *table(lines), "", told]
+    return [f"Of the micro-batches that the watch sees {WATCHED} are to be verified.", "", *table(lines), "", told]
 
 
 def speed(args: argparse.Namespace, directory: Path) -> list[str]:
@@ -317,14 +318,18 @@ def arguments() -> argparse.Namespace:
         "--seconds", type=float, default=7200, help="exact: seconds after which no run begins and all end [7200]"
     )
     parser.add_argument(
-        "--steps", type=int, help=f"speed, overlap, experts, soak: steps of each run [{STEPS}; soak {SOAKED}]"
+        "--steps",
+        type=int,
+        help=f"speed, overlap, experts, watch, soak: steps of each run [{STEPS}; watch {OF_WATCH}; soak {SOAKED}]",
     )
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
-    parser.add_argument("--vocabulary", type=int, default=32000, help="speed: 151936 is Qwen3's own [32000]")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed: the model's shape [qwen3-0.6b]")
-    parser.add_argument("--more", default="", help="speed, overlap: more arguments of Megatron, such as FP8's")
+    parser.add_argument("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]"
+    )
+    parser.add_argument("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
     parser.add_argument("--connections", type=int, default=1, help="overlap: CUDA_DEVICE_MAX_CONNECTIONS [1]")
-    parser.add_argument("--fused", action="store_true", help="speed, experts: with fused gradient accumulation")
+    parser.add_argument("--fused", action="store_true", help="speed, watch, experts: with fused gradient accumulation")
     parser.add_argument(
         "--variants", default="eager,local,transformer_engine,full_iteration,padded,install,unverified,verified,plan"
     )
@@ -333,7 +338,9 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.megatron_lm = args.megatron_lm.resolve()
     args.gpus = [int(n) for n in args.gpus.split(",")]
-    args.steps = args.steps or (SOAKED if args.mode == "soak" else STEPS)
+    args.steps = args.steps or {"soak": SOAKED, "watch": OF_WATCH}.get(args.mode, STEPS)
+    if args.mode == "watch" and args.steps <= BEFORE:
+        parser.error(f"watch counts no step up to {BEFORE}: more --steps")
     if args.mode == "soak" and args.keep is None:
         parser.error("soak needs --keep, the folder from which its next part goes on")
     args.variants = [name for name in args.variants.split(",") if name]

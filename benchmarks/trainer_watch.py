@@ -17,9 +17,9 @@ from typing import Any
 
 from megatron_lm import script_run
 
-BEFORE = 40
-"""Steps that are not counted: graphs are warm by then, and the watch has verified its early micro-batches, which come
-whatever the rate."""
+STEPS, BEFORE = 140, 40
+"""Steps of a run, and steps of it that are not counted: graphs are warm by then, and the watch has verified its early
+micro-batches, which come whatever the rate."""
 
 
 def watch_lines(
@@ -42,11 +42,11 @@ def watch_lines(
         f"import trainer_watch\ntrainer_watch.timed({str(script)!r}, {str(result)!r})\n"
     )
     ran = script_run(launcher, flags, plan=plan, limit=1200, environment=environment, log=directory / "watch.log")
-    print("watch", ran.code, ran.error, flush=True)
-    steps = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
-    return lines_of(steps), share_at(
-        steps, every=every, microbatches=int(flags[[*flags].index("--global-batch-size") + 1])
-    )
+    if ran.code:
+        return [["exit code", "error"], [str(ran.code), ran.error]], "The run failed."
+    steps = [json.loads(line) for line in result.read_text().splitlines()]
+    microbatches = int(flags[[*flags].index("--global-batch-size") + 1])
+    return lines_of(steps), share_at(steps, every=every, microbatches=microbatches)
 
 
 def lines_of(steps: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -55,7 +55,7 @@ def lines_of(steps: Sequence[dict[str, Any]]) -> list[list[str]]:
     Args:
         steps: of each step its `ms`, whether it was `watched`, and how many micro-batches it `verified`.
     """
-    counted = [one for one in steps[BEFORE:] if one["ms"]]
+    counted = steps[BEFORE:]
     without = [one["ms"] for one in counted if not one["watched"]]
     of_watch = [one for one in counted if one["watched"]]
     kinds = {

@@ -311,6 +311,14 @@ def test_the_cost_of_the_watch_at_a_rate_is_of_verifying_and_of_watching(watch):
     assert watch.share_at(steps[: watch.BEFORE], every=1000, microbatches=8) == "Too few steps to tell."
 
 
+def test_a_watched_run_that_failed_is_not_a_measurement(watch, monkeypatch, tmp_path):
+    ran = SimpleNamespace(code=1, error="out of memory")
+    monkeypatch.setattr(watch, "script_run", lambda *args, **kwargs: ran)
+    lines, told = watch.watch_lines(tmp_path / "pretrain_gpt.py", [], tmp_path / "plan", tmp_path, {}, every=2048)
+    assert lines[1] == ["1", "out of memory"]
+    assert told == "The run failed."
+
+
 def test_a_launch_belongs_to_the_innermost_part_of_its_thread(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     parts = importlib.import_module("trainer_parts")

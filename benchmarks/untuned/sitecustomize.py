@@ -1,7 +1,9 @@
-"""Lets Triton's kernels run as the first of their configurations says; none is tuned.
+"""Lets Triton's kernels with several configurations (`triton.autotune`) run as the first one says; none is tuned.
 
-Python imports it where this folder is on PYTHONPATH. Which configuration tuning finds fastest depends on what else the
-GPU does, and some kernels add in another order by it: ranks and runs that tune for themselves may round differently.
+Python imports it as it starts, where this folder is the first on PYTHONPATH that has such a module. Which configuration
+tuning finds fastest depends on what else the GPU does, and a kernel may add in another order by it: ranks and runs that
+tune for themselves may round differently. The first configuration is taken unseen, also where a kernel would drop it
+for its sizes. Kernels that torch.compile writes choose as they always do.
 """
 
 from __future__ import annotations
@@ -36,15 +38,19 @@ def _wrap(spec: ModuleSpec) -> None:
 
     def exec_module(module: Any) -> None:
         own_exec(module)
-        own_init = module.Autotuner.__init__
-
-        def init(self: Any, *args: Any, **kwargs: Any) -> None:
-            own_init(self, *args, **kwargs)
-            self.configs = self.configs[:1]
-
-        module.Autotuner.__init__ = init
+        _keep_first(module)
 
     loader.exec_module = exec_module
+
+
+def _keep_first(module: Any) -> None:
+    own_init = module.Autotuner.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        own_init(self, *args, **kwargs)
+        self.configs = self.configs[:1]
+
+    module.Autotuner.__init__ = init
 
 
 sys.meta_path.insert(0, _Finder())

@@ -44,7 +44,10 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     ),
     "moe_router_force_load_balancing": (_QWEN3, _DEEPSEEK),
     "moe_router_enable_expert_bias": (_BIASED, _DEEPSEEK),
-    "moe_shared_expert_overlap": (_DEEPSEEK,),
+    "moe_shared_expert_overlap": (
+        f"{_ROWS}: dropless, EP 2, dropout, shared experts overlapped",
+        f"{_ROWS}: DeepSeek-V3, EP 2, FP8 blockwise",
+    ),
     "pipeline_model_parallel_layout": (_DEEPSEEK, _DEFERRED, f"{_ROWS}: PP 2, uneven layers, multi-token prediction"),
     "recompute_modules mla_up_proj": (_DEEPSEEK,),
     "add_bias_linear": (_GPT_OSS,),
