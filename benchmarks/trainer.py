@@ -4,7 +4,7 @@
     python benchmarks/trainer.py exact --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-exact.md
     python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-lives.md
     python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
-    python benchmarks/trainer.py watch --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-watch.md
+    python benchmarks/trainer.py watch --megatron-lm ~/Megatron-LM --fused --out trainer-watch.md
     python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
 speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,

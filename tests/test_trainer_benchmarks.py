@@ -289,6 +289,21 @@ def test_a_fault_in_a_long_run_is_told(soak, changed, log, line):
     assert not seen.held
 
 
+@pytest.mark.parametrize(
+    ("dispatcher", "ranks"),
+    [("alltoall", "shared_capture_ranks: 2\n"), ("flex --moe-flex-dispatcher-backend hybridep", "")],
+)
+def test_only_ranks_that_exchange_counts_inside_graphs_are_planned_together(monkeypatch, tmp_path, dispatcher, ranks):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    megatron_lm = importlib.import_module("megatron_lm")
+    monkeypatch.setattr(megatron_lm, "run", lambda *args, **kwargs: ("", 0))
+    monkeypatch.setattr(megatron_lm, "with_modules", lambda plan, modules: None)
+    flags = f"--expert-model-parallel-size 2 --moe-token-dispatcher-type {dispatcher}".split()
+    modules = ("attn", "moe_router", "moe_preprocess")
+    megatron_lm.plan_of(flags, tmp_path, "plan", gpus=2, layers_per_graph="all", modules=modules)
+    assert (tmp_path / "plan-settings.yaml").read_text() == f"layers_per_graph: all\n{ranks}"
+
+
 @pytest.fixture
 def watch(monkeypatch):
     """The module that times the watch."""

@@ -37,7 +37,7 @@ _OTHER_TOKENS = 0.05
 
 def on_the_order(settings: TrainingSettings, table: MicrobatchTable) -> list[str]:
     """A sentence on the assumed order in which training reads rows; none where the order is known."""
-    if table.exact or table.groups is not None or table.size_guessed:
+    if not table.drawn:
         return []
     return [
         "the order in which training reads these rows is not known: micro-batches were drawn with "

@@ -343,6 +343,6 @@ def _notes(
     if table.size_guessed:
         sentences.append("micro-batches were counted with a pack size that is a guess: rates are estimates")
     elif not table.exact:
-        why = "were drawn" if table.groups is None else "are a guess where Megatron would stop"
+        why = "were drawn" if table.drawn else "are a guess where Megatron would stop"
         sentences.append(f"micro-batches {why}: rates are estimates, and positions examples")
     return sentences

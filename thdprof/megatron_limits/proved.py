@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_EXACT, _OWN_LOOP, _BEYOND, _BRIDGE = "trainer-exact.md", "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
+_OWN_LOOP, _BEYOND, _BRIDGE = "megatron.md", "megatron-beyond-gpt.md", "bridge.md"
 _ROWS = "trainer-rows.md"
 _COMMUNICATION, _EXPERTS, _HYBRID_EP = "communication.md", "experts.md", "hybridep.md"
 _SETTINGS, _VISION = "settings.md", "vision.md"

@@ -19,7 +19,8 @@ from torch.nn import functional
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason
 from thdprof.errors import UsageError
 from thdprof.plan import Plan
-from thdprof.runtime.graphs.graphed_module import GraphedModule, graphed
+from thdprof.runtime.graphs.graphed_module import GraphedModule
+from thdprof.runtime.graphs.of_plan import graphed
 from thdprof.runtime.padding import PackedSequence, boundaries_of, pack, pad_cu_seqlens, shape_of
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
 from thdprof.transformers.compiling import compiled

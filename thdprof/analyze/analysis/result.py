@@ -112,8 +112,7 @@ class Analysis:
     @property
     def drawn(self) -> bool:
         """Whether micro-batches were drawn, because the order in which training reads rows is not known."""
-        table = self.microbatches
-        return not table.exact and table.groups is None and not table.size_guessed
+        return self.microbatches.drawn
 
 
 def cp_sizes(table: MicrobatchTable, profiles: Mapping[int, Profile], graph_tokens: int) -> tuple[CpSize, ...]:

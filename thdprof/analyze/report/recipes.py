@@ -15,21 +15,16 @@ _FOOT = (
     "A plan's graphs take the place of Megatron's own (cuda_graph_impl, cuda_graph_scope). MXFP8 and NVFP4 are "
     f"accepted with {UNMEASURED}=allow alone."
 )
-_PROVED = (
-    "proved: install refuses none of the recipe's settings, each of them was run in some row of benchmarks/results, "
-    "replayed beside eager training, and the recipe is for Hopper GPUs (h100, h200): all rows ran on H200s. Rows have "
-    "small models, or a few layers of larger ones, on at most 4 GPUs of one host: no recipe was run whole, nor at its "
-    "size."
-)
-_ACCEPTED = (
-    "accepted unmeasured: install refuses nothing, but no row has one of the settings, or none ran on that type of GPU."
-)
 _MEANINGS = {
     "refused": "install refuses at least one of the recipe's settings.",
-    "accepted unmeasured": _ACCEPTED.partition(": ")[2],
-    "proved": _PROVED.partition(": ")[2],
+    "accepted unmeasured": "install refuses nothing, but no row has one of the settings, or none ran on that type of "
+    "GPU.",
+    "proved": "install refuses none of the recipe's settings, each of them was run in some row of benchmarks/results, "
+    "replayed beside eager training, and the recipe is for Hopper GPUs (h100, h200): all rows ran on H200s. Rows have "
+    "small models, or a few layers of larger ones, on at most 4 GPUs of one host: no recipe was run whole, nor at its "
+    "size. Layer graphs serve a recompute setting by keeping what they hold.",
 }
-"""The verdicts' meanings, as the JSON object has them."""
+"""The verdicts' meanings."""
 _MOST = 12
 """Lines of a table of settings; the rest is counted."""
 
@@ -61,7 +56,7 @@ def listed(coverage: Coverage) -> str:
 
 
 def _definitions() -> str:
-    return f"{_PROVED}\n{_ACCEPTED}"
+    return "\n".join(f"{kind}: {_MEANINGS[kind]}" for kind in ("proved", "accepted unmeasured"))
 
 
 def _told(verdict: Verdict) -> str:

@@ -65,6 +65,11 @@ class MicrobatchTable:
     size_guessed: bool = False
     """Whether the order is training's, and only the pack size that tails are counted by is a guess."""
 
+    @property
+    def drawn(self) -> bool:
+        """Whether micro-batches were drawn, because the order in which training reads rows is not known."""
+        return not self.exact and self.groups is None and not self.size_guessed
+
     def __len__(self) -> int:
         """Number of micro-batches over all ranks and steps."""
         return len(self.n_seqs)

@@ -91,9 +91,8 @@ def gpu_of(name: str | None) -> tuple[Gpu, str | None]:
     here = local_gpu()
     if here is not None:
         return here, f"times are of this machine's {here.label}; --gpu names another"
-    return GPUS[
-        ASSUMED_GPU
-    ], f"times are of {with_article(GPUS[ASSUMED_GPU].label)}, since no GPU was named: give --gpu"
+    assumed = GPUS[ASSUMED_GPU]
+    return assumed, f"times are of {with_article(assumed.label)}, since no GPU was named: give --gpu"
 
 
 def local_gpu() -> Gpu | None:
