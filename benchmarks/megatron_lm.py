@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -66,9 +67,16 @@ class Ran:
 
     def step_ms(self, *, after: int) -> float | None:
         """Mean milliseconds of a step, over the log lines of steps beyond `after`; None without such lines."""
-        found = [(int(step), float(ms)) for step, ms in _STEP.findall(self.log)]
-        kept = [ms for step, ms in found if step > after]
+        kept = self._lines_ms(after)
         return sum(kept) / len(kept) if kept else None
+
+    def median_step_ms(self, *, after: int) -> float | None:
+        """The median of the same lines, which a few slow ones do not move."""
+        kept = self._lines_ms(after)
+        return statistics.median(kept) if kept else None
+
+    def _lines_ms(self, after: int) -> list[float]:
+        return [float(ms) for step, ms in _STEP.findall(self.log) if int(step) > after]
 
     @property
     def error(self) -> str:

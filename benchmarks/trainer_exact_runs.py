@@ -39,6 +39,8 @@ UNMEASURED = {"THDPROF_UNMEASURED": "allow"}
 LEAST_S = 45
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
+IN_TURN = Path(__file__).parent / "in_turn_run.py"
+"""Stands for thdprof.run where runs train one at a time."""
 HEAD = (
     *("row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ", "validation losses differ"),
     *("off beside the unchanged script: steps that differ", "micro-batches replayed, eager, evaluated"),
@@ -94,6 +96,7 @@ def run_rows(
     limit: float,
     seconds: float,
     tell: Callable[[list[list[str]]], None],
+    in_turn: bool = False,
 ) -> list[list[str]]:
     """The table of `exact`; rows begin in their order, and one that is not run to its end says so.
 
@@ -105,6 +108,7 @@ def run_rows(
         limit: seconds that one run may take.
         seconds: after so many seconds no run begins, and those that run are ended.
         tell: called with the table so far after every row.
+        in_turn: one run trains at a time on a GPU, and the script alone is not run.
     """
     end, gpus, lines, lock = time.monotonic() + seconds, _Gpus(), {}, threading.Lock()
 
@@ -113,9 +117,11 @@ def run_rows(
 
     def one(work: _Work, name: str) -> None:
         ran = Ran(code=-1, log="", seconds=0.0)
-        if _is_needed(work, name) and end - time.monotonic() >= LEAST_S:
+        alone = name == "unchanged"
+        if _is_needed(work, name) and not (in_turn and alone) and end - time.monotonic() >= LEAST_S:
             with gpus.taken(work.row.gpus) as here:
-                ran = _run(work, name, scripts, directory, here, limit=min(limit, end - time.monotonic()))
+                turn = {"IN_TURN": str(directory / "turn")} if in_turn else {}
+                ran = _run(work, name, scripts, directory, {**here, **turn}, limit=min(limit, end - time.monotonic()))
             print(f"{work.row.name}: {name} {ran.seconds:.0f} s {ran.error}", flush=True)
         with lock:
             work.ran[name] = ran
@@ -209,6 +215,7 @@ def _run(work: _Work, name: str, scripts: Path, directory: Path, here: Mapping[s
         environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **here, "PYTHONPATH": path},
         limit=limit,
         log=work.folder / f"{name}.log",
+        by=IN_TURN if "IN_TURN" in here else None,
     )
 
 
@@ -245,7 +252,7 @@ def cells(ran: Mapping[str, Ran]) -> list[str]:
     evaluated = by_reason.pop("thdprof/eager/not_training", 0)
     told.append(f"{replayed:.0f}, {sum(by_reason.values()):.0f}, {evaluated:.0f}")
     for one in (on, off):
-        ms = one.step_ms(after=STEPS // 10)
+        ms = one.median_step_ms(after=STEPS // 10)
         told.append(f"{ms:.1f}" if ms else "-")
     return told
 

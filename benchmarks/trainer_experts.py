@@ -63,7 +63,7 @@ def experts_lines(
         gpus: number of GPUs, which share the experts.
         runs: names of the runs; none: all.
         steps: steps of each run.
-        parts: whether to run each by a plan once more, under torch's profiler.
+        parts: whether to run each by a plan once more, its first rank under torch's profiler.
         fused: whether matrix products add weight gradients to main_grad, as Megatron-LM does unless told
             otherwise.
     """
@@ -89,8 +89,8 @@ def experts_lines(
             log=directory / f"run-{gpus}-{number}.log",
         )
         print(gpus, name, ran[name].code, ran[name].step_ms(after=WARM), ran[name].error, flush=True)
-        if parts and gpus == 1 and plan is not None:
-            seen[name] = profiled(script, flags, plan, directory, f"parts-{number}", environment)
+        if parts and plan is not None:
+            seen[name] = profiled(script, flags, plan, directory, f"parts-{gpus}-{number}", environment, gpus=gpus)
     return lines_of(ran, seen, steps)
 
 

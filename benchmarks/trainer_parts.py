@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +43,8 @@ def profiled(
     directory: Path,
     name: str,
     environment: Mapping[str, str] | None = None,
+    *,
+    gpus: int = 1,
 ) -> dict[str, Any]:
     """What `summary` says of the middle of a run by the plan, or without one; `failed` alone where it ended early.
 
@@ -52,6 +55,7 @@ def profiled(
         directory: folder for the trace and the log.
         name: stem of their files.
         environment: variables beside this process's own.
+        gpus: number of ranks, the first of which is profiled.
     """
     result = directory / f"{name}.json"
     launcher = directory / f"{name}.py"
@@ -59,7 +63,7 @@ def profiled(
         f"import sys\nsys.path[:0] = [{str(Path(__file__).parent)!r}, {str(script.parent)!r}]\n"
         f"import trainer_parts\ntrainer_parts.profile({str(script)!r}, {str(result)!r})\n"
     )
-    ran = script_run(launcher, flags, plan=plan, environment=environment, log=directory / f"{name}.log")
+    ran = script_run(launcher, flags, plan=plan, gpus=gpus, environment=environment, log=directory / f"{name}.log")
     if ran.code or not result.exists():
         return {"failed": ran.error or f"exit code {ran.code}"}
     told: dict[str, Any] = json.loads(result.read_text())
@@ -67,7 +71,7 @@ def profiled(
 
 
 def profile(script: str, result: str) -> None:
-    """Run `script` in this process with PROFILED of its steps under torch's profiler."""
+    """Run `script` in this process with PROFILED of its steps under torch's profiler, where it is the first rank."""
     import runpy
 
     import torch
@@ -81,6 +85,10 @@ def profile(script: str, result: str) -> None:
         torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]),
     )
     own_setup = training.setup_model_and_optimizer
+    if os.environ["RANK"] != "0":
+        sys.argv[0] = script
+        runpy.run_path(script, run_name="__main__")
+        return
 
     def named(owner: Any, attribute: str, name: str) -> None:
         own = getattr(owner, attribute)

@@ -6,6 +6,8 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -373,3 +375,46 @@ def test_no_kernel_is_tuned_where_the_folder_for_it_is_on_the_path(tmp_path):
             check=True,
         )
         assert ran.stdout.strip() == configurations
+
+
+@pytest.fixture(scope="module")
+def in_turn():
+    """The module that lets runs train one at a time."""
+    return load_script("benchmarks/in_turn_run.py", "in_turn_run")
+
+
+def test_runs_in_turn_share_no_gpu_and_ranks_of_a_run_go_together(in_turn, tmp_path):
+    began = []
+
+    def rank(run: str, gpus: list[str], number: int, let_go: threading.Event) -> threading.Thread:
+        def train() -> None:
+            with in_turn.turn(tmp_path / "turn", gpus, port=run, rank=number):
+                began.append((run, number))
+                let_go.wait(30)
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        return thread
+
+    def comes(*seen: tuple[str, int]) -> None:
+        end = time.monotonic() + 30
+        while sorted(began) != sorted(seen) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.1)  # in which a run out of its turn would begin
+        assert sorted(began) == sorted(seen)
+
+    first, second, third = threading.Event(), threading.Event(), threading.Event()
+    threads = [rank("a", ["0"], 0, first)]
+    comes(("a", 0))
+    threads += [rank("b", ["0", "1"], 1, second), rank("b", ["0", "1"], 0, second)]
+    comes(("a", 0))
+    first.set()
+    comes(("a", 0), ("b", 0), ("b", 1))
+    threads.append(rank("c", ["1"], 0, third))
+    comes(("a", 0), ("b", 0), ("b", 1))
+    second.set()
+    comes(("a", 0), ("b", 0), ("b", 1), ("c", 0))
+    third.set()
+    for thread in threads:
+        thread.join()
+    assert not list((tmp_path / "turn").glob("port-*"))
