@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import yaml
+from support.gpu_process import run_case
 from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
@@ -23,6 +24,7 @@ SIZES += "--no-gradient-accumulation-fusion --attention-dropout 0 --hidden-dropo
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
 EXPERTS += "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+STAGE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL "
 
 
 def calibrate(tmp_path, flags: str, *more: str, ranks: int = 1) -> tuple[dict, str]:
@@ -37,7 +39,7 @@ def calibrate(tmp_path, flags: str, *more: str, ranks: int = 1) -> tuple[dict, s
     return yaml.safe_load(table.read_text()), ran.stderr
 
 
-@pytest.mark.parametrize("more", ["", EXPERTS, RECOMPUTE], ids=["dense", "experts", "recompute"])
+@pytest.mark.parametrize("more", ["", EXPERTS, RECOMPUTE, STAGE], ids=["dense", "experts", "recompute", "stage"])
 def test_a_script_becomes_a_table_of_its_own_model(tmp_path, more):
     table, told = calibrate(tmp_path, SIZES + more, "--max-seqs", "16,64", "--n-seqs", "8")
     assert table["calibrated"]
@@ -51,6 +53,11 @@ def test_a_script_becomes_a_table_of_its_own_model(tmp_path, more):
     assert table["stamp"]["torch"] == torch.__version__
     assert "scaled" not in table["name"]
     assert "round 1" in told
+    assert ("one of 2 pipeline stages" in table["name"]) == (more == STAGE)
+
+
+def test_a_decoder_of_a_later_stage_costs_what_the_first_ones_does():
+    run_case("calibration_cases.py", "later_stage")
 
 
 def test_layers_that_are_not_built_are_scaled_and_said(tmp_path):

@@ -100,6 +100,8 @@ def test_the_largest_stage_counts_where_stages_differ():
     )
     assert arguments.stage_layers(parsed(DENSE + uneven)) == 10
     assert arguments.stage_layers(parsed(DENSE + "--pipeline-model-parallel-size 3")) == 10
+    layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*9|t*6|t*6|t*7L"
+    assert arguments.stage_layers(parsed(DENSE + layout)) == 15  # the first rank has the first and third chunk
 
 
 def test_fewer_layers_are_of_the_same_kinds():

@@ -13,7 +13,7 @@ from thdprof.dispatch import Bucket
 from thdprof.runtime import calibrate
 from thdprof.runtime.megatron import surroundings, versions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params, vision
-from thdprof.runtime.megatron.decoder.decoder import rope_of
+from thdprof.runtime.megatron.decoder.decoder import input_given, rope_of
 from thdprof.runtime.megatron.decoder.rotary import keep_tables
 from thdprof.runtime.megatron.graphs import chunk
 from thdprof.runtime.megatron.models import facts_of, unwrapped
@@ -45,14 +45,16 @@ class PackedDecoder(nn.Module):
             if length not in self._tables:
                 self._tables[length] = self._rope(length)
             rope["rotary_pos_emb"] = self._tables[length]
-        hidden_states: torch.Tensor = self.block(
-            hidden_states=x[:, None],
-            attention_mask=None,
-            packed_seq_params=packed_seq_params.write(
-                packed, PackedSeqParams(qkv_format="thd", pad_between_seqs=False)
-            ),
-            **rope,
-        )
+        hidden = x[:, None]
+        with input_given(self.block, hidden):
+            hidden_states: torch.Tensor = self.block(
+                hidden_states=hidden,
+                attention_mask=None,
+                packed_seq_params=packed_seq_params.write(
+                    packed, PackedSeqParams(qkv_format="thd", pad_between_seqs=False)
+                ),
+                **rope,
+            )
         return hidden_states[:, 0]
 
 
@@ -71,7 +73,7 @@ def measure_decoder(
     which are not reduced. Under tensor, context or expert parallelism every rank of the group must make the same call.
 
     Args:
-        model_chunk: a GPTModel or HybridModel on the GPU, wrapped or not, of the first pipeline stage.
+        model_chunk: a GPTModel or HybridModel on the GPU, wrapped or not, of any pipeline stage.
         config: the model's TransformerConfig.
         grid: the sizes to measure.
         name: one line that says which model was measured.
@@ -79,8 +81,8 @@ def measure_decoder(
         progress: called with the number of rounds that are done, and of all.
 
     Raises:
-        SettingsError: the model is of a later pipeline stage, has an installation already, or
-            has settings that chunk graphs cannot serve, such as dropless experts.
+        SettingsError: the model has an installation already, or settings that chunk graphs cannot serve, such as
+            dropless experts.
         VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
         RuntimeError: a bucket could not be captured.
     """
@@ -88,8 +90,6 @@ def measure_decoder(
 
     versions.check()
     model = unwrapped(model_chunk)
-    if not model.decoder.pre_process:
-        raise SettingsError("a later pipeline stage takes its input from the one before: calibrate the first")
     if "forward" in vars(model.decoder):
         raise SettingsError(
             f"the forward of {type(model.decoder).__name__} is replaced: close the installation that is there, or undo "

@@ -172,12 +172,22 @@ def total_layers(args: Any) -> int:
 def stage_layers(args: Any) -> int:
     """Most layers that a pipeline rank of the script's own run has, over all its chunks."""
     total, stages = total_layers(args), int(args.pipeline_model_parallel_size)
+    if args.pipeline_model_parallel_layout:
+        return _most_of_a_layout(args.pipeline_model_parallel_layout, stages)
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     ends = [n for n in (first, last) if n is not None]
     if not ends:
         return -(-total // stages)
     between = stages - len(ends)
     return int(max([*ends, -(-(total - sum(ends)) // between) if between else 0]))
+
+
+def _most_of_a_layout(layout: str, stages: int) -> int:
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    ranks: list[list[list[Any]]] = PipelineParallelLayerLayout.from_str(layout, stages).layout
+    return max(sum(chunk.count(LayerType.decoder) for chunk in rank) for rank in ranks)
 
 
 def set_for_measuring(args: Any, *, layers: int, vocabulary: int, microbatches: int, world: int) -> None:

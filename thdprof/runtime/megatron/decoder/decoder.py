@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         if with_rope:
             kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards * packed.cp_size)
         around = self._groups.around(packed.cp_size) if self._groups is not None else nullcontext()
-        with self._given(hidden_states), around:
+        with input_given(self.block, hidden_states), around:
             output: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
         return output
 
@@ -203,7 +203,7 @@ class Decoder(nn.Module):
         rope = self._sampled(hidden)
         if self._rope is not None:
             rope = {"rotary_pos_emb": self._table(int(hidden.shape[0]))}
-        with self._given(hidden):
+        with input_given(self.block, hidden):
             output: torch.Tensor = self.block(
                 hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope
             )
@@ -219,7 +219,7 @@ class Decoder(nn.Module):
         rope = self._sampled(hidden)
         if self._rope is not None:
             rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only asked whether it is there
-        with self._given(hidden):
+        with input_given(self.block, hidden):
             self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
 
     def decide(self, hidden: torch.Tensor, **arguments: Any) -> Any:
@@ -229,7 +229,7 @@ class Decoder(nn.Module):
             hidden: hidden states of the first layer, shape [tokens of this rank, 1, hidden size].
             arguments: the block's other arguments.
         """
-        with self._given(hidden):
+        with input_given(self.block, hidden):
             return self.block.forward(hidden_states=hidden, **arguments)
 
     def detach(self) -> None:
@@ -283,20 +283,21 @@ class Decoder(nn.Module):
         """
         self._kept = {length: table.clone() for length, table in self._kept.items()}
 
-    @contextmanager
-    def _given(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Let the decoder of a later pipeline stage, which reads its input from an attribute, read `hidden` inside the
-        block.
-        """
-        if self.block.pre_process:
-            yield
-            return
-        before = self.block.input_tensor
-        self.block.input_tensor = hidden
-        try:
-            yield
-        finally:
-            self.block.input_tensor = before
+
+@contextmanager
+def input_given(block: Any, hidden: torch.Tensor) -> Iterator[None]:
+    """Let the decoder of a later pipeline stage, which reads its input from an attribute, read `hidden` inside the
+    block.
+    """
+    if block.pre_process:
+        yield
+        return
+    before = block.input_tensor
+    block.input_tensor = hidden
+    try:
+        yield
+    finally:
+        block.input_tensor = before
 
 
 def not_known(arguments: Mapping[str, Any], signature: inspect.Signature) -> set[str]:
