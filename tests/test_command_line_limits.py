@@ -111,7 +111,8 @@ def test_a_run_that_graphs_serve_is_not_refused():
         (["--position-embedding-type", "mrope"], "--position-embedding-type mrope: the script gives its model"),
         (
             ["--context-parallel-size", "4", "--cp-comm-type", "p2p", "a2a+p2p"],
-            "--cp-comm-type p2p a2a+p2p: of context parallelism only p2p and a2a were checked in a graph; leave it out",
+            "--cp-comm-type p2p a2a+p2p: of context parallelism only p2p, a2a and all_gather were checked in a graph; "
+            "leave it out",
         ),
         (
             ["--context-parallel-size", "4", "--hierarchical-context-parallel-sizes", "2", "2"],
@@ -294,7 +295,8 @@ def test_what_was_not_measured_is_taken_where_the_user_says_so():
     [
         ["--context-parallel-size", "2", "--cp-comm-type", "p2p"],
         ["--context-parallel-size", "2", "--cp-comm-type", "p2p", "p2p"],
-        ["--cp-comm-type", "a2a"],
+        ["--context-parallel-size", "2", "--cp-comm-type", "a2a"],
+        ["--context-parallel-size", "2", "--cp-comm-type", "all_gather"],
         ["--tensor-model-parallel-size", "2", "--tensor-parallel-num-weight-shards", "2"],
         ["--tensor-model-parallel-size", "2", "--expert-tensor-parallel-num-weight-shards", "2"],
         [*PP_2, "--pipeline-model-parallel-layout", "E,t*3|tL"],

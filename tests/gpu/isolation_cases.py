@@ -210,9 +210,10 @@ def megatron_decoder() -> None:
                 assert [check.gradients for check in found.checks] == [1, 1, 1]
                 assert all(float(p.main_grad.abs().max()) == 0 for p in inner.decoder.parameters())
                 assert counts(installation) == counted
-                for layer in inner.decoder.layers:
-                    attend = layer.self_attention.core_attention
-                    attend.forward = dropping(attend.forward)
+            for layer in inner.decoder.layers:
+                attend = layer.self_attention.core_attention
+                attend.forward = dropping(attend.forward)
+            with install(model, chosen, config) as installation:  # captures what drops the boundaries
                 for modes in (None, ["replayed"]):
                     found = installation.verify_isolation(params, hidden, modes=modes)
                     print(impl, found)

@@ -24,7 +24,7 @@ SIZES += "--no-gradient-accumulation-fusion --attention-dropout 0 --hidden-dropo
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
 EXPERTS += "--moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capacity "
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
-STAGE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL "
+STAGE = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et|tttL' "
 
 
 def calibrate(tmp_path, flags: str, *more: str, ranks: int = 1) -> tuple[dict, str]:

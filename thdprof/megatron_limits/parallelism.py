@@ -7,7 +7,7 @@ from functools import partial
 from thdprof.megatron_limits.limit import Limit, Run, must_be_off
 
 _RING = "p2p"
-_SERVED = (_RING, "a2a")
+_SERVED = (_RING, "a2a", "all_gather")
 """Ways in which ranks of context parallelism exchange tokens that were replayed beside eager ones."""
 
 
@@ -48,7 +48,7 @@ PARALLELISM_LIMITS: tuple[Limit, ...] = (
     must_be_off(
         "cp_comm_type",
         _RING,
-        "of context parallelism only p2p and a2a were checked in a graph",
+        "of context parallelism only p2p, a2a and all_gather were checked in a graph",
         applies=_of_one_size,
         is_on=_unchecked_kind,
     ),

@@ -142,6 +142,7 @@ PROVED: Mapping[str, tuple[str, ...]] = {
     "ddp.overlap_param_gather": (f"{_ROWS}: DP 2, distributed optimizer, both overlaps",),
     "ddp.num_distributed_optimizer_instances": (f"{_ROWS}: DP 2, two instances of the distributed optimizer",),
     "context_parallel_size a2a": (f"{_ROWS}: CP 2, all to all",),
+    "context_parallel_size all_gather": (f"{_ROWS}: CP 2, all gather", f"{_ROWS}: CP 2, all gather, --sft"),
     "vision-language model": (
         f"{_VISION}: Qwen3-VL, whole chunk",
         f"{_VISION}: Qwen3-VL, dropless experts, layers up to the router",

@@ -104,6 +104,13 @@ def test_the_largest_stage_counts_where_stages_differ():
     assert arguments.stage_layers(parsed(DENSE + layout)) == 15  # the first rank has the first and third chunk
 
 
+@pytest.mark.parametrize("layout", ["Et*28L", "Et*14|x*14L"])
+def test_a_layout_that_megatron_refuses_is_an_error_of_use(layout):
+    args = parsed(f"{DENSE} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {layout}")
+    with pytest.raises(UsageError, match="Megatron refuses it"):
+        arguments.stage_layers(args)
+
+
 def test_fewer_layers_are_of_the_same_kinds():
     args = parsed(HYBRID)
     assert arguments.total_layers(args) == 12

@@ -170,7 +170,11 @@ def total_layers(args: Any) -> int:
 
 
 def stage_layers(args: Any) -> int:
-    """Most layers that a pipeline rank of the script's own run has, over all its chunks."""
+    """Most layers that a pipeline rank of the script's own run has, over all its chunks.
+
+    Raises:
+        UsageError: Megatron does not take the pipeline layout.
+    """
     total, stages = total_layers(args), int(args.pipeline_model_parallel_size)
     if args.pipeline_model_parallel_layout:
         return _most_of_a_layout(args.pipeline_model_parallel_layout, stages)
@@ -186,7 +190,10 @@ def _most_of_a_layout(layout: str, stages: int) -> int:
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-    ranks: list[list[list[Any]]] = PipelineParallelLayerLayout.from_str(layout, stages).layout
+    try:
+        ranks: list[list[list[Any]]] = PipelineParallelLayerLayout.from_str(layout, stages).layout
+    except (AssertionError, ValueError, KeyError) as error:
+        raise UsageError(f"--pipeline-model-parallel-layout {layout}: Megatron refuses it: {error}") from error
     return max(sum(chunk.count(LayerType.decoder) for chunk in rank) for rank in ranks)
 
 
