@@ -35,6 +35,7 @@ def test_megatrons_arguments_of_every_setting_are_of_the_predicted_model(benchma
         assert "virtual_pipeline_size" not in read.settings
         assert read.settings["seq_length"] == setting.tokens
         assert read.settings["global_batch_size"] == benchmark.MICROBATCHES
+        assert read.settings["split"] == benchmark.SPLIT
 
 
 def test_training_needs_megatron_lm(benchmark, capsys):

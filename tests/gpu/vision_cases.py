@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -35,7 +33,6 @@ from support.own_loop_steps import (
 from support.plans import plan_of_shares
 
 from thdprof.runtime.megatron import install, packed_seq_params
-from thdprof.runtime.megatron.refusals import settings
 
 TOKENS, EACH = 512, 4
 """Tokens of a micro-batch; micro-batches of a step."""
@@ -84,8 +81,6 @@ class Case:
     """Changes of the plan's graphs."""
     fused_layer: bool = False
     """Whether the first layer's MLP is one of Transformer Engine's fused operations, which is in no graph."""
-    refused: bool = False
-    """Whether install still refuses it, for want of such a run: it is run all the same."""
     deterministic: bool = True
     """Whether there are kernels that add in the same order each time."""
     steps: int = 5
@@ -95,8 +90,8 @@ CASES = {
     "qwen3_vl": Case(),
     "qwen3_vl_layers": Case(plan={"impl": "transformer_engine"}),
     "qwen3_vl_experts": Case(config=EXPERTS, experts=4, plan=UP_TO_ROUTER),
-    "qwen3_vl_one_layer_a_graph": Case(plan={"layers_per_graph": 1}, refused=True),
-    "qwen3_vl_recompute": Case(refused=True, config=FULL),
+    "qwen3_vl_one_layer_a_graph": Case(plan={"layers_per_graph": 1}),
+    "qwen3_vl_recompute": Case(config=FULL),
     "qwen3_vl_fp8": Case(config=FP8),
     "qwen3_vl_fp8_experts": Case(config={**EXPERTS, **FP8}, experts=4, plan=UP_TO_ROUTER),
     "qwen3_vl_without_features": Case(config=EXPERTS, experts=4, features=(), plan=UP_TO_ROUTER),
@@ -170,8 +165,7 @@ def trained(case: Case, *, replay: bool | None) -> dict[str, Any]:
     if replay is None:
         _train(case, model, told)
         return told
-    unrefused = patch.object(settings, "check", lambda *_, **__: None) if case.refused else nullcontext()
-    with unrefused, install(model, plan_of(case), config, replay=replay, say=print) as installation:
+    with install(model, plan_of(case), config, replay=replay, say=print) as installation:
         _train(case, model, told)
         told["stats"] = installation.stats()
     return told

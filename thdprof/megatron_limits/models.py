@@ -102,24 +102,6 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         fields=Words(case=lambda run: "overlap_moe_expert_parallel_comm is True", remedy="set it to False"),
     ),
     Limit(
-        name="full recompute in vision-language models",
-        holds=lambda run: _pictures(run) and run.field("recompute_granularity") == "full",
-        reason="whole layers that get features of images in between were not recomputed in a graph",
-        fields=Words(
-            case=lambda run: "recompute_granularity is 'full' in a vision-language model",
-            remedy="set it to 'selective' or None",
-        ),
-    ),
-    Limit(
-        name="`graphs.layers_per_graph` in vision-language models",
-        holds=lambda run: _pictures(run) and run.impl == "chunk" and run.layers_per_graph is not None,
-        reason="features of images that several graphs read were not checked",
-        fields=Words(
-            case=lambda run: f"graphs.layers_per_graph is {run.layers_per_graph} in a vision-language model",
-            remedy="set graphs.layers_per_graph to null",
-        ),
-    ),
-    Limit(
         name="gated delta nets in graphs of whole chunks",
         holds=lambda run: (
             _captures(run) and run.impl != "transformer_engine" and "gated_delta_net" in (run.layers or ())
