@@ -50,7 +50,8 @@ _ANY_KERNELS = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
 """Lets Transformer Engine take kernels that have no deterministic variant."""
 _ONE_HOST = {**_CONNECTIONS, "USE_MNNVL": "0"}
 """As the recipes for H100 set it: HybridEP shares its buffers by CUDA's IPC."""
-_MAMBA = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1"}
+_MAMBA = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1", "TRITON_CACHE_AUTOTUNING": "0"}
+"""Lets Mamba's package choose one configuration of each of its kernels by itself, and without tuning."""
 _LAYERS = "transformer_engine"
 
 RECIPE_ROWS = (

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support.gpu_training import assert_as_predicted, assert_same_training, train
+from support.gpu_training import DETERMINISTIC_MAMBA, assert_as_predicted, assert_same_training, train
 from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
@@ -28,7 +28,6 @@ CASES = {
     "forced balance": ("--moe-router-force-load-balancing", False),
 }
 """Megatron's arguments of a case, and whether its plan captures the dispatcher's preprocessing."""
-DETERMINISTIC = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -64,7 +63,9 @@ def test_micro_batches_of_dropless_experts_give_the_numbers_of_eager_ones(name):
 @pytest.mark.skipif(importlib.util.find_spec("mamba_ssm") is None, reason="needs mamba_ssm")
 def test_a_hybrid_with_mamba_layers_and_experts_trains_as_it_does_eagerly(plans, tmp_path):
     plan = plans(1, model="mamba with experts", impl="transformer_engine")
-    ours = train(plan, tmp_path / "ours.jsonl", "mamba with experts", "--cuda-graph-impl", "none", **DETERMINISTIC)
+    ours = train(
+        plan, tmp_path / "ours.jsonl", "mamba with experts", "--cuda-graph-impl", "none", **DETERMINISTIC_MAMBA
+    )
     assert_as_predicted(plan, ours)
-    eager = train(plan, tmp_path / "eager.jsonl", "mamba with experts", replay=False, **DETERMINISTIC)
+    eager = train(plan, tmp_path / "eager.jsonl", "mamba with experts", replay=False, **DETERMINISTIC_MAMBA)
     assert_same_training(ours, eager)

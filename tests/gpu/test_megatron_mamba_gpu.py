@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from support.gpu_training import assert_as_predicted, assert_same_training, train
+from support.gpu_training import DETERMINISTIC_MAMBA, assert_as_predicted, assert_same_training, train
 from support.paths import ROOT
 
 torch = pytest.importorskip("torch")
@@ -18,9 +18,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.skipif(importlib.util.find_spec("mamba_ssm") is None, reason="needs mamba_ssm"),
 ]
-DETERMINISTIC = {"MAMBA_DETERMINISTIC": "1", "CAUSAL_CONV1D_DETERMINISTIC": "1"}
-"""Without atomic additions, and without tuning, which may choose other kernels in another process."""
-
 DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
 
 
@@ -30,9 +27,8 @@ def eager_runs(plans, tmp_path_factory):
 
     def run(*more):
         record = tmp_path_factory.mktemp("eager") / "run.jsonl"
-        return train(plans(1, model="mamba"), record, "mamba", *more, replay=False, **DETERMINISTIC)
+        return train(plans(1, model="mamba"), record, "mamba", *more, replay=False, **DETERMINISTIC_MAMBA)
 
-    run()  # chooses kernels by their times, and stores the choice for the runs that are compared
     return {more: run(*more) for more in ((), DROPOUT)}
 
 
@@ -44,14 +40,17 @@ def eager_runs(plans, tmp_path_factory):
 )
 def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, impl, more):
     plan = plans(1, model="mamba", impl=impl)
-    ours = train(plan, tmp_path / "ours.jsonl", "mamba", *more, **DETERMINISTIC)
+    ours = train(plan, tmp_path / "ours.jsonl", "mamba", *more, **DETERMINISTIC_MAMBA)
     assert_as_predicted(plan, ours)
     assert_same_training(ours, eager_runs[more])
 
 
 @pytest.mark.parametrize(
     ("name", "environment"),
-    [("isolation_in_chunk_graphs", {}), ("isolation_in_layer_graphs", DETERMINISTIC)],  # the first tunes its kernels
+    [
+        ("isolation_in_chunk_graphs", {}),
+        ("isolation_in_layer_graphs", DETERMINISTIC_MAMBA),
+    ],  # the first tunes its kernels
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_documents_do_not_mix(name, environment):

@@ -97,6 +97,15 @@ def arguments_of(plan: Plan, model: str, *, impl: str, cache: Path, shape: str =
     return list(map(str, words))
 
 
+DETERMINISTIC_MAMBA = {
+    "MAMBA_DETERMINISTIC": "1",
+    "CAUSAL_CONV1D_DETERMINISTIC": "1",
+    "TRITON_CACHE_AUTOTUNING": "0",
+}
+"""Without atomic additions, and without tuning, which may choose other kernels in another process: Mamba's package then
+takes the smallest configuration of each kernel."""
+
+
 def train(
     plan: Path,
     record: Path,
