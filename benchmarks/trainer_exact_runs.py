@@ -39,7 +39,7 @@ UNMEASURED = {"THDPROF_UNMEASURED": "allow"}
 LEAST_S = 45
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
-IN_TURN = Path(__file__).parent / "in_turn_run.py"
+TURN_LAUNCHER = Path(__file__).parent / "in_turn_run.py"
 """Stands for thdprof.run where runs train one at a time."""
 HEAD = (
     *("row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ", "validation losses differ"),
@@ -215,7 +215,7 @@ def _run(work: _Work, name: str, scripts: Path, directory: Path, here: Mapping[s
         environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **here, "PYTHONPATH": path},
         limit=limit,
         log=work.folder / f"{name}.log",
-        by=IN_TURN if "IN_TURN" in here else None,
+        by=TURN_LAUNCHER if "IN_TURN" in here else None,
     )
 
 

@@ -79,16 +79,16 @@ def profile(script: str, result: str) -> None:
     from megatron.training import arguments, training
     from torch.profiler import ProfilerActivity, record_function
 
+    sys.argv[0] = script
+    if os.environ["RANK"] != "0":
+        runpy.run_path(script, run_name="__main__")
+        return
     own_step, count, profiler = (
         training.train_step,
         [0],
         torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]),
     )
     own_setup = training.setup_model_and_optimizer
-    if os.environ["RANK"] != "0":
-        sys.argv[0] = script
-        runpy.run_path(script, run_name="__main__")
-        return
 
     def named(owner: Any, attribute: str, name: str) -> None:
         own = getattr(owner, attribute)
@@ -130,7 +130,6 @@ def profile(script: str, result: str) -> None:
     for name in ("consume_seqlen_stats_in_iteration", "num_floating_point_operations", "training_log"):
         named(training, name, name)
     training.setup_model_and_optimizer, training.train_step = setup, step
-    sys.argv[0] = script
     runpy.run_path(script, run_name="__main__")
 
 

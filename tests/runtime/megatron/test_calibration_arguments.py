@@ -102,6 +102,9 @@ def test_the_largest_stage_counts_where_stages_differ():
     assert arguments.stage_layers(parsed(DENSE + "--pipeline-model-parallel-size 3")) == 10
     layout = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*9|t*6|t*6|t*7L"
     assert arguments.stage_layers(parsed(DENSE + layout)) == 15  # the first rank has the first and third chunk
+    assert arguments.stage_layers(parsed(HYBRID.replace("M-M*M-M-M*M-", "M-M*M-M|-M*M-"))) == 12  # no pipeline
+    pattern = HYBRID.replace("M-M*M-M-M*M-", "'M-M*|M-M|-M*|M-/M'") + "--pipeline-model-parallel-size 2"
+    assert arguments.stage_layers(parsed(pattern)) == 7
 
 
 @pytest.mark.parametrize("layout", ["Et*28L", "Et*14|x*14L"])

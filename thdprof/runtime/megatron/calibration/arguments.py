@@ -176,8 +176,8 @@ def stage_layers(args: Any) -> int:
         UsageError: Megatron does not take the pipeline layout.
     """
     total, stages = total_layers(args), int(args.pipeline_model_parallel_size)
-    if args.pipeline_model_parallel_layout:
-        return _most_of_a_layout(args.pipeline_model_parallel_layout, stages)
+    if chunks := _layers_of_chunks(args, stages):
+        return max(sum(chunks[rank::stages]) for rank in range(stages))
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     ends = [n for n in (first, last) if n is not None]
     if not ends:
@@ -186,15 +186,19 @@ def stage_layers(args: Any) -> int:
     return int(max([*ends, -(-(total - sum(ends)) // between) if between else 0]))
 
 
-def _most_of_a_layout(layout: str, stages: int) -> int:
+def _layers_of_chunks(args: Any, stages: int) -> list[int]:
+    """Layers of each chunk of the pipeline, virtual ones too, where the arguments place every layer; else empty."""
+    if not (layout := args.pipeline_model_parallel_layout):
+        segments = _main_pattern(args).split("|")
+        return [len(segment) for segment in segments] if len(segments) > 1 else []
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     try:
-        ranks: list[list[list[Any]]] = PipelineParallelLayerLayout.from_str(layout, stages).layout
+        ranks = PipelineParallelLayerLayout.from_str(layout, stages).layout
     except (AssertionError, ValueError, KeyError) as error:
         raise UsageError(f"--pipeline-model-parallel-layout {layout}: Megatron refuses it: {error}") from error
-    return max(sum(chunk.count(LayerType.decoder) for chunk in rank) for rank in ranks)
+    return [chunk.count(LayerType.decoder) for chunks in zip(*ranks, strict=True) for chunk in chunks]
 
 
 def set_for_measuring(args: Any, *, layers: int, vocabulary: int, microbatches: int, world: int) -> None:
@@ -265,8 +269,12 @@ def validate(args: Any, *, where: str) -> Any:
 
 def _pattern(args: Any) -> str:
     """Letters of a hybrid's layers, without marks of pipeline stages and without layers of multi-token prediction."""
+    return _main_pattern(args).replace("|", "")
+
+
+def _main_pattern(args: Any) -> str:
     text = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
-    return str(text).partition("/")[0].replace("|", "")
+    return str(text).partition("/")[0]
 
 
 @contextlib.contextmanager
