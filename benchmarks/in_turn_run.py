@@ -1,8 +1,9 @@
 """`thdprof.run` that trains while no other such run trains on its GPUs, so that steps of runs at once can be timed.
 
-IN_TURN=FOLDER torchrun ... benchmarks/in_turn_run.py --plan PLAN SCRIPT.py ARGUMENTS
+IN_TURN=FOLDER CUDA_VISIBLE_DEVICES=0,1 torchrun ... benchmarks/in_turn_run.py --plan PLAN SCRIPT.py ARGUMENTS
 
-All that comes before the first step, captures too, waits for nobody. The ranks of a run are on one host.
+All that comes before the first step, captures too, and what follows the last one waits for nobody. The ranks of a run
+are on one host.
 """
 
 from __future__ import annotations
@@ -18,15 +19,21 @@ from typing import Any
 
 from thdprof import run
 
+LIMIT_S = 900.0
+"""Seconds that ranks wait for their first one."""
+
 
 @contextmanager
 def turn(folder: Path, gpus: list[str], *, port: str, rank: int) -> Iterator[None]:
     """Hold these GPUs, by locks in `folder`, which rank 0 takes for all ranks of its run.
 
     The others look for a file that rank 0 writes: what waits on a GPU would keep it busy.
+
+    Raises:
+        TimeoutError: rank 0 did not write it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    ours = folder / f"port-{port}"
+    ours, end = folder / f"port-{port}", time.monotonic() + LIMIT_S
     with ExitStack() as locks:
         if rank == 0:
             for gpu in sorted(gpus):
@@ -34,6 +41,8 @@ def turn(folder: Path, gpus: list[str], *, port: str, rank: int) -> Iterator[Non
             ours.touch()
             locks.callback(ours.unlink)
         while not ours.exists():
+            if time.monotonic() > end:
+                raise TimeoutError(f"rank {rank} waited {LIMIT_S:.0f} s for rank 0 to have the GPUs")
             time.sleep(0.01)
         yield
 
@@ -42,10 +51,10 @@ def main() -> int:
     """Run a script by a plan, its training in turn."""
     from megatron.training import training
 
+    place, gpus = Path(os.environ["IN_TURN"]), os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     own_train = training.train  # before thdprof.run takes it for Megatron's own
 
     def train(*args: Any, **kwargs: Any) -> Any:
-        place, gpus = Path(os.environ["IN_TURN"]), os.environ["CUDA_VISIBLE_DEVICES"].split(",")
         with turn(place, gpus, port=os.environ["MASTER_PORT"], rank=int(os.environ["RANK"])):
             return own_train(*args, **kwargs)
 

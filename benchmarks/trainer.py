@@ -90,7 +90,10 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     head = heading(args.mode)
     note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
     if args.in_turn:
-        note = "One run trains at a time on a GPU, while others start; milliseconds are medians of ten steps each."
+        note = (
+            "One run trains at a time on a GPU, while others start, capture or evaluate. Milliseconds are medians of "
+        )
+        note += "log lines, each the mean of ten steps."
 
     def tell(lines: Sequence[Sequence[str]]) -> None:
         args.out.write_text("\n".join([*head, note, "", *table(lines)]) + "\n")
@@ -329,7 +332,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--in-turn",
         action="store_true",
-        help="exact: one run trains at a time on a GPU, so that its milliseconds count; the script alone is not run",
+        help="exact: one run trains at a time on a GPU, while others start, capture or evaluate, so that milliseconds "
+        "say more; the script alone is not run",
     )
     parser.add_argument(
         "--steps",

@@ -108,9 +108,11 @@ def run_rows(
         limit: seconds that one run may take.
         seconds: after so many seconds no run begins, and those that run are ended.
         tell: called with the table so far after every row.
-        in_turn: one run trains at a time on a GPU, and the script alone is not run.
+        in_turn: one run trains at a time on a GPU, and the script alone is not run. Waiting counts for `limit`.
     """
     end, gpus, lines, lock = time.monotonic() + seconds, _Gpus(), {}, threading.Lock()
+    turns = directory / "turn"
+    shutil.rmtree(turns, ignore_errors=True)  # of an earlier call, whose killed runs left their places
 
     def table() -> list[list[str]]:
         return [[*HEAD], *(lines.get(row.name, [row.name, NOT_RUN, *["-"] * (len(HEAD) - 2)]) for row in rows)]
@@ -120,7 +122,7 @@ def run_rows(
         alone = name == "unchanged"
         if _is_needed(work, name) and not (in_turn and alone) and end - time.monotonic() >= LEAST_S:
             with gpus.taken(work.row.gpus) as here:
-                turn = {"IN_TURN": str(directory / "turn")} if in_turn else {}
+                turn = {"IN_TURN": str(turns)} if in_turn else {}
                 ran = _run(work, name, scripts, directory, {**here, **turn}, limit=min(limit, end - time.monotonic()))
             print(f"{work.row.name}: {name} {ran.seconds:.0f} s {ran.error}", flush=True)
         with lock:

@@ -111,7 +111,9 @@ def ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome, **given):
 
     def script_run(script, flags, *, plan, replay, tensorboard, environment, **more):
         row = next(row for row in rows if row.flags == flags[0])
-        began.append((row.name, tensorboard.name, environment.get("CUDA_VISIBLE_DEVICES"), plan is not None and replay))
+        turn = environment.get("IN_TURN"), more["by"]
+        gpus = environment.get("CUDA_VISIBLE_DEVICES")
+        began.append((row.name, tensorboard.name, gpus, turn, plan is not None and replay))
         return outcome(row, tensorboard.name)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
@@ -138,8 +140,8 @@ def test_runs_of_a_row_are_compared_step_by_step(exact, exact_runs, monkeypatch,
     )
     assert [(row, name) for row, name, *_ in began] == [*compared, *alone]
     assert [replays for *_, replays in began] == [True, False, True, False, False, False]
-    assert {gpus for row, _, gpus, _ in began if row == "two"} == {"0,1"}
-    assert {gpus for row, _, gpus, _ in began if row == "one GPU"} == {"0"}
+    assert {gpus for row, _, gpus, *_ in began if row == "two"} == {"0,1"}
+    assert {gpus for row, _, gpus, *_ in began if row == "one GPU"} == {"0"}
     assert head[2] == "losses differ"
     assert (one[1:4], two[1:4]) == (["0, 0, 0", "0 of 2", "0 of 2"], ["0, 0, 0", "1 of 2", "1 of 2"])
     assert two[5] == "0 losses, 0 norms"
@@ -173,6 +175,32 @@ def test_nothing_runs_beside_a_replay_that_failed_or_after_the_time(exact, exact
     began, (_, *lines) = ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome, seconds=1.0)
     assert began == []
     assert [line[1] for line in lines] == ["not run", "not run"]
+
+
+def test_runs_in_turn_are_told_their_place_and_leave_the_script_alone_out(exact, exact_runs, monkeypatch, tmp_path):
+    (tmp_path / "turn").mkdir()
+    (tmp_path / "turn" / "port-1").touch()  # of a run that was killed
+
+    def outcome(row, name):
+        return logs_of(exact_runs, 0, {1: 4.0})
+
+    row = exact.Row(name="one GPU", flags="a")
+    began, (_, line) = ran_rows(exact_runs, monkeypatch, tmp_path, [row], outcome, in_turn=True)
+    assert [name for _, name, *_ in began] == ["on", "off"]
+    assert {turn for *_, turn, _ in began} == {(str(tmp_path / "turn"), exact_runs.TURN_LAUNCHER)}
+    assert line[1] == "0, 0, not run"
+    assert not (tmp_path / "turn").exists()
+
+
+def test_the_median_of_log_lines_is_not_moved_by_a_slow_one(exact_runs):
+    lines = "".join(
+        f" iteration {n}/ 9 | elapsed time per iteration (ms): {ms} |\n" for n, ms in ((1, 900.0), (2, 5.0))
+    )
+    lines += "".join(
+        f" iteration {n}/ 9 | elapsed time per iteration (ms): {ms} |\n" for n, ms in ((3, 6.0), (4, 80.0))
+    )
+    ran = exact_runs.Ran(code=0, log=lines, seconds=1.0)
+    assert (ran.median_step_ms(after=1), ran.median_step_ms(after=9)) == (6.0, None)
 
 
 @pytest.fixture(scope="module")

@@ -122,20 +122,6 @@ CASES = {
         sizes={"context_parallel_size": 2},
         config={**TWO, "context_parallel_size": 2, "cp_comm_type": "a2a", "apply_rope_fusion": False},
     ),
-    "all_to_all_gpt_oss": Case(
-        sizes={"context_parallel_size": 2},
-        config={
-            **TWO,
-            "context_parallel_size": 2,
-            "cp_comm_type": "a2a",
-            "apply_rope_fusion": False,
-            "softmax_type": "learnable",
-            "window_size": (127, 0),
-            "window_attn_skip_freq": 2,
-            "add_bias_linear": True,
-        },
-        deterministic=False,
-    ),
     "all_gather": Case(
         sizes={"context_parallel_size": 2}, config={**TWO, "context_parallel_size": 2, "cp_comm_type": "all_gather"}
     ),

@@ -17,7 +17,6 @@ CASES = {
     "user_buffers": "1",
     "all_to_all": "1",
     "all_to_all_unfused_rope": "1",
-    "all_to_all_gpt_oss": "1",
     "all_gather": "1",
     "last_stage_without_layers": "1",
     "deferred_output_gradients": "1",

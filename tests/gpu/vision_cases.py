@@ -83,6 +83,8 @@ class Case:
     """Whether the first layer's MLP is one of Transformer Engine's fused operations, which is in no graph."""
     deterministic: bool = True
     """Whether there are kernels that add in the same order each time."""
+    padding_rounds: bool = False
+    """Whether padding itself moves the last bits, so that the run without thdprof is no twin."""
     steps: int = 5
 
 
@@ -129,6 +131,7 @@ CASES = {
         with_images=False,
         config={"softmax_type": "learnable", "add_bias_linear": True, "window_size": (127, 0)},
         deterministic=False,
+        padding_rounds=True,
     ),
     "output_gate": Case(with_images=False, config={"attention_output_gate": True, "qk_layernorm": True}),
 }
@@ -142,9 +145,10 @@ def main(names: list[str]) -> None:
 
 
 def result_of(case: Case) -> str:
-    """How a case's three runs differ."""
+    """How a case's runs differ."""
     with deterministic_kernels(case.deterministic):
-        alone, eager, replayed = (trained(case, replay=replay) for replay in (None, False, True))
+        eager, replayed = (trained(case, replay=replay) for replay in (False, True))
+        alone = None if case.padding_rounds else trained(case, replay=None)
     return verdict(eager, replayed, steps=case.steps, documents=documents_of(case), alone=alone)
 
 

@@ -102,6 +102,15 @@ MODEL_LIMITS: tuple[Limit, ...] = (
         fields=Words(case=lambda run: "overlap_moe_expert_parallel_comm is True", remedy="set it to False"),
     ),
     Limit(
+        name="full recompute in vision-language models in graphs of layers",
+        holds=lambda run: _pictures(run) and run.impl != "chunk" and run.field("recompute_granularity") == "full",
+        reason="features of images are added between them, and no such model was recomputed there",
+        fields=Words(
+            case=lambda run: f"recompute_granularity is 'full' in a vision-language model with graphs.impl {run.impl}",
+            remedy="set graphs.impl to chunk, or recompute_granularity to 'selective' or None",
+        ),
+    ),
+    Limit(
         name="gated delta nets in graphs of whole chunks",
         holds=lambda run: (
             _captures(run) and run.impl != "transformer_engine" and "gated_delta_net" in (run.layers or ())

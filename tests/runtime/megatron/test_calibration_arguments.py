@@ -107,7 +107,7 @@ def test_the_largest_stage_counts_where_stages_differ():
     assert arguments.stage_layers(parsed(pattern)) == 7
 
 
-@pytest.mark.parametrize("layout", ["Et*28L", "Et*14|x*14L"])
+@pytest.mark.parametrize("layout", ["Et*28L", "Et*14|x*14L", "Et*4|t*4L", "t*14|t*14"])
 def test_a_layout_that_megatron_refuses_is_an_error_of_use(layout):
     args = parsed(f"{DENSE} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout {layout}")
     with pytest.raises(UsageError, match="Megatron refuses it"):

@@ -251,6 +251,11 @@ def test_vision_language_models_are_served_but_for_what_was_not_checked(plan):
     ]
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     assert complaints(plan, {**unfused, **recomputed}, pictures()) == []
+    assert complaints(layers, {**unfused, **recomputed}, pictures()) == [
+        "- recompute_granularity is 'full' in a vision-language model with graphs.impl transformer_engine: features of "
+        "images are added between them, and no such model was recomputed there; set graphs.impl to chunk, or "
+        "recompute_granularity to 'selective' or None"
+    ]
     assert complaints(plan, {**unfused, "recompute_granularity": "selective"}, pictures()) == []
     groups = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"layers_per_graph": 1})})
     assert complaints(groups, unfused, pictures()) == []

@@ -175,7 +175,7 @@ def stage_layers(args: Any) -> int:
     Raises:
         UsageError: Megatron does not take the pipeline layout.
     """
-    total, stages = total_layers(args), int(args.pipeline_model_parallel_size)
+    total, stages = total_layers(args), max(1, int(args.pipeline_model_parallel_size))
     if chunks := _layers_of_chunks(args, stages):
         return max(sum(chunks[rank::stages]) for rank in range(stages))
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
@@ -195,10 +195,13 @@ def _layers_of_chunks(args: Any, stages: int) -> list[int]:
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     try:
-        ranks = PipelineParallelLayerLayout.from_str(layout, stages).layout
+        placed = PipelineParallelLayerLayout.from_str(layout, stages)
+        placed.validate_layer_layout(num_layers=total_layers(args), mtp_num_layers=args.mtp_num_layers)
     except (AssertionError, ValueError, KeyError) as error:
-        raise UsageError(f"--pipeline-model-parallel-layout {layout}: Megatron refuses it: {error}") from error
-    return [chunk.count(LayerType.decoder) for chunks in zip(*ranks, strict=True) for chunk in chunks]
+        raise UsageError(
+            f"--pipeline-model-parallel-layout {layout}: Megatron refuses it: {error} (a launch script must quote its |)"
+        ) from error
+    return [chunk.count(LayerType.decoder) for chunks in zip(*placed.layout, strict=True) for chunk in chunks]
 
 
 def set_for_measuring(args: Any, *, layers: int, vocabulary: int, microbatches: int, world: int) -> None:
