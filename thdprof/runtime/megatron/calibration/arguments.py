@@ -199,7 +199,7 @@ def _layers_of_chunks(args: Any, stages: int) -> list[int]:
         placed.validate_layer_layout(num_layers=total_layers(args), mtp_num_layers=args.mtp_num_layers)
     except (AssertionError, ValueError, KeyError) as error:
         raise UsageError(
-            f"--pipeline-model-parallel-layout {layout}: Megatron refuses it: {error} (a launch script must quote its |)"
+            f"--pipeline-model-parallel-layout {layout}: Megatron refuses it: {error} (a script must quote its |)"
         ) from error
     return [chunk.count(LayerType.decoder) for chunks in zip(*placed.layout, strict=True) for chunk in chunks]
 
