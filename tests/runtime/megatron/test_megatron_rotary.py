@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,9 +32,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from thdprof.offload.plan import Choice
-from thdprof.runtime import Bucket, calibrate
+from thdprof.runtime import Bucket, calibrate, pack
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron import measure_decoder, models, versions
+from thdprof.runtime.megatron.calibrate import PackedDecoder
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals import settings
 
@@ -302,6 +304,30 @@ def test_tables_are_in_place_while_a_decoder_is_measured_and_no_gradient_is_redu
     assert seen == [(False, [TOKENS] * len(model.decoder.layers))]
     assert model.syncs
     assert not any("get_cached_cos_sin" in vars(part.self_attention.rotary_pos_emb) for part in model.decoder.layers)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_later_stage_is_measured_on_the_input_that_it_is_given(first):
+    block = TransformerBlockOfOneLayer(first)
+    model = nn.Module()
+    model.decoder, model.config = block, SimpleNamespace(multi_latent_attention=False)
+    x = torch.arange(8.0).reshape(4, 2).requires_grad_()
+    output = PackedDecoder(model)(x, pack([0, 4]))
+    output.sum().backward()
+    assert torch.equal(output, 2 * x)
+    assert torch.equal(x.grad, torch.full((4, 2), 2.0))
+    assert block.input_tensor is None
+
+
+class TransformerBlockOfOneLayer(nn.Module):
+    """Reads its input as megatron-core's TransformerBlock does: a later stage, from an attribute."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.pre_process, self.input_tensor = first, None
+
+    def forward(self, hidden_states, attention_mask, packed_seq_params):
+        return 2 * (hidden_states if self.pre_process else self.input_tensor)
 
 
 @pytest.mark.parametrize(
