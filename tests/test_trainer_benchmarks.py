@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import queue
 import subprocess
 import sys
 import threading
-import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -412,37 +412,41 @@ def in_turn():
 
 
 def test_runs_in_turn_share_no_gpu_and_ranks_of_a_run_go_together(in_turn, tmp_path):
-    began = []
+    began: queue.Queue[tuple[str, int]] = queue.Queue()
 
     def rank(run: str, gpus: list[str], number: int, let_go: threading.Event) -> threading.Thread:
         def train() -> None:
             with in_turn.turn(tmp_path / "turn", gpus, port=run, rank=number):
-                began.append((run, number))
+                began.put((run, number))
                 let_go.wait(30)
 
         thread = threading.Thread(target=train)
         thread.start()
         return thread
 
-    def comes(*seen: tuple[str, int]) -> None:
-        end = time.monotonic() + 30
-        while sorted(began) != sorted(seen) and time.monotonic() < end:
-            time.sleep(0.01)
-        time.sleep(0.1)  # in which a run out of its turn would begin
-        assert sorted(began) == sorted(seen)
+    def comes(*expected: tuple[str, int]) -> None:
+        assert {began.get(timeout=30) for _ in expected} == {*expected}
+        with pytest.raises(queue.Empty):  # a run out of its turn would begin meanwhile
+            began.get(timeout=0.1)
 
     first, second, third = threading.Event(), threading.Event(), threading.Event()
     threads = [rank("a", ["0"], 0, first)]
     comes(("a", 0))
     threads += [rank("b", ["0", "1"], 1, second), rank("b", ["0", "1"], 0, second)]
-    comes(("a", 0))
+    comes()
     first.set()
-    comes(("a", 0), ("b", 0), ("b", 1))
+    comes(("b", 0), ("b", 1))
     threads.append(rank("c", ["1"], 0, third))
-    comes(("a", 0), ("b", 0), ("b", 1))
+    comes()
     second.set()
-    comes(("a", 0), ("b", 0), ("b", 1), ("c", 0))
+    comes(("c", 0))
     third.set()
     for thread in threads:
         thread.join()
     assert not list((tmp_path / "turn").glob("port-*"))
+
+
+def test_ranks_whose_first_one_has_died_do_not_wait_for_ever(in_turn, monkeypatch, tmp_path):
+    monkeypatch.setattr(in_turn, "LIMIT_S", 0.05)
+    with pytest.raises(TimeoutError, match="rank 1 waited"), in_turn.turn(tmp_path, ["0"], port="1", rank=1):
+        pass
