@@ -91,9 +91,8 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
     if args.in_turn:
         note = (
-            "One run trains at a time on a GPU, while others start, capture or evaluate. Milliseconds are medians of "
+            "One run trains at a time on a GPU, while others start, capture or evaluate; ms are medians over log lines."
         )
-        note += "log lines, each the mean of ten steps."
 
     def tell(lines: Sequence[Sequence[str]]) -> None:
         args.out.write_text("\n".join([*head, note, "", *table(lines)]) + "\n")

@@ -119,11 +119,11 @@ def run_rows(
 
     def one(work: _Work, name: str) -> None:
         ran = Ran(code=-1, log="", seconds=0.0)
-        alone = name == "unchanged"
-        if _is_needed(work, name) and not (in_turn and alone) and end - time.monotonic() >= LEAST_S:
+        asked = not (in_turn and name == "unchanged")
+        if asked and _is_needed(work, name) and end - time.monotonic() >= LEAST_S:
             with gpus.taken(work.row.gpus) as here:
-                turn = {"IN_TURN": str(turns)} if in_turn else {}
-                ran = _run(work, name, scripts, directory, {**here, **turn}, limit=min(limit, end - time.monotonic()))
+                left = min(limit, end - time.monotonic())
+                ran = _run(work, name, scripts, directory, here, limit=left, turns=turns if in_turn else None)
             print(f"{work.row.name}: {name} {ran.seconds:.0f} s {ran.error}", flush=True)
         with lock:
             work.ran[name] = ran
@@ -198,7 +198,16 @@ def _plan(row: Row, folder: Path, directory: Path) -> Path:
     )
 
 
-def _run(work: _Work, name: str, scripts: Path, directory: Path, here: Mapping[str, str], *, limit: float) -> Ran:
+def _run(
+    work: _Work,
+    name: str,
+    scripts: Path,
+    directory: Path,
+    here: Mapping[str, str],
+    *,
+    limit: float,
+    turns: Path | None,
+) -> Ran:
     row, planned = work.row, name != "unchanged"
     try:
         plan = work.plan.result()
@@ -206,6 +215,7 @@ def _run(work: _Work, name: str, scripts: Path, directory: Path, here: Mapping[s
         return Ran(code=-1, log=f"Error: {error}", seconds=0.0)
     flags = exact_flags(row, directory / "data")
     path = environment_here(UNTUNED, *[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
+    turn = {} if turns is None else {"IN_TURN": str(turns)}
     return script_run(
         scripts / row.script,
         without(flags, "--te-rng-tracker") if row.own_tracker and not planned else flags,
@@ -214,10 +224,10 @@ def _run(work: _Work, name: str, scripts: Path, directory: Path, here: Mapping[s
         stats=work.folder / f"{name}.jsonl" if planned else None,
         gpus=row.gpus,
         tensorboard=work.folder / name,
-        environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **here, "PYTHONPATH": path},
+        environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **here, **turn, "PYTHONPATH": path},
         limit=limit,
         log=work.folder / f"{name}.log",
-        by=TURN_LAUNCHER if "IN_TURN" in here else None,
+        by=TURN_LAUNCHER if turns is not None else None,
     )
 
 

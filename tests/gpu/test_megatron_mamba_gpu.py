@@ -48,9 +48,9 @@ def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, impl, more):
 @pytest.mark.parametrize(
     ("name", "environment"),
     [
-        ("isolation_in_chunk_graphs", {}),
+        ("isolation_in_chunk_graphs", {}),  # tunes its kernels
         ("isolation_in_layer_graphs", DETERMINISTIC_MAMBA),
-    ],  # the first tunes its kernels
+    ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_documents_do_not_mix(name, environment):

@@ -104,7 +104,7 @@ MODEL_LIMITS: tuple[Limit, ...] = (
     Limit(
         name="full recompute in vision-language models in graphs of layers",
         holds=lambda run: _pictures(run) and run.impl != "chunk" and run.field("recompute_granularity") == "full",
-        reason="features of images are added between them, and no such model was recomputed there",
+        reason="features of images are added between its graphs, and no such model was recomputed there",
         fields=Words(
             case=lambda run: f"recompute_granularity is 'full' in a vision-language model with graphs.impl {run.impl}",
             remedy="set graphs.impl to chunk, or recompute_granularity to 'selective' or None",

@@ -253,7 +253,7 @@ def test_vision_language_models_are_served_but_for_what_was_not_checked(plan):
     assert complaints(plan, {**unfused, **recomputed}, pictures()) == []
     assert complaints(layers, {**unfused, **recomputed}, pictures()) == [
         "- recompute_granularity is 'full' in a vision-language model with graphs.impl transformer_engine: features of "
-        "images are added between them, and no such model was recomputed there; set graphs.impl to chunk, or "
+        "images are added between its graphs, and no such model was recomputed there; set graphs.impl to chunk, or "
         "recompute_granularity to 'selective' or None"
     ]
     assert complaints(plan, {**unfused, "recompute_granularity": "selective"}, pictures()) == []
