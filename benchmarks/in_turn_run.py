@@ -1,14 +1,15 @@
-"""`thdprof.run` that trains while no other such run trains on its GPUs, so that steps of runs at once can be timed.
+"""`thdprof.run` whose steps from the tenth on run while no other such run has its GPUs, so that they can be timed.
 
 IN_TURN=FOLDER CUDA_VISIBLE_DEVICES=0,1 torchrun ... benchmarks/in_turn_run.py --plan PLAN SCRIPT.py ARGUMENTS
 
-All that comes before the first step, captures too, and what follows the last one waits for nobody. The ranks of a run
-are on one host.
+All that comes before waits for nobody: start, captures, and the first steps, in which functions are compiled. The time
+spent waiting is in the tenth step. The ranks of a run are on one host.
 """
 
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import sys
 import time
@@ -21,6 +22,8 @@ from thdprof import run
 
 LIMIT_S = 900.0
 """Seconds that ranks wait for their first one."""
+FIRST_STEP = 10
+"""The step before which a run waits for its turn."""
 
 
 @contextmanager
@@ -48,14 +51,23 @@ def turn(folder: Path, gpus: list[str], *, port: str, rank: int) -> Iterator[Non
 
 
 def main() -> int:
-    """Run a script by a plan, its training in turn."""
+    """Run a script by a plan, its steps in turn."""
     from megatron.training import training
 
     place, gpus = Path(os.environ["IN_TURN"]), os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-    own_train = training.train  # before thdprof.run takes it for Megatron's own
+    own_train, own_step = training.train, training.train_step  # before thdprof.run takes `train` for Megatron's own
 
     def train(*args: Any, **kwargs: Any) -> Any:
-        with turn(place, gpus, port=os.environ["MASTER_PORT"], rank=int(os.environ["RANK"])):
+        begun = itertools.count(1)
+        with ExitStack() as held:
+
+            def train_step(*args: Any, **kwargs: Any) -> Any:
+                if next(begun) == FIRST_STEP:
+                    ours = turn(place, gpus, port=os.environ["MASTER_PORT"], rank=int(os.environ["RANK"]))
+                    held.enter_context(ours)
+                return own_step(*args, **kwargs)
+
+            training.train_step = train_step
             return own_train(*args, **kwargs)
 
     training.train = train

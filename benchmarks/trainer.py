@@ -91,7 +91,8 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
     if args.in_turn:
         note = (
-            "One run trains at a time on a GPU, while others start, capture or evaluate; ms are medians over log lines."
+            "From step 10 on one run at a time trains on a GPU, while others start, capture or take their first steps; "
+            "ms are medians over log lines after that."
         )
 
     def tell(lines: Sequence[Sequence[str]]) -> None:
@@ -331,8 +332,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--in-turn",
         action="store_true",
-        help="exact: one run trains at a time on a GPU, while others start, capture or evaluate, so that milliseconds "
-        "say more; the script alone is not run",
+        help="exact: from step 10 on one run at a time trains on a GPU, while others start or capture, so that "
+        "milliseconds say more; the script alone is not run",
     )
     parser.add_argument(
         "--steps",

@@ -40,7 +40,7 @@ LEAST_S = 45
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
 TURN_LAUNCHER = Path(__file__).parent / "in_turn_run.py"
-"""Stands for thdprof.run where runs train one at a time."""
+"""Stands for thdprof.run where one run at a time trains."""
 HEAD = (
     *("row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ", "validation losses differ"),
     *("off beside the unchanged script: steps that differ", "micro-batches replayed, eager, evaluated"),
@@ -108,7 +108,8 @@ def run_rows(
         limit: seconds that one run may take.
         seconds: after so many seconds no run begins, and those that run are ended.
         tell: called with the table so far after every row.
-        in_turn: one run trains at a time on a GPU, and the script alone is not run. Waiting counts for `limit`.
+        in_turn: from step 10 on one run at a time trains on a GPU, and the script alone is not run. Waiting counts for
+            `limit`.
     """
     end, gpus, lines, lock = time.monotonic() + seconds, _Gpus(), {}, threading.Lock()
     turns = directory / "turn"

@@ -446,6 +446,30 @@ def test_runs_in_turn_share_no_gpu_and_ranks_of_a_run_go_together(in_turn, tmp_p
     assert not list((tmp_path / "turn").glob("port-*"))
 
 
+def test_a_run_takes_its_first_steps_at_once_and_the_others_in_its_turn(in_turn, monkeypatch, tmp_path):
+    steps: queue.Queue[int] = queue.Queue()
+
+    def train() -> None:
+        for number in range(1, in_turn.FIRST_STEP + 3):
+            training.train_step(number)
+
+    training = SimpleNamespace(train=train, train_step=steps.put)
+    monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(training=training))
+    monkeypatch.setattr(in_turn.run, "main", lambda: training.train() or 0)
+    for name, value in (("IN_TURN", str(tmp_path)), ("CUDA_VISIBLE_DEVICES", "0"), ("MASTER_PORT", "2"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    with in_turn.turn(tmp_path, ["0"], port="1", rank=0):
+        thread = threading.Thread(target=in_turn.main)
+        thread.start()
+        assert [steps.get(timeout=30) for _ in range(in_turn.FIRST_STEP - 1)] == list(range(1, in_turn.FIRST_STEP))
+        with pytest.raises(queue.Empty):
+            steps.get(timeout=0.1)
+    thread.join()
+    assert [steps.get_nowait() for _ in range(3)] == list(range(in_turn.FIRST_STEP, in_turn.FIRST_STEP + 3))
+    with in_turn.turn(tmp_path, ["0"], port="3", rank=0):  # the run has left its place
+        pass
+
+
 def test_ranks_whose_first_one_has_died_do_not_wait_for_ever(in_turn, monkeypatch, tmp_path):
     monkeypatch.setattr(in_turn, "LIMIT_S", 0.05)
     with pytest.raises(TimeoutError, match="rank 1 waited"), in_turn.turn(tmp_path, ["0"], port="1", rank=1):
