@@ -1,9 +1,10 @@
 """`thdprof.run` whose steps from the tenth on run while no other such run has its GPUs, so that they can be timed.
 
-IN_TURN=FOLDER CUDA_VISIBLE_DEVICES=0,1 torchrun ... benchmarks/in_turn_run.py --plan PLAN SCRIPT.py ARGUMENTS
+IN_TURN=FOLDER IN_TURN_GPUS=0,1 CUDA_VISIBLE_DEVICES=0,1 torchrun ... benchmarks/in_turn_run.py --plan PLAN SCRIPT ...
 
-All that comes before waits for nobody: start, captures, and the first steps, in which functions are compiled. The time
-spent waiting is in the tenth step. The ranks of a run are on one host.
+IN_TURN_GPUS names the GPUs of all such runs. All that comes before waits for nobody: start, captures, and the first
+steps, in which functions are compiled. The time spent waiting is in the tenth step. Where the host has cores enough,
+four are kept for the rank whose turn it is on a GPU. The ranks of a run are on one host.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ LIMIT_S = 900.0
 """Seconds that ranks wait for their first one."""
 FIRST_STEP = 10
 """The step before which a run waits for its turn."""
+CORES = 4
+"""Processor cores of a rank whose turn it is."""
 
 
 @contextmanager
@@ -50,11 +53,40 @@ def turn(folder: Path, gpus: list[str], *, port: str, rank: int) -> Iterator[Non
         yield
 
 
+def cores_of(gpus: Sequence[str], gpu: str, cores: Collection[int]) -> tuple[set[int], set[int]]:
+    """Those of the `cores` of a rank whose turn it is on `gpu`, one of `gpus`, and those of all others; where there are
+    too few, both are all of them.
+    """
+    first, kept, of_host = CORES * [*gpus].index(gpu), CORES * len(gpus), sorted(cores)
+    if len(of_host) < 2 * kept:
+        return {*of_host}, {*of_host}
+    return {*of_host[first : first + CORES]}, {*of_host[kept:]}
+
+
+@contextmanager
+def bound(cores: Collection[int], *, afterwards: Collection[int]) -> Iterator[None]:
+    """Let every thread of this process run on these cores, and on others afterwards."""
+    _bind(cores)
+    try:
+        yield
+    finally:
+        _bind(afterwards)
+
+
+def _bind(cores: Collection[int]) -> None:
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), cores)
+
+
 def main() -> int:
     """Run a script by a plan, its steps in turn."""
+    place, gpus = Path(os.environ["IN_TURN"]), os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    rank, port = int(os.environ["RANK"]), os.environ["MASTER_PORT"]
+    ours, others = cores_of(os.environ["IN_TURN_GPUS"].split(","), gpus[rank], os.sched_getaffinity(0))
+    _bind(others)
     from megatron.training import training
 
-    place, gpus = Path(os.environ["IN_TURN"]), os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     own_train, own_step = training.train, training.train_step  # before thdprof.run takes `train` for Megatron's own
 
     def train(*args: Any, **kwargs: Any) -> Any:
@@ -63,8 +95,8 @@ def main() -> int:
 
             def train_step(*args: Any, **kwargs: Any) -> Any:
                 if next(begun) == FIRST_STEP:
-                    ours = turn(place, gpus, port=os.environ["MASTER_PORT"], rank=int(os.environ["RANK"]))
-                    held.enter_context(ours)
+                    held.enter_context(turn(place, gpus, port=port, rank=rank))
+                    held.enter_context(bound(ours, afterwards=others))
                 return own_step(*args, **kwargs)
 
             training.train_step = train_step

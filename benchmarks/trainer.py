@@ -38,6 +38,7 @@ from pathlib import Path
 import megatron_lm
 from megatron_lm import COMMON, NO_DROPOUT, ROOT, SHAPES, Ran, plan_of, script_run, without
 from trainer_exact import APEX_STAND_IN, exact_data
+from trainer_exact import STEPS as OF_EXACT
 from trainer_exact_runs import run_rows
 from trainer_experts import RUNS as OF_EXPERTS
 from trainer_experts import experts_lines
@@ -106,6 +107,7 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
         limit=args.limit,
         seconds=args.seconds,
         tell=tell,
+        steps=args.steps,
         in_turn=args.in_turn,
     )
     return [note, "", *table(lines)]
@@ -338,7 +340,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=int,
-        help=f"speed, overlap, experts, watch, soak: steps of each run [{STEPS}; watch {OF_WATCH}; soak {SOAKED}]",
+        help=f"steps of each run, but for lives [{STEPS}; exact {OF_EXACT}; watch {OF_WATCH}; soak {SOAKED}]",
     )
     parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
     parser.add_argument("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
@@ -356,7 +358,7 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.megatron_lm = args.megatron_lm.resolve()
     args.gpus = [int(n) for n in args.gpus.split(",")]
-    args.steps = args.steps or {"soak": SOAKED, "watch": OF_WATCH}.get(args.mode, STEPS)
+    args.steps = args.steps or {"exact": OF_EXACT, "soak": SOAKED, "watch": OF_WATCH}.get(args.mode, STEPS)
     if args.mode == "watch" and args.steps <= BEFORE:
         parser.error(f"watch counts no step up to {BEFORE}: more --steps")
     if args.mode == "soak" and args.keep is None:

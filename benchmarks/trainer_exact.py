@@ -476,19 +476,29 @@ ROWS = (
 )
 
 
-def exact_flags(row: Row, data: Path) -> list[str]:
+def exact_flags(row: Row, data: Path, steps: int = STEPS) -> list[str]:
     """Megatron's arguments of a row of `exact`.
 
     Args:
         row: the row.
         data: folder with what `exact_data` wrote.
+        steps: steps of the run, with an evaluation after half of them and at its end.
     """
     flags = without(shlex.split(f"{SMALL} {COMMON}"), "--global-batch-size", *row.left_out) + shlex.split(row.flags)
     if "--multi-latent-attention" in flags:  # which Megatron takes with heads of its own alone
         flags = without(flags, "--group-query-attention", "--num-query-groups")
     flags += ["--global-batch-size", str(row.microbatches or _microbatches(row))]
     flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if row.dropout else NO_DROPOUT)
-    flags += ["--train-iters", str(STEPS), "--log-interval", "10", "--eval-interval", "50", "--eval-iters", "1"]
+    flags += [
+        "--train-iters",
+        str(steps),
+        "--log-interval",
+        "10",
+        "--eval-interval",
+        str(steps // 2),
+        "--eval-iters",
+        "1",
+    ]
     if row.fused:
         flags = without(flags, "--no-gradient-accumulation-fusion")
     if "--micro-batch-size" in row.flags:

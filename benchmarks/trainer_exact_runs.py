@@ -39,6 +39,8 @@ UNMEASURED = {"THDPROF_UNMEASURED": "allow"}
 LEAST_S = 45
 """Seconds that must be left for another run to begin."""
 NOT_RUN = "not run"
+WARM = 10
+"""Steps that are not timed."""
 TURN_LAUNCHER = Path(__file__).parent / "in_turn_run.py"
 """Stands for thdprof.run where one run at a time trains."""
 HEAD = (
@@ -64,15 +66,15 @@ class _Gpus:
 
     def __init__(self) -> None:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        self._names = [name for name in visible.split(",") if name] or [str(n) for n in range(_device_count())]
-        self._runs = Counter(dict.fromkeys(self._names, 0))
+        self.names = [name for name in visible.split(",") if name] or [str(n) for n in range(_device_count())]
+        self._runs = Counter(dict.fromkeys(self.names, 0))
         self._lock = threading.Lock()
 
     @contextmanager
     def taken(self, count: int) -> Iterator[dict[str, str]]:
         """The environment of a run of `count` GPUs."""
         with self._lock:
-            mine = sorted(self._names, key=self._runs.__getitem__)[:count]
+            mine = sorted(self.names, key=self._runs.__getitem__)[:count]
             self._runs.update(mine)
         try:
             yield {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
@@ -96,6 +98,7 @@ def run_rows(
     limit: float,
     seconds: float,
     tell: Callable[[list[list[str]]], None],
+    steps: int = STEPS,
     in_turn: bool = False,
 ) -> list[list[str]]:
     """The table of `exact`; rows begin in their order, and one that is not run to its end says so.
@@ -108,6 +111,7 @@ def run_rows(
         limit: seconds that one run may take.
         seconds: after so many seconds no run begins, and those that run are ended.
         tell: called with the table so far after every row.
+        steps: steps of each run.
         in_turn: from step 10 on one run at a time trains on a GPU, and the script alone is not run. Waiting counts for
             `limit`.
     """
@@ -124,7 +128,8 @@ def run_rows(
         if asked and _is_needed(work, name) and end - time.monotonic() >= LEAST_S:
             with gpus.taken(work.row.gpus) as here:
                 left = min(limit, end - time.monotonic())
-                ran = _run(work, name, scripts, directory, here, limit=left, turns=turns if in_turn else None)
+                turn = {"IN_TURN": str(turns), "IN_TURN_GPUS": ",".join(gpus.names)} if in_turn else {}
+                ran = _run(work, name, steps, scripts, directory, {**here, **turn}, limit=left)
             print(f"{work.row.name}: {name} {ran.seconds:.0f} s {ran.error}", flush=True)
         with lock:
             work.ran[name] = ran
@@ -138,7 +143,7 @@ def run_rows(
             folder = directory / "".join(c if c.isalnum() else "-" for c in row.name)
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier call
             folder.mkdir()
-            works.append(_Work(row=row, folder=folder, plan=planners.submit(_plan, row, folder, directory)))
+            works.append(_Work(row=row, folder=folder, plan=planners.submit(_plan, row, steps, folder, directory)))
         futures = [pool.submit(one, work, name) for work, name in _queue(works, jobs)]
         try:
             for future in futures:
@@ -186,9 +191,9 @@ def _is_needed(work: _Work, name: str) -> bool:
     return on.code == 0 and not (spread and all(different_steps(on, off, one)[0] == 0 for one in MEASURES))
 
 
-def _plan(row: Row, folder: Path, directory: Path) -> Path:
+def _plan(row: Row, steps: int, folder: Path, directory: Path) -> Path:
     return plan_of(
-        exact_flags(row, directory / "data"),
+        exact_flags(row, directory / "data", steps),
         folder,
         "plan",
         gpus=row.gpus,
@@ -202,21 +207,20 @@ def _plan(row: Row, folder: Path, directory: Path) -> Path:
 def _run(
     work: _Work,
     name: str,
+    steps: int,
     scripts: Path,
     directory: Path,
     here: Mapping[str, str],
     *,
     limit: float,
-    turns: Path | None,
 ) -> Ran:
     row, planned = work.row, name != "unchanged"
     try:
         plan = work.plan.result()
     except Exception as error:  # is told in the row's line
         return Ran(code=-1, log=f"Error: {error}", seconds=0.0)
-    flags = exact_flags(row, directory / "data")
+    flags = exact_flags(row, directory / "data", steps)
     path = environment_here(UNTUNED, *[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
-    turn = {} if turns is None else {"IN_TURN": str(turns)}
     return script_run(
         scripts / row.script,
         without(flags, "--te-rng-tracker") if row.own_tracker and not planned else flags,
@@ -225,10 +229,10 @@ def _run(
         stats=work.folder / f"{name}.jsonl" if planned else None,
         gpus=row.gpus,
         tensorboard=work.folder / name,
-        environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **here, **turn, "PYTHONPATH": path},
+        environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **here, "PYTHONPATH": path},
         limit=limit,
         log=work.folder / f"{name}.log",
-        by=TURN_LAUNCHER if turns is not None else None,
+        by=TURN_LAUNCHER if "IN_TURN" in here else None,
     )
 
 
@@ -265,7 +269,7 @@ def cells(ran: Mapping[str, Ran]) -> list[str]:
     evaluated = by_reason.pop("thdprof/eager/not_training", 0)
     told.append(f"{replayed:.0f}, {sum(by_reason.values()):.0f}, {evaluated:.0f}")
     for one in (on, off):
-        ms = one.median_step_ms(after=STEPS // 10)
+        ms = one.median_step_ms(after=WARM)
         told.append(f"{ms:.1f}" if ms else "-")
     return told
 

@@ -118,7 +118,7 @@ def ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome, **given):
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(exact_runs, "script_run", script_run)
-    monkeypatch.setattr(exact_runs, "exact_flags", lambda row, data: [row.flags])
+    monkeypatch.setattr(exact_runs, "exact_flags", lambda row, data, steps: [row.flags])
     monkeypatch.setattr(exact_runs, "plan_of", lambda *args, **kwargs: tmp_path / "plan.yaml")
     given = {"jobs": 1, "limit": 100.0, "seconds": 1000.0, **given}
     table = exact_runs.run_rows(rows, tmp_path, tmp_path, tell=tables.append, **given)
@@ -456,7 +456,13 @@ def test_a_run_takes_its_first_steps_at_once_and_the_others_in_its_turn(in_turn,
     training = SimpleNamespace(train=train, train_step=steps.put)
     monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(training=training))
     monkeypatch.setattr(in_turn.run, "main", lambda: training.train() or 0)
-    for name, value in (("IN_TURN", str(tmp_path)), ("CUDA_VISIBLE_DEVICES", "0"), ("MASTER_PORT", "2"), ("RANK", "0")):
+    for name, value in (
+        ("IN_TURN", str(tmp_path)),
+        ("IN_TURN_GPUS", "0"),
+        ("CUDA_VISIBLE_DEVICES", "0"),
+        ("MASTER_PORT", "2"),
+        ("RANK", "0"),
+    ):
         monkeypatch.setenv(name, value)
     with in_turn.turn(tmp_path, ["0"], port="1", rank=0):
         thread = threading.Thread(target=in_turn.main)
@@ -468,6 +474,21 @@ def test_a_run_takes_its_first_steps_at_once_and_the_others_in_its_turn(in_turn,
     assert [steps.get_nowait() for _ in range(3)] == list(range(in_turn.FIRST_STEP, in_turn.FIRST_STEP + 3))
     with in_turn.turn(tmp_path, ["0"], port="3", rank=0):  # the run has left its place
         pass
+
+
+def test_the_rank_whose_turn_it_is_has_cores_for_itself(in_turn):
+    ours, others = in_turn.cores_of(["0", "3"], "3", range(32, 64))
+    assert (ours, others) == ({36, 37, 38, 39}, {*range(40, 64)})
+    assert in_turn.cores_of(["0", "3"], "3", range(8)) == ({*range(8)}, {*range(8)})
+    here, seen = os.sched_getaffinity(0), []
+    thread = threading.Thread(target=lambda: (bound.wait(30), seen.append(os.sched_getaffinity(0))))
+    bound = threading.Event()
+    thread.start()
+    with in_turn.bound({min(here)}, afterwards=here):
+        bound.set()
+        thread.join()
+        assert [os.sched_getaffinity(0), *seen] == [{min(here)}, {min(here)}]
+    assert os.sched_getaffinity(0) == here
 
 
 def test_ranks_whose_first_one_has_died_do_not_wait_for_ever(in_turn, monkeypatch, tmp_path):
