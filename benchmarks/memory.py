@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import datetime
 import gc
+import itertools
 import json
 import platform
 import random
@@ -27,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
@@ -324,28 +326,26 @@ def warm_up(chunks: Sequence[Any], forward_step: Any, batches: Any) -> float:
     from megatron.training import get_args
 
     args = get_args()
-    iterators = batches if isinstance(batches, list) else [batches]
     ms = 0.0
     for chunk in chunks:
         chunk.eval()  # which thdprof runs eagerly
-    for _ in range(WARM_UP):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=list(chunks),
-            num_microbatches=MICROBATCHES,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=False,
-        )
-        torch.cuda.synchronize()
-        # a pipeline of n stages is busy for as long as n - 1 micro-batches more
-        ms = (time.perf_counter() - began) * 1000 / (MICROBATCHES + args.pipeline_model_parallel_size - 1)
-        for iterator in iterators:
-            if iterator is not None:
-                iterator.rewind()
+    with first_step_again(batches if isinstance(batches, list) else [batches]) as rewind:
+        for _ in range(WARM_UP):
+            rewind()
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            get_forward_backward_func()(
+                forward_step_func=unchecked(forward_step),
+                data_iterator=batches,
+                model=list(chunks),
+                num_microbatches=MICROBATCHES,
+                seq_length=args.seq_length,
+                micro_batch_size=args.micro_batch_size,
+                forward_only=False,
+            )
+            torch.cuda.synchronize()
+            # a pipeline of n stages is busy for as long as n - 1 micro-batches more
+            ms = (time.perf_counter() - began) * 1000 / (MICROBATCHES + args.pipeline_model_parallel_size - 1)
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
@@ -353,6 +353,48 @@ def warm_up(chunks: Sequence[Any], forward_step: Any, batches: Any) -> float:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return ms
+
+
+@contextlib.contextmanager
+def first_step_again(iterators: Sequence[Any]) -> Iterator[Callable[[], None]]:
+    """Let Megatron's iterators give the first step's micro-batches whenever the function is called, and after the block
+    all micro-batches from these on: its own rewind() holds until the next step begins.
+    """
+    given = [one for one in iterators if one is not None]  # there are none on stages between the first and the last
+    first = [[next(one.iterable) for _ in range(MICROBATCHES)] for one in given]
+    rest = [one.iterable for one in given]
+
+    def rewind() -> None:
+        for one, batches in zip(given, first, strict=True):
+            one.advance()
+            one.iterable = map(copy.copy, batches)  # their entries are taken out
+
+    yield rewind
+    rewind()
+    for one, later in zip(given, rest, strict=True):
+        one.iterable = itertools.chain(one.iterable, later)
+
+
+def unchecked(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward_step` with a loss that Megatron does not compare with a rerun's, which it does within a step alone."""
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+    machine = get_rerun_state_machine()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output, own_loss = forward_step(*args, **kwargs)
+
+        def loss(*args: Any, **kwargs: Any) -> Any:
+            mode = machine.get_mode()
+            machine.set_mode(RerunMode.DISABLED)
+            try:
+                return own_loss(*args, **kwargs)
+            finally:
+                machine.set_mode(mode)
+
+        return output, loss
+
+    return forward
 
 
 def timed_captures(stack: contextlib.ExitStack) -> list[float]:

@@ -38,6 +38,48 @@ def test_megatrons_arguments_of_every_setting_are_of_the_predicted_model(benchma
         assert read.settings["split"] == benchmark.SPLIT
 
 
+@pytest.fixture
+def machines():
+    """Megatron's module that reruns steps, with a machine that would."""
+    module = pytest.importorskip("megatron.core.rerun_state_machine")
+    module.initialize_rerun_state_machine(mode=module.RerunMode.VALIDATE_RESULTS)
+    yield module
+    module.destroy_rerun_state_machine()
+
+
+def test_a_loss_outside_of_a_step_is_not_compared(benchmark, machines):
+    machine = machines.get_rerun_state_machine()
+
+    def forward_step(value):
+        def loss(output):
+            machine.validate_result(output, rejection_func=lambda _: False, message="a loss")
+            return output
+
+        return value, loss
+
+    output, loss = forward_step(2.0)
+    with pytest.raises(AssertionError, match="outside of the forward-backward pass"):
+        loss(output)
+    output, loss = benchmark.unchecked(forward_step)(2.0)
+    assert loss(output) == 2.0
+    assert machine.get_mode() == machines.RerunMode.VALIDATE_RESULTS
+
+
+def test_the_first_step_gets_what_was_read_before_it(benchmark, machines, monkeypatch):
+    monkeypatch.setattr(benchmark, "MICROBATCHES", 2)
+    iterator = machines.RerunDataIterator(iter([{"tokens": n} for n in range(4)]))
+
+    def read(count):
+        return [next(iterator).pop("tokens") for _ in range(count)]
+
+    with benchmark.first_step_again([None, iterator]) as rewind:
+        for _ in range(3):
+            rewind()
+            assert read(2) == [0, 1]
+    iterator.advance()  # as the first step begins
+    assert read(4) == [0, 1, 2, 3]
+
+
 def test_training_needs_megatron_lm(benchmark, capsys):
     with pytest.raises(SystemExit) as ended:
         benchmark.main(["--gpus", "1"])

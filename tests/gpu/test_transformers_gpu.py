@@ -45,13 +45,13 @@ def test_adapters():
 @pytest.mark.parametrize("name", OF_TRL)
 def test_trl(name):
     pytest.importorskip("trl", reason="needs the extra transformers")
-    run_case("transformers_cases.py", name)
+    run_case("transformers_cases.py", name, one_gpu=True)  # TRL refuses DataParallel, which Trainer takes by itself
 
 
 def test_kernels_of_liger():
     pytest.importorskip("trl", reason="needs the extra transformers")
     pytest.importorskip("liger_kernel", reason="needs liger-kernel")
-    run_case("transformers_cases.py", "sft_liger")
+    run_case("transformers_cases.py", "sft_liger", one_gpu=True)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

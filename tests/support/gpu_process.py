@@ -12,9 +12,17 @@ from contextlib import suppress
 from support.paths import ROOT
 
 
-def run_case(file: str, name: str) -> None:
-    """Run the case `name` of a file in tests/gpu, which says `ok` in its last line."""
+def run_case(file: str, name: str, *, one_gpu: bool = False) -> None:
+    """Run the case `name` of a file in tests/gpu, which says `ok` in its last line.
+
+    Args:
+        file: its name.
+        name: of the case.
+        one_gpu: it sees the first GPU alone.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if one_gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     done = subprocess.run(
         [sys.executable, f"tests/gpu/{file}", name],
         capture_output=True,
