@@ -33,7 +33,8 @@ CORES = 4
 def turn(folder: Path, gpus: list[str], *, port: str, rank: int) -> Iterator[None]:
     """Hold these GPUs, by locks in `folder`, which rank 0 takes for all ranks of its run.
 
-    The others look for a file that rank 0 writes: what waits on a GPU would keep it busy.
+    The others look for a file that rank 0 writes: what waits on a GPU would keep it busy. They may still take their
+    last steps when rank 0 has let go.
 
     Raises:
         TimeoutError: rank 0 did not write it.
@@ -54,8 +55,9 @@ def turn(folder: Path, gpus: list[str], *, port: str, rank: int) -> Iterator[Non
 
 
 def cores_of(gpus: Sequence[str], gpu: str, cores: Collection[int]) -> tuple[set[int], set[int]]:
-    """Those of the `cores` of a rank whose turn it is on `gpu`, one of `gpus`, and those of all others; where there are
-    too few, both are all of them.
+    """Of these `cores`, those for the rank whose turn it is on `gpu`, one of `gpus`, and those for all other ranks.
+
+    Where there are too few, both are all of them.
     """
     first, kept, of_host = CORES * [*gpus].index(gpu), CORES * len(gpus), sorted(cores)
     if len(of_host) < 2 * kept:

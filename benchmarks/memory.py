@@ -24,13 +24,11 @@ import gc
 import itertools
 import json
 import platform
-import random
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -38,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron_lm import environment_here, write_documents
+from megatron_lm import environment_here, launcher, run, write_documents
 
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
@@ -271,14 +269,10 @@ def train(plan_path: Path, log: Path, script: Path, arguments: Sequence[str]) ->
         import torch
 
         with contextlib.ExitStack() as stack:
-            found: dict[str, Any] = {"eager_ms": warm_up(model, forward_step, batches)}
-            found["state_without_moments"] = torch.cuda.memory_allocated()
+            found: dict[str, Any] = {"eager_ms": warm_up(model, forward_step, batches, put_off.runs)}
             found["capture_ms"] = timed_captures(stack)
-            began = time.perf_counter()
-            for capture in put_off:
+            for capture in put_off.captures:
                 capture()
-            found["all_captures_s"] = time.perf_counter() - began
-            print(f"rank {torch.distributed.get_rank()}: captures took {found['all_captures_s']:.1f} s", flush=True)
             told = own_train(forward_step, model, optimizer, scheduler, batches, *more, **named)
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -316,26 +310,30 @@ def held_here(optimizer: Any) -> dict[str, Any]:
     }
 
 
-def warm_up(chunks: Sequence[Any], forward_step: Any, batches: Any) -> float:
+def warm_up(chunks: Sequence[Any], forward_step: Any, batches: Any, runs: Sequence[Any]) -> float:
     """Run the micro-batches of the first step a few times, eagerly; milliseconds of one in the last round.
+
+    Megatron checks no loss meanwhile, as in its evaluation: outside of a step it would raise an error.
 
     The allocator is emptied then, and its statistics begin anew. The first step gets the same micro-batches.
     """
     import torch
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
     from megatron.training import get_args
 
-    args = get_args()
-    ms = 0.0
-    for chunk in chunks:
-        chunk.eval()  # which thdprof runs eagerly
+    args, machine = get_args(), get_rerun_state_machine()
+    ms, checked = 0.0, machine.get_mode()
+    machine.set_mode(RerunMode.DISABLED)
+    for one in runs:
+        one.enabled = False
     with first_step_again(batches if isinstance(batches, list) else [batches]) as rewind:
         for _ in range(WARM_UP):
             rewind()
             torch.cuda.synchronize()
             began = time.perf_counter()
             get_forward_backward_func()(
-                forward_step_func=unchecked(forward_step),
+                forward_step_func=forward_step,
                 data_iterator=batches,
                 model=list(chunks),
                 num_microbatches=MICROBATCHES,
@@ -346,8 +344,10 @@ def warm_up(chunks: Sequence[Any], forward_step: Any, batches: Any) -> float:
             torch.cuda.synchronize()
             # a pipeline of n stages is busy for as long as n - 1 micro-batches more
             ms = (time.perf_counter() - began) * 1000 / (MICROBATCHES + args.pipeline_model_parallel_size - 1)
+    machine.set_mode(checked)
+    for one in runs:
+        one.enabled = True
     for chunk in chunks:
-        chunk.train()
         chunk.zero_grad_buffer()
     gc.collect()
     torch.cuda.empty_cache()
@@ -366,35 +366,12 @@ def first_step_again(iterators: Sequence[Any]) -> Iterator[Callable[[], None]]:
 
     def rewind() -> None:
         for one, batches in zip(given, first, strict=True):
-            one.advance()
             one.iterable = map(copy.copy, batches)  # their entries are taken out
 
     yield rewind
     rewind()
     for one, later in zip(given, rest, strict=True):
         one.iterable = itertools.chain(one.iterable, later)
-
-
-def unchecked(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward_step` with a loss that Megatron does not compare with a rerun's, which it does within a step alone."""
-    from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
-
-    machine = get_rerun_state_machine()
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output, own_loss = forward_step(*args, **kwargs)
-
-        def loss(*args: Any, **kwargs: Any) -> Any:
-            mode = machine.get_mode()
-            machine.set_mode(RerunMode.DISABLED)
-            try:
-                return own_loss(*args, **kwargs)
-            finally:
-                machine.set_mode(mode)
-
-        return output, loss
-
-    return forward
 
 
 def timed_captures(stack: contextlib.ExitStack) -> list[float]:
@@ -421,11 +398,25 @@ def timed_captures(stack: contextlib.ExitStack) -> list[float]:
     return found
 
 
-def put_off_captures() -> list[Callable[[], None]]:
-    """Keep `install` from capturing; the functions in the list, which fills, capture what it would have."""
+@dataclass(frozen=True, slots=True)
+class PutOff:
+    """What `install` would have captured."""
+
+    captures: list[Callable[[], None]] = field(default_factory=list)
+    runs: list[Any] = field(default_factory=list)
+    """What runs each model chunk's decoder; its `enabled` decides whether micro-batches are replayed."""
+
+
+def put_off_captures() -> PutOff:
+    """Keep `install` from capturing; what is returned fills then."""
     module: Any = import_module("thdprof.runtime.megatron.install")  # the package has a function of that name
-    own, kept = module.capture_ahead, list[Callable[[], None]]()
-    module.capture_ahead = lambda *args, **kwargs: kept.append(partial(own, *args, **kwargs))
+    own, kept = module.capture_ahead, PutOff()
+
+    def later(decoders: Any, runs: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+        kept.runs.extend(runs)
+        kept.captures.append(partial(own, decoders, runs, *args, **kwargs))
+
+    module.capture_ahead = later
     return kept
 
 
@@ -448,27 +439,11 @@ def run_setting(
     """What every rank measured, or None; and the last lines of the processes' output."""
     log = plan_path.with_name("measured.json")
     log.unlink(missing_ok=True)
-    launcher = [sys.executable, "-W", "ignore"]
-    port = str(random.randrange(20_000, 29_000))  # which the system gives to no process that asks for any
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if setting.pp > 1:
-        alone = {}
-        launcher += ["-m", "torch.distributed.run", "--nproc-per-node", str(setting.pp), "--master-port", port]
-    command = [*launcher, str(HERE / "memory.py"), "--work", str(plan_path), str(log), str(script)]
+    command, ranks = launcher(setting.pp)
+    command += [str(HERE / "memory.py"), "--work", str(plan_path), str(log), str(script)]
     command += flags_of(setting, prefix)
     began = time.monotonic()
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            errors="replace",
-            env={**environment_here(), **alone, "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        )
-        output = done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        output = f"ended after {timeout:g} s: {error.output!r}"
+    output, _ = run(command, {**environment_here(), **ranks, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, limit=timeout)
     print(f"{setting.name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return (json.loads(log.read_text()) if log.exists() else None), "\n".join(output.splitlines()[-25:])
 
@@ -578,7 +553,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--megatron-lm", type=Path, help="folder with pretrain_gpt.py; needed without --predict")
     parser.add_argument("--predict", action="store_true", help="predict all settings, train nothing")
     parser.add_argument("--only", default="", help="settings whose name holds this [all]")
-    parser.add_argument("--timeout", type=float, default=90, help="seconds of one setting [90]")
+    parser.add_argument("--timeout", type=float, default=150, help="seconds of one setting [150]")
     parser.add_argument("--out", type=Path, help="Markdown to write [standard output alone]")
     args = parser.parse_args(given)
     if not args.predict and args.megatron_lm is None:

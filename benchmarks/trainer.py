@@ -10,9 +10,9 @@
 speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
         the plan with --replay off, the plan without verified micro-batches and with one in 16; then where the time of a
         step by the plan goes
-exact   100 steps of small models through two buckets and fallbacks, replayed beside --replay off and the script
-        alone, with deterministic kernels: steps in which loss or gradient norm differ; rows of whole recipes come
-        first, runs begin until --seconds are over, and --out is written after each row
+exact   100 steps, or --steps, of small models through two buckets and fallbacks, replayed beside --replay off and the
+        script alone, with deterministic kernels: steps in which loss or gradient norm differ; rows of whole recipes
+        come first, runs begin until --seconds are over, and --out is written after each row
 soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
         and the same command goes on until it is done
 watch   the shape of `speed`, half of its steps with verified micro-batches and half without
@@ -39,6 +39,7 @@ import megatron_lm
 from megatron_lm import COMMON, NO_DROPOUT, ROOT, SHAPES, Ran, plan_of, script_run, without
 from trainer_exact import APEX_STAND_IN, exact_data
 from trainer_exact import STEPS as OF_EXACT
+from trainer_exact_runs import WARM as NOT_TIMED
 from trainer_exact_runs import run_rows
 from trainer_experts import RUNS as OF_EXPERTS
 from trainer_experts import experts_lines
@@ -361,6 +362,10 @@ def arguments() -> argparse.Namespace:
     args.steps = args.steps or {"exact": OF_EXACT, "soak": SOAKED, "watch": OF_WATCH}.get(args.mode, STEPS)
     if args.mode == "watch" and args.steps <= BEFORE:
         parser.error(f"watch counts no step up to {BEFORE}: more --steps")
+    if args.mode == "exact" and args.steps < 2:
+        parser.error("exact evaluates after half of the steps: at least 2 --steps")
+    if args.in_turn and args.steps <= NOT_TIMED:
+        parser.error(f"--in-turn times no step up to {NOT_TIMED}: more --steps")
     if args.mode == "soak" and args.keep is None:
         parser.error("soak needs --keep, the folder from which its next part goes on")
     args.variants = [name for name in args.variants.split(",") if name]

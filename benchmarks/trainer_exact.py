@@ -489,16 +489,7 @@ def exact_flags(row: Row, data: Path, steps: int = STEPS) -> list[str]:
         flags = without(flags, "--group-query-attention", "--num-query-groups")
     flags += ["--global-batch-size", str(row.microbatches or _microbatches(row))]
     flags += shlex.split("--attention-dropout 0.1 --hidden-dropout 0.1" if row.dropout else NO_DROPOUT)
-    flags += [
-        "--train-iters",
-        str(steps),
-        "--log-interval",
-        "10",
-        "--eval-interval",
-        str(steps // 2),
-        "--eval-iters",
-        "1",
-    ]
+    flags += shlex.split(f"--train-iters {steps} --log-interval 10 --eval-interval {steps // 2} --eval-iters 1")
     if row.fused:
         flags = without(flags, "--no-gradient-accumulation-fusion")
     if "--micro-batch-size" in row.flags:

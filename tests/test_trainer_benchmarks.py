@@ -100,6 +100,42 @@ def test_megatron_takes_the_arguments_of_every_row_together(exact, exact_rows, m
     assert experts > 30
 
 
+def test_a_row_of_fewer_steps_is_evaluated_after_half_of_them(exact, exact_rows, megatron_parser, tmp_path):
+    parsed, _ = megatron_parser.parse_known_args(exact.exact_flags(exact_rows[0], tmp_path, 40))
+    assert (parsed.train_iters, parsed.eval_interval) == (40, 20)
+
+
+@pytest.mark.parametrize(("words", "given"), [([], (100, False)), (["--steps", "40", "--in-turn"], (40, True))])
+def test_the_command_line_says_how_many_steps_are_run(exact, monkeypatch, tmp_path, words, given):
+    trainer, seen = trainer_module(monkeypatch, tmp_path, words), []
+    monkeypatch.setattr(trainer, "exact_data", lambda rows, data: None)
+    monkeypatch.setattr(
+        trainer, "run_rows", lambda *_, **more: seen.append((more["steps"], more["in_turn"])) or [["row"]]
+    )
+    trainer.exact(trainer.arguments(), tmp_path)
+    assert seen == [given]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["--steps", "1"], "at least 2 --steps"), (["--in-turn", "--steps", "10"], "times no step up to 10")],
+)
+def test_too_few_steps_are_an_error(monkeypatch, tmp_path, capsys, words, said):
+    trainer = trainer_module(monkeypatch, tmp_path, words)
+    with pytest.raises(SystemExit):
+        trainer.arguments()
+    assert said in capsys.readouterr().err
+
+
+def trainer_module(monkeypatch, tmp_path, words):
+    """benchmarks/trainer.py, whose command line asks for `exact` with these words."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(
+        sys, "argv", ["trainer.py", "exact", "--megatron-lm", str(tmp_path), "--out", str(tmp_path / "out.md"), *words]
+    )
+    return load_script("benchmarks/trainer.py", "trainer_benchmark")
+
+
 def logs_of(exact_runs, code, losses):
     """What a run has logged: its losses by step, and gradient norms alike."""
     return exact_runs.Ran(code=code, log="", seconds=9.0, scalars={"lm loss": losses, "grad-norm": losses})
@@ -107,22 +143,27 @@ def logs_of(exact_runs, code, losses):
 
 def ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome, **given):
     """The runs that began, in their order, and the table of rows whose runs end as `outcome` says."""
-    began, tables = [], []
+    began, tables, steps = [], [], []
 
     def script_run(script, flags, *, plan, replay, tensorboard, environment, **more):
         row = next(row for row in rows if row.flags == flags[0])
-        turn = environment.get("IN_TURN"), more["by"]
-        gpus = environment.get("CUDA_VISIBLE_DEVICES")
-        began.append((row.name, tensorboard.name, gpus, turn, plan is not None and replay))
+        places = [environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "IN_TURN", "IN_TURN_GPUS")]
+        steps.append(flags[1])
+        began.append((row.name, tensorboard.name, places[0], (*places[1:], more["by"]), plan is not None and replay))
         return outcome(row, tensorboard.name)
+
+    def plan_of(flags, *args, **kwargs):
+        steps.append(flags[1])
+        return tmp_path / "plan.yaml"
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setattr(exact_runs, "script_run", script_run)
-    monkeypatch.setattr(exact_runs, "exact_flags", lambda row, data, steps: [row.flags])
-    monkeypatch.setattr(exact_runs, "plan_of", lambda *args, **kwargs: tmp_path / "plan.yaml")
+    monkeypatch.setattr(exact_runs, "exact_flags", lambda row, data, steps: [row.flags, steps])
+    monkeypatch.setattr(exact_runs, "plan_of", plan_of)
     given = {"jobs": 1, "limit": 100.0, "seconds": 1000.0, **given}
     table = exact_runs.run_rows(rows, tmp_path, tmp_path, tell=tables.append, **given)
     assert not tables or tables[-1] == table
+    assert {*steps} == {given.get("steps", exact_runs.STEPS)}
     return began, table
 
 
@@ -185,11 +226,19 @@ def test_runs_in_turn_are_told_their_place_and_leave_the_script_alone_out(exact,
         return logs_of(exact_runs, 0, {1: 4.0})
 
     row = exact.Row(name="one GPU", flags="a")
-    began, (_, line) = ran_rows(exact_runs, monkeypatch, tmp_path, [row], outcome, in_turn=True)
+    began, (_, line) = ran_rows(exact_runs, monkeypatch, tmp_path, [row], outcome, steps=40, in_turn=True)
     assert [name for _, name, *_ in began] == ["on", "off"]
-    assert {turn for *_, turn, _ in began} == {(str(tmp_path / "turn"), exact_runs.TURN_LAUNCHER)}
+    assert {turn for *_, turn, _ in began} == {(str(tmp_path / "turn"), "0,1", exact_runs.TURN_LAUNCHER)}
     assert line[1] == "0, 0, not run"
     assert not (tmp_path / "turn").exists()
+
+
+def test_the_steps_in_which_runs_wait_are_not_timed(exact_runs):
+    lines = "".join(
+        f" iteration {n}/ 20 | elapsed time per iteration (ms): {ms} |\n" for n, ms in ((10, 900.0), (20, 5.0))
+    )
+    ran = exact_runs.Ran(code=0, log=lines, seconds=9.0)
+    assert exact_runs.cells({"on": ran, "off": ran})[-2:] == ["5.0", "5.0"]
 
 
 def test_the_median_of_log_lines_is_not_moved_by_a_slow_one(exact_runs):
@@ -447,32 +496,38 @@ def test_runs_in_turn_share_no_gpu_and_ranks_of_a_run_go_together(in_turn, tmp_p
 
 
 def test_a_run_takes_its_first_steps_at_once_and_the_others_in_its_turn(in_turn, monkeypatch, tmp_path):
-    steps: queue.Queue[int] = queue.Queue()
+    done: queue.Queue[int | str] = queue.Queue()
+    first = in_turn.FIRST_STEP
 
     def train() -> None:
-        for number in range(1, in_turn.FIRST_STEP + 3):
+        for number in range(1, first + 3):
             training.train_step(number)
 
-    training = SimpleNamespace(train=train, train_step=steps.put)
+    training = SimpleNamespace(train=train, train_step=done.put)
     monkeypatch.setitem(sys.modules, "megatron.training", SimpleNamespace(training=training))
     monkeypatch.setattr(in_turn.run, "main", lambda: training.train() or 0)
-    for name, value in (
-        ("IN_TURN", str(tmp_path)),
-        ("IN_TURN_GPUS", "0"),
-        ("CUDA_VISIBLE_DEVICES", "0"),
-        ("MASTER_PORT", "2"),
-        ("RANK", "0"),
-    ):
+    monkeypatch.setattr(in_turn, "cores_of", lambda gpus, gpu, cores: (f"cores of {gpu} of {gpus}", "other cores"))
+    monkeypatch.setattr(in_turn, "_bind", done.put)
+    told = {
+        "IN_TURN": str(tmp_path),
+        "IN_TURN_GPUS": "0,1",
+        "CUDA_VISIBLE_DEVICES": "1",
+        "MASTER_PORT": "2",
+        "RANK": "0",
+    }
+    for name, value in told.items():
         monkeypatch.setenv(name, value)
-    with in_turn.turn(tmp_path, ["0"], port="1", rank=0):
+    with in_turn.turn(tmp_path, ["1"], port="1", rank=0):
         thread = threading.Thread(target=in_turn.main)
         thread.start()
-        assert [steps.get(timeout=30) for _ in range(in_turn.FIRST_STEP - 1)] == list(range(1, in_turn.FIRST_STEP))
+        assert [done.get(timeout=30) for _ in range(first)] == ["other cores", *range(1, first)]
         with pytest.raises(queue.Empty):
-            steps.get(timeout=0.1)
-    thread.join()
-    assert [steps.get_nowait() for _ in range(3)] == list(range(in_turn.FIRST_STEP, in_turn.FIRST_STEP + 3))
-    with in_turn.turn(tmp_path, ["0"], port="3", rank=0):  # the run has left its place
+            done.get(timeout=0.1)
+    mine = "cores of 1 of ['0', '1']"
+    expected = [mine, first, first + 1, first + 2, "other cores"]
+    assert [done.get(timeout=30) for _ in expected] == expected
+    thread.join(30)
+    with in_turn.turn(tmp_path, ["1"], port="3", rank=0):  # the run has left its place
         pass
 
 

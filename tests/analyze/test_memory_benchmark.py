@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from support.command import load_script
@@ -39,45 +41,58 @@ def test_megatrons_arguments_of_every_setting_are_of_the_predicted_model(benchma
 
 
 @pytest.fixture
-def machines():
-    """Megatron's module that reruns steps, with a machine that would."""
+def megatron(monkeypatch):
+    """Megatron's module that reruns steps, with a machine that would; and what of a GPU the benchmark asks for."""
+    torch = pytest.importorskip("torch")
     module = pytest.importorskip("megatron.core.rerun_state_machine")
     module.initialize_rerun_state_machine(mode=module.RerunMode.VALIDATE_RESULTS)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
     yield module
     module.destroy_rerun_state_machine()
 
 
-def test_a_loss_outside_of_a_step_is_not_compared(benchmark, machines):
-    machine = machines.get_rerun_state_machine()
+def test_warming_up_reads_the_first_step_eagerly_and_checks_no_loss(benchmark, megatron, monkeypatch):
+    machine = megatron.get_rerun_state_machine()
+    read, zeroed = [], []
 
-    def forward_step(value):
+    def passes(forward_step_func, data_iterator, model, num_microbatches, **_):
+        for _ in range(num_microbatches):
+            output, loss = forward_step_func(data_iterator, model)
+            loss(output)
+
+    def forward_step(iterator, model):
         def loss(output):
             machine.validate_result(output, rejection_func=lambda _: False, message="a loss")
-            return output
 
-        return value, loss
+        read.append((next(iterator).pop("tokens"), runs[0].enabled))
+        return 2.0, loss
 
-    output, loss = forward_step(2.0)
-    with pytest.raises(AssertionError, match="outside of the forward-backward pass"):
-        loss(output)
-    output, loss = benchmark.unchecked(forward_step)(2.0)
-    assert loss(output) == 2.0
-    assert machine.get_mode() == machines.RerunMode.VALIDATE_RESULTS
-
-
-def test_the_first_step_gets_what_was_read_before_it(benchmark, machines, monkeypatch):
+    args = SimpleNamespace(seq_length=4, micro_batch_size=1, pipeline_model_parallel_size=1)
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    monkeypatch.setattr("megatron.core.pipeline_parallel.get_forward_backward_func", lambda: passes)
     monkeypatch.setattr(benchmark, "MICROBATCHES", 2)
-    iterator = machines.RerunDataIterator(iter([{"tokens": n} for n in range(4)]))
-
-    def read(count):
-        return [next(iterator).pop("tokens") for _ in range(count)]
-
-    with benchmark.first_step_again([None, iterator]) as rewind:
-        for _ in range(3):
-            rewind()
-            assert read(2) == [0, 1]
+    iterator = megatron.RerunDataIterator(iter([{"tokens": n} for n in range(4)]))
+    chunk, runs = SimpleNamespace(zero_grad_buffer=lambda: zeroed.append(True)), [SimpleNamespace(enabled=True)]
+    with pytest.raises(AssertionError, match="outside of the forward-backward pass"):
+        forward_step(iter([{"tokens": 9}]), chunk)[1](2.0)
+    read.clear()
+    benchmark.warm_up([chunk], forward_step, iterator, runs)
+    assert read == [(0, False), (1, False)] * benchmark.WARM_UP
+    assert (zeroed, runs[0].enabled, machine.get_mode()) == ([True], True, megatron.RerunMode.VALIDATE_RESULTS)
     iterator.advance()  # as the first step begins
-    assert read(4) == [0, 1, 2, 3]
+    assert [next(iterator)["tokens"] for _ in range(4)] == [0, 1, 2, 3]
+
+
+def test_captures_are_put_off_with_what_runs_the_decoders(benchmark, monkeypatch):
+    pytest.importorskip("torch")
+    install, captured = importlib.import_module("thdprof.runtime.megatron.install"), []
+    monkeypatch.setattr(install, "capture_ahead", lambda *args, **kwargs: captured.append((args, kwargs)))
+    kept = benchmark.put_off_captures()
+    install.capture_ahead(["decoder"], ["run"], "openings", say=print)
+    assert (kept.runs, captured) == (["run"], [])
+    kept.captures[0]()
+    assert captured == [((["decoder"], ["run"], "openings"), {"say": print})]
 
 
 def test_training_needs_megatron_lm(benchmark, capsys):

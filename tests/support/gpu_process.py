@@ -16,9 +16,9 @@ def run_case(file: str, name: str, *, one_gpu: bool = False) -> None:
     """Run the case `name` of a file in tests/gpu, which says `ok` in its last line.
 
     Args:
-        file: its name.
-        name: of the case.
-        one_gpu: it sees the first GPU alone.
+        file: name of the file in tests/gpu.
+        name: the case.
+        one_gpu: let it see the first GPU only.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if one_gpu:
