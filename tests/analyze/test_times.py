@@ -17,6 +17,8 @@ from thdprof.analyze.times.attention import rounded_documents
 from thdprof.analyze.times.decoder import Decoder
 from thdprof.analyze.times.gpus import GPUS, find_gpu
 from thdprof.analyze.times.host import STATED, HostRate
+from thdprof.analyze.times.modelled_costs import ModelledTimes, Shapes
+from thdprof.analyze.times.outside import LAUNCHES
 from thdprof.analyze.times.results import Times
 from thdprof.analyze.times.verdict import rule
 from thdprof.analyze.times.worth import worth_of
@@ -139,6 +141,53 @@ def test_a_pipeline_rank_runs_its_share_of_the_layers():
     assert half.time(tokens=4096, squared=2e6, max_seqs=64).gpu_ms == pytest.approx(
         Decoder(QWEN, GPUS["h100"]).time(tokens=4096, squared=2e6, max_seqs=64).gpu_ms / 2
     )
+
+
+def times_outside(model: Model, **settings: Any) -> tuple[float, float]:
+    """The lowest and the highest time outside the decoder of a micro-batch, in milliseconds."""
+    shapes = Shapes(tokens=4096, squared=2e6, typical=12, most=40)
+    run = TrainingSettings(seq_length=4096, global_batch_size=8, **settings)
+    return ModelledTimes(model, GPUS["h200"], STATED, run, shapes).outside()
+
+
+def test_launches_outside_the_decoder_count_without_a_vocabulary():
+    unknown = times_outside(replace(QWEN, vocab_size=None))
+    assert unknown == pytest.approx((LAUNCHES * STATED.low_us / 1000, LAUNCHES * STATED.high_us / 1000))
+    assert times_outside(QWEN)[0] > unknown[0]  # the GPU takes longer than this host
+    tiny = replace(QWEN, num_layers=2, hidden_size=128, ffn_hidden_size=256)
+    for model in (tiny, replace(tiny, vocab_size=None)):
+        analysis = analyze_dataset(LENGTHS, model=model, gpu="h200", global_batch_size=8)
+        assert analysis.times.relative_step_time[0] > 0.4
+
+
+def test_the_ends_of_a_pipeline_share_the_launches_outside_the_decoder():
+    model = replace(QWEN, vocab_size=None)
+    assert times_outside(model, pipeline_parallel_size=2)[1] == pytest.approx(times_outside(model)[1] / 2)
+
+
+def test_a_layer_of_multi_token_prediction_runs_eagerly_outside_the_decoder():
+    model = replace(QWEN, vocab_size=None, num_layers=4)
+    layer = Decoder(model, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
+    expected = 2 * times_outside(model)[1] + STATED.launch_ms(layer)[1] / 4
+    assert times_outside(replace(model, mtp_num_layers=1))[1] == pytest.approx(expected)
+    deep = replace(model, mtp_num_layers=1, hidden_size=16384, num_attention_heads=128)
+    gpu_ms = Decoder(deep, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12).gpu_ms
+    assert times_outside(deep)[0] == pytest.approx(gpu_ms / 4)
+
+
+def test_adapters_are_launched_in_eager_layers_and_with_the_experts():
+    plain = Decoder(QWEN, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
+    adapted = Decoder(replace(QWEN, lora_dim=16), GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
+    assert adapted.launches == plain.launches + 28 * 4 * 13
+    assert plain.gpu_ms < adapted.gpu_ms < 1.5 * plain.gpu_ms
+    some = replace(QWEN, lora_dim=16, lora_target_modules=("linear_qkv",))
+    assert Decoder(some, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12).launches == plain.launches + 28 * 13
+    experts = replace(QWEN, num_experts=8, moe_router_topk=2)
+    of_experts = [
+        Decoder(model, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12).expert_launches
+        for model in (experts, replace(experts, lora_dim=16))
+    ]
+    assert of_experts[1] == of_experts[0] + 28 * 2 * 13
 
 
 def test_eager_time_is_the_larger_of_the_gpus_and_the_hosts():

@@ -177,7 +177,8 @@ def on_the_model(
         )
     if model.lora_dim is not None and times.origin == "modelled":
         sentences.append(
-            "times are modelled as if all weights were trained: with adapters a backward makes fewer gradients"
+            "times are modelled as if all weights were trained, with the adapters' kernels besides: a backward makes "
+            "fewer gradients"
         )
     return sentences
 

@@ -103,6 +103,7 @@ class Decoder:
             layer.add(self._makes.mlp_layer(work))
         if "moe" in kind:
             layer.add(self._makes.expert_layer(work))
+        layer.add(self._makes.adapters(work, kind))
         return layer
 
     def _of_experts(self, work: Work) -> tuple[float, float]:
@@ -110,7 +111,9 @@ class Decoder:
         heavy, light = 0.0, 0.0
         for index, kind in enumerate(self._layers):
             if "moe" in kind:
-                kernels = self._kernels(self._makes.expert_layer(work), index)
+                layer = self._makes.expert_layer(work)
+                layer.add(self._makes.adapters(work, "moe"))
+                kernels = self._kernels(layer, index)
                 heavy += sum(one.launches for one in kernels)
                 light += sum(one.light_launches for one in kernels)
         return heavy, light

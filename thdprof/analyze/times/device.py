@@ -24,7 +24,7 @@ class Kernels:
     """Some kernels of one kind, in one pass of one layer."""
 
     kind: str
-    """products, attention, norms, elementwise, experts, state space, quantization or communication."""
+    """products, attention, norms, elementwise, experts, adapters, state space, quantization or communication."""
     us: float
     """Time of all of them on the GPU, in microseconds, gaps included."""
     launches: float = 1.0

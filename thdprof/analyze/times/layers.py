@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from thdprof.analyze.buckets.saved_tensors import Kind
 from thdprof.analyze.times import attention
 from thdprof.analyze.times.communication import Links
 from thdprof.analyze.times.device import GAP_US, Device, Kernels
+from thdprof.analyze.times.parameters import adapted_widths
 from thdprof.training import Model
 
 TUNED_NORMS = frozenset(
@@ -95,6 +97,22 @@ class LayerModel:
         layer.backward.append(Kernels(kind="state space", us=scan + 50 * GAP_US + 50, launches=50))
         layer.add(self._linear(tokens, inner, model.hidden_size))
         layer.add(self._residual(work))
+        return layer
+
+    def adapters(self, work: Work, kind: Kind) -> Layer:
+        """The adapters of a layer's linear layers: two thin products each, and their sum with what the layer gives."""
+        model, device, layer = self._model, self._device, Layer()
+        if model.lora_dim is None:
+            return layer
+        for width in adapted_widths(model, kind):
+            product = device.product_us(work.tokens, int(width), model.lora_dim)
+            added = device.memory_us(3 * work.tokens * width * 2e-6, 3.0)
+            for kernels, times, launches in (
+                (layer.forward, 1, _ADAPTER_FORWARD),
+                (layer.backward, 2, _ADAPTER_BACKWARD),
+            ):
+                us = times * product + added + launches * GAP_US
+                kernels.append(Kernels(kind="adapters", us=us, launches=launches))
         return layer
 
     # --- parts ------------------------------------------------------------------------------------------------------
@@ -324,6 +342,8 @@ _SCAN_FORWARD = 13.0e-6
 _SCAN_BACKWARD = 44.7e-6
 _CONVOLUTION_FORWARD = 2.45e-6
 _CONVOLUTION_BACKWARD = 7.9e-6
+_ADAPTER_FORWARD, _ADAPTER_BACKWARD = 6, 7
+"""Launches of an adapter in the two passes."""
 _LATENT_LAUNCHES = 16
 """Launches that splitting and joining the latent parts costs the host as much as, though they launch little."""
 _AT_ONCE = 0.88

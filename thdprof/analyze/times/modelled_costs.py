@@ -10,7 +10,7 @@ from thdprof.analyze.times.decoder import Decoder, DecoderTime
 from thdprof.analyze.times.gpus import Gpu
 from thdprof.analyze.times.host import HostRate
 from thdprof.analyze.times.memory import slot_bytes
-from thdprof.analyze.times.outside import LAUNCHES, optimizer_ms, outside_ms
+from thdprof.analyze.times.outside import optimizer_ms, outside_launches, outside_ms
 from thdprof.analyze.times.parameters import stage_parameters, stages
 from thdprof.analyze.times.results import Range
 from thdprof.analyze.times.transformers_memory import is_run_of_trainer
@@ -57,20 +57,25 @@ class ModelledTimes:
         cp = self.settings.context_parallel_size
         return self.decoder.time(tokens=self.shapes.tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
 
-    def outside(self) -> tuple[float, float] | None:
-        """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds."""
-        gpu = outside_ms(self.model, self.gpu, self.shapes.tokens)
-        if gpu is None:
-            return None
-        return max(gpu, LAUNCHES * self.host.low_us / 1000), max(gpu, LAUNCHES * self.host.high_us / 1000)
+    def outside(self) -> tuple[float, float]:
+        """Embedding, output layer, loss and multi-token prediction of a micro-batch on this range of hosts, in
+        milliseconds. Without a vocabulary it is what launching them takes.
+        """
+        model, time = self.model, self.at(self.shapes.typical)
+        mtp_layers = model.mtp_num_layers / self.decoder.num_layers  # which run eagerly
+        gpu = outside_ms(model, self.gpu, self.shapes.tokens) + mtp_layers * time.gpu_ms
+        launches = outside_launches(model, pipeline_size=self.settings.pipeline_parallel_size)
+        low, high = (mtp_layers * ms for ms in self.host.launch_ms(time))
+        return (
+            max(gpu, low + launches * self.host.low_us / 1000),
+            max(gpu, high + launches * self.host.high_us / 1000),
+        )
 
-    def optimizer(self) -> float | None:
-        """The optimizer's step on one rank, in milliseconds; None where the vocabulary is not known."""
+    def optimizer(self) -> float:
+        """The optimizer's step on one rank, in milliseconds; without a vocabulary over the layers' parameters alone."""
         model, settings = self.model, self.settings
-        if model.vocab_size is None:
-            return None
         counts = [
-            stage_parameters(model, stage, model.vocab_size)
+            stage_parameters(model, stage, model.vocab_size or 0)
             for stage in stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=1)
         ]
         sharers = settings.data_parallel_size if model.use_distributed_optimizer else 1
@@ -92,7 +97,7 @@ class ModelledTimes:
             max_seqs_steps=_STEPS,
             ms_per_squared_token=per_unit,
             squared_tokens=self.shapes.squared,
-            outside_ms=None if outside is None else (outside[0] * outside[1]) ** 0.5,
+            outside_ms=(outside[0] * outside[1]) ** 0.5,
             outside_range_ms=outside,
             slower_kernels=self.slower_kernels,
             optimizer_ms=self.optimizer(),
