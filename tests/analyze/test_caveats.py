@@ -136,6 +136,13 @@ def test_times_of_adapters_are_said_to_be_those_of_full_training(tmp_path):
         assert sum(warning.startswith(told) for warning in warned(tmp_path, model=model).warnings) == expected
 
 
+def test_times_without_a_vocabulary_say_what_they_leave_out(tmp_path):
+    told = "the vocabulary is not known: times outside the decoder are of launches alone"
+    for vocab_size, expected in ((32000, 0), (None, 1)):
+        found = warned(tmp_path, model=replace(SMALL, vocab_size=vocab_size))
+        assert sum(warning.startswith(told) for warning in found.warnings) == expected
+
+
 def test_what_graphs_save_beside_dropless_experts_is_said_to_be_uncertain(tmp_path):
     experts = replace(SMALL, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=64)
     for kind, expected in (("padded", 0), ("dropless", 1)):

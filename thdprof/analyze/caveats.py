@@ -164,6 +164,11 @@ def on_the_model(
             "that take twice as long: transformers' own took 1.9 times as long in a graph, in the one shape that was "
             "compared. Choose caps by the shares of what falls back, and time some steps"
         )
+    if times.origin == "modelled" and model.vocab_size is None:
+        sentences.append(
+            "the vocabulary is not known: times outside the decoder are of launches alone, without the GPU's work on "
+            "the output layer and the loss, and peak memory is not predicted; give vocab_size in --settings"
+        )
     if times.origin == "modelled" and settings.experts == "dropless":
         sentences.append(
             "beside dropless experts what graphs save is uncertain: in the one shape that was trained, 8 layers of "

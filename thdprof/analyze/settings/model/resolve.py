@@ -90,11 +90,8 @@ def resolve_model(
     if of_communication:
         taken = "its default is" if len(of_communication) == 1 else "their defaults are"
         notes.append(f"{_together(of_communication)}; {taken} taken")
-    if model.vocab_size is None:
-        why = lost_vocabulary or "the vocabulary is not known (vocab_size in --settings gives it)"
-        notes.append(
-            f"{why}; without it times outside the decoder are of launches alone, and peak memory is not predicted"
-        )
+    if lost_vocabulary is not None:
+        notes.append(lost_vocabulary)
     sources = [SETTINGS if own else "", file.source if file else "", script.source if script and script.values else ""]
     return ResolvedModel(model=model, source=", ".join(filter(None, sources)), notes=tuple(notes))
 
