@@ -31,6 +31,8 @@ from megatron_lm import (
 from megatron_lm import run as run_command
 from trainer_exact import APEX_STAND_IN, CAPS, STEPS, UNTUNED, Row, exact_flags
 
+from thdprof.plan import load_plan
+
 MEASURES = ("lm loss", "grad-norm")
 FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "MAX_JOBS": "1"}
 """Lets runs at the same time not fight for processor cores."""
@@ -46,7 +48,7 @@ TURN_LAUNCHER = Path(__file__).parent / "in_turn_run.py"
 HEAD = (
     *("row", "exit codes (on, off, unchanged)", "losses differ", "gradient norms differ", "validation losses differ"),
     *("off beside the unchanged script: steps that differ", "micro-batches replayed, eager, evaluated"),
-    *("ms a step, on", "ms a step, off", "thdprof compare"),
+    *("ms a step, on", "ms a step, off", "thdprof compare", "modelled ms a step, by the plan", "modelled, eagerly"),
 )
 """First line of the table."""
 
@@ -240,13 +242,20 @@ def _line(work: _Work) -> list[str]:
     """A finished row's line of the table."""
     if all(ran.code == -1 and not ran.log for ran in work.ran.values()):
         return [work.row.name, NOT_RUN, *["-"] * (len(HEAD) - 2)]
-    verdict = "-"
+    verdict, times = "-", ["-", "-"]
     if (work.folder / "on.jsonl").exists():
         command = [sys.executable, "-m", "thdprof", "compare", str(work.plan.result()), str(work.folder / "on.jsonl")]
         compared, code = run_command(command, environment_here(), limit=60)
         (work.folder / "compare.txt").write_text(compared)
-        verdict = "as predicted" if code == 0 else f"exit code {code}"
-    return [work.row.name, *cells(work.ran), verdict]
+        verdict, times = "as predicted" if code == 0 else f"exit code {code}", modelled(work.plan.result())
+    return [work.row.name, *cells(work.ran), verdict, *times]
+
+
+def modelled(plan: Path) -> list[str]:
+    """What `analyze` said of a step: by the buckets that it chose, and eagerly, as ranges over hosts."""
+    times = load_plan(plan).predictions.times
+    ranges = (None, None) if times is None else (times.step_ms, times.eager_step_ms)
+    return ["-" if one is None else f"{one[0]:.1f} to {one[1]:.1f}" for one in ranges]
 
 
 def cells(ran: Mapping[str, Ran]) -> list[str]:

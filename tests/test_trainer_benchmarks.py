@@ -14,6 +14,9 @@ import pytest
 from support.command import load_script
 from support.paths import ROOT
 
+from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.training import Model
+
 pytest.importorskip("megatron.training.arguments", reason="needs megatron-core")
 
 
@@ -231,6 +234,21 @@ def test_runs_in_turn_are_told_their_place_and_leave_the_script_alone_out(exact,
     assert {turn for *_, turn, _ in began} == {(str(tmp_path / "turn"), "0,1", exact_runs.TURN_LAUNCHER)}
     assert line[1] == "0, 0, not run"
     assert not (tmp_path / "turn").exists()
+
+
+def test_a_row_says_what_was_modelled_of_it(exact_runs, tmp_path):
+    model = Model(num_layers=2, hidden_size=128, num_attention_heads=4, vocab_size=1000)
+    lengths, plan = [1 + n % 40 for n in range(200)], tmp_path / "plan.yaml"
+
+    def made(**given):
+        analysis = analyze_dataset(lengths, seq_length=64, global_batch_size=2, **given)
+        make_plan(analysis).save(plan, force=True)
+        return analysis.times
+
+    times = made(model=model, gpu="h200")
+    assert exact_runs.modelled(plan) == [f"{a:.1f} to {b:.1f}" for a, b in (times.step_ms, times.eager_step_ms)]
+    made()
+    assert exact_runs.modelled(plan) == ["-", "-"]
 
 
 def test_the_steps_in_which_runs_wait_are_not_timed(exact_runs):
