@@ -343,7 +343,7 @@ _SCAN_BACKWARD = 44.7e-6
 _CONVOLUTION_FORWARD = 2.45e-6
 _CONVOLUTION_BACKWARD = 7.9e-6
 _ADAPTER_FORWARD, _ADAPTER_BACKWARD = 6, 7
-"""Launches of an adapter in the two passes."""
+"""Launches of an adapter in the two passes: what a step of LoRA took longer (benchmarks/results/trainer-rows.md)."""
 _LATENT_LAUNCHES = 16
 """Launches that splitting and joining the latent parts costs the host as much as, though they launch little."""
 _AT_ONCE = 0.88

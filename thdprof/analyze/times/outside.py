@@ -9,7 +9,8 @@ from thdprof.training import Model
 LAUNCHES = 140.0
 """Launches outside the decoder in a micro-batch of Megatron's training loop, its reads of the GPU counted as such."""
 _OF_ONE_END = 0.5
-"""Share of them on the pipeline rank that makes most, where a pipeline has several."""
+"""Share of them on the pipeline rank that makes most, where there are several: steps of two stages took as long as if
+each made half (benchmarks/results/trainer-rows.md)."""
 _LOSS_US_AN_ELEMENT = 17.4e-6
 """Cross entropy over the vocabulary, forward and backward, for one token and one entry: unfused, in fp32."""
 _OPTIMIZER_MS_A_PARAMETER = 14e-9

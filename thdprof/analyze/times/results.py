@@ -25,7 +25,8 @@ class Times:
     decoder_eager_ms: Range | None = None
     """The same, run eagerly."""
     outside_decoder_ms: float | None = None
-    """Embedding, output layer and loss of a micro-batch, and its share of the optimizer's step, in milliseconds."""
+    """Embedding, output layer, loss and layers of multi-token prediction of a micro-batch, and its share of the
+    optimizer's step, in milliseconds."""
     relative_step_time: Range | None = None
     """Mean step time under the plan, divided by the mean step time with all micro-batches run eagerly. Where the plan
     captures nothing, it is of the one cap that would be quickest."""
