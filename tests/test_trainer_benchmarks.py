@@ -236,18 +236,29 @@ def test_runs_in_turn_are_told_their_place_and_leave_the_script_alone_out(exact,
     assert not (tmp_path / "turn").exists()
 
 
-def test_a_row_says_what_was_modelled_of_it(exact_runs, tmp_path):
+def test_a_row_says_what_was_modelled_of_it(exact, exact_runs, monkeypatch, tmp_path):
     model = Model(num_layers=2, hidden_size=128, num_attention_heads=4, vocab_size=1000)
     lengths, plan = [1 + n % 40 for n in range(200)], tmp_path / "plan.yaml"
-
-    def made(**given):
-        analysis = analyze_dataset(lengths, seq_length=64, global_batch_size=2, **given)
-        make_plan(analysis).save(plan, force=True)
-        return analysis.times
-
-    times = made(model=model, gpu="h200")
+    analysis = analyze_dataset(lengths, seq_length=64, global_batch_size=2, model=model, gpu="h200")
+    make_plan(analysis).save(plan)
+    times = analysis.times
     assert exact_runs.modelled(plan) == [f"{a:.1f} to {b:.1f}" for a, b in (times.step_ms, times.eager_step_ms)]
-    made()
+    monkeypatch.setattr(exact_runs, "modelled", lambda path: [path.name, "eagerly"])
+    monkeypatch.setattr(exact_runs, "run_command", lambda *args, **kwargs: ("", 0))
+
+    def outcome(row, name):
+        (tmp_path / "one-GPU" / "on.jsonl").touch()
+        return logs_of(exact_runs, 0, {1: 4.0})
+
+    row = exact.Row(name="one GPU", flags="a")
+    _, (head, line) = ran_rows(exact_runs, monkeypatch, tmp_path, [row], outcome)
+    assert dict(zip(head, line, strict=True))["modelled ms a step, by the plan"] == "plan.yaml"
+    assert line[-3:] == ["as predicted", "plan.yaml", "eagerly"]
+
+
+def test_nothing_is_said_to_be_modelled_of_a_model_that_is_not_known(exact_runs, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    make_plan(analyze_dataset([1 + n % 40 for n in range(200)], seq_length=64, global_batch_size=2)).save(plan)
     assert exact_runs.modelled(plan) == ["-", "-"]
 
 

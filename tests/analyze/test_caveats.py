@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from thdprof.analyze import Analysis, analyze_dataset
+from thdprof.analyze.caveats import on_the_model
 from thdprof.analyze.report.json_ import to_dict
 from thdprof.analyze.report.terminal import print_report
-from thdprof.training import Model
+from thdprof.training import Model, TrainingSettings
 
 
 def lines_of(analysis: Analysis) -> list[str]:
@@ -137,10 +138,18 @@ def test_times_of_adapters_are_said_to_be_those_of_full_training(tmp_path):
 
 
 def test_times_without_a_vocabulary_say_what_they_leave_out(tmp_path):
-    told = "the vocabulary is not known: times outside the decoder are of launches alone"
-    for vocab_size, expected in ((32000, 0), (None, 1)):
-        found = warned(tmp_path, model=replace(SMALL, vocab_size=vocab_size))
+    told = "the vocabulary is not known: times leave out the GPU's work on embedding, output layer and loss"
+    for model, expected in ((replace(SMALL, vocab_size=32000), 0), (replace(SMALL, vocab_size=None), 1), (None, 0)):
+        found = warned(tmp_path, model=model)
         assert sum(warning.startswith(told) for warning in found.warnings) == expected
+    measured = on_the_model(
+        replace(SMALL, vocab_size=None),
+        TrainingSettings(seq_length=64, global_batch_size=2),
+        replace(found.times, origin="measured"),
+        "h100",
+        graphs=True,
+    )
+    assert not [warning for warning in measured if warning.startswith(told)]
 
 
 def test_what_graphs_save_beside_dropless_experts_is_said_to_be_uncertain(tmp_path):

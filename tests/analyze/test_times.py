@@ -145,9 +145,14 @@ def test_a_pipeline_rank_runs_its_share_of_the_layers():
 
 def times_outside(model: Model, **settings: Any) -> tuple[float, float]:
     """The lowest and the highest time outside the decoder of a micro-batch, in milliseconds."""
+    return modelled(model, **settings).outside()
+
+
+def modelled(model: Model, **settings: Any) -> ModelledTimes:
+    """The times of micro-batches of 12 documents in 4096 tokens."""
     shapes = Shapes(tokens=4096, squared=2e6, typical=12, most=40)
     run = TrainingSettings(seq_length=4096, global_batch_size=8, **settings)
-    return ModelledTimes(model, GPUS["h200"], STATED, run, shapes).outside()
+    return ModelledTimes(model, GPUS["h200"], STATED, run, shapes)
 
 
 def test_launches_outside_the_decoder_count_without_a_vocabulary():
@@ -162,7 +167,25 @@ def test_launches_outside_the_decoder_count_without_a_vocabulary():
 
 def test_the_ends_of_a_pipeline_share_the_launches_outside_the_decoder():
     model = replace(QWEN, vocab_size=None)
-    assert times_outside(model, pipeline_parallel_size=2)[1] == pytest.approx(times_outside(model)[1] / 2)
+    whole, end = times_outside(model)[1], times_outside(model, pipeline_parallel_size=2)[1]
+    assert end == pytest.approx(whole / 2)
+    layer = Decoder(model, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
+    predicting = times_outside(replace(model, mtp_num_layers=1), pipeline_parallel_size=2)[1]
+    assert predicting == pytest.approx(whole / 2 + whole + STATED.launch_ms(layer)[1] / model.num_layers)
+
+
+def test_without_a_vocabulary_the_optimizer_updates_the_layers():
+    known, unknown = (modelled(replace(QWEN, vocab_size=size)).optimizer() for size in (QWEN.vocab_size, None))
+    assert 0 < unknown < known
+
+
+@pytest.mark.parametrize("pattern", ["----EEEE", "EEEE----"])
+def test_the_longest_stage_of_a_pipeline_is_modelled_wherever_it_is(pattern: str):
+    experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 768}
+    model = replace(QWEN, hybrid_layer_pattern=pattern, num_layers=8, **experts)
+    work = {"tokens": 4096, "squared": 2e6, "max_seqs": 12}
+    half = Decoder(model, GPUS["h200"], pipeline_size=2).time(**work)
+    assert half.expert_launches == Decoder(model, GPUS["h200"]).time(**work).expert_launches > 0
 
 
 def test_a_layer_of_multi_token_prediction_runs_eagerly_outside_the_decoder():

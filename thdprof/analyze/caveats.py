@@ -166,8 +166,9 @@ def on_the_model(
         )
     if times.origin == "modelled" and model.vocab_size is None:
         sentences.append(
-            "the vocabulary is not known: times outside the decoder are of launches alone, without the GPU's work on "
-            "the output layer and the loss, and peak memory is not predicted; give vocab_size in --settings"
+            "the vocabulary is not known: times leave out the GPU's work on embedding, output layer and loss, and "
+            "their share of the optimizer's, but not their launches, and peak memory is not predicted; give vocab_size "
+            "in --settings"
         )
     if times.origin == "modelled" and settings.experts == "dropless":
         sentences.append(

@@ -188,9 +188,10 @@ def sentence(analysis: Analysis) -> str:
                     f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
                     f"take {best:.3f} of the eager step time, no clear gain."
                 )
+            busy = "the host" if analysis.settings.experts == "dropless" else "the GPU"
             return (
                 f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
-                "the GPU is busy without them too."
+                f"{busy} is busy without them too."
             )
         gain = f"{analysis.costs.least_gain:.0%}"
         return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."

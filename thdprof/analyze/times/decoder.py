@@ -14,6 +14,8 @@ from thdprof.analyze.times.layers import Layer, LayerModel, Work
 from thdprof.analyze.times.parameters import stages
 from thdprof.training import Model
 
+_LAUNCH_US = 77.0
+"""A launch on a host in the middle of the stated range, by which layers of different kinds are compared."""
 _REPLAY_MS = 0.15
 """Launching a forward and a backward graph, and copying their inputs, in milliseconds."""
 
@@ -45,7 +47,7 @@ class Decoder:
     """The layers of a pipeline rank of `model` on `gpu`."""
 
     def __init__(self, model: Model, gpu: Gpu, *, pipeline_size: int = 1) -> None:
-        """The layers of the pipeline rank that has most.
+        """The layers of the pipeline rank whose layers take longest, for which the others wait.
 
         Args:
             model: the model.
@@ -54,9 +56,9 @@ class Decoder:
         """
         self._model = model
         self._makes = LayerModel(model, Device(gpu), Links(gpu))
-        self._layers: list[Kind] = max(
-            (stage.layers for stage in stages(model, pipeline_size=pipeline_size, num_chunks=1)), key=len
-        )
+        ranks = [stage.layers for stage in stages(model, pipeline_size=pipeline_size, num_chunks=1)]
+        lengths = {kind: self._length_us(kind) for layers in ranks for kind in layers}
+        self._layers: list[Kind] = max(ranks, key=lambda layers: sum(lengths[kind] for kind in layers))
 
     @property
     def num_layers(self) -> int:
@@ -91,6 +93,12 @@ class Decoder:
             expert_light_launches=expert_light,
             ms_by_kind=dict(by_kind),
         )
+
+    def _length_us(self, kind: Kind) -> float:
+        """How long a layer takes by its work on the GPU and its launches together, in microseconds, to compare it with
+        others."""
+        layer = self._layer(kind, Work(tokens=4096, squared=2e6, max_seqs=12, cp_size=1))
+        return sum(one.us + _LAUNCH_US * one.launches for one in (*layer.forward, *layer.backward))
 
     def _layer(self, kind: Kind, work: Work) -> Layer:
         """The kernels of a layer that holds what its `kind` says."""
