@@ -243,14 +243,22 @@ def test_graphs_that_save_next_to_nothing_are_not_recommended(replay_ms, chosen)
 
 
 @pytest.mark.parametrize(
-    ("best", "told"),
-    [(1.0, "eagerly is quickest"), (0.99, "would take 0.990 of the eager step time, no clear gain"), (0.5, "within")],
+    ("best", "experts", "told"),
+    [
+        (1.0, "none", "eagerly is quickest"),
+        (0.99, "padded", "would take 0.990 of the eager step time, no clear gain; the GPU is busy without them too"),
+        (0.99, "dropless", "no clear gain; the host is busy without them too"),
+        (0.5, "none", "within"),
+    ],
 )
-def test_the_report_says_why_there_are_no_graphs(best, told):
-    chosen = SimpleNamespace(buckets=(), unlimited_relative_step_time=best)
-    times, costs = SimpleNamespace(origin="measured"), make_costs()
-    verdict = SimpleNamespace(ruling="graphs do not pay")
-    analysis = SimpleNamespace(recommendation=chosen, times=times, costs=costs, verdict=verdict)
+def test_the_report_says_why_there_are_no_graphs(best, experts, told):
+    analysis = SimpleNamespace(
+        recommendation=SimpleNamespace(buckets=(), unlimited_relative_step_time=best),
+        times=SimpleNamespace(origin="measured"),
+        costs=make_costs(),
+        verdict=SimpleNamespace(ruling="graphs do not pay"),
+        settings=SimpleNamespace(experts=experts),
+    )
     assert told in sentence(analysis)
 
 
