@@ -205,7 +205,7 @@ def _unlike(model: Model, settings: TrainingSettings, gpu: Gpu) -> list[str]:
 def _compared(unlike: Sequence[str]) -> str:
     """How far modelled times were compared with measured ones; `unlike` is what was in none of these."""
     if unlike:
-        return f"of {', '.join(unlike)} no measured times were compared; thdprof calibrate measures yours"
+        return f"of {', '.join(unlike)} no measured replays were compared; thdprof calibrate measures yours"
     return (
         "38 replays on an H200 that rates were not fitted to lay within 8.4% of it (kernels of some had been profiled, "
         "and three corrections followed), and 9 on an H100, whose rates were fitted to them, within 10%; "
