@@ -24,6 +24,7 @@ import gc
 import itertools
 import json
 import platform
+import shlex
 import sys
 import tempfile
 import time
@@ -375,7 +376,10 @@ def first_step_again(iterators: Sequence[Any]) -> Iterator[Callable[[], None]]:
 
 
 def timed_captures(stack: contextlib.ExitStack) -> list[float]:
-    """Milliseconds of every capture of a bucket in a slot from now on; a list that fills."""
+    """Milliseconds of every capture of a bucket in a slot from now on; a list that fills.
+
+    A capture that fails ends the run: its micro-batches would run eagerly, which is not what was predicted.
+    """
     import torch
 
     from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
@@ -391,6 +395,8 @@ def timed_captures(stack: contextlib.ExitStack) -> list[float]:
         result = capture(self, slot, bucket)
         torch.cuda.synchronize()
         found.append((time.perf_counter() - began) * 1000)
+        if not result:
+            raise SystemExit(f"a capture failed: {self.failures[bucket]}")
         return result
 
     AgreedCaptures.has = timed  # type: ignore[method-assign]
@@ -443,7 +449,9 @@ def run_setting(
     command += [str(HERE / "memory.py"), "--work", str(plan_path), str(log), str(script)]
     command += flags_of(setting, prefix)
     began = time.monotonic()
-    output, _ = run(command, {**environment_here(), **ranks, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}, limit=timeout)
+    # deterministic attention takes gigabytes for its backward, which are not predicted
+    kernels = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
+    output, _ = run(command, {**environment_here(), **ranks, **kernels}, limit=timeout)
     print(f"{setting.name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     return (json.loads(log.read_text()) if log.exists() else None), "\n".join(output.splitlines()[-25:])
 
@@ -525,7 +533,7 @@ def header(argv: Sequence[str]) -> list[str]:
         "",
         f"GPU, {versions}, Python {platform.python_version()}; {datetime.datetime.now(tz=datetime.UTC).date()}",
         "",
-        f"`python benchmarks/memory.py {' '.join(argv)}`",
+        f"`python benchmarks/memory.py {shlex.join(argv)}`",
         "",
         f"bf16, {STEPS} steps of {MICROBATCHES} micro-batches, sizes in MiB. State holds static buffers and "
         "workspaces. The measured peak is what was allocated outside the graphs' pools, and these pools; reserved is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import shlex
 from dataclasses import asdict
@@ -93,6 +94,32 @@ def test_captures_are_put_off_with_what_runs_the_decoders(benchmark, monkeypatch
     assert (kept.runs, captured) == (["run"], [])
     kept.captures[0]()
     assert captured == [((["decoder"], ["run"], "openings"), {"say": print})]
+
+
+def test_captures_are_timed_and_one_that_fails_ends_the_run(benchmark, monkeypatch):
+    torch = pytest.importorskip("torch")
+    captures = importlib.import_module("thdprof.runtime.graphs.agreed_captures")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    held = []
+
+    def has(self, slot, bucket):
+        if bucket == "large":
+            self.failures[bucket] = "OutOfMemoryError: none left"
+            return False
+        held.append(bucket)
+        return True
+
+    monkeypatch.setattr(captures.AgreedCaptures, "has", has)
+    slot, agreed = SimpleNamespace(held=lambda: held), captures.AgreedCaptures.__new__(captures.AgreedCaptures)
+    agreed.failures = {}
+    with contextlib.ExitStack() as stack:
+        found = benchmark.timed_captures(stack)
+        for _ in range(2):  # the second time nothing is captured
+            assert agreed.has(slot, "small")
+        assert len(found) == 1
+        with pytest.raises(SystemExit, match="a capture failed: OutOfMemoryError: none left"):
+            agreed.has(slot, "large")
+    assert captures.AgreedCaptures.has is has
 
 
 def test_training_needs_megatron_lm(benchmark, capsys):

@@ -46,6 +46,7 @@ class Layer(GraphableMegatronModule):
         super().__init__(config)
         self.weight = nn.Parameter(torch.ones(HIDDEN))
         self.seen: list = []
+        self.takes_grad: list[bool] = []
 
     def create_mcore_cudagraph_manager(self, config) -> None:
         alone = SimpleNamespace(pp=SimpleNamespace(size=lambda: 1))
@@ -53,6 +54,7 @@ class Layer(GraphableMegatronModule):
 
     def forward(self, hidden_states, attention_mask=None, rotary_pos_emb=None, packed_seq_params=None):
         self.seen.append(packed_seq_params)
+        self.takes_grad.append(hidden_states.requires_grad)
         ends = packed_seq_params.cu_seqlens_q.long()
         document = torch.bucketize(torch.arange(len(hidden_states)), ends, right=True).reshape(-1, 1, 1)
         table = rotary_pos_emb if attention_mask is None else rotary_pos_emb + attention_mask
@@ -103,14 +105,14 @@ class Run:
         self.graphs = local.LocalGraphs(self.decoder, buckets, sample_every=0, **options)
         self.decoder.attach(self.graphs, cp_size=1, shards=1, tail="none")
 
-    def forward(self, *documents: int, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, *documents: int, mask: torch.Tensor | None = None, frozen: bool = False) -> torch.Tensor:
         bounds = torch.tensor([0, *documents]).cumsum(0).tolist()
-        x = torch.arange(1.0, TOKENS * HIDDEN + 1).reshape(TOKENS, 1, HIDDEN).requires_grad_()
+        x = torch.arange(1.0, TOKENS * HIDDEN + 1).reshape(TOKENS, 1, HIDDEN).requires_grad_(not frozen)
         params = packed_seq_params(bounds, device="cpu")
         return self.block(hidden_states=x, attention_mask=mask, rotary_pos_emb=self.table, packed_seq_params=params)
 
-    def microbatch(self, *documents: int, mask: torch.Tensor | None = None) -> torch.Tensor:
-        out = self.forward(*documents, mask=mask)
+    def microbatch(self, *documents: int, mask: torch.Tensor | None = None, frozen: bool = False) -> torch.Tensor:
+        out = self.forward(*documents, mask=mask, frozen=frozen)
         out.sum().backward()
         return out
 
@@ -255,6 +257,22 @@ def test_numbers_are_those_of_a_model_without_graphs():
     for ours, theirs in zip(run.block.layers.parameters(), plain.block.layers.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
         assert ours.grad.any()
+
+
+def test_behind_a_frozen_embedding_every_recorded_layer_has_an_input_that_takes_a_gradient():
+    """Megatron's warm-up of a layer fails where no input of it takes one, and a replay is given what was recorded."""
+    run = Run()
+    for count in (1, 3):
+        run.microbatch(*of(count), frozen=True)
+    create_graphs()
+    run.microbatch(*of(1), frozen=True)
+    with torch.no_grad():
+        run.forward(*of(1), frozen=True)
+    run.microbatch(*of(9), frozen=True)  # which no bucket holds
+    first, *others = (layer.takes_grad for layer in run.block.layers)
+    assert first == [True, True, True, False, False]
+    assert others == [[True, True, True, False, True]] * (LAYERS - 1)
+    assert all(layer.weight.grad.any() for layer in run.block.layers)
 
 
 @pytest.mark.parametrize("created", [False, True])
