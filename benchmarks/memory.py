@@ -42,6 +42,8 @@ from megatron_lm import environment_here, launcher, run, write_documents
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
 from thdprof.analyze.buckets.statistics import fallback_rate
+from thdprof.analyze.settings.experts import captured
+from thdprof.analyze.settings.model.resolve import experts_of
 from thdprof.analyze.times.capture import predict_capture
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.results import Memory
@@ -108,6 +110,7 @@ EXPERTS = like(
     moe_expert_capacity_factor=1.25,
     expert_tensor_parallel_size=1,
 )
+DROPLESS = like(EXPERTS, moe_expert_capacity_factor=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +157,15 @@ SETTINGS = (
         name="4 layers, 64 experts, recompute moe",
         model=like(EXPERTS, recompute_granularity="selective", recompute_modules=("moe",)),
     ),
+    Setting(name="4 layers, 64 dropless experts", model=DROPLESS),
+    Setting(
+        name="4 layers, 64 dropless experts, recompute moe",
+        model=like(DROPLESS, recompute_granularity="selective", recompute_modules=("moe",)),
+    ),
+    Setting(
+        name="4 layers, 64 dropless experts, full recompute",
+        model=like(DROPLESS, recompute_granularity="full", recompute_num_layers=1),
+    ),
     Setting(name="Qwen3-0.6B, FP8 current scaling, eager", model=like(QWEN, fp8_recipe="tensorwise"), buckets="eager"),
     Setting(name="Qwen3-0.6B, PP 2", model=QWEN, pp=2),
     Setting(name="Qwen3-0.6B, PP 2, covered", model=QWEN, pp=2, buckets="covered"),
@@ -174,6 +186,7 @@ def analysis_of(setting: Setting, prefix: Path) -> Analysis:
         pipeline_parallel_size=setting.pp,
         train_samples=STEPS * MICROBATCHES,
         split=SPLIT,
+        experts=experts_of(setting.model),
     )
 
 
@@ -185,8 +198,10 @@ def plan_of(setting: Setting, analysis: Analysis) -> Plan:
     eager = table.n_seqs > max(caps, default=0)
     counts = np.bincount(np.searchsorted(caps, table.n_seqs), minlength=len(caps) + 1)
     values = make_plan(analysis).model_dump(mode="json", by_alias=True)
+    impl, modules = captured(experts_of(setting.model), None, usual="chunk")
     values["graphs"] |= {
-        "impl": "chunk" if caps else "none",
+        "impl": impl if caps else "none",
+        "modules": modules if caps else [],
         "one_cap": None,
         "buckets": [
             {"max_seqs": n, "max_seqlen": setting.tokens, "cp_size": 1, "share": float(count / len(table))}
@@ -229,13 +244,14 @@ def flags_of(setting: Setting, prefix: Path) -> list[str]:
         "--qk-layernorm": model.qk_layernorm,
         "--untie-embeddings-and-output-weights": model.untie_embeddings_and_output_weights,
         "--moe-grouped-gemm": model.num_experts,
-        "--moe-pad-expert-input-to-capacity": model.num_experts,
+        "--moe-pad-expert-input-to-capacity": model.moe_expert_capacity_factor,
     }
     words += [switch for switch, on in switches.items() if on]
     if model.num_experts:
         words += ["--num-experts", model.num_experts, "--moe-router-topk", model.moe_router_topk]
         words += ["--moe-ffn-hidden-size", model.moe_ffn_hidden_size, "--moe-token-dispatcher-type", "alltoall"]
-        words += ["--moe-expert-capacity-factor", model.moe_expert_capacity_factor]
+        if model.moe_expert_capacity_factor is not None:
+            words += ["--moe-expert-capacity-factor", model.moe_expert_capacity_factor]
         words += ["--expert-tensor-parallel-size", 1, "--moe-router-load-balancing-type", "none"]
     if model.recompute_granularity == "full":
         words += ["--recompute-granularity", "full", "--recompute-method", model.recompute_method]

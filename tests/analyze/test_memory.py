@@ -18,7 +18,7 @@ from support.schedules import make_costs, make_table
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
-from thdprof.analyze.buckets.saved_tensors import layer_kinds, layer_tensors
+from thdprof.analyze.buckets.saved_tensors import around_router, layer_kinds, layer_tensors
 from thdprof.analyze.report.json_ import to_json
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence
 from thdprof.analyze.report.terminal import print_report
@@ -33,6 +33,7 @@ from thdprof.training import Model
 from thdprof.training.pipeline_slots import passes, slots
 
 MIB = 2**20
+PARTS = ("state_bytes", "graph_bytes", "static_bytes", "eager_bytes", "experts_bytes", "outside_bytes")
 DENSE = Model(
     num_layers=4,
     hidden_size=64,
@@ -99,6 +100,17 @@ def test_selective_recompute_drops_the_tensors_of_its_modules():
     assert saved_by_layer(chosen) == saved_by_layer(DENSE) - mlp - 64 * 2 + 64 * 2
     unused = like(recompute_granularity=None, recompute_modules=("mlp",))
     assert saved_by_layer(unused) == saved_by_layer(DENSE)
+
+
+@pytest.mark.parametrize("shape", [DENSE, like(num_query_groups=2, qk_layernorm=True, tensor_model_parallel_size=2)])
+def test_recomputed_attention_keeps_the_whole_product_that_its_values_lie_in(shape):
+    chosen = like(shape, recompute_granularity="selective", recompute_modules=("core_attn",))
+    shared = shape.tensor_model_parallel_size
+    others = (64 + shape.query_groups * 8) * 2 // shared  # queries and keys, in the product
+    assert saved_by_layer(chosen) - saved_by_layer(shape) == others - 8 * 4 // shared  # without attention's statistics
+    latent = like(multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+    chosen = like(latent, recompute_granularity="selective", recompute_modules=("core_attn",))
+    assert saved_by_layer(chosen) < saved_by_layer(latent)  # its values are padded, which copies them
 
 
 def test_frozen_linear_layers_keep_no_input_and_adapters_keep_theirs():
@@ -208,6 +220,45 @@ def test_full_recompute_of_a_block_keeps_what_the_layers_behind_it_save():
     piped = run_of(pipeline_parallel_size=4)
     two_of_each = replace(shape, recompute_method="block", recompute_num_layers=2)
     assert slot_bytes(two_of_each, piped, 4096) == slot_bytes(shape, piped, 4096)  # a stage has two layers
+
+
+EXPERTS = like(num_layers=2, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=32, gated_linear_unit=True)
+BEHIND_ROUTER = (
+    2 * (64 + 3 * 32) * 2
+)  # of each token in two experts: its hidden states, input and output of the activation
+
+
+@pytest.mark.parametrize("modules", [None, ("moe_act",), ("moe",), ("core_attn", "layernorm"), "full"])
+def test_a_graph_up_to_the_router_keeps_all_and_what_follows_is_recomputed_as_ever(modules):
+    granularity = None if modules is None else "full" if modules == "full" else "selective"
+    model = like(
+        EXPERTS, recompute_granularity=granularity, recompute_modules=modules if type(modules) is tuple else ()
+    )
+    inside, behind = around_router(model, "attention+moe")
+    assert sum(one.bytes_per_token for one in inside) == saved_by_layer(EXPERTS, "attention+moe") - BEHIND_ROUTER
+    assert sum(one.bytes_per_token for one in behind) == BEHIND_ROUTER
+    assert not any(one.recomputed for one in inside)
+    kept = {None: BEHIND_ROUTER, ("moe_act",): BEHIND_ROUTER - 2 * 32 * 2, ("core_attn", "layernorm"): BEHIND_ROUTER}
+    assert sum(one.bytes_per_token for one in behind if not one.recomputed) == kept.get(modules, 0)
+    dense, nothing = around_router(model, "attention+mlp")
+    assert (dense, nothing) == (layer_tensors(EXPERTS, "attention+mlp"), [])
+
+
+def test_dropless_experts_are_beside_the_pool_of_a_replay_unless_an_eager_micro_batch_is_in_their_place():
+    table = make_table([1, 2, 9, 2], ranks=1, num_microbatches=4)
+    large = like(EXPERTS, hidden_size=4096, num_attention_heads=32, moe_ffn_hidden_size=2048)
+    covered = peak(large, table, caps=(9,), experts="dropless")
+    padded = peak(large, table, caps=(9,), experts="padded")
+    assert padded.graph_bytes == peak(large, table, caps=(9,)).graph_bytes > covered.graph_bytes
+    assert covered.experts_bytes >= 2 * 2 * (4096 + 3 * 2048) * 2 * 64
+    assert covered.peak_bytes == sum(getattr(covered, part) for part in PARTS)
+    assert "experts behind graphs" in memory_sentence(replace(covered, experts_bytes=2**30))
+    some = peak(large, table, caps=(2,), experts="dropless")
+    assert (some.eager_in_flight, some.experts_bytes, padded.experts_bytes) == (1, 0, 0)
+    two = peak(large, table, caps=(2,), slots=((2,),), experts="dropless")
+    assert two.experts_bytes == covered.experts_bytes  # of the second slot's micro-batch
+    measured = peak(large, table, caps=(9,), costs=make_costs(slot_bytes=1000 * MIB), experts="dropless")
+    assert (measured.graph_bytes, measured.experts_bytes) == (1000 * MIB, 0)
 
 
 def test_only_adapters_have_gradients_and_optimizer_state():
@@ -370,8 +421,7 @@ def test_an_eager_micro_batch_is_beside_the_slots_and_no_graph_means_no_slots():
     assert alone.graph_bytes == 0
     assert beside.eager_bytes == alone.eager_bytes > 0
     assert beside.peak_bytes > alone.peak_bytes
-    parts = ("state_bytes", "graph_bytes", "static_bytes", "eager_bytes", "outside_bytes")
-    assert beside.peak_bytes == sum(getattr(beside, part) for part in parts)
+    assert beside.peak_bytes == sum(getattr(beside, part) for part in PARTS)
 
 
 def test_without_fallbacks_the_peak_is_at_the_last_capture_where_activations_outweigh_moments():
@@ -482,8 +532,7 @@ def analysis(tmp_path):
 def test_json_has_the_parts_of_the_peak_in_bytes_and_the_captures(analysis):
     told = json.loads(to_json(analysis))
     memory, capture = told["memory"], told["capture"]
-    parts = [memory[name] for name in ("state_bytes", "graph_bytes", "static_bytes", "eager_bytes", "outside_bytes")]
-    assert memory["peak_bytes"] == sum(parts)
+    assert memory["peak_bytes"] == sum(memory[name] for name in PARTS)
     assert capture["passes"] == 3 * capture["graphs"] == 3 * len(analysis.recommendation.buckets)
     assert 0 < capture["seconds"][0] < capture["seconds"][1]
     assert json.loads(to_json(replace(analysis, memory=None)))["memory"] is None

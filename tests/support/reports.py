@@ -89,6 +89,7 @@ def with_times(analysis: Analysis, origin: Origin, *, ruling: Ruling = "graphs p
             graph_bytes=12 * 2**30,
             static_bytes=2**30,
             eager_bytes=5 * 2**30,
+            experts_bytes=0,
             outside_bytes=3 * 2**30,
             eager_in_flight=1,
             pipeline_rank=0,

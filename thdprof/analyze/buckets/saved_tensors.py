@@ -4,7 +4,8 @@ The lists are those of megatron-core 0.19 and Transformer Engine 2.20, with fuse
 a fused activation. Norms before a dense linear layer are fused into it: it saves its norm's input, statistics and
 output. Attention saves queries, keys, values, its output and statistics; the linear layer behind it saves attention's
 output again. An activation and the linear layer behind it save their inputs. Under FP8 a linear layer saves its input
-in one byte an element, as a copy of its own.
+in one byte an element, as a copy of its own. Attention copies its values out of the product that they lie in with
+queries and keys; where attention is recomputed, its values are kept as they came, and the whole product with them.
 
 Sizes are of one rank: tensor-parallel ranks share what is inside a layer, and under sequence parallelism the hidden
 states between linear layers too.
@@ -24,6 +25,7 @@ STATISTICS_BYTES = 4
 """Bytes of one float32 element of the statistics that norms and attention keep to compute gradients."""
 _MASK_BYTES = 1
 """Bytes of one element of a dropout mask."""
+_EXPERTS = "mlp.experts"
 _LETTERS: dict[str, Kind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -74,6 +76,20 @@ def layer_tensors(model: Model, kind: Kind) -> list[Saved]:
         replace(first, is_input=True, recomputed=False),
         *(replace(one, recomputed=one.recomputed or whole) for one in others),
     ]
+
+
+def around_router(model: Model, kind: Kind) -> tuple[list[Saved], list[Saved]]:
+    """What one layer of a model with dropless experts saves inside a graph that ends at its router, where nothing is
+    recomputed, and behind it. A layer without experts is a graph, whole.
+
+    Args:
+        model: the model.
+        kind: what the layer holds.
+    """
+    tensors = layer_tensors(model, kind)
+    behind = [one for one in tensors if "moe" in kind and (one.module == "mlp" or one.module.startswith(_EXPERTS))]
+    inside = layer_tensors(replace(model, recompute_granularity=None), kind)
+    return [one for one in inside if one.module not in {other.module for other in behind}], behind
 
 
 def recomputed_together(layers: Sequence[Sequence[Saved]]) -> list[Saved]:
@@ -156,10 +172,14 @@ class _Layer:
             for name, count in (("q_layernorm", heads), ("k_layernorm", groups)):
                 self._add(f"{at}.{name}", count * model.head_dim, self._element)
                 self._add(f"{at}.{name}", count * self._statistics, STATISTICS_BYTES)
-        self._core(heads, head=model.head_dim, keys=groups * model.head_dim, output=heads * model.head_dim)
+        queries, keys = heads * model.head_dim, groups * model.head_dim
+        whole = queries + 2 * keys if "core_attn" in self._chosen else None
+        self._core(heads, head=model.head_dim, keys=keys, values=whole, output=queries)
         self._dropout(f"{at}.linear_proj")
 
-    def _core(self, heads: float, *, head: int, keys: float, output: float, drop: str = "") -> None:
+    def _core(
+        self, heads: float, *, head: int, keys: float, output: float, values: float | None = None, drop: str = ""
+    ) -> None:
         """Attention itself, and the linear layer behind it.
 
         Args:
@@ -167,10 +187,11 @@ class _Layer:
             head: width of one head of queries and of attention's output.
             keys: width of all keys, and of all values.
             output: width of what the linear layer takes; less than attention's output where values were padded.
+            values: width of what is kept for the values; None: of themselves alone.
             drop: modules whose selective recompute makes queries, keys and values again.
         """
         core, proj = "self_attention.core_attention", "self_attention.linear_proj"
-        for part in (heads * head, keys, keys):
+        for part in (heads * head, keys, values or keys):
             self._add(core, part, self._element, drop=drop)
         self._add(core, heads, STATISTICS_BYTES, drop="core_attn")
         quantized = self._adapted is None and self._model.fp8_recipe
@@ -223,11 +244,11 @@ class _Layer:
         copies = model.moe_router_topk * (model.moe_expert_capacity_factor or 1.0) * self._outer
         taken = copies * shared  # copies that reach this rank's experts
         width = model.expert_ffn_size / shared
-        self._linear_input("mlp.experts.linear_fc1", taken * model.hidden_size, drop="moe")
-        self._add("mlp.experts", taken * width * (2 if model.gated_linear_unit else 1), self._element, drop="moe")
+        self._linear_input(f"{_EXPERTS}.linear_fc1", taken * model.hidden_size, drop="moe")
+        self._add(_EXPERTS, taken * width * (2 if model.gated_linear_unit else 1), self._element, drop="moe")
         if not model.gated_linear_unit:  # the unfused activation keeps its output before the probabilities' product
-            self._add("mlp.experts", taken * width, self._element, drop="moe")
-        self._linear_input("mlp.experts.linear_fc2", taken * width, drop="moe moe_act")
+            self._add(_EXPERTS, taken * width, self._element, drop="moe")
+        self._linear_input(f"{_EXPERTS}.linear_fc2", taken * width, drop="moe moe_act")
         self._shared_experts()
         self._dropout("mlp")
 

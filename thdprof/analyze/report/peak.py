@@ -13,6 +13,7 @@ def memory_sentence(memory: Memory) -> str:
         "graphs": memory.graph_bytes,
         "static buffers": memory.static_bytes,
         _eager(memory): memory.eager_bytes,
+        "experts behind graphs": memory.experts_bytes,
         "outside the decoder": memory.outside_bytes,
     }
     shown = [f"{memory_size(size / 2**30)} {name}" for name, size in parts.items() if size]

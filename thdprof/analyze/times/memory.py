@@ -19,7 +19,14 @@ import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
-from thdprof.analyze.buckets.saved_tensors import Kind, Saved, layer_kinds, layer_tensors, recomputed_together
+from thdprof.analyze.buckets.saved_tensors import (
+    Kind,
+    Saved,
+    around_router,
+    layer_kinds,
+    layer_tensors,
+    recomputed_together,
+)
 from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.parameters import Stage, stage_parameters, stages, state_bytes
@@ -59,6 +66,8 @@ class _Rank:
     static: int
     eager: int
     """Eager micro-batches in flight at once, with all they keep."""
+    experts: int
+    """Dropless experts of replayed micro-batches in flight beside those."""
     warm_up: int
     """One warm-up pass before a capture."""
     outside: int
@@ -66,7 +75,7 @@ class _Rank:
     @property
     def training(self) -> float:
         """Memory in the worst step."""
-        return self.state + self.graphs + self.static + self.eager + self.outside + LIBRARY_BYTES
+        return self.state + self.graphs + self.static + self.eager + self.experts + self.outside + LIBRARY_BYTES
 
     @property
     def capturing(self) -> float:
@@ -149,6 +158,7 @@ def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
         "graph_bytes": rank.graphs - rank.one_graph if capturing else rank.graphs,
         "static_bytes": rank.static + LIBRARY_BYTES,
         "eager_bytes": rank.warm_up if capturing else rank.eager,
+        "experts_bytes": 0 if capturing else rank.experts,
         "outside_bytes": 0 if capturing else rank.outside,
     }
     return Memory(
@@ -186,15 +196,18 @@ def _rank(
             context_parallel_size=settings.context_parallel_size,
         )
     )
-    passes = [eager_pass_bytes(model, settings, chunk, n_tokens) for chunk in stage.chunks]
+    passes = [_pass_bytes(model, settings, [chunk], n_tokens) for chunk in stage.chunks]
+    replayed = [_replayed_bytes(model, settings, [chunk], n_tokens) for chunk in stage.chunks]
+    largest_replayed, experts = (max(sizes, default=0) for sizes in zip(*replayed, strict=True))
     hidden = hidden_bytes(model, n_tokens)
     overhead = 1 + (costs.bucket_overhead if costs.calibrated else _BUCKET_OVERHEAD) * (num_buckets - 1)
     one_graph = 0
     if costs.calibrated and costs.slot_bytes is not None:
         whole = costs.slot_bytes * n_tokens / costs.n_tokens
         of_chunks = [round(whole * share_of_model)] * len(stage.chunks)
+        experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
-        of_chunks = [size + _GRAPH_WORKSPACE for size in passes]
+        of_chunks = [size + _GRAPH_WORKSPACE for size, _ in replayed]
     graphs = round(sum(count * size * overhead for count, size in zip(slots, of_chunks, strict=True)))
     if sum(slots):
         extra = overhead - 1
@@ -206,7 +219,8 @@ def _rank(
         one_graph=min(one_graph, max(0, graphs - freed_bytes)),
         static=3 * hidden * sum(slots),
         eager=in_flight * max(passes, default=0),
-        warm_up=round(max(passes, default=0) + 4 * parameters.largest) if sum(slots) else 0,
+        experts=max(0, sum(slots) - in_flight) * experts,
+        warm_up=round(largest_replayed + 4 * parameters.largest) if sum(slots) else 0,
         outside=hidden * sum(slots)
         + (
             trainer_loss_bytes(model, model.vocab_size, n_tokens)
@@ -216,30 +230,44 @@ def _rank(
     )
 
 
-def eager_pass_bytes(model: Model, settings: TrainingSettings, chunk: Sequence[Kind], n_tokens: int) -> int:
-    """Memory of one micro-batch in a model chunk: what its layers save, and gradients in its backward.
-
-    Under context parallelism the keys and values that come from the other ranks are in buffers that a second stream
-    uses as well, which torch's allocator does not give back within a pass.
+def _pass_bytes(model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int) -> int:
+    """Memory of one eager micro-batch in model chunks that run one after another: what their layers save, and gradients
+    in its backward.
 
     Args:
         model: the model.
         settings: the run's settings.
-        chunk: the layers of the chunk.
+        chunks: the layers of each chunk.
         n_tokens: tokens of the micro-batch on one context-parallel rank.
     """
-    return _pass_bytes(model, settings, [chunk], n_tokens)
-
-
-def _pass_bytes(model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int) -> int:
-    """`eager_pass_bytes` of model chunks that run one after another."""
     of_trainer = is_run_of_trainer(settings)
     layers = [layer for chunk in chunks for layer in _layers(model, chunk, of_trainer=of_trainer)]
-    own = pass_bytes(layers, n_tokens)
+    return pass_bytes(layers, n_tokens) + _keys_of_others(model, settings, chunks, n_tokens)
+
+
+def _replayed_bytes(
+    model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int
+) -> tuple[int, int]:
+    """Memory of one replayed micro-batch: in the pool of its slot, and beside it, where dropless experts run behind the
+    graph that ends at their router. Arguments are those of `_pass_bytes`.
+    """
+    if settings.experts != "dropless" or is_run_of_trainer(settings):
+        return _pass_bytes(model, settings, chunks, n_tokens), 0
+    parts = [around_router(model, kind) for chunk in chunks for kind in chunk]
+    inside = pass_bytes([graph for graph, _ in parts], n_tokens)
+    return inside + _keys_of_others(model, settings, chunks, n_tokens), pass_bytes(
+        [rest for _, rest in parts], n_tokens
+    )
+
+
+def _keys_of_others(model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int) -> int:
+    """Memory of the keys and values that come from other context-parallel ranks: they are in buffers that a second
+    stream uses as well, which torch's allocator does not give back within a pass.
+    """
     others = settings.context_parallel_size - 1
     attending = sum("attention" in kind for chunk in chunks for kind in chunk)
     keys = 2 * model.query_groups * model.head_dim / model.tensor_model_parallel_size
-    return own + round(others * attending * keys * 2 * n_tokens)
+    return round(others * attending * keys * 2 * n_tokens)
 
 
 def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int) -> int:
@@ -252,7 +280,8 @@ def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int) -> int:
     """
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
-    return _pass_bytes(model, settings, chunks, n_tokens) + _GRAPH_WORKSPACE
+    inside, _ = _replayed_bytes(model, settings, chunks, n_tokens)
+    return inside + _GRAPH_WORKSPACE
 
 
 def hidden_bytes(model: Model, n_tokens: int) -> int:

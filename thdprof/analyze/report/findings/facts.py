@@ -70,6 +70,7 @@ def _memory(memory: Memory) -> tuple[tuple[str, str], ...]:
         "slots of the graphs": memory.graph_bytes,
         "static inputs, outputs and gradients": memory.static_bytes,
         f"{counted(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight": memory.eager_bytes,
+        **({"experts behind graphs": memory.experts_bytes} if memory.experts_bytes else {}),
         "outside the decoder": memory.outside_bytes,
         f"in all, on pipeline rank {memory.pipeline_rank}": memory.peak_bytes,
     }
