@@ -540,7 +540,7 @@ def test_conversations_are_tokenised_as_the_script_says():
         parse("pretrain_gpt.py --seq-length 8 --tokenizer-model $WHERE --sft")
 
 
-@pytest.mark.parametrize("flag", ["--overlap-moe-expert-parallel-comm", "--moe-paged-stash"])
+@pytest.mark.parametrize("flag", ["--overlap-moe-expert-parallel-comm", "--moe-paged-stash", "--deterministic-mode"])
 def test_flags_that_are_not_followed_are_noted(flag):
     notes = parse(f"WORLD_SIZE=1\npretrain_gpt.py {flag} --seq-length 8").notes
     assert [note for note in notes if note.startswith(f"run.sh, line 2: {flag}: ")] == notes

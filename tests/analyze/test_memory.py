@@ -102,12 +102,20 @@ def test_selective_recompute_drops_the_tensors_of_its_modules():
     assert saved_by_layer(unused) == saved_by_layer(DENSE)
 
 
-@pytest.mark.parametrize("shape", [DENSE, like(num_query_groups=2, qk_layernorm=True, tensor_model_parallel_size=2)])
-def test_recomputed_attention_keeps_the_whole_product_that_its_values_lie_in(shape):
+@pytest.mark.parametrize(
+    ("changes", "others"),
+    [
+        ({"rotary": True}, 64 + 64),  # queries and keys of 8 heads, which rotation has copied
+        ({"num_query_groups": 2, "qk_layernorm": True, "tensor_model_parallel_size": 2}, (64 + 16) / 2),
+        ({"num_query_groups": 2}, 64),  # the queries of a group are copied next to each other
+        ({}, 0),  # queries and keys are kept in the product as well
+    ],
+)
+def test_recomputed_attention_keeps_the_whole_product_that_its_values_lie_in(changes, others):
+    shape = like(**changes)
     chosen = like(shape, recompute_granularity="selective", recompute_modules=("core_attn",))
-    shared = shape.tensor_model_parallel_size
-    others = (64 + shape.query_groups * 8) * 2 // shared  # queries and keys, in the product
-    assert saved_by_layer(chosen) - saved_by_layer(shape) == others - 8 * 4 // shared  # without attention's statistics
+    statistics = 8 * 4 / shape.tensor_model_parallel_size
+    assert saved_by_layer(chosen) - saved_by_layer(shape) == others * 2 - statistics
     latent = like(multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
     chosen = like(latent, recompute_granularity="selective", recompute_modules=("core_attn",))
     assert saved_by_layer(chosen) < saved_by_layer(latent)  # its values are padded, which copies them

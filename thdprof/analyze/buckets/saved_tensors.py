@@ -173,25 +173,26 @@ class _Layer:
                 self._add(f"{at}.{name}", count * model.head_dim, self._element)
                 self._add(f"{at}.{name}", count * self._statistics, STATISTICS_BYTES)
         queries, keys = heads * model.head_dim, groups * model.head_dim
-        whole = queries + 2 * keys if "core_attn" in self._chosen else None
-        self._core(heads, head=model.head_dim, keys=keys, values=whole, output=queries)
+        values = keys
+        if "core_attn" in self._chosen:  # and of the product that they lie in what else nothing keeps
+            copied = model.rotary or model.qk_layernorm
+            values += (queries if copied or groups < heads else 0) + (keys if copied else 0)
+        self._core(heads, head=model.head_dim, keys=keys, values=values, output=queries)
         self._dropout(f"{at}.linear_proj")
 
-    def _core(
-        self, heads: float, *, head: int, keys: float, output: float, values: float | None = None, drop: str = ""
-    ) -> None:
+    def _core(self, heads: float, *, head: int, keys: float, values: float, output: float, drop: str = "") -> None:
         """Attention itself, and the linear layer behind it.
 
         Args:
             heads: heads on this rank.
             head: width of one head of queries and of attention's output.
-            keys: width of all keys, and of all values.
+            keys: width of all keys.
+            values: width of all values, and of what is kept with them.
             output: width of what the linear layer takes; less than attention's output where values were padded.
-            values: width of what is kept for the values; None: of themselves alone.
             drop: modules whose selective recompute makes queries, keys and values again.
         """
         core, proj = "self_attention.core_attention", "self_attention.linear_proj"
-        for part in (heads * head, keys, values or keys):
+        for part in (heads * head, keys, values):
             self._add(core, part, self._element, drop=drop)
         self._add(core, heads, STATISTICS_BYTES, drop="core_attn")
         quantized = self._adapted is None and self._model.fp8_recipe
@@ -218,7 +219,8 @@ class _Layer:
             elif rank:
                 self._add(f"{at}.{name}", rank * self._outer, self._input_element)
         width = model.qk_head_dim + model.qk_pos_emb_head_dim
-        self._core(heads, head=width, keys=heads * width, output=heads * model.v_head_dim, drop="mla_up_proj")
+        queries = heads * width
+        self._core(heads, head=width, keys=queries, values=queries, output=heads * model.v_head_dim, drop="mla_up_proj")
         self._dropout(f"{at}.linear_proj")
 
     def mlp(self) -> None:

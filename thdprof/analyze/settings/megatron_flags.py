@@ -128,6 +128,11 @@ _FLAGS = (
         not_followed="it needs cuBLAS 13.4 (hybridep) or NCCL 2.30.4 (ncclep), newer than torch 2.11's; dropless "
         "experts run eagerly",
     ),
+    Flag(
+        name="--deterministic-mode",
+        value="switch",
+        not_followed="what the deterministic backward of attention takes longer, and its gigabytes, are not predicted",
+    ),
     Flag(name=CONVERSATIONS, value="switch"),
     *(Flag(name=name, value="text") for name in (TOKENIZER_TYPE, TOKENIZER, PROMPT_FORMAT)),
     *(Flag(name=name, value=value, of_model=True) for name, value in flag_values().items()),
