@@ -243,17 +243,75 @@ class TestDynamicCp:
     def test_equals_the_scheduler_of_the_dev_branch(self):
         """Groups that Megatron-LM's own code made (the data file names its commit)."""
         recorded = json.loads((Path(__file__).parent / "data" / "megatron_dev_dynamic_cp.json").read_text())
-        compared = stopped = 0
+        compared = stopped = uncut = 0
         for case in recorded["cases"]:
-            values = run_settings("dynamic_cp", case["ranks"], case["max_seqlen_per_dp_cp_rank"])
+            values = run_settings(
+                "dynamic_cp",
+                case["ranks"],
+                case["max_seqlen_per_dp_cp_rank"],
+                min_dynamic_context_parallel_size=case.get("min_dynamic_context_parallel_size", 1),
+                pipeline_parallel_size=4,
+                virtual_pipeline_size=2 if "microbatch_group_size" in case else None,
+                microbatch_group_size=case.get("microbatch_group_size"),
+            )
             documents = np.array([case["documents"]])
+            placement, _ = deal(documents, values)
             if case["rounds"] is None:
-                assert deal(documents, values)[0].stopped_steps.tolist() == [0]
-                stopped += 1
+                assert placement.stopped_steps.tolist() + placement.uncut_steps.tolist() == [0]
+                stopped, uncut = stopped + placement.stopped_steps.size, uncut + placement.uncut_steps.size
                 continue
+            assert not placement.uncut_steps.size
             assert groups_of(documents, values) == [[on_ranks(groups) for groups in case["rounds"]]]
             compared += sum(map(len, case["rounds"]))
-        assert (compared, stopped) == (375, 12)
+        assert (compared, stopped, uncut) == (515, 12, 8)
+
+    def test_rounds_are_cut_for_a_virtual_pipeline_by_hand(self, tmp_path):
+        # one round of 4 documents on 4 ranks; of a group of 2 it is cut into two rounds, each on all ranks
+        whole = run_settings("dynamic_cp", 4, 10, pipeline_parallel_size=2)
+        assert groups_of(np.array([[9, 9, 8, 8]]), whole) == [[on_ranks([(1, [9]), (1, [9]), (1, [8]), (1, [8])])]]
+        cut = replace(whole, virtual_pipeline_size=2)  # its group is the pipeline's size
+        assert groups_of(np.array([[9, 9, 8, 8]]), cut) == [
+            [on_ranks([(2, [8]), (2, [8])]), on_ranks([(2, [9]), (2, [9])])]
+        ]
+        three = replace(cut, microbatch_group_size=3)
+        rounds = groups_of(np.array([[9, 9, 8, 8], [5, 5, 5, 5]]), three)
+        assert [len(step) for step in rounds] == [3, 3]
+        # after the last round the one before it is cut, which is the first part of the first cut
+        assert rounds[0] == [on_ranks([(2, [8]), (2, [8])]), on_ranks([(4, [9])]), on_ranks([(4, [9])])]
+        placement, _ = deal(np.array([[9, 9, 8, 8], [7, 0, 0, 0]]), cut)
+        assert placement.uncut_steps.tolist() == [1]  # a single document cannot be parted
+        path = tmp_path / "documents.jsonl"
+        path.write_text("9\n9\n8\n8\n7\n7\n7\n38\n")
+        found = analysed(
+            path, data_parallel_size=4, context_parallel_size=1, global_batch_size=4, max_seqlen_per_dp_cp_rank=10,
+            pad_seq_to_mult=1, seq_length=40, pipeline_parallel_size=2, virtual_pipeline_size=2,
+        )  # fmt: skip
+        assert found.microbatches.num_microbatches.tolist() == [2, 2]
+        assert found.microbatches.exact
+
+    def test_documents_take_at_least_the_least_size(self, documents):
+        values = run_settings("dynamic_cp", 8, 10, min_dynamic_context_parallel_size=4)
+        assert groups_of(np.array([[9, 9, 3]]), values) == [[on_ranks([(4, [9, 3]), (4, [9])])]]
+        found = analysed(documents, min_dynamic_context_parallel_size=2)
+        assert found.microbatches.groups.cp_size.min() == 2 > analysed(documents).microbatches.groups.cp_size.min()
+
+    def test_micro_batches_over_a_cap_on_documents_are_warned_of(self, documents):
+        found = analysed(documents)
+        most = int(found.microbatches.n_seqs.max())
+        over = int((found.microbatches.n_seqs > most - 1).sum())
+        (told,) = (w for w in analysed(documents, max_docs_per_pack=most - 1).warnings if "max_docs_per_pack" in w)
+        assert told.startswith(f"{over} of {len(found.microbatches)} micro-batches have more documents than ")
+        assert not [w for w in analysed(documents, max_docs_per_pack=most).warnings if "max_docs_per_pack" in w]
+
+    def test_a_pipeline_of_the_dev_branch_is_analysed_and_not_installed(self, documents):
+        found, alone = analysed(documents, pipeline_parallel_size=2), analysed(documents)
+        assert found.microbatches.to_pandas().equals(alone.microbatches.to_pandas())
+        assert found.slots == [[2], [1]]
+        rounds = found.microbatches.num_microbatches
+        assert found.recommendation.eager_step_ms > alone.recommendation.eager_step_ms * (1 + 0.9 / rounds.max())
+        assert make_plan(found).training.pipeline_parallel_size == 2
+        with pytest.raises(UsageError, match=r"--pipeline-parallel-size 2 with --packer dynamic_cp: .*; use 1"):
+            make_plan(found, impl="chunk")
 
     def test_equals_its_rules_read_literally(self, rng):
         compared = rounds = whole = stopped = 0
@@ -563,10 +621,20 @@ def test_from_the_command_line(thdprof, documents, tmp_path):
     [
         ({"max_seqlen_per_dp_cp_rank": None}, "--packer dynamic_cp: needs --max-seqlen-per-dp-cp-rank"),
         ({"global_batch_size": None}, "--packer dynamic_cp packs the documents of one step together"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 with --packer dynamic_cp: .*; use 1"),
+        (
+            {"packer": "balanced_cp", "pipeline_parallel_size": 2},
+            "--pipeline-parallel-size 2 with --packer balanced_cp: .*; use 1",
+        ),
+        (
+            {"min_dynamic_context_parallel_size": 9},
+            "min_dynamic_context_parallel_size 9: there are 8 data-parallel x context-parallel ranks; use no more",
+        ),
         ({"micro_batch_size": 2}, "--micro-batch-size 2: --packer dynamic_cp needs 1"),
         ({"loader": "cyclic"}, "--loader cyclic: Megatron reads data for --packer dynamic_cp with single alone"),
-        ({"max_docs_per_pack": 4}, "max_docs_per_pack: --packer dynamic_cp has no cap on documents"),
+        (
+            {"packer": "balanced_cp", "max_docs_per_pack": 4},
+            "max_docs_per_pack: --packer balanced_cp has no cap on documents",
+        ),
         (
             {"packer": "balanced_cp", "data_parallel_size": 1, "context_parallel_size": 1},
             "--data-parallel-size 1 x --context-parallel-size 1: .* needs an even number of ranks",

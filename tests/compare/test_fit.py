@@ -75,7 +75,7 @@ def test_every_setting_that_a_plan_holds_is_compared():
     numbers |= {"max_seqlen_per_dp_cp_rank": 64, **GRAPHS, **PREDICTION}
     numbers |= {"tokenizer_model": "tokens", "sft_tokenizer_prompt_format": "identity"}
     pipeline = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatch_group_size": 2}
-    numbers |= {"shuffle_seed": 7, "train_epochs": 2, "packing_processes": 2}
+    numbers |= {"shuffle_seed": 7, "train_epochs": 2, "packing_processes": 2, "min_dynamic_context_parallel_size": 2}
     for name in definitions():
         if name == "gradient_accumulation":
             continue  # no plan holds it: it is another word for global_batch_size

@@ -15,6 +15,11 @@ def _spans_ranks(run: Run) -> bool:
     return _dynamic(run) and any(size > 1 for size in run.bucket_cp_sizes or ())
 
 
+def _of_dev(run: Run) -> bool:
+    """Whether the run is one of the dev branch, which install does not serve."""
+    return run.packer == "dynamic_cp" and run.impl in (None, "none", "module")
+
+
 _off = partial(must_be_off, applies=_dynamic, graphs="dynamic context parallelism")
 _ONE_SIZE = "analyse a run with one size"
 
@@ -35,7 +40,7 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         1,
         "megatron-core 0.19 has no dynamic context parallelism with pipeline parallelism",
         remedy="set it to 1, or analyse with another packer",
-        is_on=lambda run: (run.pipeline_parallel_size or 1) > 1,
+        is_on=lambda run: (run.pipeline_parallel_size or 1) > 1 and not _of_dev(run),
         options=Words(
             case=lambda run: f"--pipeline-parallel-size {run.pipeline_parallel_size} with --packer {run.packer}",
             remedy="use 1",

@@ -319,6 +319,18 @@ class TrainingSettings:
     ] = None
     """Most tokens of a micro-batch on one rank under dynamic context parallelism, for which every bucket is captured;
     null: one context-parallel size for all micro-batches."""
+    min_dynamic_context_parallel_size: Annotated[
+        int,
+        _RANKS,
+        Setting(
+            help="Fewest ranks of a micro-batch, for the packer dynamic_cp.",
+            panel="Packing and padding",
+            everyday=False,
+            kinds=("documents",),
+            in_every_plan=False,
+        ),
+    ] = 1
+    """Fewest ranks that share a micro-batch under `dynamic_cp`, the dev branch's option of that name."""
     tokenizer_model: Annotated[
         str | None,
         Setting(
@@ -400,6 +412,7 @@ class TrainingOptions(TypedDict, total=False):
     packing_processes: int
     max_docs_per_pack: int | None
     max_seqlen_per_dp_cp_rank: int | None
+    min_dynamic_context_parallel_size: int
     tokenizer_model: str | None
     sft_tokenizer_prompt_format: PromptFormat | None
 

@@ -5,7 +5,7 @@ one step of the optimizer. A micro-batch costs the replay of the smallest bucket
 lies outside of the decoder; and what attention takes longer or shorter because the sum of its squared document lengths
 is not that of the cost table, unless it runs eagerly and waits for the host all the same. Under dynamic context
 parallelism a step costs the sum over its rounds of the slowest group's sum, a bucket fits micro-batches of its size
-alone, and a group's ranks share the work of attention equally.
+alone, and a group's ranks share the work of attention equally; a pipeline's factor is then by the number of rounds.
 """
 
 from __future__ import annotations
@@ -196,6 +196,8 @@ class StepCosts:
         lane = groups.round[order] * self._table.data_parallel_size + groups.first_rank[order]
         lanes = np.flatnonzero(np.diff(lane, prepend=-1))
         rounds = np.flatnonzero(np.diff(groups.round[order][lanes], prepend=-1))
+        _, of_step, of_steps = np.unique(groups.step[order][lanes][rounds], return_inverse=True, return_counts=True)
+        bubble = (1 + (self._pipeline - 1) / of_steps)[of_step]
         class_of, classes = self._class[order], len(self.class_counts)
         eager = self._eager_ms[self._table.n_seqs[order]][:, None]
         sums = np.empty(weights.shape[1])
@@ -206,7 +208,7 @@ class StepCosts:
             if squared is not None:
                 ms += squared[order][:, None]
             by_lane = np.add.reduceat(ms, lanes, axis=0)
-            sums[first : first + at_once] = np.maximum.reduceat(by_lane, rounds, axis=0).sum(axis=0)
+            sums[first : first + at_once] = bubble @ np.maximum.reduceat(by_lane, rounds, axis=0)
         return sums / -(-self._table.num_steps // stride) + self._optimizer_ms
 
     def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:

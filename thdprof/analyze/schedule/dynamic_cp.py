@@ -2,8 +2,8 @@
 
 There are two schedulers. `balanced_cp` is `BalancedCPScheduler` of megatron-core 0.19
 (`pipeline_parallel/hybrid_cp_schedule.py`). `dynamic_cp` is `DefaultDynamicCPScheduler` of Megatron-LM's dev branch
-(`core/datasets/data_schedule.py` and `data_schedule_utils.py`, as of commit d48bd6be, 2026-08-21) with its least group
-size of 1 and without a pipeline.
+(`core/datasets/data_schedule.py` and `data_schedule_utils.py`, as of commit d48bd6be, 2026-08-21), which also takes a
+least group size, and under a virtual pipeline cuts rounds in two (`dynamic_cp_rounds`).
 
 Both work in rounds. A round divides all data-parallel x context-parallel ranks into groups of neighbours, and all ranks
 of one group run every document of the group together. Under `balanced_cp` a micro-batch is one document, so that a
@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.schedule import compiled, packers, samplers
 from thdprof.analyze.schedule.dynamic_cp_loops import deal_balanced, deal_dynamic, number
+from thdprof.analyze.schedule.dynamic_cp_rounds import Group, StoppedError, aligned
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.errors import DataError
-from thdprof.training import TrainingSettings
+from thdprof.training import TrainingSettings, shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,9 @@ class Placement:
     stopped_steps: NDArray[np.int64]
     """Steps in which Megatron's scheduler raises an error, ascending, shape [such steps]. Their placement is a
     guess."""
+    uncut_steps: NDArray[np.int64]
+    """Other steps, in which it cannot cut rounds as a virtual pipeline wants them, ascending, shape [such steps]. Their
+    rounds are left whole."""
 
 
 def dynamic_cp(
@@ -76,6 +80,7 @@ def dynamic_cp(
     tokens = dealt[placement.document]
     table = _table(placement, tokens, len(by_step), settings)
     warnings = _warnings_on_ranks(placement, tokens, len(by_step), settings)
+    warnings += _warnings_on_rounds(placement, table, len(by_step), settings)
     return table, float(tokens.sum()) / float(capacity(table, settings).sum()), notes, warnings
 
 
@@ -114,6 +119,34 @@ def _warnings_on_ranks(
     return warnings
 
 
+def _warnings_on_rounds(
+    placement: Placement, table: MicrobatchTable, num_steps: int, settings: TrainingSettings
+) -> list[str]:
+    """Reasons why the dev branch may stop on the rounds of a step, or on the documents of a micro-batch."""
+    warnings = []
+    uncut, cap = placement.uncut_steps, settings.max_docs_per_pack
+    if uncut.size:
+        warnings.append(
+            f"step {uncut[0]}: Megatron-LM's default_dynamic_cp cannot cut rounds until their number is a multiple of "
+            f"{_group_of(settings)}, as the virtual pipeline wants it, and would stop or hang. That happens in "
+            f"{uncut.size} of {num_steps} steps, whose micro-batches here are a guess"
+        )
+    over = 0 if cap is None else int((table.n_seqs > cap).sum())
+    if over:
+        warnings.append(
+            f"{over} of {len(table)} micro-batches have more documents than {shown('max_docs_per_pack', cap)}: "
+            "default_dynamic_cp does not keep to such a cap (--thd-max-packed-sequences), and training stops on them"
+        )
+    return warnings
+
+
+def _group_of(settings: TrainingSettings) -> int:
+    """Micro-batches that the virtual pipeline runs in a group; 1 without one."""
+    if settings.virtual_pipeline_size is None:
+        return 1
+    return settings.microbatch_group_size or settings.pipeline_parallel_size
+
+
 def capacity(table: MicrobatchTable, settings: TrainingSettings) -> NDArray[np.int64]:
     """Tokens that the graph for each micro-batch holds over all ranks of its group, int64, shape [micro-batches]."""
     assert table.groups is not None
@@ -149,6 +182,7 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
     needed = np.ones_like(tokens)
     while (short := needed * room < tokens).any():
         needed[short] *= 2
+    needed = np.maximum(needed, settings.min_dynamic_context_parallel_size)
     if int(needed.max()) > ranks:
         longest = int(needed.argmax())
         raise DataError(
@@ -174,9 +208,9 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
                 "data-parallel x context-parallel ranks that is a power of 2"
             )
     else:
-        scratch = [np.empty(most, dtype=np.int64) for _ in range(2)]
+        scratch, per_rank = [np.empty(most, dtype=np.int64) for _ in range(2)], np.zeros(ranks, dtype=np.float64)
         compiled.run(
-            deal_dynamic, turns, offsets, tokens, needed, ranks, room, *scratch, width, held, load, stopped, *out
+            deal_dynamic, turns, offsets, tokens, needed, ranks, room, *scratch, width, per_rank, load, stopped, *out
         )
     placement = Placement(
         document=document,
@@ -185,8 +219,46 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
         first_rank=group_first,
         cp_size=group_width,
         stopped_steps=np.flatnonzero(stopped),
+        uncut_steps=np.empty(0, dtype=np.int64),
     )
-    return placement, tokens
+    return _aligned(placement, _group_of(settings), ranks), tokens
+
+
+def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
+    """The placement with rounds cut in two until each step has a multiple of `multiple` of them."""
+    if multiple == 1:
+        return placement
+    rows: list[tuple[int, int, int, int, int]] = []
+    uncut, count = [], 0
+    starts = np.flatnonzero(np.diff(placement.step, prepend=-1))
+    columns = (placement.document, placement.round, placement.first_rank, placement.cp_size)
+    for begin, end in zip(starts, [*starts[1:], len(placement.step)], strict=True):
+        step = int(placement.step[begin])
+        by_round: dict[int, dict[int, Group]] = {}
+        for document, old, first, width in zip(*(column[begin:end].tolist() for column in columns), strict=True):
+            by_round.setdefault(old, {}).setdefault(first, Group(width, [])).documents.append(document)
+        rounds = [[groups[first] for first in sorted(groups)] for groups in by_round.values()]
+        try:
+            rounds = aligned(rounds, multiple, ranks)
+        except StoppedError:
+            if step not in placement.stopped_steps:
+                uncut.append(step)
+        for round_, groups in enumerate(rounds, count):
+            first = 0
+            for group in groups:
+                rows += [(document, step, round_, first, group.width) for document in group.documents]
+                first += group.width
+        count += len(rounds)
+    values = np.array(rows, dtype=np.int64).T
+    return Placement(
+        document=values[0],
+        step=values[1],
+        round=values[2],
+        first_rank=values[3],
+        cp_size=values[4],
+        stopped_steps=placement.stopped_steps,
+        uncut_steps=np.array(uncut, dtype=np.int64),
+    )
 
 
 def _table(
@@ -226,7 +298,7 @@ def _table(
         squared=squared[by_rank],
         data_parallel_size=ranks,
         num_microbatches=ran.max(axis=1).astype(np.int32),
-        exact=placement.stopped_steps.size == 0,
+        exact=placement.stopped_steps.size == 0 and placement.uncut_steps.size == 0,
         groups=RankGroups(
             cp_size=width[by_rank].astype(np.int32),
             step=step[by_rank],

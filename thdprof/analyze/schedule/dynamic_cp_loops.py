@@ -174,9 +174,9 @@ def deal_dynamic(  # type: ignore[no-untyped-def]
     """`next_hdp_group_packing_aware` of Megatron-LM's dev branch, repeated until every step has placed its documents.
 
     Within a round groups lie side by side on the ranks, in the order in which they were opened, so that a group is its
-    `width` in ranks; `held` are its tokens and `load` is the work of each of its ranks. Work is tokens squared per
-    rank. A step in which Megatron's code raises IndexError is marked in `stopped` [steps], and there the rest of the
-    round is as if Megatron had fallen back to one group of all ranks.
+    `width` in ranks; `held` are the tokens and `load` is the work of each of its ranks, added up in floats as there.
+    Work is tokens squared per rank. A step in which Megatron's code raises IndexError is marked in `stopped` [steps],
+    and there the rest of the round is as if Megatron had fallen back to one group of all ranks.
     """
     done = rounds = 0
     for step in range(len(offsets) - 1):
@@ -192,7 +192,7 @@ def deal_dynamic(  # type: ignore[no-untyped-def]
                 while size <= ranks:
                     own = length * length / size
                     for g in range(groups):
-                        if width[g] == size and held[g] + length <= room * size:
+                        if width[g] == size and held[g] + length / size <= room:
                             reached = max(peak, load[g] + own)
                             if reached <= cap and reached < best:
                                 best, best_group, best_size = reached, g, size
@@ -206,10 +206,10 @@ def deal_dynamic(  # type: ignore[no-untyped-def]
                 group_of[i] = best_group
                 if best_group >= 0:
                     if best_group == groups:
-                        width[groups], held[groups], load[groups] = best_size, 0, 0.0
+                        width[groups], held[groups], load[groups] = best_size, 0.0, 0.0
                         groups += 1
                         used += best_size
-                    held[best_group] += length
+                    held[best_group] += length / best_size
                     load[best_group] += length * length / best_size
                     peak = best
             # fill_empty_gpus_once: while ranks are idle, widen the first of the narrowest groups

@@ -96,6 +96,10 @@ def resolve_settings(
             )
         if not dynamic and values.pop("max_seqlen_per_dp_cp_rank", None) is not None:
             notes += (f"--max-seqlen-per-dp-cp-rank has no effect on --packer {packer} and was left out",)
+        if packer != "dynamic_cp" and values.pop("min_dynamic_context_parallel_size", 1) != 1:
+            notes += (
+                f"{shown('min_dynamic_context_parallel_size')} has no effect on --packer {packer} and was left out",
+            )
     minimum = values["micro_batch_size"] * values["data_parallel_size"]
     _accumulate(values, minimum)
     assume("global_batch_size", minimum, "one micro-batch a rank and step")
@@ -258,9 +262,15 @@ def _check_dynamic_cp(settings: TrainingSettings) -> None:
         raise UsageError(f"--micro-batch-size {settings.micro_batch_size}: --packer {packer} needs 1")
     if settings.loader not in (None, "single"):
         raise UsageError(f"--loader {settings.loader}: Megatron reads data for --packer {packer} with single alone")
-    if settings.max_docs_per_pack is not None:
+    if packer == "balanced_cp" and settings.max_docs_per_pack is not None:
         raise UsageError(f"{shown('max_docs_per_pack')}: --packer {packer} has no cap on documents; leave it out")
     ranks = settings.data_parallel_size * settings.context_parallel_size
+    least = settings.min_dynamic_context_parallel_size
+    if least > ranks:
+        raise UsageError(
+            f"{shown('min_dynamic_context_parallel_size', least)}: there are {ranks} data-parallel x context-parallel "
+            "ranks; use no more"
+        )
     if packer == "balanced_cp" and ranks % 2:
         raise UsageError(
             f"--data-parallel-size {settings.data_parallel_size} x --context-parallel-size "
