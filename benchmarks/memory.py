@@ -553,7 +553,7 @@ def header(argv: Sequence[str]) -> list[str]:
         "",
         f"bf16, {STEPS} steps of {MICROBATCHES} micro-batches, sizes in MiB. State holds static buffers and "
         "workspaces. The measured peak is what was allocated outside the graphs' pools, and these pools; reserved is "
-        "what the allocator kept besides. Of several ranks, the one that held most.",
+        "all that the allocator kept. Of several ranks, the one that held most.",
     ]
 
 

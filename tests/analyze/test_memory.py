@@ -252,21 +252,130 @@ def test_a_graph_up_to_the_router_keeps_all_and_what_follows_is_recomputed_as_ev
     assert (dense, nothing) == (layer_tensors(EXPERTS, "attention+mlp"), [])
 
 
-def test_dropless_experts_are_beside_the_pool_of_a_replay_unless_an_eager_micro_batch_is_in_their_place():
-    table = make_table([1, 2, 9, 2], ranks=1, num_microbatches=4)
-    large = like(EXPERTS, hidden_size=4096, num_attention_heads=32, moe_ffn_hidden_size=2048)
-    covered = peak(large, table, caps=(9,), experts="dropless")
-    padded = peak(large, table, caps=(9,), experts="padded")
-    assert padded.graph_bytes == peak(large, table, caps=(9,)).graph_bytes > covered.graph_bytes
-    assert covered.experts_bytes >= 2 * 2 * (4096 + 3 * 2048) * 2 * 64
+LARGE = like(
+    EXPERTS,
+    hidden_size=1024,
+    num_attention_heads=16,
+    rotary=True,
+    moe_ffn_hidden_size=512,
+    moe_shared_expert_intermediate_size=512,
+)
+"""Experts whose tensors are larger than the pieces in which torch takes memory, with shared experts in the graphs."""
+
+
+def dropless_peak(model=LARGE, *, caps=(9,), slots=((1,),), counts=(1, 2, 9, 2), costs=None, **given):
+    """The predicted memory of micro-batches of 4,096 tokens in dropless experts."""
+    table = make_table(counts, ranks=1, num_microbatches=len(counts))
+    return predict_memory(
+        model,
+        run_of(**{"seq_length": 4096, "experts": "dropless", **given}),
+        table,
+        buckets=[Bucket(cap, 4096, 4096) for cap in caps],
+        slots=slots,
+        costs=costs or built_in_costs("transformer_engine", 4096),
+        n_tokens=4096,
+    )
+
+
+def layers_around_router(model, count):
+    """The tensors of `count` layers inside the graphs and behind them."""
+    return [list(part) for part in zip(*[around_router(model, "attention+moe")] * count, strict=True)]
+
+
+def test_pools_hold_what_ends_at_the_router_and_experts_are_beside_them():
+    inside, behind = layers_around_router(LARGE, 2)
+    assert "mlp.shared_experts" in {one.module for one in inside[0]}
+    assert {one.module for one in behind[0]} == {"mlp.experts", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2"}
+    masked = layers_around_router(replace(LARGE, hidden_dropout=0.1), 1)
+    assert [one.module for one in masked[1][0]].count("mlp") == 1  # the mask behind the experts
+    covered = dropless_peak()
+    assert (
+        covered.graph_bytes
+        == pass_bytes(inside, 4096) + 32 * MIB
+        == slot_bytes(LARGE, run_of(experts="dropless"), 4096)
+    )
+    assert covered.experts_bytes == pass_bytes(behind, 4096) > saved_bytes(behind, 4096) > 50 * MIB
     assert covered.peak_bytes == sum(getattr(covered, part) for part in PARTS)
-    assert "experts behind graphs" in memory_sentence(replace(covered, experts_bytes=2**30))
-    some = peak(large, table, caps=(2,), experts="dropless")
-    assert (some.eager_in_flight, some.experts_bytes, padded.experts_bytes) == (1, 0, 0)
-    two = peak(large, table, caps=(2,), slots=((2,),), experts="dropless")
-    assert two.experts_bytes == covered.experts_bytes  # of the second slot's micro-batch
-    measured = peak(large, table, caps=(9,), costs=make_costs(slot_bytes=1000 * MIB), experts="dropless")
+    told = memory_sentence(covered)
+    assert "experts behind graphs" in told
+    assert "in flight" not in told
+    shared = dropless_peak(context_parallel_size=2)
+    others = 2 * LARGE.query_groups * LARGE.head_dim * 2 * 4096 * 2  # keys and values of the other rank, in two layers
+    assert shared.graph_bytes == covered.graph_bytes + others
+
+
+def test_of_replayed_micro_batches_in_flight_one_has_a_backward():
+    _, behind = layers_around_router(LARGE, 2)
+    kept, whole = saved_bytes(behind, 4096), pass_bytes(behind, 4096)
+    assert dropless_peak(slots=((3,),)).experts_bytes == 2 * kept + whole
+    some = dropless_peak(caps=(2,))
+    assert (some.eager_in_flight, some.experts_bytes) == (1, 0)  # an eager micro-batch is in their place
+    assert dropless_peak(caps=(2,), slots=((3,),)).experts_bytes == kept + whole
+    assert dropless_peak(caps=(2,), slots=((0,),)).experts_bytes == 0
+    uneven = replace(LARGE, num_layers=3)
+    pipeline = {"pipeline_parallel_size": 3, "global_batch_size": 4}
+    one, _ = layers_around_router(uneven, 1)
+    assert dropless_peak(uneven, slots=((1,), (1,), (1,)), **pipeline).graph_bytes == pass_bytes(one, 4096) + 32 * MIB
+
+
+def test_a_measured_slot_holds_the_experts():
+    costs = make_costs(slot_bytes=1000 * MIB).model_copy(update={"n_tokens": 4096})
+    measured = dropless_peak(costs=costs)
     assert (measured.graph_bytes, measured.experts_bytes) == (1000 * MIB, 0)
+    assert dropless_peak(costs=costs, experts="padded").graph_bytes == 1000 * MIB
+
+
+def test_a_capture_up_to_a_router_runs_no_experts():
+    light = replace(LARGE, num_experts=2, moe_ffn_hidden_size=16, moe_router_topk=1)
+    inside, behind = layers_around_router(light, 2)
+    (stage,) = stages(light, pipeline_size=1, num_chunks=1)
+    found = dropless_peak(light, caps=(2, 9))
+    assert (found.moment, found.experts_bytes) == ("capture", 0)
+    heavy = dropless_peak(replace(light, moe_ffn_hidden_size=512), caps=(2, 9))
+    assert heavy.moment == "training"
+    assert heavy.experts_bytes > 0
+    warm_up = found.eager_bytes - 4 * stage_parameters(light, stage, light.vocab_size).largest
+    assert warm_up == pass_bytes(inside, 4096) < pass_bytes([*inside, *behind], 4096)
+
+
+@pytest.mark.parametrize("modules", [("core_attn",), ("mlp",), ("moe",)])
+def test_graphs_of_single_layers_keep_what_the_model_recomputes(modules):
+    padded = replace(LARGE, moe_expert_capacity_factor=1.0)
+    for model, experts in ((like(LARGE, num_experts=None), "none"), (padded, "padded")):
+        chosen = replace(model, recompute_granularity="selective", recompute_modules=modules)
+        settings = run_of(seq_length=4096, experts=experts)
+        plain = slot_bytes(model, settings, 4096)
+        assert slot_bytes(chosen, settings, 4096, layer_graphs=True) == plain
+        if (modules == ("moe",)) == (experts == "padded"):
+            assert slot_bytes(chosen, settings, 4096) != plain
+        table = make_table([1, 2, 9, 2], ranks=1, num_microbatches=4)
+        found = {
+            layers: predict_memory(
+                chosen, settings, table, buckets=[Bucket(2, 4096, 4096)], slots=((1,),), n_tokens=4096,
+                costs=built_in_costs("transformer_engine", 4096), layer_graphs=layers,
+            )
+            for layers in (False, True)
+        }  # fmt: skip
+        assert found[True].graph_bytes == plain
+        assert found[True].eager_bytes == found[False].eager_bytes  # eager micro-batches recompute
+
+
+def test_the_kind_of_graphs_decides_what_is_predicted_of_recomputed_layers(tmp_path):
+    data = write_lines(tmp_path / "packs.jsonl", [[600, 1448], [2048], [1000, 1048], [300, 300, 1448]] * 4)
+    recomputes = like(
+        LARGE, num_experts=None, moe_shared_expert_intermediate_size=None, gated_linear_unit=True, num_layers=8,
+        recompute_granularity="selective", recompute_modules=("mlp",),
+    )  # fmt: skip
+    options = {"loader": "single", "seq_length": 2048, "global_batch_size": 4, "gpu": "h100"}
+    found = {
+        impl: analyze_dataset(data, model=recomputes, impl=impl, **options) for impl in ("chunk", "transformer_engine")
+    }
+    plain = analyze_dataset(data, model=replace(recomputes, recompute_granularity=None), **options)
+    layers, chunk = found["transformer_engine"], found["chunk"]
+    assert chunk.memory.graph_bytes < layers.memory.graph_bytes == plain.memory.graph_bytes
+    assert chunk.recommendation.graph_memory_bytes < layers.recommendation.graph_memory_bytes
+    assert layers.costs.replay == plain.costs.replay != chunk.costs.replay
+    assert layers.costs.eager == chunk.costs.eager != plain.costs.eager
 
 
 def test_only_adapters_have_gradients_and_optimizer_state():

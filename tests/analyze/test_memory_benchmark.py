@@ -41,6 +41,30 @@ def test_megatrons_arguments_of_every_setting_are_of_the_predicted_model(benchma
         assert read.settings["split"] == benchmark.SPLIT
 
 
+def test_dropless_experts_are_planned_up_to_their_routers(benchmark, tmp_path):
+    benchmark.write_documents(tmp_path / "documents", tokens=400_000, mean=benchmark.MEAN_DOCUMENT)
+    found = {}
+    for setting in benchmark.SETTINGS:
+        if setting.name in ("4 layers, 64 experts", "4 layers, 64 dropless experts, full recompute"):
+            analysis = benchmark.analysis_of(setting, tmp_path / "documents")
+            plan = benchmark.plan_of(setting, analysis)
+            found[setting.name] = (analysis.settings.experts, plan.graphs.impl, plan.graphs.modules)
+            words = benchmark.flags_of(setting, tmp_path / "documents")
+            assert ("--moe-pad-expert-input-to-capacity" in words) == (analysis.settings.experts == "padded")
+    assert found == {
+        "4 layers, 64 experts": ("padded", "chunk", []),
+        "4 layers, 64 dropless experts, full recompute": ("dropless", "transformer_engine", ["attn", "moe_router"]),
+    }
+
+
+def test_kernels_are_the_default_ones(benchmark, monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    monkeypatch.setattr(benchmark, "run", lambda command, environment, limit: given.append(environment) or ("", 0))
+    benchmark.run_setting(benchmark.SETTINGS[0], tmp_path / "plan.yaml", tmp_path / "documents", tmp_path, 1.0)
+    assert [environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] for environment in given] == ["1"]
+
+
 @pytest.fixture
 def megatron(monkeypatch):
     """Megatron's module that reruns steps, with a machine that would; and what of a GPU the benchmark asks for."""

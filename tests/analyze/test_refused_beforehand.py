@@ -64,24 +64,6 @@ def test_arguments_that_install_refuses_are_said(thdprof, documents, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("more", "impl", "said"),
-    [
-        ("--recompute-activations", "transformer_engine", True),
-        ("--recompute-activations", "chunk", False),
-        ("", "transformer_engine", False),
-        ("--recompute-activations --num-experts 4", "transformer_engine", False),  # dropless: it is predicted
-    ],
-)
-def test_layer_graphs_that_keep_what_the_script_recomputes_are_said(thdprof, documents, tmp_path, more, impl, said):
-    script = tmp_path / "launch.sh"
-    script.write_text(ARGUMENTS + more)
-    packed = ("--loader", "single", "--packer", "first_fit_decreasing", "--impl", impl)
-    done = thdprof("analyze", documents, "--megatron-args", script, *packed)
-    assert done.returncode == 0, done.stderr
-    assert ("graphs of single layers keep what the model would recompute" in done.stderr) == said
-
-
-@pytest.mark.parametrize(
     ("more", "reason"),
     [
         ("--tokenizer-type $TOKENIZER --vocab-size $SIZE\n", ""),  # which no limit depends on

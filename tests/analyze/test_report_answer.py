@@ -142,7 +142,8 @@ def test_facts_tell_times_worth_memory_and_capture(demo):
     assert times["the same, eagerly"] == "62.0 to 88.0 ms"
     assert worth["tokens per second, all eager"] == "410,000 to 660,000"
     assert worth["saved at 2.5 a GPU-hour"] == "577 to 1,107"
-    assert memory["1 eager micro-batch in flight"] == "5.0 GiB"
+    assert memory["1 eager micro-batch in flight"] == "4.0 GiB"
+    assert memory["experts behind graphs"] == "1.0 GiB"
     assert capture == {"graphs": "96", "forward and backward passes for them": "288", "time": "21.0 to 34.0 s"}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
 from thdprof.training import Attention, Model, TrainingOptions, check_model
 
+if TYPE_CHECKING:
+    from thdprof.plan import Impl
+
 
 def analyze_dataset(
     *locations: str | Path | Lengths,
@@ -39,6 +42,7 @@ def analyze_dataset(
     gpu: str | None = None,
     gpu_hour_price: float | None = None,
     data_parallel_gbps: float | None = None,
+    impl: Impl | None = None,
     **settings: Unpack[TrainingOptions],
 ) -> Analysis:
     """Predict the micro-batches of a run and recommend which graphs to capture, as `thdprof analyze` does.
@@ -61,6 +65,8 @@ def analyze_dataset(
         data_parallel_gbps: bandwidth of one GPU in reduce-scatters of its data-parallel group, in GB/s (busbw of
             nccl-tests), by which communication beside graphs of a few layers is predicted; None: by the GPU's data
             sheet.
+        impl: the kind of graphs that `make_plan` will be asked for: those of single layers keep what the model
+            recomputes, which memory and times are then predicted by; None: none, or not known.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
     Raises:
@@ -94,6 +100,7 @@ def analyze_dataset(
         gpu=gpu,
         gpu_hour_price=price,
         data_parallel_gbps=None if data_parallel_gbps is None else gbps_of(data_parallel_gbps),
+        impl=impl,
     )
 
 

@@ -138,23 +138,6 @@ def on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
     ]
 
 
-def on_layer_graphs(model: Model | None, settings: TrainingSettings, impl: str) -> list[str]:
-    """A warning where graphs of single layers keep what was predicted to be recomputed.
-
-    Args:
-        model: the model; None: not known.
-        settings: the run's settings; with dropless experts, what such graphs keep is predicted.
-        impl: the plan's `graphs.impl`.
-    """
-    recomputes = model is not None and model.recompute_granularity is not None
-    if not recomputes or impl != "transformer_engine" or settings.experts == "dropless":
-        return []
-    return [
-        "graphs of single layers keep what the model would recompute, and recompute nothing: the predicted memory is "
-        "too small, and replays are predicted too slow; --impl chunk recomputes"
-    ]
-
-
 def on_the_model(
     model: Model | None, settings: TrainingSettings, times: Times, gpu: str | None, *, graphs: bool
 ) -> list[str]:

@@ -214,6 +214,7 @@ def _analysed(
             gpu=request.gpu,
             gpu_hour_price=request.gpu_hour_price,
             data_parallel_gbps=request.data_parallel_gbps,
+            impl=impl,
             progress=progress,
             memo=memo,
         )

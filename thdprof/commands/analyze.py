@@ -75,7 +75,6 @@ def analyze(
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as analyze_files
     from thdprof.analyze.buckets.stamp_check import note_on_stamp
-    from thdprof.analyze.caveats import on_layer_graphs
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.settings.beforehand import refused_runs, unknown_refusals
     from thdprof.analyze.settings.limits import share_of
@@ -111,6 +110,7 @@ def analyze(
             gpu=request.gpu,
             gpu_hour_price=request.gpu_hour_price,
             data_parallel_gbps=request.data_parallel_gbps,
+            impl=impl,
             progress=progress,
         )
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))
@@ -127,8 +127,6 @@ def analyze(
     if (other := note_on_stamp(analysis.costs.stamp, gpu=analysis.gpu)) is not None:
         streams.say(other)
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
-    for line in on_layer_graphs(analysis.model, analysis.settings, plan.graphs.impl):
-        streams.say(line)
     for line in refused_runs(plan, script=request.script, model_file=request.model_file):
         streams.say(f"training by this plan would be refused: {line}")
     if request.script is not None and (

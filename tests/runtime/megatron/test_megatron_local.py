@@ -109,6 +109,7 @@ class Run:
         bounds = torch.tensor([0, *documents]).cumsum(0).tolist()
         x = torch.arange(1.0, TOKENS * HIDDEN + 1).reshape(TOKENS, 1, HIDDEN).requires_grad_(not frozen)
         params = packed_seq_params(bounds, device="cpu")
+        self.given = x
         return self.block(hidden_states=x, attention_mask=mask, rotary_pos_emb=self.table, packed_seq_params=params)
 
     def microbatch(self, *documents: int, mask: torch.Tensor | None = None, frozen: bool = False) -> torch.Tensor:
@@ -250,6 +251,8 @@ def test_numbers_are_those_of_a_model_without_graphs():
     for step in steps:
         for count in step:
             assert torch.equal(run.microbatch(*of(count)), plain.microbatch(*of(count)))
+            assert torch.equal(run.given.grad, plain.given.grad)  # which goes on to the embedding
+            assert run.given.grad.any()
             compared += 1
         create_graphs()
     assert compared == 12
@@ -269,6 +272,7 @@ def test_behind_a_frozen_embedding_every_recorded_layer_has_an_input_that_takes_
     with torch.no_grad():
         run.forward(*of(1), frozen=True)
     run.microbatch(*of(9), frozen=True)  # which no bucket holds
+    assert run.given.grad is None
     first, *others = (layer.takes_grad for layer in run.block.layers)
     assert first == [True, True, True, False, False]
     assert others == [[True, True, True, False, True]] * (LAYERS - 1)

@@ -37,6 +37,7 @@ from thdprof.training.pipeline_slots import slots
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice
+    from thdprof.plan import Impl
 
 Progress = Callable[[str, float, int], None]
 """Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""
@@ -58,6 +59,7 @@ def analyze(
     gpu: str | None = None,
     gpu_hour_price: float | None = None,
     data_parallel_gbps: float | None = None,
+    impl: Impl | None = None,
     progress: Progress = lambda stage, done, documents: None,
 ) -> Analysis:
     """Read a dataset, replay its schedule, recommend buckets.
@@ -76,6 +78,7 @@ def analyze(
         gpu: name of the GPU that times are of; None: this machine's, else the one that is assumed.
         gpu_hour_price: price of a GPU-hour; None: not given.
         data_parallel_gbps: GB/s of one GPU in collectives of its data-parallel group; None: by the GPU's data sheet.
+        impl: the kind of graphs that was asked for: those of single layers recompute nothing; None: none was.
         progress: called with the stage, the share of the whole work that is done, and the number of documents.
 
     Raises:
@@ -97,6 +100,7 @@ def analyze(
         gpu=gpu,
         gpu_hour_price=gpu_hour_price,
         data_parallel_gbps=data_parallel_gbps,
+        impl=impl,
         progress=progress,
     )
 
@@ -114,6 +118,7 @@ def analyze_read(
     gpu: str | None = None,
     gpu_hour_price: float | None = None,
     data_parallel_gbps: float | None = None,
+    impl: Impl | None = None,
     progress: Progress = lambda stage, done, documents: None,
     memo: Memo = FORGETFUL,
 ) -> Analysis:
@@ -141,7 +146,9 @@ def analyze_read(
     modelled, gpu_note = None, None
     if measured is None and no_model is None and model is not None:
         named, gpu_note = gpu_of(gpu)
-        modelled = modelled_times(model, named, settings, table, profile, graph_tokens)
+        modelled = modelled_times(
+            model, named, settings, table, profile, graph_tokens, layer_graphs=impl == "transformer_engine"
+        )
         gpu = named.name
     costs = measured or (modelled.table() if modelled else built_in_costs(attention, graph_tokens))
     in_flight = slots(
@@ -182,6 +189,7 @@ def analyze_read(
         slots=in_flight,
         costs=costs,
         n_tokens=graph_tokens,
+        layer_graphs=impl == "transformer_engine",
         freed_bytes=0 if prediction is None else prediction.device_bytes_freed,
     )
     quickest = min(recommendation.candidates, key=lambda c: (c.relative_step_time, c.max_seqs)).max_seqs

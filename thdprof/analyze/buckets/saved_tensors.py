@@ -26,6 +26,7 @@ STATISTICS_BYTES = 4
 _MASK_BYTES = 1
 """Bytes of one element of a dropout mask."""
 _EXPERTS = "mlp.experts"
+"""The module of a layer's experts, which dropless ones keep out of graphs."""
 _LETTERS: dict[str, Kind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 

@@ -12,7 +12,7 @@ def memory_sentence(memory: Memory) -> str:
         "weights, gradients and optimizer": memory.state_bytes,
         "graphs": memory.graph_bytes,
         "static buffers": memory.static_bytes,
-        _eager(memory): memory.eager_bytes,
+        beside_slots(memory): memory.eager_bytes,
         "experts behind graphs": memory.experts_bytes,
         "outside the decoder": memory.outside_bytes,
     }
@@ -24,7 +24,8 @@ def memory_sentence(memory: Memory) -> str:
     )
 
 
-def _eager(memory: Memory) -> str:
+def beside_slots(memory: Memory) -> str:
+    """What runs eagerly beside the slots at the moment of the peak."""
     if memory.moment == "capture":
         return "a warm-up pass"
     return f"{counted(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight"

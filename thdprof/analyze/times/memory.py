@@ -6,8 +6,8 @@ it gives them back before a run runs out of memory. Not in it are the CUDA conte
 GPU together.
 
 A run reaches its peak in one of two moments: in the worst step of the schedule, with eager micro-batches beside all
-slots; or at the last capture of the first step, when one warm-up pass runs beside the graphs that are there and the
-optimizer has not yet made its moments.
+slots, and with the dropless experts of replayed ones, which run behind their graphs; or at the last capture of the
+first step, when one warm-up pass runs beside the graphs that are there and the optimizer has not yet made its moments.
 """
 
 from __future__ import annotations
@@ -93,6 +93,7 @@ def predict_memory(
     slots: Sequence[Sequence[int]],
     costs: CostTable,
     n_tokens: int,
+    layer_graphs: bool = False,
     freed_bytes: int = 0,
 ) -> Memory | None:
     """Peak memory of the pipeline rank that needs most; None where it is not known.
@@ -108,6 +109,7 @@ def predict_memory(
         slots: slots of each model chunk, for every pipeline rank.
         costs: the cost table; a measured one gives the memory of a slot.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+        layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
         freed_bytes: bytes by which activations that wait on the host shrink the graphs of the rank with most slots.
     """
     if model is None or model.vocab_size is None or table.groups is not None:
@@ -141,6 +143,7 @@ def predict_memory(
             costs=costs,
             share_of_model=1 / (len(parts) * chunks),
             n_tokens=n_tokens,
+            layer_graphs=layer_graphs,
             freed_bytes=freed_bytes if rank == 0 else 0,
         )
         for rank, stage in enumerate(parts)
@@ -181,6 +184,7 @@ def _rank(
     costs: CostTable,
     share_of_model: float,
     n_tokens: int,
+    layer_graphs: bool,
     freed_bytes: int,
 ) -> _Rank:
     """What a rank of `stage` holds."""
@@ -197,8 +201,10 @@ def _rank(
         )
     )
     passes = [_pass_bytes(model, settings, [chunk], n_tokens) for chunk in stage.chunks]
-    replayed = [_replayed_bytes(model, settings, [chunk], n_tokens) for chunk in stage.chunks]
-    largest_replayed, experts = (max(sizes, default=0) for sizes in zip(*replayed, strict=True))
+    replayed = [_replayed(model, settings, [chunk], n_tokens, layer_graphs=layer_graphs) for chunk in stage.chunks]
+    beside = max(0, sum(slots) - in_flight)  # replayed micro-batches in flight, of which one at a time has a backward
+    kept, in_backward = max((one.kept_beside, one.beside) for one in replayed)
+    experts = beside * kept + (in_backward - kept if beside else 0)
     hidden = hidden_bytes(model, n_tokens)
     overhead = 1 + (costs.bucket_overhead if costs.calibrated else _BUCKET_OVERHEAD) * (num_buckets - 1)
     one_graph = 0
@@ -207,7 +213,7 @@ def _rank(
         of_chunks = [round(whole * share_of_model)] * len(stage.chunks)
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
-        of_chunks = [size + _GRAPH_WORKSPACE for size, _ in replayed]
+        of_chunks = [one.in_pool + _GRAPH_WORKSPACE for one in replayed]
     graphs = round(sum(count * size * overhead for count, size in zip(slots, of_chunks, strict=True)))
     if sum(slots):
         extra = overhead - 1
@@ -219,8 +225,8 @@ def _rank(
         one_graph=min(one_graph, max(0, graphs - freed_bytes)),
         static=3 * hidden * sum(slots),
         eager=in_flight * max(passes, default=0),
-        experts=max(0, sum(slots) - in_flight) * experts,
-        warm_up=round(largest_replayed + 4 * parameters.largest) if sum(slots) else 0,
+        experts=experts,
+        warm_up=round(max(one.in_pool for one in replayed) + 4 * parameters.largest) if sum(slots) else 0,
         outside=hidden * sum(slots)
         + (
             trainer_loss_bytes(model, model.vocab_size, n_tokens)
@@ -245,18 +251,34 @@ def _pass_bytes(model: Model, settings: TrainingSettings, chunks: Sequence[Seque
     return pass_bytes(layers, n_tokens) + _keys_of_others(model, settings, chunks, n_tokens)
 
 
-def _replayed_bytes(
-    model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int
-) -> tuple[int, int]:
-    """Memory of one replayed micro-batch: in the pool of its slot, and beside it, where dropless experts run behind the
-    graph that ends at their router. Arguments are those of `_pass_bytes`.
-    """
-    if settings.experts != "dropless" or is_run_of_trainer(settings):
-        return _pass_bytes(model, settings, chunks, n_tokens), 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replayed:
+    """Memory of one replayed micro-batch, in bytes."""
+
+    in_pool: int
+    """In the pool of its slot."""
+    beside: int = 0
+    """Of dropless experts, which run behind the graph that ends at their router, gradients in a backward included."""
+    kept_beside: int = 0
+    """What these keep between forward and backward."""
+
+
+def _replayed(
+    model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int, *, layer_graphs: bool
+) -> _Replayed:
+    """What one replayed micro-batch takes; arguments are those of `_pass_bytes` and `predict_memory`."""
+    if is_run_of_trainer(settings):
+        return _Replayed(in_pool=_pass_bytes(model, settings, chunks, n_tokens))
+    if settings.experts != "dropless":
+        captured = replace(model, recompute_granularity=None) if layer_graphs else model
+        return _Replayed(in_pool=_pass_bytes(captured, settings, chunks, n_tokens))
     parts = [around_router(model, kind) for chunk in chunks for kind in chunk]
-    inside = pass_bytes([graph for graph, _ in parts], n_tokens)
-    return inside + _keys_of_others(model, settings, chunks, n_tokens), pass_bytes(
-        [rest for _, rest in parts], n_tokens
+    behind = [rest for _, rest in parts]
+    return _Replayed(
+        in_pool=pass_bytes([graph for graph, _ in parts], n_tokens)
+        + _keys_of_others(model, settings, chunks, n_tokens),
+        beside=pass_bytes(behind, n_tokens),
+        kept_beside=saved_bytes(behind, n_tokens),
     )
 
 
@@ -270,18 +292,18 @@ def _keys_of_others(model: Model, settings: TrainingSettings, chunks: Sequence[S
     return round(others * attending * keys * 2 * n_tokens)
 
 
-def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int) -> int:
+def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int, *, layer_graphs: bool = False) -> int:
     """Memory of one slot of the whole model with one bucket, as a modelled cost table gives it (`slot_bytes`).
 
     Args:
         model: the model.
         settings: the run's settings.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+        layer_graphs: as `predict_memory` takes it.
     """
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
-    inside, _ = _replayed_bytes(model, settings, chunks, n_tokens)
-    return inside + _GRAPH_WORKSPACE
+    return _replayed(model, settings, chunks, n_tokens, layer_graphs=layer_graphs).in_pool + _GRAPH_WORKSPACE
 
 
 def hidden_bytes(model: Model, n_tokens: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
 from thdprof.analyze.times.attention import rounded_documents
@@ -39,9 +39,26 @@ class Shapes:
 class ModelledTimes:
     """Times of the decoder of one run, as its documents and caps vary."""
 
-    def __init__(self, model: Model, gpu: Gpu, host: HostRate, settings: TrainingSettings, shapes: Shapes) -> None:
+    def __init__(
+        self,
+        model: Model,
+        gpu: Gpu,
+        host: HostRate,
+        settings: TrainingSettings,
+        shapes: Shapes,
+        *,
+        layer_graphs: bool = False,
+    ) -> None:
+        """Times of `model`; with `layer_graphs` whole layers are captured one by one, which then recompute nothing."""
         self.model, self.gpu, self.host, self.settings, self.shapes = model, gpu, host, settings, shapes
+        self._layer_graphs = layer_graphs
         self.decoder = Decoder(model, gpu, pipeline_size=settings.pipeline_parallel_size)
+        keeps = layer_graphs and settings.experts != "dropless"
+        self._replayed = (
+            Decoder(replace(model, recompute_granularity=None), gpu, pipeline_size=settings.pipeline_parallel_size)
+            if keeps
+            else self.decoder
+        )
 
     @property
     def slower_kernels(self) -> float:
@@ -53,9 +70,10 @@ class ModelledTimes:
         """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
         return self._time(max_seqs, self.shapes.squared)
 
-    def _time(self, max_seqs: int, squared: float) -> DecoderTime:
-        cp = self.settings.context_parallel_size
-        return self.decoder.time(tokens=self.shapes.tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
+    def _time(self, max_seqs: int, squared: float, decoder: Decoder | None = None) -> DecoderTime:
+        cp, tokens = self.settings.context_parallel_size, self.shapes.tokens
+        decoder = decoder or self.decoder
+        return decoder.time(tokens=tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
 
     def outside(self) -> tuple[float, float]:
         """Embedding, output layer, loss and multi-token prediction of a micro-batch on this range of hosts, in
@@ -101,7 +119,7 @@ class ModelledTimes:
             outside_range_ms=outside,
             slower_kernels=self.slower_kernels,
             optimizer_ms=self.optimizer(),
-            slot_bytes=slot_bytes(self.model, self.settings, self.shapes.tokens),
+            slot_bytes=slot_bytes(self.model, self.settings, self.shapes.tokens, layer_graphs=self._layer_graphs),
         )
 
     def _documents(self) -> list[int]:
@@ -114,7 +132,7 @@ class ModelledTimes:
         return sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
-        time = self.at(max_seqs)
+        time = self._time(max_seqs, self.shapes.squared, self._replayed)
         if not self._experts_run_eagerly(time):
             return ReplayPoint(max_seqs=max_seqs, ms=time.replay_ms)
         low, middle, high = self.host.partly_replayed_ms(time)

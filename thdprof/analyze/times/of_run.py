@@ -44,7 +44,14 @@ def why_not(model: Model | None, settings: TrainingSettings, attention: Attentio
 
 
 def modelled_times(
-    model: Model, gpu: Gpu, settings: TrainingSettings, table: MicrobatchTable, profile: Profile, n_tokens: int
+    model: Model,
+    gpu: Gpu,
+    settings: TrainingSettings,
+    table: MicrobatchTable,
+    profile: Profile,
+    n_tokens: int,
+    *,
+    layer_graphs: bool = False,
 ) -> ModelledTimes:
     """The model of times for the micro-batches of `table`.
 
@@ -55,6 +62,7 @@ def modelled_times(
         table: the micro-batches.
         profile: their histograms.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
+        layer_graphs: whether graphs hold single layers, which recompute nothing.
 
     Raises:
         UsageError: the model is trained in FP8, which the GPU has not.
@@ -70,7 +78,7 @@ def modelled_times(
         typical=profile.n_seqs.percentile(50.0),
         most=profile.n_seqs.percentile(100.0),
     )
-    return ModelledTimes(model, gpu, host_of(gpu), settings, shapes)
+    return ModelledTimes(model, gpu, host_of(gpu), settings, shapes, layer_graphs=layer_graphs)
 
 
 def host_of(gpu: Gpu) -> HostRate:

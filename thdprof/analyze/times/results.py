@@ -86,7 +86,7 @@ class Memory:
     """Static inputs, outputs and gradients of the graphs outside these pools, and workspaces of libraries."""
     eager_bytes: int
     """Activations of eager micro-batches that are in flight beside the slots, or of the warm-up pass of a capture."""
-    experts_bytes: int
+    experts_bytes: int = 0
     """Activations of dropless experts, which run eagerly behind the graphs of replayed micro-batches in flight."""
     outside_bytes: int
     """Activations outside the decoder: logits, loss and embedding."""

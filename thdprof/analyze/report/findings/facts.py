@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.peak import beside_slots
 from thdprof.analyze.report.words import counted, spanned
 from thdprof.analyze.times.results import Capture, Memory, Times, Worth
 
@@ -69,12 +70,12 @@ def _memory(memory: Memory) -> tuple[tuple[str, str], ...]:
         "weights, gradients and the optimizer's state": memory.state_bytes,
         "slots of the graphs": memory.graph_bytes,
         "static inputs, outputs and gradients": memory.static_bytes,
-        f"{counted(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight": memory.eager_bytes,
-        **({"experts behind graphs": memory.experts_bytes} if memory.experts_bytes else {}),
+        beside_slots(memory): memory.eager_bytes,
+        "experts behind graphs": memory.experts_bytes,
         "outside the decoder": memory.outside_bytes,
         f"in all, on pipeline rank {memory.pipeline_rank}": memory.peak_bytes,
     }
-    return tuple((label, f"{size / 2**30:.1f} GiB") for label, size in parts.items())
+    return tuple((label, f"{size / 2**30:.1f} GiB") for label, size in parts.items() if size)
 
 
 def _capture(capture: Capture) -> tuple[tuple[str, str], ...]:

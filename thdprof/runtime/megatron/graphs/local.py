@@ -93,7 +93,7 @@ class LocalGraphs(DispatchedModule):
         if self._in_flight():
             return FallbackReason.no_free_slot
         tensors = call.tensors
-        if torch.is_grad_enabled() and not any(t.requires_grad for t in tensors):
+        if not tensors[0].requires_grad:
             # of a frozen embedding: Megatron's warm-up asks for the gradients of a layer's inputs, and for no others
             tensors = (tensors[0].detach().requires_grad_(), *tensors[1:])
         if self._created():
