@@ -158,6 +158,7 @@ SETTINGS = (
         model=like(EXPERTS, recompute_granularity="selective", recompute_modules=("moe",)),
     ),
     Setting(name="4 layers, 64 dropless experts", model=DROPLESS),
+    Setting(name="4 layers, 64 dropless experts, covered", model=DROPLESS, buckets="covered"),
     Setting(
         name="4 layers, 64 dropless experts, recompute moe",
         model=like(DROPLESS, recompute_granularity="selective", recompute_modules=("moe",)),

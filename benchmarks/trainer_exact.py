@@ -43,6 +43,8 @@ class Row:
     """The plan's graphs.impl."""
     modules: tuple[str, ...] = ()
     """The plan's graphs.modules; empty: as `analyze` writes them."""
+    when_replayed: str = ""
+    """Megatron's arguments of the run that replays, and of no other: the switch of its own graphs."""
     own_tracker: bool = False
     """Run the script alone with Megatron's own RNG tracker: with Transformer Engine's, megatron-core 0.19 recomputes
     with other masks of dropout than the forward had."""
@@ -224,6 +226,12 @@ RECOMPUTE_ROWS = (
     Row(
         name="CP 2, recompute core_attn", gpus=2, flags=f"--context-parallel-size 2 {_SELECTIVE} core_attn", multiple=4
     ),
+    Row(
+        name="one GPU, experts, recompute shared_experts, dropout",
+        flags=f"{_EXPERTS} --moe-shared-expert-intermediate-size 256 {_SELECTIVE} shared_experts",
+        dropout=True,
+        own_tracker=True,
+    ),
     Row(name="one GPU, experts, recompute moe", flags=f"{_EXPERTS} {_SELECTIVE} moe"),
     Row(name="one GPU, experts, recompute moe_act and layernorm", flags=f"{_EXPERTS} {_SELECTIVE} moe_act layernorm"),
     Row(
@@ -319,6 +327,13 @@ ROWS = (
     *DROPLESS,
     *QUANTIZED_ROWS,
     Row(name="one GPU, latent attention", flags=_LATENT),
+    Row(
+        name="one GPU, latent attention, Megatron's local graphs",
+        flags=_LATENT,
+        impl="local",
+        when_replayed="--cuda-graph-impl local",
+        microbatches=4,
+    ),
     Row(name="one GPU"),
     Row(name="one GPU, dropout", dropout=True),
     Row(name="one GPU, experts padded to capacity", flags=_EXPERTS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import statistics
@@ -222,6 +223,8 @@ def _run(
     except Exception as error:  # is told in the row's line
         return Ran(code=-1, log=f"Error: {error}", seconds=0.0)
     flags = exact_flags(row, directory / "data", steps)
+    if name == "on":
+        flags += shlex.split(row.when_replayed)
     path = environment_here(UNTUNED, *[APEX_STAND_IN] * row.fused)["PYTHONPATH"]
     return script_run(
         scripts / row.script,

@@ -170,6 +170,20 @@ def ran_rows(exact_runs, monkeypatch, tmp_path, rows, outcome, **given):
     return began, table
 
 
+def test_the_switch_of_megatrons_own_graphs_is_the_replayed_runs_alone(exact, exact_runs, monkeypatch, tmp_path):
+    rows, given = [exact.Row(name="local", flags="a", when_replayed="--cuda-graph-impl local")], {}
+
+    def script_run(script, flags, *, tensorboard, **more):
+        given[tensorboard.name] = flags
+        return logs_of(exact_runs, 0, {1: 4.0})
+
+    monkeypatch.setattr(exact_runs, "script_run", script_run)
+    monkeypatch.setattr(exact_runs, "exact_flags", lambda row, data, steps: [row.flags])
+    monkeypatch.setattr(exact_runs, "plan_of", lambda *args, **kwargs: tmp_path / "plan.yaml")
+    exact_runs.run_rows(rows, tmp_path, tmp_path, jobs=1, limit=100.0, seconds=1000.0, tell=lambda table: None)
+    assert given == {"on": ["a", "--cuda-graph-impl", "local"], "off": ["a"], "unchanged": ["a"]}
+
+
 def test_runs_of_a_row_are_compared_step_by_step(exact, exact_runs, monkeypatch, tmp_path):
     rows = [exact.Row(name="one GPU", flags="a"), exact.Row(name="two", flags="b", gpus=2)]
     losses = {1: 4.0, 2: 3.0}
