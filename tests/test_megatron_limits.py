@@ -42,7 +42,7 @@ def documents(tmp_path, rng):
         (
             "transformer_engine",
             {"packer": "dynamic_cp"},
-            "--impl transformer_engine with --packer dynamic_cp: layers' graphs",
+            "--impl transformer_engine with --packer dynamic_cp: graphs of single layers",
         ),
         (
             "chunk",
@@ -175,7 +175,10 @@ CASES = {
         training={"pipeline_parallel_size": 2},
         config={"cuda_graph_impl": "local", "pipeline_model_parallel_size": 2},
     ),
-    ("graphs of single layers under dynamic context parallelism", None): Case(
+    ("`graphs.impl: local` under dynamic context parallelism", None): Case(
+        options=["--impl", "local"], dynamic=True, graphs={"impl": "local"}, config={"cuda_graph_impl": "local"}
+    ),
+    ("`graphs.impl: transformer_engine` under dynamic context parallelism", None): Case(
         options=["--impl", "transformer_engine"], dynamic=True, graphs={"impl": "transformer_engine"}, config=TE
     ),
     ("pipeline_model_parallel_size", "dynamic context parallelism"): Case(

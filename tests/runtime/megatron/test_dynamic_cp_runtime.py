@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core")
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
+from support.layer_graphs import FakeEngine, inputs, make_block  # noqa: E402
 from support.megatron_ranks import ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -28,6 +29,7 @@ from thdprof.runtime.megatron.decoder.context_groups import ContextGroups, conte
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.decoder.layout import lay_out, places_of  # noqa: E402
 from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs  # noqa: E402
+from thdprof.runtime.megatron.graphs.sized_layers import SizedLayerGraphs  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.megatron.refusals.dynamic_cp import group_sizes  # noqa: E402
 from thdprof.runtime.padding import PackedSequence, pack  # noqa: E402
@@ -66,9 +68,10 @@ def config(**changes):
     return made
 
 
-def complaints(plan, **changes) -> list[str]:
+def complaints(plan, environment=(), **changes) -> list[str]:
     try:
-        settings.check(config(**changes), plan, settings.Facts(num_chunks=1, data_parallel_size=2), {})
+        facts = settings.Facts(num_chunks=1, data_parallel_size=2)
+        settings.check(config(**changes), plan, facts, dict(environment))
     except settings.SettingsError as error:
         return str(error).splitlines()[1:]
     return []
@@ -115,9 +118,16 @@ def test_what_cannot_be_combined_is_refused_by_name(plan, changes, part):
 
 
 def test_a_plan_that_cannot_be_captured_for_every_size_is_refused(plan):
-    (line,) = complaints(graphs(plan, impl="transformer_engine"), cuda_graph_impl="transformer_engine")
-    assert line.startswith("- graphs.impl is transformer_engine: layers' graphs have one context-parallel size, ")
+    (line,) = complaints(graphs(plan, impl="local"), cuda_graph_impl="local")
+    assert line.startswith("- graphs.impl is local: layers' graphs have one context-parallel size, ")
     assert line.endswith("; set graphs.impl to chunk")
+    layers = graphs(plan, impl="transformer_engine")
+    (line,) = complaints(layers, cuda_graph_impl="transformer_engine")
+    assert line.startswith("- graphs.impl is transformer_engine: graphs of single layers for several context-parallel ")
+    assert line.endswith(
+        "set graphs.impl to chunk; with THDPROF_UNMEASURED=allow in the environment it is taken all the same"
+    )
+    assert complaints(layers, {"THDPROF_UNMEASURED": "allow"}, cuda_graph_impl="transformer_engine") == []
     (line,) = complaints(graphs(plan, capture="first_use"))
     assert "graphs.capture is first_use: ranks of every group must capture together" in line
     odd = plan.graphs.buckets[0].model_copy(update={"cp_size": 3})
@@ -346,10 +356,47 @@ def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeyp
 
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
     static = plan.model_copy(update={"training": replace(plan.training, max_seqlen_per_dp_cp_rank=None)})
+    made = "thdprof.runtime.megatron.graphs.sized_layers.SizedLayerGraphs"
+    monkeypatch.setattr(made, lambda decoder, buckets, **_: [bucket.cp_size for bucket in buckets])
+    layers = runner_of(Decoder(Block()), graphs(plan, impl="transformer_engine"), config(), slots=1, common={})
+    assert sorted({*layers}) == [1, 2, 4]
     for given, kind in ((plan, SizedChunkGraphs), (static, ChunkGraphs), (graphs(plan, impl="none"), SizedChunkGraphs)):
         run = runner_of(Decoder(Block()), given, config(), slots=1, common={})
         assert type(run) is kind
         assert run._surroundings.communicates  # a pass that fails on one rank ends training
+
+
+@pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
+def test_layers_are_captured_for_every_size_in_its_own_group():
+    plain, block = make_block(), make_block()
+    for layer in (*plain.layers, *block.layers):
+        layer.self_attention.core_attention.forward = lambda q, k, v, *_, **__: (q + k + v).reshape(ROOM, -1)
+    attention, captured = block.layers[0].self_attention, []
+
+    class Watched(FakeEngine):
+        def _pass(self, modules, sample_args):
+            captured.append(attention.pg_collection.cp.size())
+            super()._pass(modules, sample_args)
+
+    engine, groups = Watched(), {1: None, 2: Group(2, 1)}
+    engine.block, decoder = block, Decoder(block)
+    before = attention.pg_collection
+    buckets = [Bucket(max_seqs=3, max_seqlen=ROOM * s, n_tokens=ROOM, cp_size=s) for s in (1, 2)]
+    run = SizedLayerGraphs(decoder, buckets, num_slots=1, make=engine, sample_every=0)
+    decoder.attach(run, cp_size=2, shards=1, tail="none", groups=ContextGroups(groups, block))
+    for number, size in enumerate((2, 1, 2)):
+        found = []
+        for one in (plain, block):
+            x = inputs(3)[number].requires_grad_()
+            params = params_of(size, groups[size])
+            y = one(hidden_states=x, attention_mask=None, packed_seq_params=params)
+            y.square().sum().backward()
+            found.append((y.detach(), x.grad))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert captured == [2, 2, 1, 1]  # two warm-ups of each, all at the first micro-batch
+    assert attention.pg_collection is before
+    assert run.stats().replays == {buckets[0]: 1, buckets[1]: 2}
+    assert not run.stats().fallbacks
 
 
 def test_tables_of_one_size_for_all_cover_all_of_its_ranks():

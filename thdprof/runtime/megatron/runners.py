@@ -108,10 +108,12 @@ def runner_of(
             return local.LocalGraphs(decoder, plan.captured, generators=surroundings.generators, **common)
         case "transformer_engine":
             from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs
+            from thdprof.runtime.megatron.graphs.sized_layers import SizedLayerGraphs
             from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
             overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
-            return (OverlappedLayerGraphs if overlaps else LayerGraphs)(
+            kind = SizedLayerGraphs if is_dynamic(plan) else OverlappedLayerGraphs if overlaps else LayerGraphs
+            return kind(
                 decoder,
                 plan.captured,
                 num_slots=slots + overlaps,  # a micro-batch's forward begins before the backward of the one before

@@ -113,10 +113,13 @@ class Decoder(nn.Module):
             params = self._groups.of_size(params, packed.cp_size)
         if with_rope:
             kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards * packed.cp_size)
-        around = self._groups.around(packed.cp_size) if self._groups is not None else nullcontext()
-        with input_given(self.block, hidden_states), around:
+        with input_given(self.block, hidden_states), self.around(packed.cp_size):
             output: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
         return output
+
+    def around(self, cp_size: int) -> AbstractContextManager[None]:
+        """A context in which the layers compute positions for micro-batches that `cp_size` ranks share."""
+        return nullcontext() if self._groups is None else self._groups.around(cp_size)
 
     def attach(
         self,

@@ -26,6 +26,7 @@ from thdprof.runtime.graphs.static_metadata import sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder import operations, unfused_rope
+from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
 from thdprof.runtime.megatron.graphs.split import Split
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -49,7 +50,7 @@ class LayerCapture:
 
     def __init__(
         self,
-        decoder: nn.Module,
+        decoder: Decoder,
         splits: Sequence[Split],
         call: Call,
         *,
@@ -97,7 +98,11 @@ class LayerCapture:
         ):
             recorded, touched = self._rehearse(slot, bucket)
             parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
-            with aliased_parameters(self._decoder) as aliases, self._blocks_rng():
+            with (
+                aliased_parameters(self._decoder) as aliases,
+                self._blocks_rng(),
+                self._decoder.around(bucket.cp_size),
+            ):
                 pairs = [(p, aliases[id(p)]) for own in parameters for p in own]
                 spare_main_grads(list(aliases.values()))
                 inputs = slot.inputs_like(recorded)

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -150,7 +150,7 @@ class LayerGraphs(DispatchedModule):
         self._states = RegisteredStates(with_default(device, self._find_generators()))
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._layer_capture = LayerCapture(
-            self.module,
+            cast("Decoder", self.module),
             self._splits,
             call.without_values(),
             make=self._make,
