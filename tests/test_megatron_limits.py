@@ -273,6 +273,19 @@ def key_of(limit: Limit) -> tuple[str, str | None]:
 SHARED = {key_of(limit): limit for limit in LIMITS if limit.options is not None}
 
 
+def test_what_was_not_measured_is_taken_where_the_environment_says_so(thdprof, tmp_path, monkeypatch):
+    data = tmp_path / "documents.jsonl"
+    data.write_text("8\n" * 64)
+    options = ["--packer", "dynamic_cp", "--max-seqlen-per-dp-cp-rank", 16, "--data-parallel-size", 2]
+    options += ["--context-parallel-size", 2, "--global-batch-size", 8, "--impl", "transformer_engine"]
+    options += ["--tail-policy", "append_dummy_seq", "-o", tmp_path / "plan.yaml"]
+    assert thdprof("analyze", data, *options).returncode == 2
+    monkeypatch.setenv("THDPROF_UNMEASURED", "allow")
+    done = thdprof("analyze", data, *options)
+    assert done.returncode == 0, done.stderr
+    assert load_plan(tmp_path / "plan.yaml").graphs.impl in ("transformer_engine", "none")
+
+
 def test_every_limit_that_both_sides_know_has_a_case():
     assert len(SHARED) == len([limit for limit in LIMITS if limit.options is not None])
     assert [*CASES] == [*SHARED]

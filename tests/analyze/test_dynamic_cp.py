@@ -21,6 +21,7 @@ from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.report.terminal import print_report
 from thdprof.analyze.schedule import dynamic_cp
 from thdprof.analyze.schedule.dynamic_cp import deal
+from thdprof.analyze.schedule.dynamic_cp_rounds import Group, StoppedError, aligned
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.sources.base import UnpackedDocuments
 from thdprof.dispatch import Bucket
@@ -288,6 +289,54 @@ class TestDynamicCp:
         )  # fmt: skip
         assert found.microbatches.num_microbatches.tolist() == [2, 2]
         assert found.microbatches.exact
+
+    def test_rounds_that_cannot_be_cut_at_first_are_tried_again(self):
+        def rounds(*widths):
+            return [[Group(width, [number]) for number, width in enumerate(row)] for row in widths]
+
+        cut = aligned(rounds([8], [8], [4, 1, 1, 1, 1]), 7, 8)  # the last one over and over, until all parts are whole
+        assert [sum(group.width for group in one) for one in cut] == [8] * 7
+        assert sorted(document for one in cut[2:] for group in one for document in group.documents) == [0, 1, 2, 3, 4]
+        for widths in ([1, 1, 1, 1, 4], [8]):  # wider towards the last rank; nothing to part
+            with pytest.raises(StoppedError):
+                aligned(rounds(widths), 4, 8)
+
+    def test_steps_that_cannot_be_cut_are_told_and_end_nothing(self, tmp_path):
+        path = tmp_path / "documents.jsonl"
+        path.write_text("\n".join(["9"] * 8 + ["38"] * 2 + ["9"] * 6 + ["9"] * 8) + "\n")
+        given = {
+            "data_parallel_size": 4, "context_parallel_size": 1, "global_batch_size": 8, "seq_length": 40,
+            "max_seqlen_per_dp_cp_rank": 10, "pad_seq_to_mult": 1, "pipeline_parallel_size": 2,
+        }  # fmt: skip
+        whole = analysed(path, **given)
+        assert whole.microbatches.exact
+        found = analysed(path, **given, virtual_pipeline_size=2, microbatch_group_size=9)
+        (told,) = (text for text in found.warnings if "cannot cut rounds" in text)
+        assert told.startswith("step 0: Megatron-LM's default_dynamic_cp cannot cut rounds until their number is a ")
+        assert "a multiple of 9, as the virtual pipeline wants it" in told
+        assert not found.microbatches.exact
+        assert found.microbatches.num_microbatches.tolist() == whole.microbatches.num_microbatches.tolist()
+        assert max(map(max, found.slots)) > max(map(max, whole.slots))
+
+    def test_a_least_size_that_is_no_power_of_2_is_named(self, tmp_path):
+        path = tmp_path / "documents.jsonl"
+        path.write_text("8\n" * 16)
+        found = analysed(path, min_dynamic_context_parallel_size=3, global_batch_size=8, pad_seq_to_mult=1)
+        (told,) = (text for text in found.warnings if "IndexError" in text)
+        assert told.endswith("use a number of ranks and a least size that are powers of 2")
+
+    def test_a_pipelines_factor_is_of_each_step(self, tmp_path):
+        path = tmp_path / "documents.jsonl"
+        path.write_text("40\n40\n1\n1\n")  # two rounds, then one
+        given = {
+            "data_parallel_size": 2, "context_parallel_size": 2, "global_batch_size": 2, "seq_length": 40,
+            "max_seqlen_per_dp_cp_rank": 10, "pad_seq_to_mult": 1,
+        }  # fmt: skip
+        one, four = (analysed(path, **given, pipeline_parallel_size=size) for size in (1, 4))
+        assert four.microbatches.num_microbatches.tolist() == [2, 1]
+        ms = [analysis.recommendation.eager_step_ms for analysis in (one, four)]
+        # micro-batches of one document cost alike: (2 x 2.5 + 1 x 4) / (2 + 1) of them
+        assert ms[1] / ms[0] == pytest.approx(3, rel=0.05)
 
     def test_documents_take_at_least_the_least_size(self, documents):
         values = run_settings("dynamic_cp", 8, 10, min_dynamic_context_parallel_size=4)

@@ -374,8 +374,11 @@ def test_the_kind_of_graphs_decides_what_is_predicted_of_recomputed_layers(tmp_p
     layers, chunk = found["transformer_engine"], found["chunk"]
     assert chunk.memory.graph_bytes < layers.memory.graph_bytes == plain.memory.graph_bytes
     assert chunk.recommendation.graph_memory_bytes < layers.recommendation.graph_memory_bytes
-    assert layers.costs.replay == plain.costs.replay != chunk.costs.replay
-    assert layers.costs.eager == chunk.costs.eager != plain.costs.eager
+    assert (layers.costs.replay, layers.costs.eager) == (chunk.costs.replay, chunk.costs.eager)
+    told = "graphs of single layers keep what the model would recompute"
+    assert [sum(told in text for text in one.warnings) for one in (layers, chunk, plain)] == [1, 0, 0]
+    dropless = analyze_dataset(data, model=replace(LARGE, recompute_granularity="full"), **options)
+    assert sum(told in text for text in dropless.warnings) == 1  # which has no other graphs
 
 
 def test_only_adapters_have_gradients_and_optimizer_state():

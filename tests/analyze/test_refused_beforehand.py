@@ -63,6 +63,23 @@ def test_arguments_that_install_refuses_are_said(thdprof, documents, tmp_path, m
     assert refused(done) == lines
 
 
+@pytest.mark.parametrize("command", ["analyze", "sweep"])
+def test_the_kind_of_graphs_that_is_asked_for_decides_their_memory(thdprof, documents, tmp_path, command):
+    script = tmp_path / "launch.sh"
+    script.write_text(ARGUMENTS + "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+    packed = ["--loader", "single", "--packer", "first_fit_decreasing", "--json"]
+    packed += ["seq-length=64"] if command == "sweep" else []
+    found = [
+        thdprof(command, documents, "--megatron-args", script, *packed, "--impl", impl)
+        for impl in ("chunk", "transformer_engine")
+    ]
+    assert [done.returncode for done in found] == [0, 0], found[1].stderr
+    told = "graphs of single layers keep what the model would recompute"
+    if command == "analyze":
+        assert [told in done.stdout for done in found] == [False, True]
+    assert found[0].stdout != found[1].stdout
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [

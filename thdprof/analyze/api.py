@@ -66,7 +66,7 @@ def analyze_dataset(
             nccl-tests), by which communication beside graphs of a few layers is predicted; None: by the GPU's data
             sheet.
         impl: the kind of graphs that `make_plan` will be asked for: those of single layers keep what the model
-            recomputes, which memory and times are then predicted by; None: none, or not known.
+            recomputes, and their memory is then predicted so; None: none, or not known.
         settings: training settings by name, such as `seq_length=4096`; `thdprof.training.TrainingOptions` lists them.
 
     Raises:

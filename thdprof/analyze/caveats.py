@@ -138,6 +138,23 @@ def on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
     ]
 
 
+def on_layer_graphs(model: Model | None, settings: TrainingSettings, *, layer_graphs: bool) -> list[str]:
+    """A sentence where graphs of single layers keep what the model recomputes.
+
+    Args:
+        model: the model; None: not known.
+        settings: the run's settings.
+        layer_graphs: whether such graphs were asked for; with dropless experts there are no others.
+    """
+    recomputes = model is not None and model.recompute_granularity is not None
+    if not recomputes or not (layer_graphs or settings.experts == "dropless"):
+        return []
+    return [
+        "graphs of single layers keep what the model would recompute in them: their memory is predicted so, and "
+        "replays are quicker than predicted by what they do not compute again"
+    ]
+
+
 def on_the_model(
     model: Model | None, settings: TrainingSettings, times: Times, gpu: str | None, *, graphs: bool
 ) -> list[str]:

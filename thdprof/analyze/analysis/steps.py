@@ -15,7 +15,7 @@ from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_c
 from thdprof.analyze.buckets.offload_memory import freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.recommend import recommend
 from thdprof.analyze.buckets.statistics import Profile
-from thdprof.analyze.caveats import caveats, on_memory, on_the_model, on_the_order
+from thdprof.analyze.caveats import caveats, on_layer_graphs, on_memory, on_the_model, on_the_order
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import DatasetSummary, replay
@@ -143,18 +143,16 @@ def analyze_read(
     n_tokens_max = int(table.n_tokens.max())
     graph_tokens = settings.max_seqlen_per_dp_cp_rank or max(1, n_tokens_max // settings.context_parallel_size)
     no_model = None if measured else why_not(model, settings, attention)
-    modelled, gpu_note = None, None
+    modelled, gpu_note, layer_graphs = None, None, impl == "transformer_engine"
     if measured is None and no_model is None and model is not None:
         named, gpu_note = gpu_of(gpu)
-        modelled = modelled_times(
-            model, named, settings, table, profile, graph_tokens, layer_graphs=impl == "transformer_engine"
-        )
+        modelled = modelled_times(model, named, settings, table, profile, graph_tokens, layer_graphs=layer_graphs)
         gpu = named.name
     costs = measured or (modelled.table() if modelled else built_in_costs(attention, graph_tokens))
     in_flight = slots(
         pipeline_size=settings.pipeline_parallel_size,
         num_chunks=settings.virtual_pipeline_size or 1,
-        num_microbatches=int(table.num_microbatches.max()),
+        num_microbatches=_microbatches_at_once(table, settings),
         group=settings.microbatch_group_size,
     )
     num_slots = most_slots(in_flight)
@@ -189,7 +187,7 @@ def analyze_read(
         slots=in_flight,
         costs=costs,
         n_tokens=graph_tokens,
-        layer_graphs=impl == "transformer_engine",
+        layer_graphs=layer_graphs,
         freed_bytes=0 if prediction is None else prediction.device_bytes_freed,
     )
     quickest = min(recommendation.candidates, key=lambda c: (c.relative_step_time, c.max_seqs)).max_seqs
@@ -269,10 +267,22 @@ def analyze_read(
             *notes,
             *schedule.warnings,
             *on_memory(predicted_memory, gpu),
+            *on_layer_graphs(model, settings, layer_graphs=layer_graphs),
             *on_the_model(model, settings, times, gpu, graphs=bool(recommendation.buckets)),
             *caveats(replayed.kind, settings, table, costs, other_sizes, recommendation, limits=limits),
         ),
     )
+
+
+def _microbatches_at_once(table: MicrobatchTable, settings: TrainingSettings) -> int:
+    """Micro-batches of the fullest step; of rounds that Megatron cannot cut as a virtual pipeline wants them, as many
+    as the pipeline would want.
+    """
+    most = int(table.num_microbatches.max())
+    if table.groups is None or settings.virtual_pipeline_size is None:
+        return most
+    group = settings.microbatch_group_size or settings.pipeline_parallel_size
+    return -(-most // group) * group
 
 
 def _hosts(modelled: ModelledTimes | None) -> str:

@@ -95,12 +95,13 @@ def _warnings_on_ranks(
             f"{ranks} data-parallel x context-parallel ranks: Megatron-LM refuses dynamic context parallelism on an "
             "odd number of ranks when training starts"
         )
-    stopped = placement.stopped_steps
+    stopped, least = placement.stopped_steps, settings.min_dynamic_context_parallel_size
+    powers = "and a least size that are powers" if least & (least - 1) else "that is a power"
     if stopped.size:
         warnings.append(
             f"step {stopped[0]}: Megatron-LM's default_dynamic_cp would stop training with an IndexError, because it "
             f"cannot give work to all {ranks} data-parallel x context-parallel ranks. That happens in {stopped.size} "
-            f"of {num_steps} steps, whose micro-batches here are a guess: use a number of ranks that is a power of 2"
+            f"of {num_steps} steps, whose micro-batches here are a guess: use a number of ranks {powers} of 2"
         )
     parts = np.where(placement.cp_size > 1, 2 * placement.cp_size, 1)
     uneven = int((tokens % parts != 0).sum())
@@ -226,7 +227,8 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
 
 def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:
     """The placement with rounds cut in two until each step has a multiple of `multiple` of them."""
-    if multiple == 1:
+    _, of_steps = np.unique(np.unique(np.stack((placement.step, placement.round)), axis=1)[0], return_counts=True)
+    if not (of_steps % multiple).any():
         return placement
     rows: list[tuple[int, int, int, int, int]] = []
     uncut, count = [], 0

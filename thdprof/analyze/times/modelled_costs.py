@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
 from thdprof.analyze.times.attention import rounded_documents
@@ -49,16 +49,10 @@ class ModelledTimes:
         *,
         layer_graphs: bool = False,
     ) -> None:
-        """Times of `model`; with `layer_graphs` whole layers are captured one by one, which then recompute nothing."""
+        """Times of `model`; with `layer_graphs` the memory of a slot is that of layers that recompute nothing."""
         self.model, self.gpu, self.host, self.settings, self.shapes = model, gpu, host, settings, shapes
         self._layer_graphs = layer_graphs
         self.decoder = Decoder(model, gpu, pipeline_size=settings.pipeline_parallel_size)
-        keeps = layer_graphs and settings.experts != "dropless"
-        self._replayed = (
-            Decoder(replace(model, recompute_granularity=None), gpu, pipeline_size=settings.pipeline_parallel_size)
-            if keeps
-            else self.decoder
-        )
 
     @property
     def slower_kernels(self) -> float:
@@ -70,10 +64,9 @@ class ModelledTimes:
         """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
         return self._time(max_seqs, self.shapes.squared)
 
-    def _time(self, max_seqs: int, squared: float, decoder: Decoder | None = None) -> DecoderTime:
-        cp, tokens = self.settings.context_parallel_size, self.shapes.tokens
-        decoder = decoder or self.decoder
-        return decoder.time(tokens=tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
+    def _time(self, max_seqs: int, squared: float) -> DecoderTime:
+        cp = self.settings.context_parallel_size
+        return self.decoder.time(tokens=self.shapes.tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
 
     def outside(self) -> tuple[float, float]:
         """Embedding, output layer, loss and multi-token prediction of a micro-batch on this range of hosts, in
@@ -132,7 +125,7 @@ class ModelledTimes:
         return sorted({1, *_STEPS, *(n + 1 for n in _STEPS), 1024, top})
 
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
-        time = self._time(max_seqs, self.shapes.squared, self._replayed)
+        time = self.at(max_seqs)
         if not self._experts_run_eagerly(time):
             return ReplayPoint(max_seqs=max_seqs, ms=time.replay_ms)
         low, middle, high = self.host.partly_replayed_ms(time)

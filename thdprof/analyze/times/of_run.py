@@ -62,7 +62,7 @@ def modelled_times(
         table: the micro-batches.
         profile: their histograms.
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        layer_graphs: whether graphs hold single layers, which recompute nothing.
+        layer_graphs: whether graphs hold single layers, whose memory is that of layers that recompute nothing.
 
     Raises:
         UsageError: the model is trained in FP8, which the GPU has not.
