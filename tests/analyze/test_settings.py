@@ -32,6 +32,10 @@ def write_lines(path, lines):
         ({"train_samples": 10**13}, "--train-samples 10000000000000: more than 2,000,000,000 micro-batches"),
         ({"seed": 2**32}, "--seed 4294967296: is larger than 4294967295"),
         ({"microbatch_group_size": 4}, "microbatch_group_size 4: needs --virtual-pipeline-size"),
+        (
+            {"microbatch_group_size": 1, "virtual_pipeline_size": 2, "pipeline_parallel_size": 2},
+            "microbatch_group_size 1: .* smaller than --pipeline-parallel-size 2; use at least that",
+        ),
         ({"micro_batch_size": 1.5}, "--micro-batch-size 1.5: must be a whole number"),
         ({"nonsense": 1}, "unknown setting 'nonsense'"),
     ],
