@@ -270,6 +270,8 @@ class TestDynamicCp:
         # one round of 4 documents on 4 ranks; of a group of 2 it is cut into two rounds, each on all ranks
         whole = run_settings("dynamic_cp", 4, 10, pipeline_parallel_size=2)
         assert groups_of(np.array([[9, 9, 8, 8]]), whole) == [[on_ranks([(1, [9]), (1, [9]), (1, [8]), (1, [8])])]]
+        one_chunk = replace(whole, virtual_pipeline_size=1)  # which Megatron takes for no virtual pipeline
+        assert groups_of(np.array([[9, 9, 8, 8]]), one_chunk) == groups_of(np.array([[9, 9, 8, 8]]), whole)
         cut = replace(whole, virtual_pipeline_size=2)  # its group is the pipeline's size
         assert groups_of(np.array([[9, 9, 8, 8]]), cut) == [
             [on_ranks([(2, [8]), (2, [8])]), on_ranks([(2, [9]), (2, [9])])]

@@ -364,6 +364,13 @@ class TrainingSettings:
         """Micro-batches of one rank and step (where the packer does not decide)."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
+    @property
+    def microbatch_group(self) -> int:
+        """Micro-batches that a virtual pipeline runs in a group; 1 without one, or with one of a single chunk."""
+        if (self.virtual_pipeline_size or 1) == 1:
+            return 1
+        return self.microbatch_group_size or self.pipeline_parallel_size
+
 
 class TrainingOptions(TypedDict, total=False):
     """The settings that a caller may give: the fields of `TrainingSettings`, and `train_iters` for `train_samples`."""

@@ -279,10 +279,9 @@ def _microbatches_at_once(table: MicrobatchTable, settings: TrainingSettings) ->
     as the pipeline would want.
     """
     most = int(table.num_microbatches.max())
-    if table.groups is None or settings.virtual_pipeline_size is None:
+    if table.groups is None:
         return most
-    group = settings.microbatch_group_size or settings.pipeline_parallel_size
-    return -(-most // group) * group
+    return -(-most // settings.microbatch_group) * settings.microbatch_group
 
 
 def _hosts(modelled: ModelledTimes | None) -> str:

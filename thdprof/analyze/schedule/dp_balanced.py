@@ -66,13 +66,8 @@ def dp_balanced(
 
 
 def pack_multiple(settings: TrainingSettings) -> int:
-    """The number whose multiple the packs of a step must be: the data-parallel size, times the micro-batch group.
-
-    The group counts only under a virtual pipeline, and Megatron takes a virtual pipeline of one chunk for none.
-    """
-    if (settings.virtual_pipeline_size or 1) == 1:
-        return settings.data_parallel_size
-    return settings.data_parallel_size * (settings.microbatch_group_size or settings.pipeline_parallel_size)
+    """The number whose multiple the packs of a step must be: the data-parallel size, times the micro-batch group."""
+    return settings.data_parallel_size * settings.microbatch_group
 
 
 def _deal(lengths, size, capacity, cap, ranks, multiple, starts, sizes, dealt, row_sizes, microbatches):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202

@@ -129,7 +129,7 @@ def _warnings_on_rounds(
     if uncut.size:
         warnings.append(
             f"step {uncut[0]}: Megatron-LM's default_dynamic_cp cannot cut rounds until their number is a multiple of "
-            f"{_group_of(settings)}, as the virtual pipeline wants it, and would stop or hang. That happens in "
+            f"{settings.microbatch_group}, as the virtual pipeline wants it, and would stop or hang. That happens in "
             f"{uncut.size} of {num_steps} steps, whose micro-batches here are a guess"
         )
     over = 0 if cap is None else int((table.n_seqs > cap).sum())
@@ -139,13 +139,6 @@ def _warnings_on_rounds(
             "default_dynamic_cp does not keep to such a cap (--thd-max-packed-sequences), and training stops on them"
         )
     return warnings
-
-
-def _group_of(settings: TrainingSettings) -> int:
-    """Micro-batches that the virtual pipeline runs in a group; 1 without one."""
-    if settings.virtual_pipeline_size is None:
-        return 1
-    return settings.microbatch_group_size or settings.pipeline_parallel_size
 
 
 def capacity(table: MicrobatchTable, settings: TrainingSettings) -> NDArray[np.int64]:
@@ -222,7 +215,7 @@ def deal(by_step: NDArray[np.int64], settings: TrainingSettings) -> tuple[Placem
         stopped_steps=np.flatnonzero(stopped),
         uncut_steps=np.empty(0, dtype=np.int64),
     )
-    return _aligned(placement, _group_of(settings), ranks), tokens
+    return _aligned(placement, settings.microbatch_group, ranks), tokens
 
 
 def _aligned(placement: Placement, multiple: int, ranks: int) -> Placement:

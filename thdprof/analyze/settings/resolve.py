@@ -252,7 +252,7 @@ def _check_pipeline(settings: TrainingSettings) -> None:
         raise UsageError(
             f"--virtual-pipeline-size {settings.virtual_pipeline_size}: needs --pipeline-parallel-size over 1"
         )
-    if group is not None and group < settings.pipeline_parallel_size:
+    if settings.virtual_pipeline_size > 1 and group is not None and group < settings.pipeline_parallel_size:
         raise UsageError(
             f"{shown('microbatch_group_size', group)}: megatron-core refuses a group smaller than "
             f"--pipeline-parallel-size {settings.pipeline_parallel_size}; use at least that"

@@ -54,7 +54,7 @@ def _of_groups(config: Any, plan: Plan) -> Iterator[str]:
     if (training.virtual_pipeline_size or 1) == 1 or not plan.captured:
         return
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or training.pipeline_parallel_size
-    planned = training.microbatch_group_size or training.pipeline_parallel_size
+    planned = training.microbatch_group
     if group == planned:
         return
     each = training.micro_batch_size * training.data_parallel_size
