@@ -167,6 +167,8 @@ SETTINGS = (
         name="4 layers, 64 dropless experts, full recompute",
         model=like(DROPLESS, recompute_granularity="full", recompute_num_layers=1),
     ),
+    Setting(name="8 layers of Llama 3 8B, 2 of multi-token prediction", model=like(LLAMA, mtp_num_layers=2)),
+    Setting(name="4 layers, 64 dropless experts, multi-token prediction", model=like(DROPLESS, mtp_num_layers=1)),
     Setting(name="Qwen3-0.6B, FP8 current scaling, eager", model=like(QWEN, fp8_recipe="tensorwise"), buckets="eager"),
     Setting(name="Qwen3-0.6B, PP 2", model=QWEN, pp=2),
     Setting(name="Qwen3-0.6B, PP 2, covered", model=QWEN, pp=2, buckets="covered"),
@@ -259,6 +261,8 @@ def flags_of(setting: Setting, prefix: Path) -> list[str]:
         words += ["--recompute-num-layers", model.recompute_num_layers or 1]
     elif model.recompute_granularity == "selective":
         words += ["--recompute-granularity", "selective", "--recompute-modules", *model.recompute_modules]
+    if model.mtp_num_layers:
+        words += ["--mtp-num-layers", model.mtp_num_layers]
     if model.fp8_recipe:
         words += ["--fp8-format", "hybrid", "--fp8-recipe", model.fp8_recipe]
     words += ["--pipeline-model-parallel-size", setting.pp]

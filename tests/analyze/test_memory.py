@@ -18,7 +18,13 @@ from support.schedules import make_costs, make_table
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
 from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
-from thdprof.analyze.buckets.saved_tensors import around_router, layer_kinds, layer_tensors
+from thdprof.analyze.buckets.saved_tensors import (
+    around_router,
+    layer_kinds,
+    layer_tensors,
+    mtp_around_router,
+    mtp_tensors,
+)
 from thdprof.analyze.report.json_ import to_json
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence
 from thdprof.analyze.report.terminal import print_report
@@ -338,10 +344,82 @@ def test_a_capture_up_to_a_router_runs_no_experts():
     assert warm_up == pass_bytes(inside, 4096) < pass_bytes([*inside, *behind], 4096)
 
 
+# --- multi-token prediction -----------------------------------------------------------------------------------------
+
+
+def kept_in_prediction(model) -> float:
+    """Bytes a token that a layer of multi-token prediction keeps."""
+    return sum(one.bytes_per_token for one in mtp_tensors(model) if not one.recomputed)
+
+
+def test_a_layer_of_multi_token_prediction_saves_what_was_counted_by_hand():
+    # inputs of three norms and of the projection, which is twice as wide (5 x 64 x 2), mean and deviation of each norm
+    whole = saved_by_layer(DENSE) + 5 * 64 * 2 + 3 * 2 * 4
+    assert kept_in_prediction(DENSE) == whole
+    quantized = like(fp8_recipe="tensorwise")
+    assert kept_in_prediction(quantized) - saved_by_layer(quantized) == 5 * 64 * 2 + 3 * 2 * 4 - 2 * 64
+    shared = like(tensor_model_parallel_size=2, sequence_parallel=True)
+    assert kept_in_prediction(shared) == whole / 2
+    assert kept_in_prediction(like(recompute_granularity="full")) == 2 * 64 * 2  # its two inputs
+    assert kept_in_prediction(like(recompute_granularity="full", recompute_method="block")) == whole
+    chosen = like(recompute_granularity="selective", recompute_modules=("mlp",))
+    assert kept_in_prediction(chosen) - saved_by_layer(chosen) == whole - saved_by_layer(DENSE)
+
+
+WIDE = like(num_layers=8, hidden_size=1024, num_attention_heads=16, mtp_num_layers=2)
+LAYER, PREDICTION = layer_tensors(WIDE, "attention+mlp"), mtp_tensors(WIDE)
+
+
+def test_replayed_multi_token_prediction_is_in_the_slots_and_eager_beside_them():
+    found, alone = (
+        dropless_peak(one, caps=(2,), slots=((3,),), experts="none") for one in (WIDE, replace(WIDE, mtp_num_layers=0))
+    )
+    one_pass, hidden = pass_bytes([LAYER] * 8 + [PREDICTION] * 2, 4096), 4096 * 1024 * 2
+    pools = pass_bytes([LAYER] * 8, 4096) + 2 * pass_bytes([PREDICTION], 4096) + 3 * 32 * MIB
+    assert found.graph_bytes == 3 * pools
+    assert slot_bytes(WIDE, run_of(seq_length=4096), 4096) == pools
+    assert (found.eager_in_flight, found.eager_bytes) == (1, one_pass)
+    assert found.static_bytes - alone.static_bytes == 3 * hidden * 3 * 2  # two inputs and a gradient, of each depth
+    assert found.outside_bytes - alone.outside_bytes == 2 * 4 * 4096 * WIDE.vocab_size  # what both losses keep
+    others = 2 * WIDE.query_groups * WIDE.head_dim * 2 * 4096 * 10  # the other rank's keys and values, of ten layers
+    shared = run_of(seq_length=4096, context_parallel_size=2)
+    assert slot_bytes(WIDE, shared, 4096) == pools + others
+    measured = built_in_costs("transformer_engine", 4096).model_copy(update={"calibrated": True, "slot_bytes": 10**9})
+    found, alone = (
+        dropless_peak(one, caps=(2,), slots=((3,),), experts="none", costs=measured)
+        for one in (WIDE, replace(WIDE, mtp_num_layers=0))
+    )
+    assert found.graph_bytes - alone.graph_bytes == 3 * 2 * (pass_bytes([PREDICTION], 4096) + 32 * MIB)
+
+
+def test_the_last_chunk_of_the_last_stage_has_multi_token_prediction():
+    run = {"pipeline_parallel_size": 2, "experts": "none"}
+    first = dropless_peak(WIDE, slots=((4,), (1,)), **run)
+    assert (first.pipeline_rank, first.graph_bytes) == (0, 4 * (pass_bytes([LAYER] * 4, 4096) + 32 * MIB))
+    last = dropless_peak(WIDE, slots=((1, 1), (2, 3)), virtual_pipeline_size=2, **run)
+    chunk, prediction = pass_bytes([LAYER] * 2, 4096) + 32 * MIB, pass_bytes([PREDICTION], 4096) + 32 * MIB
+    assert (last.pipeline_rank, last.graph_bytes) == (1, 5 * chunk + 3 * 2 * prediction)
+
+
+def test_dropless_experts_of_multi_token_prediction_are_behind_its_graph_with_its_last_norm():
+    model = replace(LARGE, mtp_num_layers=1)
+    inside, behind = mtp_around_router(model)
+    assert {one.module for one in behind} >= {"final_layernorm", "mlp.experts"}
+    assert sum(one.bytes_per_token for one in (*inside, *behind)) == kept_in_prediction(model)
+    graphs, experts = layers_around_router(LARGE, 2)
+    found = dropless_peak(model)
+    assert found.graph_bytes == pass_bytes(graphs, 4096) + pass_bytes([inside], 4096) + 2 * 32 * MIB
+    assert found.experts_bytes == pass_bytes([*experts, behind], 4096)
+    recomputed = mtp_around_router(replace(model, recompute_granularity="full"))
+    assert recomputed[0] == inside
+    assert all(one.recomputed for one in recomputed[1])
+
+
 @pytest.mark.parametrize("modules", [("core_attn",), ("mlp",), ("moe",)])
 def test_graphs_of_single_layers_keep_what_the_model_recomputes(modules):
     padded = replace(LARGE, moe_expert_capacity_factor=1.0)
-    for model, experts in ((like(LARGE, num_experts=None), "none"), (padded, "padded")):
+    predicting = like(LARGE, num_experts=None, mtp_num_layers=1)
+    for model, experts in ((like(LARGE, num_experts=None), "none"), (predicting, "none"), (padded, "padded")):
         chosen = replace(model, recompute_granularity="selective", recompute_modules=modules)
         settings = run_of(seq_length=4096, experts=experts)
         plain = slot_bytes(model, settings, 4096)

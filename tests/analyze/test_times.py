@@ -11,8 +11,10 @@ import pytest
 from support.paths import ROOT
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.buckets.cost_table import HOSTS, HostEnd
 from thdprof.analyze.report.json_ import to_dict
 from thdprof.analyze.report.terminal import sentence, verdict_sentence
+from thdprof.analyze.times import verdict
 from thdprof.analyze.times.attention import rounded_documents
 from thdprof.analyze.times.decoder import Decoder
 from thdprof.analyze.times.gpus import GPUS, find_gpu
@@ -20,7 +22,6 @@ from thdprof.analyze.times.host import STATED, HostRate
 from thdprof.analyze.times.modelled_costs import ModelledTimes, Shapes
 from thdprof.analyze.times.outside import LAUNCHES
 from thdprof.analyze.times.results import Times
-from thdprof.analyze.times.verdict import rule
 from thdprof.analyze.times.worth import worth_of
 from thdprof.errors import UsageError
 from thdprof.training import Model, TrainingSettings
@@ -171,7 +172,7 @@ def test_the_ends_of_a_pipeline_share_the_launches_outside_the_decoder():
     assert end == pytest.approx(whole / 2)
     layer = Decoder(model, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
     predicting = times_outside(replace(model, mtp_num_layers=1), pipeline_parallel_size=2)[1]
-    assert predicting == pytest.approx(whole / 2 + whole + STATED.launch_ms(layer)[1] / model.num_layers)
+    assert predicting == pytest.approx(whole / 2 + whole + layer.gpu_ms / model.num_layers)
 
 
 def test_without_a_vocabulary_the_optimizer_updates_the_layers():
@@ -188,14 +189,50 @@ def test_the_longest_stage_of_a_pipeline_is_modelled_wherever_it_is(pattern: str
     assert half.expert_launches == Decoder(model, GPUS["h200"]).time(**work).expert_launches > 0
 
 
-def test_a_layer_of_multi_token_prediction_runs_eagerly_outside_the_decoder():
-    model = replace(QWEN, vocab_size=None, num_layers=4)
-    layer = Decoder(model, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12)
-    expected = 2 * times_outside(model)[1] + STATED.launch_ms(layer)[1] / 4
-    assert times_outside(replace(model, mtp_num_layers=1))[1] == pytest.approx(expected)
-    deep = replace(model, mtp_num_layers=1, hidden_size=16384, num_attention_heads=128)
-    gpu_ms = Decoder(deep, GPUS["h200"]).time(tokens=4096, squared=2e6, max_seqs=12).gpu_ms
-    assert times_outside(deep)[0] == pytest.approx(gpu_ms / 4)
+DROPLESS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 768}
+PREDICTED = replace(QWEN, vocab_size=None, num_layers=4, mtp_num_layers=2)
+"""A decoder with layers of multi-token prediction, half as many."""
+
+
+def of_micro_batch(times: ModelledTimes, end: HostEnd, *, cap: int = 12) -> tuple[float, float]:
+    """The time of a typical micro-batch at this end of the range of hosts: replayed with `cap`, and eagerly."""
+    costs = times.table().at_host(end)
+    assert costs.outside_ms is not None
+    return costs.replay_ms(cap, 4096) + costs.outside_ms, float(costs.eager_ms(np.array([12]))[0]) + costs.outside_ms
+
+
+@pytest.mark.parametrize("end", HOSTS)
+@pytest.mark.parametrize("experts", ["none", "dropless"])
+def test_layers_of_multi_token_prediction_are_replayed_and_run_eagerly_as_the_decoders_are(experts: str, end: HostEnd):
+    model = replace(PREDICTED, **DROPLESS) if experts == "dropless" else PREDICTED
+    alone, predicting = (modelled(one, experts=experts) for one in (replace(model, mtp_num_layers=0), model))
+    layers, place = alone.at(12), HOSTS.index(end)
+    heads = 2 * LAUNCHES * (STATED.low_us, STATED.high_us)[place] / 1000
+    replayed, eager = (after - before for before, after in zip(
+        of_micro_batch(alone, end), of_micro_batch(predicting, end), strict=True))  # fmt: skip
+    of_experts = STATED.partly_replayed_ms(layers)
+    of_layers = (of_experts[0], of_experts[2])[place] if experts == "dropless" else layers.gpu_ms
+    assert replayed == pytest.approx(of_layers / 2 + heads)
+    assert eager == pytest.approx(STATED.eager_ms(layers)[place] / 2 + heads)
+    assert experts == "none" or of_layers > layers.gpu_ms or end == "low"
+
+
+def test_replays_of_multi_token_prediction_take_longer_with_the_cap_as_the_decoders_do():
+    alone, predicting = (modelled(one) for one in (replace(PREDICTED, mtp_num_layers=0), PREDICTED))
+    more = [of_micro_batch(one, "low", cap=512)[0] - of_micro_batch(one, "low")[0] for one in (alone, predicting)]
+    assert more[1] == pytest.approx(1.5 * more[0]) != 0
+
+
+@pytest.mark.parametrize("experts", ["none", "dropless"])
+def test_multi_token_prediction_changes_no_verdict(experts: str, monkeypatch: pytest.MonkeyPatch):
+    model = replace(PREDICTED, **DROPLESS) if experts == "dropless" else PREDICTED
+    shares: list[tuple[float, ...]] = []
+    monkeypatch.setattr(verdict, "rule", lambda *found: shares.append(found) or "graphs pay")
+    for depths in (0, 2):
+        times = modelled(replace(model, mtp_num_layers=depths), experts=experts)
+        replay_ms = times.table().replay_ms(12, 4096)
+        verdict.modelled_verdict(times, Times(origin="modelled", basis="", decoder_replay_ms=replay_ms))
+    assert shares[1] == pytest.approx(shares[0], rel=0.02)  # but for the launch of the decoder's own graphs
 
 
 def test_adapters_are_launched_in_eager_layers_and_with_the_experts():
@@ -239,7 +276,7 @@ def test_fp8_launches_more_and_computes_less():
     ],
 )
 def test_the_verdict_follows_the_range(slowest: float, middle: float, quickest: float, ruling: str):
-    assert rule(slowest, middle, quickest) == ruling
+    assert verdict.rule(slowest, middle, quickest) == ruling
 
 
 def test_a_small_model_is_told_that_graphs_pay_and_a_large_one_that_they_do_not():

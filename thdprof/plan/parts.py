@@ -195,10 +195,11 @@ class TimesPart(Part):
     decoder_replay_ms: float | None = None
     """Forward and backward of the layers of one rank, replayed, in milliseconds."""
     decoder_eager_ms: Range | None = None
-    """The same run eagerly, in milliseconds: the lowest and the highest value that is expected."""
+    """The same run eagerly, with what layers of multi-token prediction take longer eagerly than replayed, in
+    milliseconds: the lowest and the highest value that is expected."""
     outside_decoder_ms: float | None = None
-    """Embedding, output layer, loss and layers of multi-token prediction, and a micro-batch's share of the optimizer's
-    step, in milliseconds."""
+    """Embedding, output layer, loss and replayed layers of multi-token prediction, and a micro-batch's share of the
+    optimizer's step, in milliseconds."""
     relative_step_time: Range | None = None
     """Mean step time divided by that of an eager step: the lowest and the highest value. Where the plan captures
     nothing, it is of the one cap that would be quickest."""

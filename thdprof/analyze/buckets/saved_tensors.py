@@ -27,6 +27,8 @@ _MASK_BYTES = 1
 """Bytes of one element of a dropout mask."""
 _EXPERTS = "mlp.experts"
 """The module of a layer's experts, which dropless ones keep out of graphs."""
+_LAST_NORM = "final_layernorm"
+"""The last module of a layer of multi-token prediction."""
 _LETTERS: dict[str, Kind] = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
@@ -87,10 +89,43 @@ def around_router(model: Model, kind: Kind) -> tuple[list[Saved], list[Saved]]:
         model: the model.
         kind: what the layer holds.
     """
-    tensors = layer_tensors(model, kind)
-    behind = [one for one in tensors if "moe" in kind and (one.module == "mlp" or one.module.startswith(_EXPERTS))]
     inside = layer_tensors(replace(model, recompute_granularity=None), kind)
-    return [one for one in inside if one.module not in {other.module for other in behind}], behind
+    return _split_at_router(inside, kind)[0], _split_at_router(layer_tensors(model, kind), kind)[1]
+
+
+def mtp_tensors(model: Model) -> list[Saved]:
+    """What one layer of multi-token prediction saves: the norms of its two inputs (the states of the layer before and
+    an embedding), their projection, a layer like the decoder's last one, and the last norm.
+
+    The first two tensors are its inputs, which alone are kept with full recompute. Megatron recomputes it with the
+    method uniform only.
+    """
+    if model.recompute_method == "block" and model.recompute_granularity == "full":
+        model = replace(model, recompute_granularity=None)
+    before, after = _Layer(model), _Layer(model)
+    before.joined_inputs()
+    after.last_norm()
+    tensors = [*before.tensors, *layer_tensors(model, layer_kinds(model)[-1]), *after.tensors]
+    whole = model.recompute_granularity == "full"
+    return [
+        replace(one, is_input=place < 2, recomputed=place >= 2 and (one.recomputed or whole))
+        for place, one in enumerate(tensors)
+    ]
+
+
+def mtp_around_router(model: Model) -> tuple[list[Saved], list[Saved]]:
+    """What `around_router` gives, of one layer of multi-token prediction; behind its router is its last norm, too."""
+    kind, plain = layer_kinds(model)[-1], replace(model, recompute_granularity=None)
+    return _split_at_router(mtp_tensors(plain), kind)[0], _split_at_router(mtp_tensors(model), kind)[1]
+
+
+def _split_at_router(tensors: Sequence[Saved], kind: Kind) -> tuple[list[Saved], list[Saved]]:
+    """The tensors of a layer that holds `kind`, up to its router and behind it."""
+
+    def follows(one: Saved) -> bool:
+        return "moe" in kind and (one.module in ("mlp", _LAST_NORM) or one.module.startswith(_EXPERTS))
+
+    return [one for one in tensors if not follows(one)], [one for one in tensors if follows(one)]
 
 
 def recomputed_together(layers: Sequence[Sequence[Saved]]) -> list[Saved]:
@@ -162,6 +197,20 @@ class _Layer:
     def _dropout(self, module: str) -> None:
         if self._model.hidden_dropout:
             self._add(module, self._model.hidden_size * self._outer, _MASK_BYTES)
+
+    def joined_inputs(self) -> None:
+        """Both inputs of a layer of multi-token prediction, and what their norms and their projection save besides."""
+        width = self._model.hidden_size * self._outer
+        self._add("hnorm", width, self._element)
+        self._add("enorm", width, self._element)
+        for norm in ("hnorm", "enorm"):
+            self._add(norm, self._statistics * self._outer, STATISTICS_BYTES)
+        self._linear_input("eh_proj", 2 * width)
+
+    def last_norm(self) -> None:
+        """The last norm of a layer of multi-token prediction."""
+        self._add(_LAST_NORM, self._model.hidden_size * self._outer, self._element)
+        self._add(_LAST_NORM, self._statistics * self._outer, STATISTICS_BYTES)
 
     def attention(self) -> None:
         """Self-attention; keys and values of fewer groups are not spread out."""

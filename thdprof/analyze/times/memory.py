@@ -25,6 +25,8 @@ from thdprof.analyze.buckets.saved_tensors import (
     around_router,
     layer_kinds,
     layer_tensors,
+    mtp_around_router,
+    mtp_tensors,
     recomputed_together,
 )
 from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
@@ -189,10 +191,11 @@ def _rank(
 ) -> _Rank:
     """What a rank of `stage` holds."""
     assert model.vocab_size is not None
+    of_trainer = is_run_of_trainer(settings)
     parameters = stage_parameters(model, stage, model.vocab_size)
     state, moments = (
         trainer_state_bytes(model, parameters)
-        if is_run_of_trainer(settings)
+        if of_trainer
         else state_bytes(
             model,
             parameters,
@@ -200,8 +203,12 @@ def _rank(
             context_parallel_size=settings.context_parallel_size,
         )
     )
-    passes = [_pass_bytes(model, settings, [chunk], n_tokens) for chunk in stage.chunks]
-    replayed = [_replayed(model, settings, [chunk], n_tokens, layer_graphs=layer_graphs) for chunk in stage.chunks]
+    depths = [0] * len(stage.chunks)
+    if stage.last and not of_trainer:
+        depths[-1] = model.mtp_num_layers
+    parts = [([chunk], depth) for chunk, depth in zip(stage.chunks, depths, strict=True)]
+    passes = [_pass_bytes(model, settings, *part, n_tokens) for part in parts]
+    replayed = [_replayed(model, settings, *part, n_tokens, layer_graphs=layer_graphs) for part in parts]
     beside = max(0, sum(slots) - in_flight)  # replayed micro-batches in flight, of which one at a time has a backward
     kept, in_backward = max((one.kept_beside, one.beside) for one in replayed)
     experts = beside * kept + (in_backward - kept if beside else 0)
@@ -210,10 +217,12 @@ def _rank(
     one_graph = 0
     if costs.calibrated and costs.slot_bytes is not None:
         whole = costs.slot_bytes * n_tokens / costs.n_tokens
-        of_chunks = [round(whole * share_of_model)] * len(stage.chunks)
+        of_chunks = [round(whole * share_of_model)] * len(stage.chunks)  # what is measured is the decoder
+        predicting = _replayed(model, settings, [], depths[-1], n_tokens, layer_graphs=layer_graphs)
+        of_chunks[-1] += predicting.in_pool + depths[-1] * _GRAPH_WORKSPACE
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
-        of_chunks = [one.in_pool + _GRAPH_WORKSPACE for one in replayed]
+        of_chunks = [one.in_pool + (1 + depth) * _GRAPH_WORKSPACE for one, depth in zip(replayed, depths, strict=True)]
     graphs = round(sum(count * size * overhead for count, size in zip(slots, of_chunks, strict=True)))
     if sum(slots):
         extra = overhead - 1
@@ -223,20 +232,22 @@ def _rank(
         moments=moments,
         graphs=max(0, graphs - freed_bytes),
         one_graph=min(one_graph, max(0, graphs - freed_bytes)),
-        static=3 * hidden * sum(slots),
+        static=3 * hidden * sum(count * (1 + depth) for count, depth in zip(slots, depths, strict=True)),
         eager=in_flight * max(passes, default=0),
         experts=experts,
         warm_up=round(max(one.in_pool for one in replayed) + 4 * parameters.largest) if sum(slots) else 0,
         outside=hidden * sum(slots)
         + (
             trainer_loss_bytes(model, model.vocab_size, n_tokens)
-            if is_run_of_trainer(settings)
+            if of_trainer
             else _outside(model, stage, model.vocab_size, n_tokens)
         ),
     )
 
 
-def _pass_bytes(model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int) -> int:
+def _pass_bytes(
+    model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], depths: int, n_tokens: int
+) -> int:
     """Memory of one eager micro-batch in model chunks that run one after another: what their layers save, and gradients
     in its backward.
 
@@ -244,11 +255,13 @@ def _pass_bytes(model: Model, settings: TrainingSettings, chunks: Sequence[Seque
         model: the model.
         settings: the run's settings.
         chunks: the layers of each chunk.
+        depths: layers of multi-token prediction behind the last chunk.
         n_tokens: tokens of the micro-batch on one context-parallel rank.
     """
     of_trainer = is_run_of_trainer(settings)
     layers = [layer for chunk in chunks for layer in _layers(model, chunk, of_trainer=of_trainer)]
-    return pass_bytes(layers, n_tokens) + _keys_of_others(model, settings, chunks, n_tokens)
+    layers += [mtp_tensors(model)] * depths
+    return pass_bytes(layers, n_tokens) + _keys_of_others(model, settings, chunks, depths, n_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +269,7 @@ class _Replayed:
     """Memory of one replayed micro-batch, in bytes."""
 
     in_pool: int
-    """In the pool of its slot."""
+    """In the pool of its slot, and in those of layers of multi-token prediction, which have slots of their own."""
     beside: int = 0
     """Of dropless experts, which run behind the graph that ends at their router, gradients in a backward included."""
     kept_beside: int = 0
@@ -264,30 +277,41 @@ class _Replayed:
 
 
 def _replayed(
-    model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int, *, layer_graphs: bool
+    model: Model,
+    settings: TrainingSettings,
+    chunks: Sequence[Sequence[Kind]],
+    depths: int,
+    n_tokens: int,
+    *,
+    layer_graphs: bool,
 ) -> _Replayed:
     """What one replayed micro-batch takes; arguments are those of `_pass_bytes` and `predict_memory`."""
     if is_run_of_trainer(settings):
-        return _Replayed(in_pool=_pass_bytes(model, settings, chunks, n_tokens))
+        return _Replayed(in_pool=_pass_bytes(model, settings, chunks, depths, n_tokens))
     if settings.experts != "dropless":
         captured = replace(model, recompute_granularity=None) if layer_graphs else model
-        return _Replayed(in_pool=_pass_bytes(captured, settings, chunks, n_tokens))
+        of_chunks = _pass_bytes(captured, settings, chunks, 0, n_tokens)
+        return _Replayed(in_pool=of_chunks + depths * _pass_bytes(captured, settings, [], 1, n_tokens))
     parts = [around_router(model, kind) for chunk in chunks for kind in chunk]
-    behind = [rest for _, rest in parts]
+    predicted = mtp_around_router(model)
+    behind = [rest for _, rest in (*parts, *[predicted] * depths)]
     return _Replayed(
         in_pool=pass_bytes([graph for graph, _ in parts], n_tokens)
-        + _keys_of_others(model, settings, chunks, n_tokens),
+        + depths * pass_bytes([predicted[0]], n_tokens)
+        + _keys_of_others(model, settings, chunks, depths, n_tokens),
         beside=pass_bytes(behind, n_tokens),
         kept_beside=saved_bytes(behind, n_tokens),
     )
 
 
-def _keys_of_others(model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], n_tokens: int) -> int:
+def _keys_of_others(
+    model: Model, settings: TrainingSettings, chunks: Sequence[Sequence[Kind]], depths: int, n_tokens: int
+) -> int:
     """Memory of the keys and values that come from other context-parallel ranks: they are in buffers that a second
     stream uses as well, which torch's allocator does not give back within a pass.
     """
     others = settings.context_parallel_size - 1
-    attending = sum("attention" in kind for chunk in chunks for kind in chunk)
+    attending = sum("attention" in kind for chunk in (*chunks, layer_kinds(model)[-1:] * depths) for kind in chunk)
     keys = 2 * model.query_groups * model.head_dim / model.tensor_model_parallel_size
     return round(others * attending * keys * 2 * n_tokens)
 
@@ -303,7 +327,9 @@ def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int, *, layer
     """
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
-    return _replayed(model, settings, chunks, n_tokens, layer_graphs=layer_graphs).in_pool + _GRAPH_WORKSPACE
+    depths = 0 if is_run_of_trainer(settings) else model.mtp_num_layers
+    pools = _replayed(model, settings, chunks, depths, n_tokens, layer_graphs=layer_graphs).in_pool
+    return pools + (1 + depths) * _GRAPH_WORKSPACE
 
 
 def hidden_bytes(model: Model, n_tokens: int) -> int:
@@ -331,18 +357,16 @@ def _layers(model: Model, chunk: Sequence[Kind], *, of_trainer: bool = False) ->
 
 
 def _outside(model: Model, stage: Stage, vocab_size: int, n_tokens: int) -> int:
-    """Memory outside the decoder: the embedding's output, logits and loss, multi-token prediction."""
+    """Memory outside the decoder: the embedding's output, logits and loss, those of multi-token prediction too."""
     total = 0
     hidden = hidden_bytes(model, n_tokens)
     rows = vocab_size / model.tensor_model_parallel_size
     if stage.first:
         total += hidden
     if stage.last:
-        extra = model.mtp_num_layers
         logits = n_tokens * rows
         gradient = 0 if model.lora_dim else rows * model.hidden_size * 2
-        total += round(max(_LOGITS_BYTES * logits, 2 * logits + gradient) + extra * _SAVED_LOGITS_BYTES * logits)
+        kept = model.mtp_num_layers * _SAVED_LOGITS_BYTES * logits
+        total += round(max(_LOGITS_BYTES * logits, 2 * logits + gradient) + kept)
         total += 2 * hidden
-        if extra:
-            total += extra * saved_bytes(_layers(model, layer_kinds(model)[-1:]), n_tokens)
     return total

@@ -53,6 +53,8 @@ class ModelledTimes:
         self.model, self.gpu, self.host, self.settings, self.shapes = model, gpu, host, settings, shapes
         self._layer_graphs = layer_graphs
         self.decoder = Decoder(model, gpu, pipeline_size=settings.pipeline_parallel_size)
+        self._mtp_layers = model.mtp_num_layers / self.decoder.num_layers
+        self._typical_gpu_ms = self.at(shapes.typical).gpu_ms
 
     @property
     def slower_kernels(self) -> float:
@@ -69,18 +71,26 @@ class ModelledTimes:
         return self.decoder.time(tokens=self.shapes.tokens * cp, squared=squared, max_seqs=max_seqs, cp_size=cp)
 
     def outside(self) -> tuple[float, float]:
-        """Embedding, output layer, loss and multi-token prediction of a micro-batch on this range of hosts, in
-        milliseconds. Without a vocabulary it is what launching them takes.
+        """Embedding, output layer and loss of a micro-batch on this range of hosts, in milliseconds, and the GPU's work
+        on layers of multi-token prediction. Without a vocabulary it is what launching the former takes, and that work.
         """
-        model, time = self.model, self.at(self.shapes.typical)
-        mtp_layers = model.mtp_num_layers / self.decoder.num_layers  # which run eagerly
-        gpu = outside_ms(model, self.gpu, self.shapes.tokens) + mtp_layers * time.gpu_ms
-        launches = outside_launches(model, pipeline_size=self.settings.pipeline_parallel_size)
-        low, high = (mtp_layers * ms for ms in self.host.launch_ms(time))
+        gpu = outside_ms(self.model, self.gpu, self.shapes.tokens)
+        launches = outside_launches(self.model, pipeline_size=self.settings.pipeline_parallel_size)
         return (
-            max(gpu, low + launches * self.host.low_us / 1000),
-            max(gpu, high + launches * self.host.high_us / 1000),
+            max(gpu, launches * self.host.low_us / 1000) + self.mtp_gpu_ms,
+            max(gpu, launches * self.host.high_us / 1000) + self.mtp_gpu_ms,
         )
+
+    @property
+    def mtp_gpu_ms(self) -> float:
+        """The GPU's work on layers of multi-token prediction in a typical micro-batch, in milliseconds; one of them is
+        taken to be as much as a layer of the decoder."""
+        return self._mtp_layers * self._typical_gpu_ms
+
+    def _with_mtp(self, ms: float, layers_ms: float) -> float:
+        """`ms`, and what layers of multi-token prediction take beyond `mtp_gpu_ms`, where the decoder's layers take
+        `layers_ms`."""
+        return ms + self._mtp_layers * max(0.0, layers_ms - self._typical_gpu_ms)
 
     def optimizer(self) -> float:
         """The optimizer's step on one rank, in milliseconds; without a vocabulary over the layers' parameters alone."""
@@ -127,23 +137,30 @@ class ModelledTimes:
     def _replay_point(self, max_seqs: int) -> ReplayPoint:
         time = self.at(max_seqs)
         if not self._experts_run_eagerly(time):
-            return ReplayPoint(max_seqs=max_seqs, ms=time.replay_ms)
-        low, middle, high = self.host.partly_replayed_ms(time)
+            return ReplayPoint(max_seqs=max_seqs, ms=self._with_mtp(time.replay_ms, time.gpu_ms))
+        low, middle, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
         return ReplayPoint(max_seqs=max_seqs, ms=middle, range_ms=(low, high))
 
     def replay_range(self, time: DecoderTime) -> Range | None:
         """The range of a replay between whose graphs experts run eagerly; None where layers are captured whole."""
         if not self._experts_run_eagerly(time):
             return None
-        low, _, high = self.host.partly_replayed_ms(time)
+        low, _, high = (self._with_mtp(ms, ms) for ms in self.host.partly_replayed_ms(time))
         return low, high
+
+    def eager_ms(self, time: DecoderTime) -> tuple[float, float, float]:
+        """Eager time of a micro-batch: lowest, middle and highest, in milliseconds, with what layers of multi-token
+        prediction take longer than on the GPU alone."""
+        low, high = self.host.eager_ms(time)
+        low, middle, high = (self._with_mtp(ms, ms) for ms in (low, self.host.middle_ms(time), high))
+        return low, middle, high
 
     def _experts_run_eagerly(self, time: DecoderTime) -> bool:
         return self.settings.experts == "dropless" and time.expert_launches > 0
 
     def _eager_point(self, documents: int) -> EagerPoint:
-        time = self.at(documents)
-        return EagerPoint(n_seqs=documents, ms=self.host.middle_ms(time), range_ms=self.host.eager_ms(time))
+        low, middle, high = self.eager_ms(self.at(documents))
+        return EagerPoint(n_seqs=documents, ms=middle, range_ms=(low, high))
 
 
 def describe(model: Model) -> str:

@@ -23,10 +23,10 @@ class Times:
     decoder_replay_ms: float | None = None
     """Forward and backward of the decoder's layers on one rank, replayed, in milliseconds."""
     decoder_eager_ms: Range | None = None
-    """The same, run eagerly."""
+    """The same, run eagerly, with what layers of multi-token prediction take longer eagerly than replayed."""
     outside_decoder_ms: float | None = None
-    """Embedding, output layer, loss and layers of multi-token prediction of a micro-batch, and its share of the
-    optimizer's step, in milliseconds."""
+    """Embedding, output layer, loss and replayed layers of multi-token prediction of a micro-batch, and its share of
+    the optimizer's step, in milliseconds."""
     relative_step_time: Range | None = None
     """Mean step time under the plan, divided by the mean step time with all micro-batches run eagerly. Where the plan
     captures nothing, it is of the one cap that would be quickest."""

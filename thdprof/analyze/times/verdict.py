@@ -22,11 +22,13 @@ def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
     """The verdict on modelled times, with the reason that launching and computing a layer give."""
     assert times.decoder_replay_ms is not None
     time = modelled.at(modelled.shapes.typical)
-    replay, eager = times.decoder_replay_ms, modelled.host.eager_ms(time)
+    mtp, replay = modelled.mtp_gpu_ms, times.decoder_replay_ms
     low, high = modelled.replay_range(time) or (replay, replay)
+    replay, low, high = replay + mtp, low + mtp, high + mtp
+    least, middle, most = (ms + mtp for ms in modelled.eager_ms(time))
     slower = modelled.slower_kernels
-    quickest = max(low / eager[0], slower * low / max(slower * low, eager[0]))
-    ruling = rule(high / eager[1], replay / modelled.host.middle_ms(time), quickest)
+    quickest = max(low / least, slower * low / max(slower * low, least))
+    ruling = rule(high / most, replay / middle, quickest)
     layers = modelled.decoder.num_layers
     low, high = (ms / layers for ms in modelled.host.launch_ms(time))
     gpu = f"{_digits(time.gpu_ms / layers)} ms"
