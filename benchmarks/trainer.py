@@ -91,6 +91,8 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
     exact_data(rows, directory / "data")
     head = heading(args.mode)
     note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
+    if args.hosts > 1:
+        note = f"Each GPU stands for GPUs of {args.hosts} hosts: ranks of a row share it, and talk through sockets."
     if args.in_turn:
         note = (
             "From step 10 on one run at a time trains on a GPU, while others start, capture or take their first steps; "
@@ -110,6 +112,7 @@ def exact(args: argparse.Namespace, directory: Path) -> list[str]:
         tell=tell,
         steps=args.steps,
         in_turn=args.in_turn,
+        hosts=args.hosts,
     )
     return [note, "", *table(lines)]
 
@@ -339,6 +342,13 @@ def arguments() -> argparse.Namespace:
         "milliseconds say more; the script alone is not run",
     )
     parser.add_argument(
+        "--hosts",
+        type=int,
+        default=1,
+        help="exact: rows of several GPUs run on so many times fewer, as if ranks that share one were on other hosts: "
+        "their numbers count, and no times [1]",
+    )
+    parser.add_argument(
         "--steps",
         type=int,
         help=f"steps of each run, but for lives [{STEPS}; exact {OF_EXACT}; watch {OF_WATCH}; soak {SOAKED}]",
@@ -364,6 +374,8 @@ def arguments() -> argparse.Namespace:
         parser.error(f"watch counts no step up to {BEFORE}: more --steps")
     if args.mode == "exact" and args.steps < 2:
         parser.error("exact evaluates after half of the steps: at least 2 --steps")
+    if args.hosts > 1 and (args.in_turn or any(gpus % args.hosts for gpus in args.gpus)):
+        parser.error(f"--hosts {args.hosts} shares GPUs out evenly, and times nothing: no --in-turn, and other --gpus")
     if args.in_turn and args.steps <= NOT_TIMED:
         parser.error(f"--in-turn times no step up to {NOT_TIMED}: more --steps")
     if args.mode == "soak" and args.keep is None:

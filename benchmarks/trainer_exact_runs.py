@@ -103,6 +103,7 @@ def run_rows(
     tell: Callable[[list[list[str]]], None],
     steps: int = STEPS,
     in_turn: bool = False,
+    hosts: int = 1,
 ) -> list[list[str]]:
     """The table of `exact`; rows begin in their order, and one that is not run to its end says so.
 
@@ -117,6 +118,7 @@ def run_rows(
         steps: steps of each run.
         in_turn: from step 10 on one run at a time trains on a GPU, and the script alone is not run. Waiting counts for
             `limit`.
+        hosts: how many hosts this one stands for, whose ranks share its GPUs (`as_hosts.py`).
     """
     end, gpus, lines, lock = time.monotonic() + seconds, _Gpus(), {}, threading.Lock()
     turns = directory / "turn"
@@ -129,10 +131,10 @@ def run_rows(
         ran = Ran(code=-1, log="", seconds=0.0)
         asked = not (in_turn and name == "unchanged")
         if asked and _is_needed(work, name) and end - time.monotonic() >= LEAST_S:
-            with gpus.taken(work.row.gpus) as here:
+            with gpus.taken(work.row.gpus // hosts) as here:
                 left = min(limit, end - time.monotonic())
                 turn = {"IN_TURN": str(turns), "IN_TURN_GPUS": ",".join(gpus.names)} if in_turn else {}
-                ran = _run(work, name, steps, scripts, directory, {**here, **turn}, limit=left)
+                ran = _run(work, name, steps, scripts, directory, {**here, **turn}, hosts=hosts, limit=left)
             print(f"{work.row.name}: {name} {ran.seconds:.0f} s {ran.error}", flush=True)
         with lock:
             work.ran[name] = ran
@@ -215,6 +217,7 @@ def _run(
     directory: Path,
     here: Mapping[str, str],
     *,
+    hosts: int,
     limit: float,
 ) -> Ran:
     row, planned = work.row, name != "unchanged"
@@ -232,7 +235,8 @@ def _run(
         plan=plan if planned else None,
         replay=name == "on",
         stats=work.folder / f"{name}.jsonl" if planned else None,
-        gpus=row.gpus,
+        gpus=row.gpus // hosts,
+        hosts=hosts,
         tensorboard=work.folder / name,
         environment={**EXACT, **FEW_THREADS, **UNMEASURED, **row.environment, **here, "PYTHONPATH": path},
         limit=limit,

@@ -40,11 +40,6 @@ def documents(tmp_path, rng):
             "--impl local with --packer balanced_cp: layers' .* several; use --impl chunk",
         ),
         (
-            "transformer_engine",
-            {"packer": "dynamic_cp"},
-            "--impl transformer_engine with --packer dynamic_cp: graphs of single layers",
-        ),
-        (
             "chunk",
             {"packer": "balanced_cp", "experts": "padded"},
             "--experts padded with --packer balanced_cp: .*; use another packer",
@@ -178,9 +173,6 @@ CASES = {
     ("`graphs.impl: local` under dynamic context parallelism", None): Case(
         options=["--impl", "local"], dynamic=True, graphs={"impl": "local"}, config={"cuda_graph_impl": "local"}
     ),
-    ("`graphs.impl: transformer_engine` under dynamic context parallelism", None): Case(
-        options=["--impl", "transformer_engine"], dynamic=True, graphs={"impl": "transformer_engine"}, config=TE
-    ),
     ("pipeline_model_parallel_size", "dynamic context parallelism"): Case(
         options=["--impl", "chunk", "--pipeline-parallel-size", 2],
         dynamic=True,
@@ -271,19 +263,6 @@ def key_of(limit: Limit) -> tuple[str, str | None]:
 
 
 SHARED = {key_of(limit): limit for limit in LIMITS if limit.options is not None}
-
-
-def test_what_was_not_measured_is_taken_where_the_environment_says_so(thdprof, tmp_path, monkeypatch):
-    data = tmp_path / "documents.jsonl"
-    data.write_text("8\n" * 64)
-    options = ["--packer", "dynamic_cp", "--max-seqlen-per-dp-cp-rank", 16, "--data-parallel-size", 2]
-    options += ["--context-parallel-size", 2, "--global-batch-size", 8, "--impl", "transformer_engine"]
-    options += ["--tail-policy", "append_dummy_seq", "-o", tmp_path / "plan.yaml"]
-    assert thdprof("analyze", data, *options).returncode == 2
-    monkeypatch.setenv("THDPROF_UNMEASURED", "allow")
-    done = thdprof("analyze", data, *options)
-    assert done.returncode == 0, done.stderr
-    assert load_plan(tmp_path / "plan.yaml").graphs.impl in ("transformer_engine", "none")
 
 
 def test_every_limit_that_both_sides_know_has_a_case():

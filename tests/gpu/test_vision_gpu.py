@@ -59,7 +59,6 @@ def test_losses_and_gradients_of_a_model_of_images_are_those_of_a_run_without_th
 
 
 @has_bridge
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
 @pytest.mark.parametrize("case", ON_TWO)
 def test_so_are_those_of_two_ranks(case):
     assert run(case, gpus=2).count(f"{case}: equal: ") == 2

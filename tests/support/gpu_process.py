@@ -35,6 +35,18 @@ def run_case(file: str, name: str, *, one_gpu: bool = False) -> None:
     assert done.stdout.splitlines()[-1] == "ok"
 
 
+def of_ranks(ranks: int) -> list[str]:
+    """The arguments of Python that start a script on so many ranks, each on a GPU of its own.
+
+    Where there are fewer GPUs, all ranks share one, as if each were on a host of its own.
+    """
+    import torch
+
+    if torch.cuda.device_count() < ranks:
+        return [str(ROOT / "benchmarks" / "as_hosts.py"), str(ranks), "1", str(free_port())]
+    return ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+
+
 def free_port() -> int:
     """A port that is free now and that the system gives to no process which asks for any: those are larger."""
     chosen = random.SystemRandom()

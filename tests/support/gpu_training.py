@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.gpu_process import free_port
+from support.gpu_process import free_port, of_ranks
 from support.paths import ROOT
 from thdprof.plan import OffloadPart, Plan, load_plan
 
@@ -48,6 +48,8 @@ class Run:
     """Gradient norm of every step, likewise."""
     captures: int
     """Captured pairs of a forward and a backward pass."""
+    predicting: list[int]
+    """Replays of every layer of multi-token prediction."""
     replays: dict[tuple[int, int], int]
     """Replayed micro-batches by documents and tokens of the bucket."""
     fallbacks: dict[str, int]
@@ -125,7 +127,7 @@ def train(
         options: more arguments of Megatron.
         replay: whether graphs are replayed.
         shape: Megatron's arguments of the model's size.
-        ranks: processes of the run, one a GPU; the last one records.
+        ranks: processes of the run, as `of_ranks` starts them; the last one records.
         variables: more environment variables.
     """
     loaded = load_plan(plan)
@@ -134,8 +136,7 @@ def train(
     given = arguments_of(loaded, model, impl=impl, cache=record.with_suffix(".cache"), shape=shape)
     command, variables = [sys.executable, "-W", "ignore"], environment(**variables)
     if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        command += ["--master-port", variables["MASTER_PORT"]]
+        command += of_ranks(ranks)
     command += ["-m", "thdprof.run", "--plan", str(plan), "--stats", str(stats)]
     command += ["--replay", "on" if replay else "off", str(ROOT / "tests" / "support" / "pretrain.py")]
     command += ["--record", str(record), *given, *options]
@@ -148,6 +149,7 @@ def train(
         losses=[step["loss"] for step in steps],
         grad_norms=[step["grad_norm"] for step in steps],
         captures=memory["captures"],
+        predicting=memory["predicting"],
         replays={(one["max_seqs"], one["max_seqlen"]): one["count"] for one in counted["replays"]},
         fallbacks=counted["fallbacks"],
         pool_bytes=memory["pool_bytes"],

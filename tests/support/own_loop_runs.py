@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from support.gpu_process import free_port
+from support.gpu_process import of_ranks
 from support.gpu_training import LIMIT_S
 from support.paths import ROOT
 
@@ -20,7 +20,7 @@ def run_case(script: str, case: str, *, gpus: int = 1, apex: bool = False, **env
     Args:
         script: name of the file.
         case: name of the case.
-        gpus: number of ranks; with one, torchrun is left out.
+        gpus: number of ranks, each on a GPU, or all on one if there are fewer; with one, torchrun is left out.
         apex: whether the stand-in for apex can be imported.
         environment: environment variables besides the usual ones.
     """
@@ -32,8 +32,7 @@ def run_case(script: str, case: str, *, gpus: int = 1, apex: bool = False, **env
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "TRITON_CACHE_AUTOTUNING": "1",
     }
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(gpus), "--master-port", str(free_port())]
-    command = [sys.executable, "-W", "ignore", *(launcher if gpus > 1 else [])]
+    command = [sys.executable, "-W", "ignore", *(of_ranks(gpus) if gpus > 1 else [])]
     command += [str(ROOT / "tests" / "gpu" / script), case]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **usual, **environment}, timeout=LIMIT_S

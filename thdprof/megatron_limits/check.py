@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from thdprof.errors import UsageError
 from thdprof.megatron_limits.limit import Run
 from thdprof.megatron_limits.offloading import moved_by_core
-from thdprof.megatron_limits.quantization import takes_unmeasured
 from thdprof.megatron_limits.recompute import RECOMPUTE_LIMITS
 from thdprof.megatron_limits.table import limits_of
 from thdprof.training import DYNAMIC_CP, Experts, Recompute
@@ -49,7 +47,6 @@ def check_settings(given: Mapping[str, Any], impl: Impl) -> None:
             dynamic_cp=packer in DYNAMIC_CP,
             packer=packer,
             experts=given.get("experts"),
-            unmeasured=takes_unmeasured(os.environ),
         )
     )
 
@@ -146,7 +143,6 @@ def check_plan(plan: Plan) -> None:
     check_run(
         Run(
             impl=plan.graphs.impl,
-            unmeasured=takes_unmeasured(os.environ),
             context_parallel_size=training.context_parallel_size,
             dynamic_cp=training.max_seqlen_per_dp_cp_rank is not None,
             packer=training.packer,

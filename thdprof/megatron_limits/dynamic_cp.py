@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from thdprof.megatron_limits.limit import Limit, Run, Words, must_be_off
-from thdprof.megatron_limits.quantization import TAKEN_ALL_THE_SAME
 
 
 def _dynamic(run: Run) -> bool:
@@ -32,19 +31,6 @@ DYNAMIC_CP_LIMITS: tuple[Limit, ...] = (
         "several",
         options=Words(case=lambda run: f"--impl local with --packer {run.packer}", remedy="use --impl chunk"),
         fields=Words(case=lambda run: "graphs.impl is local", remedy="set graphs.impl to chunk"),
-    ),
-    Limit(
-        name="`graphs.impl: transformer_engine` under dynamic context parallelism",
-        holds=lambda run: _dynamic(run) and run.impl == "transformer_engine" and not run.unmeasured,
-        reason="graphs of single layers for several context-parallel sizes were tested without a GPU alone",
-        options=Words(
-            case=lambda run: f"--impl transformer_engine with --packer {run.packer}",
-            remedy=f"use --impl chunk; {TAKEN_ALL_THE_SAME}",
-        ),
-        fields=Words(
-            case=lambda run: "graphs.impl is transformer_engine",
-            remedy=f"set graphs.impl to chunk; {TAKEN_ALL_THE_SAME}",
-        ),
     ),
     _off(
         "pipeline_model_parallel_size",
