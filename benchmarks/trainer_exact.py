@@ -323,9 +323,55 @@ ADAPTER_ROWS = (
     Row(name="LoRA, PP 2", gpus=2, script=ADAPTERS_SCRIPT, flags=f"{_LORA} --pipeline-model-parallel-size 2"),
 )
 """Rows whose models train Megatron-Bridge's adapters over frozen weights."""
+PREDICTION_ROWS = (
+    Row(name="one GPU, multi-token prediction", flags="--mtp-num-layers 1"),
+    Row(
+        name="one GPU, multi-token prediction of two tokens, FP8 delayed, dropout",
+        flags=f"--mtp-num-layers 2 {_FP8.format('delayed')} {_HISTORY}",
+        dropout=True,
+    ),
+    Row(
+        name="one GPU, multi-token prediction, FP8 current, --fp8-param-gather, recompute full uniform, dropout",
+        flags=f"--mtp-num-layers 1 {_FP8.format('tensorwise')} {_FP8_PARAMETERS} {_FULL} uniform "
+        "--recompute-num-layers 1",
+        dropout=True,
+        own_tracker=True,
+    ),
+    Row(
+        name="one GPU, layer graphs, one layer predicts two further tokens, dropout",
+        flags="--mtp-num-layers 2 --mtp-use-repeated-layer",
+        impl="transformer_engine",
+        dropout=True,
+    ),
+    _dropless(
+        "multi-token prediction, FP8 current, group-limited routing, expert bias, seq_aux_loss",
+        f"{_GROUPS} --mtp-num-layers 1 {_FP8.format('tensorwise')}",
+    ),
+    Row(
+        name="TP 2, sequence parallel, multi-token prediction, dropout",
+        gpus=2,
+        flags="--mtp-num-layers 1 --tensor-model-parallel-size 2 --sequence-parallel",
+        dropout=True,
+    ),
+    Row(
+        name="CP 2, multi-token prediction",
+        gpus=2,
+        flags="--mtp-num-layers 1 --context-parallel-size 2",
+        multiple=4,
+    ),
+    Row(
+        name="DP 2, distributed optimizer, both overlaps, multi-token prediction, dropout, 1 layer a graph",
+        gpus=2,
+        flags=f"--mtp-num-layers 1 --use-distributed-optimizer {_BOTH_OVERLAPS}",
+        dropout=True,
+        layers_per_graph=1,
+    ),
+)
+"""Rows of multi-token prediction, of which others are among the dropless experts and the pipelines."""
 ROWS = (
     *DROPLESS,
     *QUANTIZED_ROWS,
+    *PREDICTION_ROWS,
     Row(name="one GPU, latent attention", flags=_LATENT),
     Row(
         name="one GPU, latent attention, Megatron's local graphs",
@@ -385,7 +431,6 @@ ROWS = (
     Row(
         name="EP 2, FP8 current", gpus=2, flags=f"{_FP8.format('tensorwise')} --expert-model-parallel-size 2 {_EXPERTS}"
     ),
-    Row(name="one GPU, multi-token prediction", flags="--mtp-num-layers 1"),
     Row(name="one GPU, experts, router z-loss", flags=f"{_EXPERTS} --moe-z-loss-coeff 1e-3"),
     Row(
         name="one GPU, experts, expert bias",

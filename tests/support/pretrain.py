@@ -73,7 +73,7 @@ def get_batch(batches: Iterator[dict[str, Any]] | None, vp_stage: int | None) ->
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=bool(args.mtp_num_layers),  # on the one stage that such a run has here
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=groups.is_pipeline_first_stage(),
         is_pipeline_last_stage=groups.is_pipeline_last_stage(),
@@ -170,7 +170,9 @@ def record(path: Path) -> None:
     def close_installation(self: Installation) -> None:
         names = ("pool_bytes", "host_bytes", "offload_freed_bytes")
         sizes = {name: getattr(self, name)() for name in names}
-        write(captures=self.stats().captures, peak_bytes=torch.cuda.max_memory_reserved(), **sizes)
+        predicting = [stats.replays.total() for stats in self.prediction_stats()]
+        peak_bytes = torch.cuda.max_memory_reserved()
+        write(captures=self.stats().captures, predicting=predicting, peak_bytes=peak_bytes, **sizes)
         close(self)
 
     training.train_step, Installation.close = train_step, close_installation  # type: ignore[method-assign]

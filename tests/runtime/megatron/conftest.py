@@ -69,9 +69,11 @@ def _engine_can_be_imported(monkeypatch):
     from megatron.core import utils
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from packaging.version import Version
 
     get_moe_metrics_tracker().metrics.clear()  # which have as many layers as the first model had
+    MTPLossLoggingHelper.tracker.clear()
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))

@@ -11,15 +11,13 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from support.gpt_of_experts import BOUNDS, micro_batches
+from support.gpt_of_experts import model_of as model_for_any_schedule
 from support.layer_graphs import (
     BUCKETS,
     HIDDEN,
-    LARGE,
-    LAYERS,
-    OVER,
     SMALL,
     TOKENS,
-    Attention,
     FakeEngine,
     Reduction,
 )
@@ -33,8 +31,6 @@ from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported", "_streams")
 MODULES = ["attn", "moe_router"]
-BOUNDS = [SMALL, LARGE, OVER, SMALL, SMALL, OVER, LARGE]
-VOCABULARY = 64
 
 
 @pytest.fixture
@@ -49,48 +45,9 @@ def _streams(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
 
 
-def model_of(*, first_dense=False, predictions=None, **settings):
-    """A GPT of layers with experts, on the host."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        ffn_hidden_size=16,
-        use_cpu_initialization=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        add_bias_linear=False,
-        num_moe_experts=4,
-        moe_layer_freq=[int(not (first_dense and n == 0)) for n in range(LAYERS)],
-        moe_router_topk=2,
-        moe_token_dispatcher_type="alltoall",
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=0.1,
-        mtp_num_layers=predictions,
-        **settings,
-    )
-    config.overlap_moe_expert_parallel_comm = True  # whose check wants more ranks than there are
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = Attention
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if predictions else None,
-        vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS,
-        position_embedding_type="none",
-    ).train()
-    for layer in model.decoder.layers:
-        if layer.is_moe_layer:
-            torch.nn.init.normal_(layer.mlp.router.weight)  # tokens go to all experts
-    return model
+def model_of(**settings):
+    """A model whose schedule overlaps; see `gpt_of_experts.model_of`."""
+    return model_for_any_schedule(overlaps=True, **settings)
 
 
 def plans_of(model, engine=None):
@@ -105,16 +62,6 @@ def plans_of(model, engine=None):
     plans = SchedulePlans(model, decoder, run)
     plans.attach()
     return plans, run
-
-
-def micro_batches(masked=False):
-    """Arguments of the model for each micro-batch, with a mask of padding among its tokens or without."""
-    random = torch.Generator().manual_seed(3)
-    for bounds in BOUNDS:
-        tokens, labels = torch.randint(0, VOCABULARY, (2, 1, TOKENS), generator=random)
-        params = packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu")
-        mask = {"padding_mask": torch.rand(1, TOKENS, generator=random) < 0.3} if masked else {}
-        yield (tokens, torch.arange(TOKENS)[None], None), {"labels": labels, "packed_seq_params": params, **mask}
 
 
 def trained(model, masked=False):

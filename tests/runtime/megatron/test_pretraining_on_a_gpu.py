@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from support.command import load_script  # noqa: E402
 from support.gpu_plans import Plans  # noqa: E402
 
 from thdprof import run  # noqa: E402
+from thdprof.dispatch import Bucket  # noqa: E402
 from thdprof.plan import OffloadPart, load_plan  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.megatron.refusals.facts import Facts  # noqa: E402
@@ -183,6 +185,9 @@ def test_every_steps_loss_and_gradient_norm_are_recorded_exactly(monkeypatch, tm
         def stats(self):
             return Stats(captures=3)
 
+        def prediction_stats(self):
+            return [Stats(replays=Counter({Bucket(2, 8, 8): 4}))]
+
         def pool_bytes(self):
             return 5
 
@@ -214,4 +219,11 @@ def test_every_steps_loss_and_gradient_norm_are_recorded_exactly(monkeypatch, tm
     changed = {kind for kind, digest in step["states"].items() if later["states"][kind] != digest}
     assert changed == {"scaling_fwd, factors"}
     assert {*step["states"]} - changed == {"gradients", "scaling_fwd, histories", "weights"}
-    assert memory == {"captures": 3, "pool_bytes": 5, "host_bytes": 5, "offload_freed_bytes": 5, "peak_bytes": 7}
+    assert memory == {
+        "captures": 3,
+        "predicting": [4],
+        "pool_bytes": 5,
+        "host_bytes": 5,
+        "offload_freed_bytes": 5,
+        "peak_bytes": 7,
+    }

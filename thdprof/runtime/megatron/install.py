@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -15,9 +16,9 @@ from torch import nn
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
-from thdprof.runtime.megatron import capture_agreement, isolation, recompute, surroundings, versions
+from thdprof.runtime.megatron import capture_agreement, isolation, predictions, recompute, surroundings, versions
 from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.decoder import vision
+from thdprof.runtime.megatron.decoder import token_shift, vision
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped, whole
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from thdprof.plan import Plan
+    from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
     from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,10 @@ class Installation:
         runs: Sequence[DispatchedModule],
         decisions: Decisions,
         plans: Sequence[SchedulePlans] = (),
+        predicting: Sequence[tuple[PredictionLayer, DispatchedModule]] = (),
     ) -> None:
         self._decoders, self._runs, self._decisions, self._plans = tuple(decoders), tuple(runs), decisions, tuple(plans)
+        self._predicting = tuple(predicting)
         self._changes = ExitStack()
 
     def until_closed(self, change: AbstractContextManager[Any]) -> None:
@@ -59,9 +63,13 @@ class Installation:
         """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
         return self._runs[chunk].stats()
 
+    def prediction_stats(self) -> list[Stats]:
+        """Counters of every layer of multi-token prediction on this rank that follows the plan."""
+        return [run.stats() for _, run in self._predicting]
+
     def pool_bytes(self) -> int:
         """Bytes of GPU memory that graphs hold on this rank: their memory pools and static inputs."""
-        return sum(run.pool_bytes() for run in self._runs)
+        return sum(run.pool_bytes() for run in self._all_runs())
 
     def host_bytes(self) -> int:
         """Bytes of pinned host memory on this rank that hold activations between forward and backward."""
@@ -131,8 +139,11 @@ class Installation:
         Needed after parameters or gradients moved in memory, or random states were loaded. Call it on every rank,
         between two steps.
         """
-        for run in self._runs:
+        for run in self._all_runs():
             run.recapture()
+
+    def _all_runs(self) -> Sequence[DispatchedModule]:
+        return (*self._runs, *(run for _, run in self._predicting))
 
     def close(self) -> None:
         """Free all graphs and give the decoders their own forward back. Call it before destroying process groups."""
@@ -140,7 +151,7 @@ class Installation:
             for plans in self._plans:
                 stack.callback(plans.detach)
             stack.callback(self._changes.close)
-            for run, decoder in zip(self._runs, self._decoders, strict=True):
+            for decoder, run in (*zip(self._decoders, self._runs, strict=True), *self._predicting):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
 
@@ -226,56 +237,60 @@ def install(
     of_replicas = capture_agreement.of_model_parallel_ranks(device, dynamic=is_dynamic(plan))
     agreed = of_replicas if peers is None else peers.all  # which are all of those ranks, and more
     decoders, runs = [], []
+    predicting: list[tuple[PredictionLayer, DispatchedModule]] = []
     for number, model in enumerate(models):
-        decoder = decoder_of(chunks[number], model)
         common: dict[str, Any] = {
             "tail_policy": plan.graphs.tail_policy,
             "overflow": plan.graphs.overflow,
             "token_shards": shards,
-            "on_decision": decisions.recorder(number),
             "agree_on": None if peers is None else peers.largest,
+            "say": said_of(number, len(models), say),
+            "agreed": agreed,
         }
-        if replay and has_layers(model.decoder):
-            common |= {"say": said_of(number, len(models), say), "agreed": agreed}
-            run = runner_of(
-                decoder,
-                plan,
-                config,
-                slots=plan.graphs.slots[rank][number],
-                common=common,
-                verify_every=every,
-                name=f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}",
-            )
-        else:
-            run = PaddedEager(decoder, plan.captured, **common)
-        run.stats().prediction = Prediction.of(plan)
+        slots = plan.graphs.slots[rank][number] if replay else 0
+        name = f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}"
+        run_of = partial(_run_of, plan=plan, config=config, replay=replay, every=every)
+        decoder = decoder_of(chunks[number], model)
+        recorded = {**common, "on_decision": decisions.recorder(number)}
         decoders.append(decoder)
-        runs.append(run)
+        runs.append(run_of(decoder, slots=slots, name=name, common=recorded))
+        if plan.captured:
+            passes, offloads = predictions.passes_a_microbatch(config), plan.graphs.offload is not None
+            layers = predictions.of_model(model, config, impl=plan.graphs.impl, offloads=offloads)
+            for depth, layer in enumerate(layers, start=1):
+                told = f"multi-token prediction {depth}, {name}"
+                predicting.append((layer, run_of(layer, slots=slots * passes, name=told, common=common)))
     cp_size = config.context_parallel_size
     plans = schedule_plans(models, decoders, runs, config) if plan.captured else []
     with ExitStack() as undone:  # changes begin only here, after all that can fail; the first failure takes them back
+        attach = partial(Decoder.attach, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy)
         for decoder, run, own in zip(decoders, runs, groups, strict=True):
             undone.callback(decoder.detach)
-            decoder.attach(run, cp_size=cp_size, shards=shards, tail=plan.graphs.tail_policy, groups=own)
+            attach(decoder, run, groups=own)
+        for layer, run in predicting:
+            undone.callback(layer.detach)
+            attach(layer, run)
         for schedule in plans:
             undone.callback(schedule.detach)
             schedule.attach()
-        installation = Installation(decoders, runs, decisions, plans)
+        installation = Installation(decoders, runs, decisions, plans, predicting)
         if plan.captured:
             installation.until_closed(recompute.mended(recompute.repeats_of(config)))
+            if any(map(predictions.prediction_layers, models)):
+                installation.until_closed(token_shift.together())
         undone.pop_all()
     if replay and capture_now:
         try:
             openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
             with_graphs = [number for number, model in enumerate(models) if has_layers(model.decoder)]
+            takes_grad = [
+                takes_gradient(models[number]) or vision.feeds_gradient(whole(chunks[number])) for number in with_graphs
+            ]
             capture_ahead(
-                [decoders[number] for number in with_graphs],
-                [runs[number] for number in with_graphs],
+                [*(decoders[number] for number in with_graphs), *(layer for layer, _ in predicting)],
+                [*(runs[number] for number in with_graphs), *(run for _, run in predicting)],
                 openings,
-                [
-                    takes_gradient(models[number]) or vision.feeds_gradient(whole(chunks[number]))
-                    for number in with_graphs
-                ],
+                [*takes_grad, *(True for _ in predicting)],
                 say=say,
             )
         except BaseException:
@@ -283,6 +298,27 @@ def install(
                 installation.close()
             raise
     return installation
+
+
+def _run_of(
+    part: Decoder,
+    *,
+    plan: Plan,
+    config: Any,
+    replay: bool,
+    every: int,
+    slots: int,
+    name: str,
+    common: dict[str, Any],
+) -> DispatchedModule:
+    """What runs the micro-batches of a decoder, or of a layer of multi-token prediction, as `runner_of` takes it."""
+    run: DispatchedModule
+    if replay and part.layers:
+        run = runner_of(part, plan, config, slots=slots, common=common, verify_every=every, name=name)
+    else:
+        run = PaddedEager(part, plan.captured, **common)
+    run.stats().prediction = Prediction.of(plan)
+    return run
 
 
 def has_layers(block: Any) -> bool:

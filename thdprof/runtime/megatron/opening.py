@@ -78,7 +78,7 @@ class Openings:
         config = self._config
         if getattr(config, "fp32_residual_connection", False):
             dtype = torch.float32
-        elif decoder.block.pre_process:
+        elif decoder.pre_process:
             dtype = config.params_dtype
         else:
             dtype = config.pipeline_dtype or config.params_dtype

@@ -13,6 +13,7 @@ from thdprof.runtime.graphs.of_plan import offload_of
 from thdprof.runtime.megatron import surroundings
 from thdprof.runtime.megatron.decoder import packed_seq_params, unfused_rope
 from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
 from thdprof.runtime.megatron.graphs import chunk, local
 from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs
 from thdprof.runtime.megatron.offload import groups
@@ -97,7 +98,7 @@ def runner_of(
                 decoder,
                 plan.captured,
                 num_slots=slots,
-                layers_per_graph=plan.graphs.layers_per_graph,
+                layers_per_graph=None if isinstance(decoder, PredictionLayer) else plan.graphs.layers_per_graph,
                 surroundings=around,
                 offload=offload_of(plan),
                 verify_every=verify_every,

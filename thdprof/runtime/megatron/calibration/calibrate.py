@@ -323,9 +323,8 @@ def _run(
 
 
 def _check_replays(replayable: Replayable) -> None:
-    stats = replayable.graphs.stats()
-    if stats.fallbacks.total():
-        raise UsageError(f"not every micro-batch that should be replayed was: {dict(stats.fallbacks)}")
+    if fallbacks := replayable.fallbacks():
+        raise UsageError(f"not every micro-batch that should be replayed was: {dict(fallbacks)}")
 
 
 def _mean_squared(batches: Sequence[MicroBatch]) -> float:

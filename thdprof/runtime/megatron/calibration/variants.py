@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from thdprof.dispatch import Bucket
-from thdprof.runtime.megatron import surroundings
+from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.runtime.megatron import predictions, surroundings
 from thdprof.runtime.megatron.calibration.micro_batches import MicroBatch
 from thdprof.runtime.megatron.calibration.rounds import timed
 from thdprof.runtime.megatron.calibration.session import Training
+from thdprof.runtime.megatron.decoder import token_shift
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
 from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped
@@ -24,7 +26,7 @@ _QUEUED = 4
 
 
 class Replayable:
-    """A model whose decoder can be replayed, as `install` has it, or run as if nothing were installed."""
+    """A model whose decoder and multi-token prediction can be replayed, as `install` has it, or run as without it."""
 
     def __init__(self, training: Training, buckets: Sequence[Bucket]) -> None:
         """Refuse settings that graphs cannot serve, and prepare captures of `buckets`.
@@ -38,16 +40,17 @@ class Replayable:
         surroundings.prepare_experts(config, next(self.model.parameters()).device)
         self._shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._buckets = list(buckets)
-        self._decoder, self.graphs = self._installed(self._buckets)
+        self._decoder, self.graphs = self._installed(decoder_of(training.chunks[0], self.model), self._buckets)
+        layers = predictions.of_model(self.model, config, impl="chunk")
+        self._predicting = [self._installed(layer, self._buckets) for layer in layers]
 
-    def _installed(self, buckets: Sequence[Bucket]) -> tuple[Decoder, ChunkGraphs]:
+    def _installed(self, decoder: Decoder, buckets: Sequence[Bucket]) -> tuple[Decoder, ChunkGraphs]:
         config = self.training.config
         sizes = (
             config.tensor_model_parallel_size,
             config.context_parallel_size,
             getattr(config, "expert_model_parallel_size", 1) or 1,
         )
-        decoder = decoder_of(self.training.chunks[0], self.model)
         graphs = ChunkGraphs(
             decoder,
             buckets,
@@ -58,19 +61,34 @@ class Replayable:
         decoder.attach(graphs, cp_size=config.context_parallel_size, shards=self._shards, tail="none")
         return decoder, graphs
 
+    def fallbacks(self) -> Counter[FallbackReason]:
+        """Micro-batches that were to be replayed, and ran eagerly, by reason."""
+        return sum((graphs.stats().fallbacks for _, graphs in self._all()), Counter())
+
     @contextlib.contextmanager
     def uninstalled(self) -> Iterator[None]:
-        """Run the decoder inside the block as if nothing were installed."""
-        block = self.model.decoder
-        forward = block.__dict__.pop("forward")
-        try:
+        """Run the model inside the block as if nothing were installed."""
+        with contextlib.ExitStack() as stack:
+            for decoder, _ in self._all():
+                stack.enter_context(decoder.aside())
             yield
-        finally:
-            block.forward = forward
+
+    @contextlib.contextmanager
+    def _replaying(self, bucket: Bucket) -> Iterator[None]:
+        """Replay `bucket` alone inside the block, with all that an installation changes besides."""
+        with contextlib.ExitStack() as stack:
+            for _, graphs in self._all():
+                stack.enter_context(graphs.only(bucket))
+            if predictions.prediction_layers(self.model):
+                stack.enter_context(token_shift.together())
+            yield
+
+    def _all(self) -> Sequence[tuple[Decoder, ChunkGraphs]]:
+        return ((self._decoder, self.graphs), *self._predicting)
 
     def step_ms(self, batches: Sequence[MicroBatch], bucket: Bucket | None, *, steps: int = 1) -> float:
         """Milliseconds of one of `steps` training steps in a row, replayed in `bucket` or, without one, eagerly."""
-        with self.uninstalled() if bucket is None else self.graphs.only(bucket):
+        with self.uninstalled() if bucket is None else self._replaying(bucket):
             return timed(lambda: self.training.steps(batches, count=steps), repeat=steps)
 
     def decoder_ms(self, batches: Sequence[MicroBatch], bucket: Bucket | None) -> float:
@@ -83,7 +101,7 @@ class Replayable:
     ) -> tuple[int, Callable[[], float], Callable[[], float]]:
         """The number of half of the layers, and functions that measure them alone: replayed, and eager.
 
-        The whole decoder's graphs are freed.
+        All graphs are freed.
         """
         calls = self._calls(batches)
         self.close()
@@ -92,7 +110,7 @@ class Replayable:
         block.layers = nn.ModuleList(list(block.layers)[:count])
         if hasattr(block, "num_layers_per_pipeline_rank"):
             block.num_layers_per_pipeline_rank = count
-        self._decoder, self.graphs = self._installed([bucket])
+        self._decoder, self.graphs = self._installed(decoder_of(self.training.chunks[0], self.model), [bucket])
 
         def replayed() -> float:
             return timed(lambda: self._run_decoder(calls, bucket), repeat=len(calls))
@@ -103,9 +121,11 @@ class Replayable:
         return count, replayed, eager
 
     def close(self) -> None:
-        """Free all graphs and give the decoder its own forward back."""
-        self._decoder.detach()
-        self.graphs.close()
+        """Free all graphs and give the model its own functions back."""
+        for decoder, graphs in self._all():
+            decoder.detach()
+            graphs.close()
+        self._predicting = []
 
     def _calls(self, batches: Sequence[MicroBatch]) -> list[dict[str, Any]]:
         """The arguments with which the model calls its decoder for some of the micro-batches."""
@@ -130,7 +150,7 @@ class Replayable:
         chunk: Any = self.training.chunks[0]
         with contextlib.ExitStack() as stack:
             stack.enter_context(chunk.no_sync())
-            stack.enter_context(self.uninstalled() if bucket is None else self.graphs.only(bucket))
+            stack.enter_context(self.uninstalled() if bucket is None else self._replaying(bucket))
             for call in calls:
                 hidden = call["hidden_states"].detach().requires_grad_()
                 output = self.model.decoder(**{**call, "hidden_states": hidden})

@@ -46,6 +46,9 @@ class Decoder(nn.Module):
     there.
     """
 
+    known = KNOWN_ARGUMENTS
+    """Arguments that graphs take."""
+
     def __init__(
         self,
         block: nn.Module,
@@ -53,6 +56,7 @@ class Decoder(nn.Module):
         *,
         rotary_sample: Rope | None = None,
         num_features: int = 0,
+        entry: str = "forward",
     ) -> None:
         """A decoder that is not attached yet.
 
@@ -62,19 +66,21 @@ class Decoder(nn.Module):
                 micro-batch has others.
             rotary_sample: returns rotary embeddings of the form that micro-batches have, where each has its own.
             num_features: layers behind which the features of images are added.
+            entry: name of the block's method that runs it.
 
         Raises:
             SettingsError: the block's forward has been replaced, for example by another installation.
         """
         super().__init__()
-        self._instance_forward = vars(block).get("forward")
+        self._entry = entry
+        self._instance_forward = vars(block).get(entry)
         if self._instance_forward is not None and not adapters.is_bridges_forward(self._instance_forward):
             raise SettingsError(
                 f"the forward of {type(block).__name__} is replaced already: close the installation that is there, or "
                 "undo what replaced it"
             )
         self.block = block
-        self._own_forward: Callable[..., Any] = block.forward
+        self._own_forward: Callable[..., Any] = getattr(block, entry)
         self._rope, self._rotary_sample = rope, rotary_sample
         self._unfused = is_unfused(block)
         self._deepstack = deepstack.DeepStack(block, num_features=num_features)
@@ -93,6 +99,16 @@ class Decoder(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         """Does nothing: the decoder's own attribute decides."""
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """The layers that a pass calls, in order."""
+        return tuple(self.block.layers)  # type: ignore[arg-type]
+
+    @property
+    def pre_process(self) -> bool:
+        """Whether the hidden states come from this pipeline stage, and not from the one before."""
+        return bool(self.block.pre_process)
 
     def forward(
         self, hidden_states: torch.Tensor, packed: PackedSequence, *, constants: str, with_rope: bool, **kwargs: Any
@@ -113,9 +129,29 @@ class Decoder(nn.Module):
             params = self._groups.of_size(params, packed.cp_size)
         if with_rope:
             kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards * packed.cp_size)
-        with input_given(self.block, hidden_states), self.around(packed.cp_size):
-            output: torch.Tensor = self._own_forward(hidden_states=hidden_states, packed_seq_params=params, **kwargs)
+        with self.around(packed.cp_size):
+            return self.run_block(hidden_states, packed_seq_params=params, **kwargs)
+
+    def run_block(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """What the block's own pass returns.
+
+        Args:
+            hidden_states: as `forward` takes them.
+            arguments: the block's other arguments.
+        """
+        with input_given(self.block, hidden_states):
+            output: torch.Tensor = self._own_forward(hidden_states=hidden_states, **arguments)
         return output
+
+    def is_between_layers(self, name: str) -> bool:
+        """Whether the argument of that name is read between layers, and by none of them."""
+        return deepstack.is_between_layers(name)
+
+    def draws_apart(self) -> bool:
+        """Whether the block runs its layers over the random state of this tensor-parallel rank alone."""
+        from megatron.core.transformer.transformer_block import TransformerBlock
+
+        return isinstance(self.block, TransformerBlock) and self.block.config.sequence_parallel
 
     def around(self, cp_size: int) -> AbstractContextManager[None]:
         """A context in which the layers compute positions for micro-batches that `cp_size` ranks share."""
@@ -157,7 +193,7 @@ class Decoder(nn.Module):
             if groups is not None:
                 groups.check(params)
             hidden = arguments.pop("hidden_states")
-            if not self.block.pre_process:
+            if not self.pre_process:
                 hidden = self.block.input_tensor
             self._like = params
             packed = packed_seq_params.read(params, cp_size=cp_size, tail=tail, with_seq_idx=self._with_seq_idx)
@@ -168,7 +204,7 @@ class Decoder(nn.Module):
             features = self._deepstack.taken(arguments, hidden)
             if self._with_seq_idx and cp_size > 1 and tail == "none":
                 mamba.check_covered(packed, int(hidden.shape[0]) * shards * cp_size)
-            unknown = not_known(arguments, signature)
+            unknown = not_known(arguments, signature, self.known)
             if self._rope is not None and runs_on:
                 unknown.add("rotary_pos_emb")
             if unknown and not explained.issuperset(unknown):
@@ -179,7 +215,7 @@ class Decoder(nn.Module):
                     ", ".join(sorted(unknown)),
                 )
             arguments.update(further(arguments, signature))
-            given = required | KNOWN_ARGUMENTS | unknown  # all others are at their default
+            given = required | self.known | unknown  # all others are at their default
             with run.falling_back(FallbackReason.argument_not_known if unknown else None):
                 return run(
                     hidden,
@@ -194,7 +230,7 @@ class Decoder(nn.Module):
                     },
                 )
 
-        self.block.forward = forward
+        vars(self.block)[self._entry] = forward
 
     def call_block(self, hidden: torch.Tensor, params: PackedSeqParams) -> torch.Tensor:
         """Run the block on one packed micro-batch as its model does, through what is attached.
@@ -237,13 +273,22 @@ class Decoder(nn.Module):
 
     def detach(self) -> None:
         """Give the decoder its own forward back, and its layers' rotary modules their own tables."""
-        self.block.__dict__.pop("forward", None)
+        vars(self.block).pop(self._entry, None)
         if self._instance_forward is not None:
-            self.block.forward = self._instance_forward
+            vars(self.block)[self._entry] = self._instance_forward
         for tables in self._layers_tables:
             tables.detach()
         self._layers_tables = ()
         self._deepstack.detach()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside the block, the decoder runs as if nothing were attached to it."""
+        attached = vars(self.block).pop(self._entry)
+        try:
+            yield
+        finally:
+            vars(self.block)[self._entry] = attached
 
     def _sampled(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rotary embeddings where every micro-batch has its own: those of position 0 for all tokens."""
@@ -303,17 +348,20 @@ def input_given(block: Any, hidden: torch.Tensor) -> Iterator[None]:
         block.input_tensor = before
 
 
-def not_known(arguments: Mapping[str, Any], signature: inspect.Signature) -> set[str]:
+def not_known(
+    arguments: Mapping[str, Any], signature: inspect.Signature, known: frozenset[str] = KNOWN_ARGUMENTS
+) -> set[str]:
     """Names of arguments that graphs do not take, and that are not at their default.
 
     Args:
         arguments: what a decoder's forward was called with, as `signature` binds it.
         signature: of that forward.
+        known: names of those that graphs take.
     """
     names = {name for name, value in further(arguments, signature).items() if value is not None}
     for name, value in arguments.items():
         parameter = signature.parameters[name]
-        taken = name in KNOWN_ARGUMENTS | _FOR_INFERENCE or parameter.kind is parameter.VAR_KEYWORD
+        taken = name in known | _FOR_INFERENCE or parameter.kind is parameter.VAR_KEYWORD
         if not taken and not _is_default(value, parameter.default):
             names.add(name)
     return names

@@ -15,20 +15,21 @@ import torch
 from torch import nn
 
 from thdprof.runtime.megatron import recompute
+from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_capture import layers_run
 
 
 class EagerLayers:
     """The layers outside of graphs that the model recomputes whole."""
 
-    def __init__(self, block: Any, graphed: Sequence[nn.Module]) -> None:
-        """The recomputed layers of `block` that are not `graphed`; none where the model recomputes no whole layers.
+    def __init__(self, decoder: Decoder, graphed: Sequence[nn.Module]) -> None:
+        """The recomputed layers of `decoder` that are not `graphed`; none where the model recomputes no whole layers.
 
         Args:
-            block: a TransformerBlock or HybridStack.
+            decoder: the decoder.
             graphed: its layers that are captured.
         """
-        self._layers = tuple(layer for layer in recomputed_whole(block) if layer not in graphed)
+        self._layers = tuple(layer for layer in recomputed_whole(decoder) if layer not in graphed)
         self._own: tuple[Callable[..., Any], ...] = tuple(layer.forward for layer in self._layers)
 
     def recomputed(self) -> AbstractContextManager[None]:
@@ -42,10 +43,10 @@ class EagerLayers:
         return recompute.checkpointed(self._layers[number], lambda given: own(hidden_states=given, **constants), hidden)
 
 
-def recomputed_whole(block: Any) -> Sequence[nn.Module]:
+def recomputed_whole(decoder: Decoder) -> Sequence[nn.Module]:
     """The layers of a decoder that full recompute runs again: all of them, or the first few by the method `block`."""
-    config = getattr(block, "config", None)
+    config: Any = getattr(decoder.block, "config", None)
     if not recompute.is_full(config):
         return ()
-    layers: list[nn.Module] = list(block.layers)
-    return layers[: config.recompute_num_layers] if config.recompute_method == "block" else layers  # type: ignore[union-attr]
+    layers = decoder.layers
+    return layers[: config.recompute_num_layers] if config.recompute_method == "block" else layers

@@ -204,10 +204,8 @@ class LayerCapture:
     def _blocks_rng(self) -> AbstractContextManager[Any]:
         """The context of random states in which the decoder's own forward runs its layers."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-        from megatron.core.transformer.transformer_block import TransformerBlock
 
-        block = self._decoder.block
-        if self._in_block and isinstance(block, TransformerBlock) and block.config.sequence_parallel:
+        if self._in_block and self._decoder.draws_apart():
             forked: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
             return forked
         return nullcontext()

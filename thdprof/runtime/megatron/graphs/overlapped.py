@@ -11,7 +11,7 @@ experts and of layers without experts go on being delayed (`weight_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -48,8 +48,8 @@ class OverlappedLayerGraphs(LayerGraphs):
         self.weights = CapturedWeightGradients(decoder.block, captured)
         """The weight gradients that are delayed, of what is captured and of the rest."""
 
-    def _graphed(self, block: Any) -> tuple[nn.Module, ...]:
-        layers = tuple(layer for layer in super()._graphed(block) if getattr(layer, "is_moe_layer", False))
+    def _graphed(self, layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+        layers = tuple(layer for layer in super()._graphed(layers) if getattr(layer, "is_moe_layer", False))
         if not layers:
             raise SettingsError(
                 "overlap_moe_expert_parallel_comm is True, and this model chunk has no layer with experts, whose first "

@@ -34,7 +34,6 @@ from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.decoder.deepstack import is_between_layers
 from thdprof.runtime.megatron.decoder.mamba import has_gated_delta_net, is_mamba
 from thdprof.runtime.megatron.decoder.operations import has_fused_operations
 from thdprof.runtime.megatron.graphs.eager_layers import EagerLayers
@@ -98,10 +97,10 @@ class LayerGraphs(DispatchedModule):
         if num_slots < 1:
             raise ValueError(f"num_slots {num_slots}: at least 1 slot is needed")
         super().__init__(decoder, buckets, **options)
-        self._layers = self._graphed(decoder.block)
+        self._layers = self._graphed(decoder.layers)
         self._splits = splits(self._layers, modules)
-        self._eager_layers = EagerLayers(decoder.block, self._layers)
-        self._all_graphed = len(self._layers) == len(list(decoder.block.layers.children()))  # type: ignore[union-attr]
+        self._eager_layers = EagerLayers(decoder, self._layers)
+        self._all_graphed = len(self._layers) == len(decoder.layers)
         self._num_slots, self._find_generators = num_slots, generators
         self._surroundings = surroundings or Surroundings()
         self._make = make or transformer_engines_own(generators())
@@ -113,9 +112,9 @@ class LayerGraphs(DispatchedModule):
         self._anchor: torch.Tensor | None = None
         self._layer_capture: LayerCapture | None = None
 
-    def _graphed(self, block: Any) -> tuple[nn.Module, ...]:
-        """The layers that are captured."""
-        return _graphed_layers(block)
+    def _graphed(self, layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+        """Those of the decoder's layers that are captured."""
+        return _graphed_layers(layers)
 
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in the graphs' memory pools and in their static inputs, of which every layer has its
@@ -138,7 +137,7 @@ class LayerGraphs(DispatchedModule):
         return self._anchor.device
 
     def _open(self, call: Call) -> None:
-        outside = between_layers(call)
+        outside = between_layers(call, cast("Decoder", self.module))
         if any(t.requires_grad for t, skipped in zip(call.tensors[1:], outside, strict=True) if not skipped):
             raise TypeError(
                 "a tensor argument besides the hidden states takes a gradient, which graphs of layers do not return: "
@@ -311,28 +310,36 @@ class LayerGraphs(DispatchedModule):
             self._offload.close()
 
 
-def between_layers(call: Call) -> list[bool]:
-    """Whether each of a call's tensors, but for the first, the hidden states, is read by no layer, and only between
-    them.
+def between_layers(call: Call, decoder: Decoder) -> list[bool]:
+    """Whether each of a call's tensors, but for the first, the hidden states, is read by no layer, but between them.
+
+    Args:
+        call: a call of the decoder.
+        decoder: the decoder, which knows them by their names.
     """
-    named = [is_between_layers(name) for name, value in call.kwargs.items() if isinstance(value, torch.Tensor)]
+    named = [decoder.is_between_layers(name) for name, value in call.kwargs.items() if isinstance(value, torch.Tensor)]
     return [*[False] * (len(call.tensors) - 1 - len(named)), *named][: len(call.tensors) - 1]
 
 
-def _graphed_layers(block: Any) -> tuple[nn.Module, ...]:
+def capturable(layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """Those of `layers` that can be graphs of their own."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    known = (layer for layer in layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
+    return tuple(layer for layer in known if not (has_gated_delta_net(layer) or has_fused_operations(layer)))
+
+
+def _graphed_layers(of_decoder: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     """The layers that are captured.
 
     Raises:
         SettingsError: no layer can be captured, or two of them share a parameter.
     """
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    known = (layer for layer in block.layers if isinstance(layer, TransformerLayer) or is_mamba(layer))
-    layers = tuple(layer for layer in known if not (has_gated_delta_net(layer) or has_fused_operations(layer)))
+    layers = capturable(of_decoder)
     if not layers:
         raise SettingsError(
             "graphs.impl transformer_engine captures TransformerLayers and MambaLayers without fused operations, and "
-            f"this chunk of {len(block.layers)} layers has none; set it to chunk, and use_transformer_engine_op_fuser "
+            f"this chunk of {len(of_decoder)} layers has none; set it to chunk, and use_transformer_engine_op_fuser "
             "to False"
         )
     owned = [id(p) for layer in layers for p in layer.parameters()]

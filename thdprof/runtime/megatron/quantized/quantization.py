@@ -174,12 +174,19 @@ def of_block(block: nn.Module, config: Any, *, layers: bool = False) -> Quantiza
 
 
 def _of_layer(config: Any, layer: Any) -> AbstractContextManager[Any]:
-    """The context that megatron-core's blocks enter around each layer, but for delayed scaling."""
+    """The context that megatron-core's blocks enter around each layer, but for delayed scaling.
+
+    Layers of multi-token prediction, which count anew from 1, are quantized wherever the decoder's first and last
+    layers are not, and never to FP4.
+    """
+    predicts = getattr(layer, "is_mtp_layer", False)
     if config.fp8:
         from megatron.core.fp8_utils import get_fp8_context
 
-        context: AbstractContextManager[Any] = get_fp8_context(config, layer.layer_number - 1)
+        context: AbstractContextManager[Any] = get_fp8_context(config, *(() if predicts else (layer.layer_number - 1,)))
         return context
+    if predicts:
+        return nullcontext()
     from megatron.core.fp4_utils import get_fp4_context
 
     in_fp4: AbstractContextManager[Any] = get_fp4_context(config, layer.layer_number - 1)
