@@ -45,6 +45,19 @@ def test_a_run_equals_its_eager_twin(plans, eager_runs, tmp_path, impl, more):
     assert_same_training(ours, eager_runs[more])
 
 
+@pytest.mark.xdist_group("mamba predicts")
+def test_multi_token_prediction_with_mamba_layers_equals_its_eager_twin(plans, tmp_path):
+    predicting = (*DROPOUT, "--hybrid-layer-pattern", "M-*-/M*")
+    eager = train(plans(2, model="mamba"), tmp_path / "eager.jsonl", "mamba", *predicting, replay=False,
+                  **DETERMINISTIC_MAMBA)  # fmt: skip
+    for impl in ("chunk", "transformer_engine"):
+        plan = plans(2, model="mamba", impl=impl)
+        ours = train(plan, tmp_path / f"{impl}.jsonl", "mamba", *predicting, **DETERMINISTIC_MAMBA)
+        assert_as_predicted(plan, ours)
+        assert_same_training(ours, eager)
+        assert ours.predicting == [sum(ours.replays.values())]
+
+
 @pytest.mark.parametrize(
     ("name", "environment"),
     [

@@ -24,6 +24,7 @@ CASES = {
     "parameters in FP8": ("dropout", f"{ONE} {IN_FP8}", ("chunk",)),
     "recomputed": ("dropout", f"{ONE} {FULL}", ("chunk",)),
     "recomputed, FP8 current": ("dense", f"{ONE} {FULL} {CURRENT}", ("chunk",)),
+    "recomputed, parameters in FP8": ("dropout", f"{ONE} {FULL} {IN_FP8}", ("chunk",)),
     "dropless, FP8 current, expert bias": ("dropless", f"{ONE} {CURRENT} {BIAS}", ("transformer_engine",)),
 }
 """For each case the model, Megatron's other arguments, and kinds of graphs."""

@@ -36,10 +36,14 @@ from thdprof.runtime import Bucket, FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import aliased_parameters
 from thdprof.runtime.graphs.static_metadata import Metadata
+from thdprof.runtime.megatron import predictions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
+from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.refusals.facts import Facts
 from thdprof.runtime.megatron.refusals.mamba import refusals, refusals_of_plan
+from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.runners import PaddedEager
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
@@ -156,14 +160,6 @@ def test_a_gated_delta_net_in_a_transformer_layer_is_foreign():
     stack.layers[1].self_attention = object.__new__(GatedDeltaNet)
     nn.Module.__init__(stack.layers[1].self_attention)
     assert list(mamba.foreign(stack.layers)) == ["GatedDeltaNet"]
-
-
-def test_mamba_layers_outside_the_decoder_are_found():
-    model = nn.Module()
-    model.decoder = make_stack("M*")
-    assert not mamba.outside(model)
-    model.mtp = make_stack("*M")
-    assert mamba.outside(model)
 
 
 def test_what_state_space_layers_cannot_do_is_refused():
@@ -444,3 +440,46 @@ def test_a_hybrid_with_dropless_experts_follows_one_plan():
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert run.stats().replays.total() == 3
     assert len(engine.replays) == 3 * 5
+
+
+@pytest.mark.usefixtures("_engine_can_be_imported")
+def test_mamba_layers_of_multi_token_prediction_know_the_documents_from_its_graphs_too():
+    from support.gpt_of_experts import model_of
+
+    padded = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+    found = []
+    for replayed in (False, True):
+        model = model_of(predictions=1, **padded)
+        (layer,) = model.mtp.layers
+        layer.mtp_layer_pattern, layer.mtp_model_layer = "M*", make_stack("M*")
+        engine = FakeEngine()
+        engine.block, part = layer, PredictionLayer(layer)
+        run = (
+            LayerGraphs(part, BUCKETS, num_slots=1, make=engine, sample_every=0)
+            if replayed
+            else PaddedEager(part, BUCKETS, sample_every=0)
+        )
+        part.attach(run, cp_size=1, shards=1, tail="none")
+        seen = []
+        for bounds, hidden, embedded in zip((SMALL, OVER, LARGE), inputs(3), inputs(3, seed=2), strict=True):
+            x, e = hidden.requires_grad_(), embedded.requires_grad_()
+            params = packed_seq_params.packed_seq_params(bounds, max_seqlen=TOKENS, device="cpu")
+            y = layer._proj_and_transformer_layer(hidden_states=x, decoder_input=e, packed_seq_params=params)
+            y.square().sum().backward()
+            seen += [y.detach(), x.grad, e.grad]
+        found.append([*seen, *(p.grad for p in layer.parameters() if p.grad is not None)])
+        assert run.stats().replays.total() == 2
+        idx = [documents for documents, _ in layer.mtp_model_layer.layers[0].mixer.seen]
+        assert document_of_tokens(np.array(OVER), TOKENS).tolist() in idx
+    assert len(found[0]) > 15
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_mamba_layers_of_multi_token_prediction_that_cannot_be_replayed_are_refused():
+    layer = nn.Module()
+    layer.mtp_model_layer = make_stack("M*")
+    model = SimpleNamespace(mtp=SimpleNamespace(layers=[layer]))
+    with pytest.raises(
+        SettingsError, match=r"documents stay apart, and graphs\.offload moves activations of the decoder"
+    ):
+        predictions.of_model(model, SimpleNamespace(), impl="chunk", offloads=True)

@@ -17,6 +17,7 @@ from support import cpu_graphs
 from support.gpt_of_experts import BOUNDS, micro_batches, model_of
 from support.layer_graphs import BUCKETS, TOKENS, FakeEngine, Reduction
 from support.plans import plan_of_shares
+from torch._dynamo import config as dynamo
 
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import install, predictions, surroundings, versions
@@ -185,10 +186,13 @@ def test_an_installation_pads_predictions_too_and_gives_them_back(monkeypatch):
     monkeypatch.setattr(versions, "check", lambda: None)
     monkeypatch.setattr(settings, "check", lambda *_: None)
     model, entry = model_of(predictions=2, **PADDED), "_proj_and_transformer_layer"
+    limit = dynamo.recompile_limit
     with install(model, of_plan(), model.config, replay=False) as installation:
+        assert dynamo.recompile_limit == 2 * limit
         assert all(entry in vars(layer) for layer in model.mtp.layers)
         trained(model)
         for stats in (installation.stats(), *installation.prediction_stats()):
             assert (stats.replays, stats.fallbacks) == (REPLAYS, FALLBACKS)
         assert len(installation.prediction_stats()) == 2
     assert not any(entry in vars(layer) for layer in model.mtp.layers)
+    assert dynamo.recompile_limit == limit

@@ -254,12 +254,11 @@ def install(
         recorded = {**common, "on_decision": decisions.recorder(number)}
         decoders.append(decoder)
         runs.append(run_of(decoder, slots=slots, name=name, common=recorded))
-        if plan.captured:
-            passes, offloads = predictions.passes_a_microbatch(config), plan.graphs.offload is not None
-            layers = predictions.of_model(model, config, impl=plan.graphs.impl, offloads=offloads)
-            for depth, layer in enumerate(layers, start=1):
-                told = f"multi-token prediction {depth}, {name}"
-                predicting.append((layer, run_of(layer, slots=slots * passes, name=told, common=common)))
+        passes, offloads = predictions.passes_a_microbatch(config), plan.graphs.offload is not None
+        layers = predictions.of_model(model, config, impl=plan.graphs.impl, offloads=offloads)
+        for depth, layer in enumerate(layers, start=1):
+            told = f"multi-token prediction {depth}, {name}"
+            predicting.append((layer, run_of(layer, slots=slots * passes, name=told, common=common)))
     cp_size = config.context_parallel_size
     plans = schedule_plans(models, decoders, runs, config) if plan.captured else []
     with ExitStack() as undone:  # changes begin only here, after all that can fail; the first failure takes them back
@@ -276,6 +275,7 @@ def install(
         installation = Installation(decoders, runs, decisions, plans, predicting)
         if plan.captured:
             installation.until_closed(recompute.mended(recompute.repeats_of(config)))
+            installation.until_closed(surroundings.room_for_compiled_captures())
             if any(map(predictions.prediction_layers, models)):
                 installation.until_closed(token_shift.together())
         undone.pop_all()

@@ -15,6 +15,7 @@ from thdprof.runtime.megatron.decoder import adapters, mamba, operations
 from thdprof.runtime.megatron.decoder.decoder import rope_of
 from thdprof.runtime.megatron.decoder.prediction import PredictionLayer, inner_layers
 from thdprof.runtime.megatron.graphs.transformer_engine import capturable
+from thdprof.runtime.megatron.refusals.settings import SettingsError
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +36,27 @@ def passes_a_microbatch(config: Any) -> int:
 
 
 def of_model(model: Any, config: Any, *, impl: str, offloads: bool = False) -> list[PredictionLayer]:
-    """The layers of multi-token prediction that can be replayed, not attached yet; why others cannot is logged.
+    """The layers of multi-token prediction that follow a plan, not attached yet; why others do not is logged.
 
     Args:
         model: the model of one chunk.
         config: the model's TransformerConfig.
         impl: the kind of graphs, as a plan's `graphs.impl` names it.
         offloads: whether activations of the decoder wait in host memory.
+
+    Raises:
+        SettingsError: layers that cannot be replayed have MambaLayers, which get no `seq_idx` then, so that documents
+            would mix.
     """
     found = prediction_layers(model)
     if not found:
         return []
-    why = why_eager(found, config, impl=impl, offloads=offloads)
+    why = "" if impl == "none" else why_eager(found, config, impl=impl, offloads=offloads)
+    if why and any(map(mamba.has_mamba, found)):
+        raise SettingsError(
+            f"multi-token prediction has MambaLayers, which must be replayed so that documents stay apart, and {why}; "
+            "use attention and MLP layers in its pattern"
+        )
     if why:
         logger.warning("multi-token prediction runs eagerly behind the decoder's graphs: %s", why)
         return []

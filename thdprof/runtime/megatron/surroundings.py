@@ -175,6 +175,23 @@ def without_gathering(module: nn.Module) -> Iterator[None]:
             of_part.update(own)
 
 
+@contextmanager
+def room_for_compiled_captures() -> Iterator[None]:
+    """Let torch compile twice as many variants of a function as it does by default.
+
+    A capture's static inputs are other variants than those of eager micro-batches, of which recompute and FP8 make
+    several already. Past its limit torch runs a function as it is, where dropout draws other masks.
+    """
+    from torch._dynamo import config
+
+    own = config.recompile_limit
+    config.recompile_limit = 2 * own
+    try:
+        yield
+    finally:
+        config.recompile_limit = own
+
+
 def foreign_hooks(block: nn.Module) -> tuple[str, ...]:
     """Names of submodules that have hooks which a replay would leave out; Megatron's own pre-forward hooks do not
     count.

@@ -136,6 +136,13 @@ RELIED_ON = (
     ),
     Reliance(
         package="megatron-core",
+        name="MultiTokenPredictionLayer._proj_and_transformer_layer, _checkpointed_forward, mtp_model_layer; "
+        "transformer.multi_token_prediction._roll_tensor_packed_seq",
+        checked=MEGATRON,
+        why="what follows the embedding of a prediction layer is replayed, and its documents are shifted together",
+    ),
+    Reliance(
+        package="megatron-core",
         name="MoETokenDispatcher.cudagraph_attrs, cuda_dtoh_point, _comm_manager, and the sizes in their attributes",
         checked=MEGATRON,
         why="a layer that is captured behind its dispatcher's preprocessing goes on with the sizes of its own tokens",

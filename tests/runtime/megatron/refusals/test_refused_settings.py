@@ -387,7 +387,6 @@ def test_every_complaint_is_told_at_once(plan):
             "the decoder has GatedDeltaNet, which reads the boundaries on the host",
         ),
         ({"foreign_layers": ("Linear", "Mixer")}, "the decoder has Linear, Mixer: only attention, MLP, experts and"),
-        ({"mamba_outside": True}, "multi-token prediction has MambaLayers, which run outside the decoder"),
         ({"wrapper": "FullyShardedDataParallel"}, "wrapped in FullyShardedDataParallel: it moves parameters, whose"),
         ({"data_parallel_size": 4}, "data-parallel size is 4, the plan was made for 1"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -20,12 +19,6 @@ def is_mamba(layer: nn.Module) -> bool:
 def has_mamba(block: nn.Module) -> bool:
     """Whether a decoder has MambaLayers; the answer may differ between pipeline stages."""
     return any(is_mamba(part) for part in block.modules())
-
-
-def outside(model: Any) -> bool:
-    """Whether a model has MambaLayers outside its decoder, as multi-token prediction may have."""
-    inside = {id(part) for part in model.decoder.modules()}
-    return any(is_mamba(part) and id(part) not in inside for part in model.modules())
 
 
 def check_covered(packed: PackedSequence, n_tokens: int) -> None:

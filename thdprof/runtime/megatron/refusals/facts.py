@@ -22,9 +22,7 @@ class Facts:
     foreign_layers: tuple[str, ...] = ()
     """Classes of layers, or of parts of layers, that were not checked in a graph."""
     has_mamba: bool = False
-    """Whether a decoder has MambaLayers."""
-    mamba_outside: bool = False
-    """Whether a model has MambaLayers outside its decoder."""
+    """Whether a decoder, or multi-token prediction behind it, has MambaLayers."""
     fused_adapters: tuple[str, ...] = ()
     """Names of adapters that Transformer Engine's operation fuser runs."""
     fused_operations: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""State-space layers: Mamba's packed path, its place in the model, and context parallelism."""
+"""State-space layers: Mamba's packed path, and context parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def refusals(config: Any, facts: Facts) -> Iterator[str]:
-    """A line for every setting with which MambaLayers take no packed input, or would mix documents.
+    """A line for every setting with which MambaLayers take no packed input.
 
     Args:
         config: megatron.core.transformer.TransformerConfig, or an object with its fields.
@@ -21,11 +21,6 @@ def refusals(config: Any, facts: Facts) -> Iterator[str]:
     """
     if facts.has_mamba and not getattr(config, "use_mamba_mem_eff_path", True):
         yield "use_mamba_mem_eff_path is False: Megatron's other path takes no packed input; set it to True"
-    if facts.mamba_outside:
-        yield (
-            "multi-token prediction has MambaLayers, which run outside the decoder and get no seq_idx there, so that "
-            "documents would mix; use attention and MLP layers in its pattern"
-        )
 
 
 def refusals_of_plan(plan: Plan, facts: Facts) -> Iterator[str]:
