@@ -39,7 +39,11 @@ def calibrate(tmp_path, flags: str, *more: str, ranks: int = 1) -> tuple[dict, s
     return yaml.safe_load(table.read_text()), ran.stderr
 
 
-@pytest.mark.parametrize("more", ["", EXPERTS, RECOMPUTE, STAGE], ids=["dense", "experts", "recompute", "stage"])
+@pytest.mark.parametrize(
+    "more",
+    ["", EXPERTS, RECOMPUTE, STAGE, "--mtp-num-layers 1 "],
+    ids=["dense", "experts", "recompute", "stage", "predicts"],
+)
 def test_a_script_becomes_a_table_of_its_own_model(tmp_path, more):
     table, told = calibrate(tmp_path, SIZES + more, "--max-seqs", "16,64", "--n-seqs", "8")
     assert table["calibrated"]
