@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 import torch
+from megatron.core.transformer import multi_token_prediction
 from support import cpu_graphs
 from support.gpt_of_experts import BOUNDS, micro_batches, model_of
 from support.layer_graphs import BUCKETS, TOKENS, FakeEngine, Reduction
@@ -21,6 +22,7 @@ from torch._dynamo import config as dynamo
 
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import install, predictions, surroundings, versions
+from thdprof.runtime.megatron.decoder import token_shift
 from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
 from thdprof.runtime.megatron.graphs import chunk
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
@@ -196,3 +198,34 @@ def test_an_installation_pads_predictions_too_and_gives_them_back(monkeypatch):
         assert len(installation.prediction_stats()) == 2
     assert not any(entry in vars(layer) for layer in model.mtp.layers)
     assert dynamo.recompile_limit == limit
+
+
+def test_what_an_installation_changes_in_other_packages_lasts_until_the_last_one_is_closed(monkeypatch):
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(settings, "check", lambda *_: None)
+
+    def changed():
+        return dynamo.recompile_limit, multi_token_prediction._roll_tensor_packed_seq
+
+    before = changed()
+    models = [model_of(predictions=1, **PADDED) for _ in range(2)]
+    first, second = (install(model, of_plan(), model.config, replay=False) for model in models)
+    inside = changed()
+    assert inside[0] == 2 * before[0]
+    assert inside[1] is not before[1]
+    first.close()
+    assert changed() == inside
+    second.close()
+    assert changed() == before
+
+
+def test_an_installation_that_fails_half_way_leaves_nothing_changed(monkeypatch):
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(settings, "check", lambda *_: None)
+    model, limit = model_of(predictions=1, **PADDED), dynamo.recompile_limit
+    monkeypatch.setattr(token_shift, "together", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        install(model, of_plan(), model.config, replay=False)
+    assert dynamo.recompile_limit == limit
+    assert "forward" not in vars(model.decoder)
+    assert "_proj_and_transformer_layer" not in vars(model.mtp.layers[0])

@@ -59,6 +59,10 @@ class Installation:
         """Enter a context that `close` leaves."""
         self._changes.enter_context(change)
 
+    def take_back(self) -> None:
+        """Leave the contexts that `close` leaves."""
+        self._changes.close()
+
     def stats(self, chunk: int = 0) -> Stats:
         """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
         return self._runs[chunk].stats()
@@ -150,7 +154,7 @@ class Installation:
         with ExitStack() as stack:  # runs every callback, even after one fails
             for plans in self._plans:
                 stack.callback(plans.detach)
-            stack.callback(self._changes.close)
+            stack.callback(self.take_back)
             for decoder, run in (*zip(self._decoders, self._runs, strict=True), *self._predicting):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
@@ -273,6 +277,7 @@ def install(
             undone.callback(schedule.detach)
             schedule.attach()
         installation = Installation(decoders, runs, decisions, plans, predicting)
+        undone.callback(installation.take_back)
         if plan.captured:
             installation.until_closed(recompute.mended(recompute.repeats_of(config)))
             installation.until_closed(surroundings.room_for_compiled_captures())

@@ -15,7 +15,7 @@ import torch
 
 from thdprof.runtime.graphs.redrawn import Repeats
 from thdprof.runtime.megatron.decoder import unfused_rope
-from thdprof.runtime.megatron.trainers.replaced import replaced
+from thdprof.runtime.megatron.trainers.replaced import Shared, replaced
 
 
 class MegatronTracker:
@@ -131,29 +131,6 @@ def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tenso
     return output
 
 
-class _Mending:
-    """Whether Megatron recomputes through `repeats` now. Several owners may ask for it, and end in any order."""
-
-    def __init__(self) -> None:
-        self._owners = 0
-        self._stack = ExitStack()
-
-    def begin(self, repeats: Repeats) -> None:
-        """One more owner."""
-        if self._owners == 0:
-            self._stack.enter_context(_recomputing_through(repeats))
-        self._owners += 1
-
-    def end(self) -> None:
-        """One owner less; the last one's end gives Megatron its own functions back."""
-        self._owners -= 1
-        if self._owners == 0:
-            self._stack.close()
-
-
-_MENDING = _Mending()
-
-
 @contextmanager
 def mended(repeats: Repeats | None) -> Iterator[None]:
     """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap.
@@ -161,14 +138,8 @@ def mended(repeats: Repeats | None) -> Iterator[None]:
     Args:
         repeats: what `repeats_of` returned; None: nothing is changed.
     """
-    if repeats is None:
+    with nullcontext() if repeats is None else _MENDING.owned(repeats):
         yield
-        return
-    _MENDING.begin(repeats)
-    try:
-        yield
-    finally:
-        _MENDING.end()
 
 
 @contextmanager
@@ -192,6 +163,9 @@ def _recomputing_through(repeats: Repeats) -> Iterator[None]:
         stack.enter_context(replaced(random.CheckpointWithoutOutput, "checkpoint", checkpoint_without_output))
         stack.enter_context(_in_transformer_engine(repeats))
         yield
+
+
+_MENDING = Shared(_recomputing_through)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder import unfused_rope
 from thdprof.runtime.megatron.quantized import quantization
+from thdprof.runtime.megatron.trainers.replaced import Shared, replaced
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _COUNTS = frozenset(("local_tokens_per_expert",))
@@ -175,21 +176,24 @@ def without_gathering(module: nn.Module) -> Iterator[None]:
             of_part.update(own)
 
 
-@contextmanager
-def room_for_compiled_captures() -> Iterator[None]:
-    """Let torch compile twice as many variants of a function as it does by default.
+def room_for_compiled_captures() -> AbstractContextManager[None]:
+    """A context in which torch compiles twice as many variants of a function as it does otherwise. Several may overlap.
 
     A capture's static inputs are other variants than those of eager micro-batches, of which recompute and FP8 make
     several already. Past its limit torch runs a function as it is, where dropout draws other masks.
     """
+    return _ROOM.owned()
+
+
+@contextmanager
+def _twice_as_many_variants() -> Iterator[None]:
     from torch._dynamo import config
 
-    own = config.recompile_limit
-    config.recompile_limit = 2 * own
-    try:
+    with replaced(config, "recompile_limit", 2 * config.recompile_limit):
         yield
-    finally:
-        config.recompile_limit = own
+
+
+_ROOM = Shared(_twice_as_many_variants)
 
 
 def foreign_hooks(block: nn.Module) -> tuple[str, ...]:

@@ -7,13 +7,13 @@ parallelism it exchanges the tokens of each between ranks. Here all documents ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
-from thdprof.runtime.megatron.trainers.replaced import replaced
+from thdprof.runtime.megatron.trainers.replaced import Shared, replaced
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -24,13 +24,20 @@ Shifted = tuple[torch.Tensor, torch.Tensor]
 """A tensor whose documents are shifted, and the sum of its elements."""
 
 
+def together() -> AbstractContextManager[None]:
+    """A context in which megatron-core shifts all documents of a micro-batch at once. Several may overlap."""
+    return _TOGETHER.owned()
+
+
 @contextmanager
-def together() -> Iterator[None]:
-    """Inside the block, megatron-core shifts all documents of a micro-batch at once."""
+def _shifting_together() -> Iterator[None]:
     from megatron.core.transformer import multi_token_prediction
 
     with replaced(multi_token_prediction, _NAME, _shift_as(vars(multi_token_prediction)[_NAME])):
         yield
+
+
+_TOGETHER = Shared(_shifting_together)
 
 
 def _shift_as(own: Callable[..., Shifted]) -> Callable[..., Shifted]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 
@@ -20,3 +20,28 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, own)
+
+
+class Shared:
+    """A change of the process that several owners may ask for, and end in any order: the last one takes it back."""
+
+    def __init__(self, change: Callable[..., AbstractContextManager[Any]]) -> None:
+        """A change without owners.
+
+        Args:
+            change: returns a context in which the change is made.
+        """
+        self._change, self._stack, self._owners = change, ExitStack(), 0
+
+    @contextmanager
+    def owned(self, *args: Any) -> Iterator[None]:
+        """One more owner inside the block. The first one's `args` go to the change."""
+        if self._owners == 0:
+            self._stack.enter_context(self._change(*args))
+        self._owners += 1
+        try:
+            yield
+        finally:
+            self._owners -= 1
+            if self._owners == 0:
+                self._stack.close()
