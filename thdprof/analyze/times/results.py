@@ -23,7 +23,7 @@ class Times:
     decoder_replay_ms: float | None = None
     """Forward and backward of the decoder's layers on one rank, replayed, in milliseconds."""
     decoder_eager_ms: Range | None = None
-    """The same, run eagerly, with what layers of multi-token prediction take longer eagerly than replayed."""
+    """The same, run eagerly, with what multi-token prediction takes longer eagerly than replayed."""
     outside_decoder_ms: float | None = None
     """Embedding, output layer, loss and replayed layers of multi-token prediction of a micro-batch, and its share of
     the optimizer's step, in milliseconds."""
