@@ -58,6 +58,14 @@ def test_the_parts_of_a_step_are_found_from_whole_steps():
     assert solved.squared_tokens == SQUARED[64]
 
 
+def test_what_multi_token_prediction_takes_longer_eagerly_is_added_and_not_scaled_with_the_layers():
+    twice = replace(SAME, layers=16)
+    plain = solve(measured(), twice)
+    predicting = solve(replace(measured(), eager_predictions_ms={4: 8 * 2.0, 106: 8 * 30.0}), twice)
+    assert predicting.eager_ms == pytest.approx({4: plain.eager_ms[4] + 2.0, 106: plain.eager_ms[106] + 30.0})
+    assert predicting.replay_ms == plain.replay_ms
+
+
 def test_measured_steps_add_up_again_though_eager_steps_have_other_surroundings():
     odd = replace(measured(), eager_step_ms={4: 1500.0, 106: 1234.0})
     solved = solve(odd, SAME)

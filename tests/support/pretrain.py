@@ -170,9 +170,11 @@ def record(path: Path) -> None:
     def close_installation(self: Installation) -> None:
         names = ("pool_bytes", "host_bytes", "offload_freed_bytes")
         sizes = {name: getattr(self, name)() for name in names}
-        predicting = [stats.replays.total() for stats in self.prediction_stats()]
+        behind = self.prediction_stats()
+        captures = sum(stats.captures for stats in (self.stats(), *behind))
+        predicting = [stats.replays.total() for stats in behind]
         peak_bytes = torch.cuda.max_memory_reserved()
-        write(captures=self.stats().captures, predicting=predicting, peak_bytes=peak_bytes, **sizes)
+        write(captures=captures, predicting=predicting, peak_bytes=peak_bytes, **sizes)
         close(self)
 
     training.train_step, Installation.close = train_step, close_installation  # type: ignore[method-assign]

@@ -25,6 +25,11 @@ def cases(world: int):
         bounds = [0, *np.cumsum(lengths).tolist()]
         yield [*bounds, bounds[-1], bounds[-1]], bounds[-1] + 2 * world * int(random.integers(0, 3))
         yield [0, 0, *bounds[1:2], *bounds[1:]], bounds[-1]
+        odd = [0, *np.cumsum(world * (2 * random.integers(1, 4, size=4) + 1)).tolist()]
+        yield odd, odd[-1]
+        yield [n + 2 * world for n in bounds], bounds[-1] + 4 * world  # tokens before the first document
+        if world == 1 and len(bounds) > 2:
+            yield bounds, bounds[-1] - 2  # as a rank's share of a mask that others share too
 
 
 def main() -> None:
@@ -37,6 +42,7 @@ def main() -> None:
         for given in (
             torch.randint(1, 100, (1, tokens // world), generator=draws),
             torch.rand(2, tokens // world, generator=draws),
+            torch.rand(1, tokens // world, generator=draws) < 0.5,
         ):
             found = []
             own = multi_token_prediction._roll_tensor_packed_seq
@@ -46,7 +52,13 @@ def main() -> None:
             assert multi_token_prediction._roll_tensor_packed_seq is own
             found.append(multi_token_prediction.roll_tensor(given, -1, -1, distributed.group.WORLD, params))
             for ours, theirs in zip(*found, strict=True):
-                assert torch.equal(ours, theirs), (bounds, tokens, given, ours, theirs)
+                assert (ours.dtype, torch.equal(ours, theirs)) == (theirs.dtype, True), (
+                    bounds,
+                    tokens,
+                    given,
+                    ours,
+                    theirs,
+                )
             compared += len(bounds) - 1
     print(compared)
     distributed.destroy_process_group()

@@ -41,6 +41,7 @@ from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.models import facts_of
 from thdprof.runtime.megatron.refusals.facts import Facts
 from thdprof.runtime.megatron.refusals.mamba import refusals, refusals_of_plan
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -473,6 +474,14 @@ def test_mamba_layers_of_multi_token_prediction_know_the_documents_from_its_grap
         assert document_of_tokens(np.array(OVER), TOKENS).tolist() in idx
     assert len(found[0]) > 15
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_mamba_layers_of_multi_token_prediction_are_found():
+    model = nn.Module()
+    model.decoder = make_stack("*")
+    assert not mamba.has_mamba(model)
+    model.mtp = make_stack("*M")
+    assert facts_of([model], [model]).has_mamba
 
 
 def test_mamba_layers_of_multi_token_prediction_that_cannot_be_replayed_are_refused():

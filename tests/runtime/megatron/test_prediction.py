@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -20,16 +21,22 @@ from support.layer_graphs import BUCKETS, TOKENS, FakeEngine, Reduction
 from support.plans import plan_of_shares
 from torch._dynamo import config as dynamo
 
+from thdprof.plan import OffloadPart
 from thdprof.runtime import FallbackReason
+from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron import install, predictions, surroundings, versions
 from thdprof.runtime.megatron.decoder import token_shift
+from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
 from thdprof.runtime.megatron.graphs import chunk
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead
+from thdprof.runtime.megatron.quantized.quantization import of_block
 from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron.runners import PaddedEager, runner_of
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "_engine_can_be_imported")
+ENTRIES = ("_proj_and_transformer_layer", "_checkpointed_forward")
 REPLAYS = {BUCKETS[0]: 3, BUCKETS[1]: 2}
 FALLBACKS = {FallbackReason.too_many_seqs: 2}
 
@@ -174,6 +181,38 @@ def test_a_stage_without_embedding_predicts_nothing():
     assert predictions.of_model(model, model.config, impl="chunk") == []
 
 
+def test_layers_that_no_graph_can_hold_keep_prediction_eager(monkeypatch):
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+
+    model = model_of(predictions=1)
+    inner = model.mtp.layers[0].mtp_model_layer
+    inner.mlp._fused_impl = None  # as Megatron's fused MLP has it
+    assert "fused operations" in predictions.why_eager(model.mtp.layers, model.config, impl="chunk")
+    assert predictions.why_eager(model.mtp.layers, model.config, impl="transformer_engine") == (
+        "none of its layers can be a graph"
+    )
+    inner.self_attention = object.__new__(GatedDeltaNet)
+    torch.nn.Module.__init__(inner.self_attention)
+    assert "GatedDeltaNet" in predictions.why_eager(model.mtp.layers, model.config, impl="chunk")
+
+
+@pytest.mark.parametrize(("detached", "frozen"), [(False, False), (True, False), (False, True)])
+@pytest.mark.usefixtures("_as_chunks")
+def test_the_embedding_takes_a_gradient_in_the_first_call_as_in_training(detached, frozen):
+    model = model_of(predictions=1, mtp_detach_heads=detached, **PADDED)
+    model.embedding.requires_grad_(not frozen)
+    (one,) = predictions.of_model(model, model.config, impl="chunk")
+    run = as_chunk(one)
+    one.attach(run, cp_size=1, shards=1, tail="none")
+    capture_ahead(
+        [one], [run], Openings(of_plan(), model.config, shards=1, form=MetadataForm()), [True], say=lambda line: None
+    )
+    for args, kwargs in micro_batches():
+        model(*args, **kwargs).sum().backward()
+    assert run.stats().captures == 4
+    assert run.stats().replays == REPLAYS
+
+
 def test_parts_that_a_replay_would_leave_out_keep_a_layer_eager():
     model = model_of(predictions=1)
     assert predictions.why_eager(model.mtp.layers, model.config, impl="chunk") == ""
@@ -229,3 +268,120 @@ def test_an_installation_that_fails_half_way_leaves_nothing_changed(monkeypatch)
     assert dynamo.recompile_limit == limit
     assert "forward" not in vars(model.decoder)
     assert "_proj_and_transformer_layer" not in vars(model.mtp.layers[0])
+
+
+class Opened(DispatchedModule):
+    """Counts captures, and replays by running the module."""
+
+    dropped = 0
+
+    def _open(self, call):
+        self._stats.captures += 1
+
+    def _replay(self, bucket, call):
+        args, kwargs = call.substitute(call.tensors, call.packed)
+        return self.module(*args, **kwargs)
+
+    def pool_bytes(self):
+        return 7
+
+    def recapture(self):
+        self.dropped += 1
+        super().recapture()
+
+
+@pytest.mark.usefixtures("as_if_on_a_gpu")
+@pytest.mark.parametrize(("repeated", "offloads"), [(False, False), (True, False), (False, True)])
+def test_an_installation_captures_predictions_ahead_and_drops_them_with_the_decoder(monkeypatch, repeated, offloads):
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(settings, "check", lambda *_: None)
+    made = []
+
+    def runner_of(part, plan, config, *, slots, common, **_):
+        made.append((type(part).__name__, slots, "on_decision" in common, Opened(part, plan.captured, **common)))
+        return made[-1][-1]
+
+    monkeypatch.setattr(sys.modules["thdprof.runtime.megatron.install"], "runner_of", runner_of)
+    model, plan = model_of(predictions=2, mtp_use_repeated_layer=repeated, **PADDED), of_plan()
+    changes = {"impl": "transformer_engine", "slots": [[3]]}
+    if offloads:
+        changes["offload"] = OffloadPart(modules=["mlp"])
+    plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changes)})
+    with install(model, plan, model.config) as installation:
+        layers = (
+            [] if offloads else [("PredictionLayer", 6, False)] if repeated else [("PredictionLayer", 3, False)] * 2
+        )
+        assert [one[:3] for one in made] == [("Decoder", 3, True), *layers]
+        runs = [one[-1] for one in made]
+        assert [run.stats().captures for run in runs] == [1] * len(runs)
+        assert installation.pool_bytes() == 7 * len(runs)
+        installation.recapture()
+        assert [run.dropped for run in runs] == [1] * len(runs)
+        assert len(installation.prediction_stats()) == len(layers)
+    assert not any(entry in vars(layer) for layer in model.mtp.layers for entry in ENTRIES)
+
+
+def test_a_failing_attach_gives_every_layer_back(monkeypatch):
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(settings, "check", lambda *_: None)
+    attach, attached = PredictionLayer.attach, []
+
+    def failing(self, *args, **kwargs):
+        attach(self, *args, **kwargs)
+        if isinstance(self, PredictionLayer):
+            attached.append(self)
+        if len(attached) == 2:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Decoder, "attach", failing)
+    model = model_of(predictions=2, **PADDED)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        install(model, of_plan(), model.config, replay=False)
+    assert len(attached) == 2
+    assert not any(entry in vars(layer) for layer in model.mtp.layers for entry in ENTRIES)
+
+
+def test_a_group_of_layers_is_none_of_prediction():
+    plan, model = of_plan(), model_of(predictions=1, **PADDED)
+    plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"layers_per_graph": 1})})
+    run = runner_of(PredictionLayer(model.mtp.layers[0]), plan, model.config, slots=1, common={"sample_every": 0})
+    assert run._cuts == ()
+
+
+def test_layers_draw_from_the_random_state_in_which_prediction_runs_them():
+    layer = model_of(predictions=1).mtp.layers[0]
+    assert not PredictionLayer(layer).draws_apart()
+    layer.config.sequence_parallel = True
+    assert PredictionLayer(layer).draws_apart()
+
+
+def test_a_decoder_is_put_aside_and_back():
+    (layer,) = model_of(predictions=1).mtp.layers
+    one = PredictionLayer(layer)
+    one.attach(PaddedEager(one, BUCKETS), cp_size=1, shards=1, tail="none")
+    attached = vars(layer)["_proj_and_transformer_layer"]
+    with one.aside():
+        assert "_proj_and_transformer_layer" not in vars(layer)
+    assert vars(layer)["_proj_and_transformer_layer"] is attached
+
+
+@pytest.mark.parametrize(
+    ("fp8", "in_stack", "entered"),
+    [(True, False, ("fp8",)), (True, True, ("fp8",)), (False, False, None), (False, True, ("fp4", 0))],
+)
+def test_layers_of_prediction_are_quantized_as_it_runs_them(monkeypatch, fp8, in_stack, entered):
+    from megatron.core import fp4_utils, fp8_utils
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_context", lambda config, *number: ("fp8", *number))
+    monkeypatch.setattr(fp4_utils, "get_fp4_context", lambda config, *number: ("fp4", *number))
+    of_engine = ModuleType("transformer_engine.pytorch.quantization")
+    of_engine.FP8GlobalStateManager = SimpleNamespace(reduce_and_update_fp8_tensors=None)
+    monkeypatch.setitem(sys.modules, of_engine.__name__, of_engine)
+    block, layer = torch.nn.Module(), SimpleNamespace(layer_number=1)
+    config = SimpleNamespace(fp8="hybrid" if fp8 else None, fp4=None if fp8 else "e2m1")
+    assert of_block(block, config, layers=True)._of_layer(layer) == (("fp8", 0) if fp8 else ("fp4", 0))
+    block.mtp_model_layer = torch.nn.Module()
+    if in_stack:
+        block.mtp_model_layer.layers = torch.nn.ModuleList()
+    found = of_block(block, config, layers=True)._of_layer(layer)
+    assert (None if isinstance(found, nullcontext) else found) == entered

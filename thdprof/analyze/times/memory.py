@@ -217,9 +217,7 @@ def _rank(
     one_graph = 0
     if costs.calibrated and costs.slot_bytes is not None:
         whole = costs.slot_bytes * n_tokens / costs.n_tokens
-        of_chunks = [round(whole * share_of_model)] * len(stage.chunks)  # what is measured is the decoder
-        predicting = _replayed(model, settings, [], depths[-1], n_tokens, layer_graphs=layer_graphs)
-        of_chunks[-1] += predicting.in_pool + depths[-1] * _GRAPH_WORKSPACE
+        of_chunks = [round(whole * share_of_model)] * len(stage.chunks)
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
         of_chunks = [one.in_pool + (1 + depth) * _GRAPH_WORKSPACE for one, depth in zip(replayed, depths, strict=True)]

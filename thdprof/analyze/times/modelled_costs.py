@@ -116,7 +116,7 @@ class ModelledTimes:
             eager=[self._eager_point(n) for n in self._documents()],
             replay=[self._replay_point(n) for n in self._caps()],
             max_seqs_steps=_STEPS,
-            ms_per_squared_token=per_unit,
+            ms_per_squared_token=per_unit * (1 + self._mtp_layers),
             squared_tokens=self.shapes.squared,
             outside_ms=(outside[0] * outside[1]) ** 0.5,
             outside_range_ms=outside,

@@ -21,7 +21,8 @@ class Times:
     basis: str
     """The model, GPU and versions that the times are of; without times, one line that says how to get them."""
     decoder_replay_ms: float | None = None
-    """Forward and backward of the decoder's layers on one rank, replayed, in milliseconds."""
+    """Forward and backward of the decoder's layers on one rank, replayed, in milliseconds, with what layers of
+    multi-token prediction take beyond their work on the GPU in a typical micro-batch."""
     decoder_eager_ms: Range | None = None
     """The same, run eagerly, with what multi-token prediction takes longer eagerly than replayed."""
     outside_decoder_ms: float | None = None

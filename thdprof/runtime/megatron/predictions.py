@@ -1,7 +1,7 @@
 """The layers of multi-token prediction that are replayed behind their model chunk's decoder, by graphs of their own.
 
-Their micro-batches are the decoder's, and fit the same buckets; each layer decides by itself, as the decoder does, and
-has as many slots.
+Their micro-batches are the decoder's, and fit the same buckets; each layer decides by itself, as the decoder does. It
+has as many slots, and so many times more where it predicts several tokens one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thdprof.runtime.megatron import surroundings
-from thdprof.runtime.megatron.decoder import adapters, mamba, operations
+from thdprof.runtime.megatron.decoder import adapters, mamba, operations, vision
 from thdprof.runtime.megatron.decoder.decoder import rope_of
 from thdprof.runtime.megatron.decoder.prediction import PredictionLayer, inner_layers
 from thdprof.runtime.megatron.graphs.transformer_engine import capturable
@@ -63,7 +63,8 @@ def of_model(model: Any, config: Any, *, impl: str, offloads: bool = False) -> l
     embeds_grad = not getattr(config, "mtp_detach_heads", False) and any(
         parameter.requires_grad for parameter in model.embedding.parameters()
     )
-    return [PredictionLayer(layer, rope_of(model), embeds_grad=embeds_grad) for layer in found]
+    rope, sample = rope_of(model), vision.rotary_sample_of(model)
+    return [PredictionLayer(layer, rope, rotary_sample=sample, embeds_grad=embeds_grad) for layer in found]
 
 
 def why_eager(found: Sequence[Any], config: Any, *, impl: str, offloads: bool = False) -> str:

@@ -189,7 +189,8 @@ def room_for_compiled_captures() -> AbstractContextManager[None]:
 def _twice_as_many_variants() -> Iterator[None]:
     from torch._dynamo import config
 
-    with replaced(config, "recompile_limit", 2 * config.recompile_limit):
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # until torch 2.6
+    with replaced(config, name, 2 * getattr(config, name)):
         yield
 
 

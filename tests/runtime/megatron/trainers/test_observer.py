@@ -27,6 +27,10 @@ class Installed:
 
     def __init__(self, plan) -> None:
         self.counters = Stats(prediction=Prediction.of(plan))
+        self.behind: list[Stats] = []
+
+    def prediction_stats(self) -> list[Stats]:
+        return self.behind
 
     def stats(self) -> Stats:
         return self.counters
@@ -94,6 +98,19 @@ def test_scalars_are_those_of_stats_and_the_memory(observer, installed, plan):
     }
     own = {name: value for name, value in observer.scalars().items() if not name.endswith("_bytes")}
     assert own == installed.counters.scalars()
+
+
+def test_captures_and_mismatches_of_multi_token_prediction_are_told_with_the_decoders(observer, installed, plan):
+    small, _ = sorted(plan.shares)
+    installed.count([(small, 90)])
+    installed.counters.captures, installed.counters.verified[small] = 2, 9
+    installed.behind = [Stats(captures=2, replays=Counter({small: 90})), Stats(captures=2)]
+    installed.behind[1].mismatches[small] += 1
+    told = observer.scalars()
+    assert (told["thdprof/captures"], told["thdprof/mismatches"], told["thdprof/verified"]) == (6, 1, 9)
+    assert told["thdprof/replayed"] == 90
+    assert "thdprof mismatches: 1 |" in observer.log_text()
+    assert installed.counters.captures == 2
 
 
 def test_memory_is_looked_up_after_captures_alone(observer, installed, monkeypatch):

@@ -200,13 +200,13 @@ def _of_layers(request: Request, asked: _Asked, args: Any, layers: int, say: Cal
     plan = _Plan.of(request, asked, args)
     replayable = Replayable(training, plan.buckets)
     say(f"built after {time.monotonic() - request.began:.0f} s; capturing {len(plan.buckets)} buckets")
-    measured, rounds, slot, overhead = _run(request, plan, replayable, layers, asked.stage_layers, say)
+    measured, rounds, slot = _run(request, plan, replayable, layers, asked.stage_layers, say)
     scale = _scale(training, layers, asked.stage_layers)
     solved = solve(measured, scale)
     if rounds < LEAST_ROUNDS:
         say(f"only {rounds} rounds fit into {request.seconds:.0f} s: times are less sure; give --seconds, more")
     say(_told(measured, solved))
-    return _table(asked, args, layers, solved, slot, overhead)
+    return _table(asked, args, layers, solved, slot)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +258,21 @@ class _Plan:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """What a slot takes, in bytes."""
+
+    decoder: int
+    """Of the layers that were built, with one bucket."""
+    overhead: float
+    """Share of it that each further bucket adds."""
+    predicting: int
+    """Of multi-token prediction, with one bucket."""
+
+
 def _run(
     request: Request, plan: _Plan, replayable: Replayable, layers: int, wanted: int, say: Callable[[str], None]
-) -> tuple[Measured, int, int, float]:
+) -> tuple[Measured, int, _Slot]:
     """Measure every variant; also the number of rounds, and what a slot takes."""
     typical = plan.typical
     steps = 1
@@ -273,7 +285,7 @@ def _run(
     }
     for packs, bucket in batches.values():  # the first steps compile, tune and capture
         replayable.step_ms(packs[: plan.few], bucket)
-    slot, overhead = slot_costs(replayable.graphs.bytes_of_buckets())
+    slot = _Slot(*slot_costs(replayable.graphs.bytes_of_buckets()), predicting=replayable.prediction_bytes())
     say(f"captured after {time.monotonic() - request.began:.0f} s")
     one = replayable.step_ms(plan.replayed[typical.max_seqs], typical)
     if by_rank_zero(one < _SHORT_STEP_MS):
@@ -282,6 +294,13 @@ def _run(
         key: partial(replayable.step_ms, packs, bucket, steps=1 if bucket is None else steps)
         for key, (packs, bucket) in batches.items()
     }
+    if replayable.predicts:
+        holding = {n: next((b for b in plan.buckets if b.max_seqs >= n), None) for n in plan.eager}
+        variants |= {
+            ("layers", n): partial(replayable.step_ms, plan.eager[n], bucket, layers=False)
+            for n, bucket in holding.items()
+            if bucket is not None
+        }
     alone = plan.replayed[typical.max_seqs]
     variants["decoder"] = lambda: replayable.decoder_ms(alone, typical)
     halves = layers < wanted and layers >= 2 and not replayable.training.args.hybrid_layer_pattern
@@ -292,7 +311,8 @@ def _run(
     _check_replays(replayable)
     measured = Measured(
         microbatches=plan.microbatches,
-        eager_step_ms={n: ms["eager", n] for n in plan.eager},
+        eager_step_ms={n: ms.get(("layers", n), ms["eager", n]) for n in plan.eager},
+        eager_predictions_ms={n: ms["eager", n] - ms["layers", n] for n in plan.eager if ("layers", n) in ms},
         replay_step_ms={b.max_seqs: ms["replay", b.max_seqs] for b in plan.buckets},
         typical_cap=typical.max_seqs,
         few_microbatches=plan.few,
@@ -319,7 +339,7 @@ def _run(
             half_eager_decoder_ms=both["eager"],
         )
     replayable.close()
-    return measured, rounds, slot, overhead
+    return measured, rounds, slot
 
 
 def _check_replays(replayable: Replayable) -> None:
@@ -352,7 +372,7 @@ def _told(measured: Measured, solved: Solved) -> str:
     )
 
 
-def _table(asked: _Asked, args: Any, layers: int, solved: Solved, slot: int, overhead: float) -> dict[str, Any]:
+def _table(asked: _Asked, args: Any, layers: int, solved: Solved, slot: _Slot) -> dict[str, Any]:
     stamp = stamp_here()
     whole = asked.total_layers / layers
     return {
@@ -364,8 +384,8 @@ def _table(asked: _Asked, args: Any, layers: int, solved: Solved, slot: int, ove
         "n_tokens": args.seq_length * args.micro_batch_size // args.context_parallel_size,
         "eager": [{"n_seqs": n, "ms": round(ms, 4)} for n, ms in sorted(solved.eager_ms.items())],
         "replay": [{"max_seqs": n, "ms": round(ms, 4)} for n, ms in sorted(solved.replay_ms.items())],
-        "slot_bytes": round(slot * whole),
-        "bucket_overhead": overhead,
+        "slot_bytes": round(slot.decoder * whole) + slot.predicting,
+        "bucket_overhead": slot.overhead,
         "ms_per_squared_token": solved.ms_per_squared_token,
         "squared_tokens": solved.squared_tokens,
         "outside_ms": round(solved.outside_ms, 4),

@@ -2,7 +2,8 @@
 
 A step of K micro-batches is taken to last K x (decoder + outside) + optimizer. Two steps of different K tell the
 optimizer's part from a micro-batch's; the decoder alone, replayed, tells the decoder's from what is around it. What
-eager steps take more is counted to their decoder, so that the sum is the measured step again.
+eager steps take more is counted to their decoder, so that the sum is the measured step again. Layers of multi-token
+prediction are as many whatever layers were built: what they take longer eagerly is measured apart, and not scaled.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class Measured:
     """Layers of the second measurement of the decoder alone; None where there was none."""
     half_decoder_ms: float = 0.0
     """One replay of `half_layers` layers."""
+    eager_predictions_ms: Mapping[int, float] = field(default_factory=dict)
+    """What eager steps take longer, by their micro-batches' number of documents, where multi-token prediction is not
+    replayed either; `eager_step_ms` then are of steps in which it is."""
     eager_decoder_ms: float = 0.0
     """The decoder alone, eagerly."""
     half_eager_decoder_ms: float = 0.0
@@ -113,7 +117,11 @@ def solve(measured: Measured, scale: Scale) -> Solved:
     fixed_replay, fixed_eager = _fixed(measured, scale)
     factor = scale.layers / scale.measured_layers
     return Solved(
-        eager_ms={n: max(_LEAST_MS, fixed_eager + (ms - fixed_eager) * factor) for n, ms in eager.items()},
+        eager_ms={
+            n: max(_LEAST_MS, fixed_eager + (ms - fixed_eager) * factor)
+            + max(0.0, measured.eager_predictions_ms.get(n, 0.0)) / count
+            for n, ms in eager.items()
+        },
         replay_ms={n: max(_LEAST_MS, fixed_replay + (ms - fixed_replay) * factor) for n, ms in replay.items()},
         outside_ms=outside,
         optimizer_ms=optimizer * scale.parameters / scale.measured_parameters,

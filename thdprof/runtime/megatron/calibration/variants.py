@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.runtime.calibrate import slot_costs
 from thdprof.runtime.megatron import predictions, surroundings
 from thdprof.runtime.megatron.calibration.micro_batches import MicroBatch
 from thdprof.runtime.megatron.calibration.rounds import timed
@@ -73,12 +74,26 @@ class Replayable:
                 stack.enter_context(decoder.aside())
             yield
 
+    @property
+    def predicts(self) -> bool:
+        """Whether the model has multi-token prediction that can be replayed."""
+        return bool(self._predicting)
+
+    def prediction_bytes(self) -> int:
+        """Bytes of one slot of multi-token prediction, with one bucket."""
+        return sum(slot_costs(graphs.bytes_of_buckets())[0] for _, graphs in self._predicting)
+
     @contextlib.contextmanager
-    def _replaying(self, bucket: Bucket) -> Iterator[None]:
-        """Replay `bucket` alone inside the block, with all that an installation changes besides."""
+    def _replaying(self, bucket: Bucket, *, layers: bool = True) -> Iterator[None]:
+        """Replay `bucket` alone inside the block, with all that an installation changes besides; without `layers`
+        multi-token prediction alone.
+        """
         with contextlib.ExitStack() as stack:
+            if not layers:
+                stack.enter_context(self._decoder.aside())
             for _, graphs in self._all():
                 stack.enter_context(graphs.only(bucket))
+            stack.enter_context(surroundings.room_for_compiled_captures())
             if predictions.prediction_layers(self.model):
                 stack.enter_context(token_shift.together())
             yield
@@ -86,9 +101,14 @@ class Replayable:
     def _all(self) -> Sequence[tuple[Decoder, ChunkGraphs]]:
         return ((self._decoder, self.graphs), *self._predicting)
 
-    def step_ms(self, batches: Sequence[MicroBatch], bucket: Bucket | None, *, steps: int = 1) -> float:
-        """Milliseconds of one of `steps` training steps in a row, replayed in `bucket` or, without one, eagerly."""
-        with self.uninstalled() if bucket is None else self._replaying(bucket):
+    def step_ms(
+        self, batches: Sequence[MicroBatch], bucket: Bucket | None, *, steps: int = 1, layers: bool = True
+    ) -> float:
+        """Milliseconds of one of `steps` training steps in a row, replayed in `bucket` or, without one, eagerly.
+
+        Without `layers` multi-token prediction alone is replayed.
+        """
+        with self.uninstalled() if bucket is None else self._replaying(bucket, layers=layers):
             return timed(lambda: self.training.steps(batches, count=steps), repeat=steps)
 
     def decoder_ms(self, batches: Sequence[MicroBatch], bucket: Bucket | None) -> float:

@@ -29,18 +29,21 @@ class PredictionLayer(Decoder):
 
     known = KNOWN_ARGUMENTS | {_EMBEDDED}
 
-    def __init__(self, layer: Any, rope: Rope | None = None, *, embeds_grad: bool = True) -> None:
+    def __init__(
+        self, layer: Any, rope: Rope | None = None, *, rotary_sample: Rope | None = None, embeds_grad: bool = True
+    ) -> None:
         """A layer that is not attached yet.
 
         Args:
             layer: a MultiTokenPredictionLayer.
-            rope: returns the model's rotary embeddings; None where the layers make their own.
+            rope, rotary_sample: as `Decoder` takes them.
             embeds_grad: whether the embedding takes a gradient in training.
 
         Raises:
             SettingsError: what follows the embedding has been replaced, for example by another installation.
         """
-        super().__init__(layer, rope, entry=_RECOMPUTED if recompute.is_full(layer.config) else _WHOLE)
+        entry = _RECOMPUTED if recompute.is_full(layer.config) else _WHOLE
+        super().__init__(layer, rope, rotary_sample=rotary_sample, entry=entry)
         self._config = layer.config
         self._whole = getattr(layer, _WHOLE)
         self._embeds_grad = embeds_grad
@@ -72,7 +75,9 @@ class PredictionLayer(Decoder):
     def show(self, hidden: torch.Tensor, params: PackedSeqParams) -> None:
         """As `Decoder.show`; the embedding is one of zeros, of the hidden states' dtype."""
         embedded = torch.zeros_like(hidden, requires_grad=self._embeds_grad)
-        rope = {} if self._rope is None else {"rotary_pos_emb": hidden.new_empty(0)}  # only asked whether it is there
+        rope = self._sampled(hidden)
+        if self._rope is not None:
+            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only asked whether it is there
         getattr(self.block, self._entry)(hidden_states=hidden, decoder_input=embedded, packed_seq_params=params, **rope)
 
 

@@ -50,27 +50,25 @@ def _shift_as(own: Callable[..., Shifted]) -> Callable[..., Shifted]:
         if shifts != -1 or dims not in (-1, tensor.dim() - 1) or bounds is None:
             return own(tensor, shifts, dims, packed_seq_params, cp_group)
         size = 1 if cp_group is None else cp_group.size()
-        ends = bounds.long()
-        found = shifted(tensor, ends) if size == 1 else shifted_over_ranks(tensor, ends // size, cp_group)
+        ends = (bounds.to(tensor.device, torch.long) // size).clamp(max=tensor.shape[-1])
+        found = shifted(tensor, ends) if size == 1 else shifted_over_ranks(tensor, ends, cp_group)
         return found, found.sum()
 
     return shift
 
 
 def shifted(tensor: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Every token's successor in its document, and 0 for each document's last token; tokens behind the last document
-    stay.
+    """Every token's successor in its document, and 0 for each document's last token; tokens outside of documents stay.
 
     Args:
         tensor: its last dimension runs over tokens.
-        bounds: the documents' boundaries, int64, shape [documents + 1], from 0, on the tensor's device; they may
-            repeat.
+        bounds: the documents' boundaries, int64, shape [documents + 1], on the tensor's device, none behind the last
+            token; they may repeat.
     """
     tokens = tensor.shape[-1]
     # what begins at a boundary is preceded by a document's last token
     begins = torch.zeros(tokens + 1, dtype=torch.bool, device=tensor.device).index_fill_(0, bounds[1:], True)
-    found = torch.where(begins[1:], 0, tensor.roll(-1, -1))
-    return torch.where(torch.arange(tokens, device=tensor.device) < bounds[-1], found, tensor)
+    return _inside(bounds, tensor.roll(-1, -1).masked_fill(begins[1:], 0), tensor)
 
 
 def shifted_over_ranks(tensor: torch.Tensor, bounds: torch.Tensor, group: Any) -> torch.Tensor:
@@ -100,8 +98,13 @@ def shifted_over_ranks(tensor: torch.Tensor, bounds: torch.Tensor, group: Any) -
     empty = begin == end
     found[..., torch.where(empty, nowhere, middle - 1)] = behind_front
     found[..., torch.where(empty, nowhere, end - 1)] = behind_tail
-    found = found[..., :-1]
-    return torch.where(torch.arange(nowhere, device=tensor.device) < bounds[-1], found, tensor)
+    return _inside(bounds, found[..., :-1], tensor)
+
+
+def _inside(bounds: torch.Tensor, found: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """`found` for tokens of documents, and `tensor` for others."""
+    place = torch.arange(tensor.shape[-1], device=tensor.device)
+    return torch.where((place >= bounds[0]) & (place < bounds[-1]), found, tensor)
 
 
 def _swap(sent: torch.Tensor, received: torch.Tensor, peer: int, group: Any) -> list[distributed.P2POp]:

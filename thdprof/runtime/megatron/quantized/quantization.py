@@ -157,7 +157,7 @@ def of_block(block: nn.Module, config: Any, *, layers: bool = False) -> Quantiza
     """Quantization in `block`; None where its matrix products are not quantized.
 
     Args:
-        block: a TransformerBlock or HybridStack.
+        block: a TransformerBlock or HybridStack, or a MultiTokenPredictionLayer.
         config: its TransformerConfig, or an object with some of its fields.
         layers: whether graphs hold single layers, and not the whole block.
     """
@@ -165,29 +165,41 @@ def of_block(block: nn.Module, config: Any, *, layers: bool = False) -> Quantiza
         return None
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+    predicted = getattr(block, "mtp_model_layer", None)
+    of_layer = (
+        partial(_of_layer, config)
+        if predicted is None
+        else partial(_of_predicting_layer, config, hasattr(predicted, "layers"))
+    )
     return Quantization(
         block,
         FP8GlobalStateManager,
         keeps_weights=not getattr(config, "disable_parameter_transpose_cache", False),
-        of_layer=partial(_of_layer, config) if layers else None,
+        of_layer=of_layer if layers else None,
     )
 
 
 def _of_layer(config: Any, layer: Any) -> AbstractContextManager[Any]:
-    """The context that megatron-core's blocks enter around each layer, but for delayed scaling.
-
-    Layers of multi-token prediction, which count anew from 1, are quantized wherever the decoder's first and last
-    layers are not, and never to FP4.
-    """
-    predicts = getattr(layer, "is_mtp_layer", False)
+    """The context that megatron-core's blocks enter around each layer, but for delayed scaling."""
     if config.fp8:
         from megatron.core.fp8_utils import get_fp8_context
 
-        context: AbstractContextManager[Any] = get_fp8_context(config, *(() if predicts else (layer.layer_number - 1,)))
+        context: AbstractContextManager[Any] = get_fp8_context(config, layer.layer_number - 1)
         return context
-    if predicts:
-        return nullcontext()
     from megatron.core.fp4_utils import get_fp4_context
 
     in_fp4: AbstractContextManager[Any] = get_fp4_context(config, layer.layer_number - 1)
     return in_fp4
+
+
+def _of_predicting_layer(config: Any, in_stack: bool, layer: Any) -> AbstractContextManager[Any]:
+    """The context in which multi-token prediction runs its layer, or those of a stack in its place.
+
+    It quantizes to FP8 whatever the layer's number, and leaves FP4 to the stack.
+    """
+    if config.fp8:
+        from megatron.core.fp8_utils import get_fp8_context
+
+        context: AbstractContextManager[Any] = get_fp8_context(config)
+        return context
+    return _of_layer(config, layer) if in_stack else nullcontext()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class Observer:
         They are those of the rank that calls this: of its data-parallel rank's micro-batches, evaluation included.
         """
         return {
-            **self._installation.stats().scalars(),
+            **self._stats_here().scalars(),
             "thdprof/pool_bytes": self._pool_bytes(),
             "thdprof/host_bytes": self._installation.host_bytes(),
         }
@@ -78,7 +79,7 @@ class Observer:
         self._iteration = iteration
         self._tell()
         if iteration % COMPARED_EVERY == 0:
-            self._totals.begin(self._installation.stats())
+            self._totals.begin(self._stats_here())
             self._awaited = iteration
 
     def finish(self, *, together: bool) -> None:
@@ -90,7 +91,7 @@ class Observer:
 
         A file that cannot be written is told in the log; it ends no run.
         """
-        own = self._installation.stats()
+        own = self._stats_here()
         if together:
             self._tell()
             self._totals.begin(own, peak=self._installation.pool_bytes())
@@ -131,23 +132,36 @@ class Observer:
                 "`thdprof check PLAN DATA` with the data that is trained on, and analyse it again for a plan that fits"
             )
 
+    def _stats_here(self) -> Stats:
+        """The decoder's counters, with captures and mismatches of multi-token prediction added to them."""
+        stats = self._installation.stats()
+        behind = self._installation.prediction_stats()
+        if not behind:
+            return stats
+        return replace(
+            stats,
+            captures=stats.captures + sum(one.captures for one in behind),
+            capture_s=stats.capture_s + sum(one.capture_s for one in behind),
+            mismatches=sum((one.mismatches for one in behind), stats.mismatches),
+        )
+
     def _pool_bytes(self) -> int:
         """Bytes of graph memory, looked up after captures alone: graphs of layers read a snapshot of all GPU memory."""
-        captures = self._installation.stats().captures
+        captures = self._stats_here().captures
         if self._pool is None or self._pool[0] != captures:
             self._pool = captures, self._installation.pool_bytes()
         return self._pool[1]
 
     def _checks_text(self) -> str:
         """Verified micro-batches and mismatches since the last call, as `log_text` tells them."""
-        stats = self._installation.stats()
+        stats = self._stats_here()
         now = Counter({"verified": stats.verified.total(), "mismatches": stats.mismatches.total()})
         since, self._logged_checks = now - self._logged_checks, now
         return "".join(f" thdprof {name}: {n} |" for name, n in since.items())
 
     def _counts(self) -> Counter[str]:
         """Micro-batches of this rank so far: replayed ones by the name "", eager ones by reason."""
-        stats = self._installation.stats()
+        stats = self._stats_here()
         return Counter({"": stats.replays.total(), **{str(reason): n for reason, n in stats.fallbacks.items()}})
 
 
