@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +11,7 @@ pytest.importorskip("megatron.core")
 
 from support import deciding_ranks
 from support.deciding_ranks import MICROBATCHES, SCENARIOS, expected
-from support.paths import ROOT
+from support.rank_processes import printed_by_ranks
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.megatron.decisions import Decisions
@@ -28,21 +24,7 @@ WORLD = 3
 def seen(tmp_path_factory):
     """What every rank saw, by scenario: a list with an entry for each rank."""
     store = tmp_path_factory.mktemp("ranks") / "store"
-    command = [sys.executable, str(Path(deciding_ranks.__file__)), "RANK", str(WORLD), str(store)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [str(rank) if word == "RANK" else word for word in command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(WORLD)
-    ]
-    ended = [process.communicate(timeout=400) for process in started]
-    assert [process.returncode for process in started] == [0] * WORLD, "\n".join(error for _, error in ended)
-    printed = [json.loads(out) for out, _ in ended]
+    printed = [json.loads(out) for out in printed_by_ranks(deciding_ranks, WORLD, store)]
     return {name: [rank[name] for rank in printed] for name in SCENARIOS}
 
 
