@@ -395,6 +395,17 @@ def test_the_last_chunk_of_the_last_stage_has_multi_token_prediction():
     assert (last.pipeline_rank, last.graph_bytes) == (1, 5 * chunk + 3 * 2 * prediction)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_measured_slots_hold_multi_token_prediction_on_the_stage_that_predicts(stages):
+    measured = built_in_costs("transformer_engine", 4096).model_copy(
+        update={"calibrated": True, "slot_bytes": 3 * 10**9}
+    )
+    run = {"pipeline_parallel_size": stages, "slots": ((1,),) * (stages - 1) + ((3,),), "experts": "none"}
+    found = dropless_peak(WIDE, costs=measured, **run)
+    prediction = 2 * (pass_bytes([PREDICTION], 4096) + 32 * MIB)
+    assert found.graph_bytes == 3 * round((3 * 10**9 - prediction) / stages + prediction)
+
+
 def test_dropless_experts_of_multi_token_prediction_are_behind_its_graph_with_its_last_norm():
     model = replace(LARGE, mtp_num_layers=1)
     inside, behind = mtp_around_router(model)

@@ -20,7 +20,7 @@ from thdprof.analyze.times.decoder import Decoder
 from thdprof.analyze.times.gpus import GPUS, find_gpu
 from thdprof.analyze.times.host import STATED, HostRate
 from thdprof.analyze.times.modelled_costs import ModelledTimes, Shapes
-from thdprof.analyze.times.outside import LAUNCHES, SHIFT_LAUNCHES
+from thdprof.analyze.times.outside import LAUNCHES
 from thdprof.analyze.times.results import Times
 from thdprof.analyze.times.worth import worth_of
 from thdprof.errors import UsageError
@@ -213,8 +213,9 @@ def test_layers_of_multi_token_prediction_are_replayed_and_run_eagerly_as_the_de
     of_experts = STATED.partly_replayed_ms(layers)
     of_layers = (of_experts[0], of_experts[2])[place] if experts == "dropless" else layers.gpu_ms
     assert replayed == pytest.approx(of_layers / 2 + heads)
-    shifts = 2 * 12 * SHIFT_LAUNCHES * STATED.torch_us[place] / 1000
-    assert eager == pytest.approx(STATED.eager_ms(layers)[place] / 2 + heads + shifts)
+    assert eager == pytest.approx(STATED.eager_ms(layers)[place] / 2 + heads)
+    per_token = [one.table().ms_per_squared_token for one in (alone, predicting)]
+    assert per_token[1] == pytest.approx(1.5 * per_token[0])
     assert experts == "none" or of_layers > layers.gpu_ms or end == "low"
 
 

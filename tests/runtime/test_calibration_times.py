@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from thdprof.runtime.megatron.calibration import micro_batches
+from thdprof.runtime.megatron.calibration import calibrate, micro_batches
 from thdprof.runtime.megatron.calibration.micro_batches import Shape
 from thdprof.runtime.megatron.calibration.rounds import medians
 from thdprof.runtime.megatron.calibration.solve import Measured, Scale, solve
@@ -64,6 +65,26 @@ def test_what_multi_token_prediction_takes_longer_eagerly_is_added_and_not_scale
     predicting = solve(replace(measured(), eager_predictions_ms={4: 8 * 2.0, 106: 8 * 30.0}), twice)
     assert predicting.eager_ms == pytest.approx({4: plain.eager_ms[4] + 2.0, 106: plain.eager_ms[106] + 30.0})
     assert predicting.replay_ms == plain.replay_ms
+    shorter = solve(replace(measured(), eager_predictions_ms={4: -1.0}), twice)
+    assert shorter.eager_ms == plain.eager_ms
+    attending = solve(measured(), replace(twice, prediction_layers=2))
+    assert attending.ms_per_squared_token == pytest.approx(ATTENTION * 18 / 10)
+
+
+def test_parameters_of_multi_token_prediction_are_not_scaled_with_the_layers():
+    from torch import nn
+
+    chunk = nn.ModuleDict(
+        {
+            "decoder": nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))}),
+            "mtp": nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4, bias=False)])}),
+            "embedding": nn.Linear(4, 8, bias=False),
+        }
+    )
+    training = SimpleNamespace(chunks=[chunk], args=SimpleNamespace(mtp_num_layers=1))
+    found = calibrate.scale_of(training, 2, 6)
+    assert (found.measured_parameters, found.parameters) == (80, 80 + 4 * 16)
+    assert (found.measured_layers, found.layers, found.prediction_layers) == (2, 6, 1)
 
 
 def test_measured_steps_add_up_again_though_eager_steps_have_other_surroundings():

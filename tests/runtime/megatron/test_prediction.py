@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partialmethod
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -24,7 +27,7 @@ from torch._dynamo import config as dynamo
 from thdprof.plan import OffloadPart
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron import install, predictions, surroundings, versions
+from thdprof.runtime.megatron import Installation, install, predictions, surroundings, versions
 from thdprof.runtime.megatron.decoder import token_shift
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
@@ -263,8 +266,9 @@ def test_an_installation_that_fails_half_way_leaves_nothing_changed(monkeypatch)
     monkeypatch.setattr(settings, "check", lambda *_: None)
     model, limit = model_of(predictions=1, **PADDED), dynamo.recompile_limit
     monkeypatch.setattr(token_shift, "together", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as held:  # whose frames keep alive what was not taken back
         install(model, of_plan(), model.config, replay=False)
+    assert held
     assert dynamo.recompile_limit == limit
     assert "forward" not in vars(model.decoder)
     assert "_proj_and_transformer_layer" not in vars(model.mtp.layers[0])
@@ -385,3 +389,23 @@ def test_layers_of_prediction_are_quantized_as_it_runs_them(monkeypatch, fp8, in
         block.mtp_model_layer.layers = torch.nn.ModuleList()
     found = of_block(block, config, layers=True)._of_layer(layer)
     assert (None if isinstance(found, nullcontext) else found) == entered
+
+
+def test_an_installation_that_is_not_kept_goes_on(monkeypatch):
+    monkeypatch.setattr(versions, "check", lambda: None)
+    monkeypatch.setattr(settings, "check", lambda *_: None)
+    model, limit, kept = model_of(predictions=1, **PADDED), dynamo.recompile_limit, []
+    monkeypatch.setattr(Installation, "__init__", partialmethod(_noted, kept, Installation.__init__))
+    install(model, of_plan(), model.config, replay=False)
+    (changes,) = kept
+    gc.collect()
+    try:
+        assert dynamo.recompile_limit == 2 * limit
+    finally:
+        changes().close()
+    assert dynamo.recompile_limit == limit
+
+
+def _noted(self, kept, own, *args):
+    own(self, *args)
+    kept.append(weakref.ref(self._changes))

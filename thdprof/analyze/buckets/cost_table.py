@@ -112,7 +112,8 @@ class CostTable(_Part):
     """Sum of squared document lengths of the micro-batches that the times are of, over all ranks of the run's
     context-parallel size; null where it is not known."""
     outside_ms: float | None = Field(default=None, ge=0)
-    """Embedding, output layer and loss of a micro-batch, forward and backward, in milliseconds."""
+    """Embedding, output layer, loss and replayed layers of multi-token prediction of a micro-batch, forward and
+    backward, in milliseconds."""
     outside_range_ms: tuple[float, float] | None = None
     """The lowest and the highest value of `outside_ms` that is expected, where it was modelled."""
     slower_kernels: float = Field(default=1.0, ge=1)

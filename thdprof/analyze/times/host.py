@@ -38,11 +38,6 @@ class HostRate:
     basis: str
     """The processors that the range is of."""
 
-    @property
-    def torch_us(self) -> tuple[float, float]:
-        """Microseconds of a launch of torch's own, as a range."""
-        return self.low_us / _MEGATRON, self.high_us / _MEGATRON
-
     def launch_ms(self, time: DecoderTime) -> tuple[float, float]:
         """The host's time for the launches of a micro-batch, in milliseconds, as a range."""
         launches = time.launches + _LIGHT * time.light_launches

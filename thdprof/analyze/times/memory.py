@@ -217,7 +217,9 @@ def _rank(
     one_graph = 0
     if costs.calibrated and costs.slot_bytes is not None:
         whole = costs.slot_bytes * n_tokens / costs.n_tokens
-        of_chunks = [round(whole * share_of_model)] * len(stage.chunks)
+        a_depth = _replayed(model, settings, [], 1, n_tokens, layer_graphs=layer_graphs).in_pool + _GRAPH_WORKSPACE
+        of_decoder = max(0.0, whole - a_depth * model.mtp_num_layers)  # multi-token prediction is measured with it
+        of_chunks = [round(of_decoder * share_of_model + a_depth * depth) for depth in depths]
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
         of_chunks = [one.in_pool + (1 + depth) * _GRAPH_WORKSPACE for one, depth in zip(replayed, depths, strict=True)]

@@ -10,7 +10,7 @@ from thdprof.analyze.times.decoder import Decoder, DecoderTime
 from thdprof.analyze.times.gpus import Gpu
 from thdprof.analyze.times.host import HostRate
 from thdprof.analyze.times.memory import slot_bytes
-from thdprof.analyze.times.outside import SHIFT_LAUNCHES, optimizer_ms, outside_launches, outside_ms
+from thdprof.analyze.times.outside import optimizer_ms, outside_launches, outside_ms
 from thdprof.analyze.times.parameters import stage_parameters, stages
 from thdprof.analyze.times.results import Range
 from thdprof.analyze.times.transformers_memory import is_run_of_trainer
@@ -160,9 +160,7 @@ class ModelledTimes:
 
     def _eager_point(self, documents: int) -> EagerPoint:
         low, middle, high = self.eager_ms(self.at(documents))
-        launches = SHIFT_LAUNCHES * documents * self.model.mtp_num_layers
-        least, most = (launches * us / 1000 for us in self.host.torch_us)
-        return EagerPoint(n_seqs=documents, ms=middle + (least * most) ** 0.5, range_ms=(low + least, high + most))
+        return EagerPoint(n_seqs=documents, ms=middle, range_ms=(low, high))
 
 
 def describe(model: Model) -> str:

@@ -8,9 +8,6 @@ from thdprof.training import Model
 
 LAUNCHES = 140.0
 """Launches outside the decoder in a micro-batch of Megatron's training loop, its reads of the GPU counted as such."""
-SHIFT_LAUNCHES = 33.0
-"""Launches of torch's own, and reads of the GPU, with which Megatron shifts one document for a layer of multi-token
-prediction; without context parallelism (benchmarks/results/token-shift.md)."""
 _OF_ONE_END = 0.5
 """Share of them on the pipeline rank that makes most, where there are several: steps of two stages took as long as if
 each made half (benchmarks/results/trainer-rows.md)."""

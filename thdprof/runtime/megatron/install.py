@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_CHANGES: set[ExitStack] = set()
+"""What open installations have changed in other packages: a context that is collected would take its change back."""
+
 
 class Installation:
     """The changes that `install` made to the model chunks of this rank; `close` takes them back."""
@@ -56,11 +59,13 @@ class Installation:
         self._changes = ExitStack()
 
     def until_closed(self, change: AbstractContextManager[Any]) -> None:
-        """Enter a context that `close` leaves."""
+        """Enter a context that `close` leaves, also where the installation is dropped before."""
         self._changes.enter_context(change)
+        _CHANGES.add(self._changes)
 
     def take_back(self) -> None:
         """Leave the contexts that `close` leaves."""
+        _CHANGES.discard(self._changes)
         self._changes.close()
 
     def stats(self, chunk: int = 0) -> Stats:

@@ -100,7 +100,9 @@ def test_scalars_are_those_of_stats_and_the_memory(observer, installed, plan):
     assert own == installed.counters.scalars()
 
 
-def test_captures_and_mismatches_of_multi_token_prediction_are_told_with_the_decoders(observer, installed, plan):
+def test_captures_and_mismatches_of_multi_token_prediction_are_told_with_the_decoders(
+    observer, installed, plan, tmp_path
+):
     small, _ = sorted(plan.shares)
     installed.count([(small, 90)])
     installed.counters.captures, installed.counters.verified[small] = 2, 9
@@ -111,6 +113,10 @@ def test_captures_and_mismatches_of_multi_token_prediction_are_told_with_the_dec
     assert told["thdprof/replayed"] == 90
     assert "thdprof mismatches: 1 |" in observer.log_text()
     assert installed.counters.captures == 2
+    installed.counters.capture_s, installed.behind[0].capture_s = 1.0, 0.5
+    observer.finish(together=False)
+    (line,) = [json.loads(text) for text in (tmp_path / "stats.jsonl").read_text().splitlines()]
+    assert (line["captures"], line["capture_s"], sum(one["count"] for one in line["mismatches"])) == (6, 1.5, 1)
 
 
 def test_memory_is_looked_up_after_captures_alone(observer, installed, monkeypatch):

@@ -200,8 +200,8 @@ def _of_layers(request: Request, asked: _Asked, args: Any, layers: int, say: Cal
     plan = _Plan.of(request, asked, args)
     replayable = Replayable(training, plan.buckets)
     say(f"built after {time.monotonic() - request.began:.0f} s; capturing {len(plan.buckets)} buckets")
+    scale = scale_of(training, layers, asked.stage_layers)  # before half of the layers are taken away
     measured, rounds, slot = _run(request, plan, replayable, layers, asked.stage_layers, say)
-    scale = _scale(training, layers, asked.stage_layers)
     solved = solve(measured, scale)
     if rounds < LEAST_ROUNDS:
         say(f"only {rounds} rounds fit into {request.seconds:.0f} s: times are less sure; give --seconds, more")
@@ -309,10 +309,13 @@ def _run(
     deadline = request.began + request.seconds
     ms, rounds = medians(variants, rounds=_ROUNDS, deadline=deadline, progress=say, agreed=by_rank_zero)
     _check_replays(replayable)
+    longer = {n: ms["eager", n] - ms["layers", n] for n in plan.eager if ("layers", n) in ms}
+    # documents hardly matter to it, so that others stand for those that no bucket holds
+    predicting = {n: longer.get(n, longer[max(longer)]) for n in plan.eager} if longer else {}
     measured = Measured(
         microbatches=plan.microbatches,
-        eager_step_ms={n: ms.get(("layers", n), ms["eager", n]) for n in plan.eager},
-        eager_predictions_ms={n: ms["eager", n] - ms["layers", n] for n in plan.eager if ("layers", n) in ms},
+        eager_step_ms={n: ms["eager", n] - predicting.get(n, 0.0) for n in plan.eager},
+        eager_predictions_ms=predicting,
         replay_step_ms={b.max_seqs: ms["replay", b.max_seqs] for b in plan.buckets},
         typical_cap=typical.max_seqs,
         few_microbatches=plan.few,
@@ -351,11 +354,19 @@ def _mean_squared(batches: Sequence[MicroBatch]) -> float:
     return statistics.fmean(batch.squared_tokens for batch in batches)
 
 
-def _scale(training: session.Training, layers: int, wanted: int) -> Scale:
+def scale_of(training: session.Training, layers: int, wanted: int) -> Scale:
+    """The layers and parameters of the stage beside those that were built.
+
+    Args:
+        training: the model, whole as it was built.
+        layers: its layers.
+        wanted: layers of the stage.
+    """
     chunk = training.chunks[0]
     whole = sum(p.numel() for p in chunk.parameters())
-    of_layers = sum(p.numel() for name, p in chunk.named_parameters() if ".layers." in name)
+    of_layers = sum(p.numel() for name, p in chunk.named_parameters() if ".layers." in name and "mtp." not in name)
     return Scale(
+        prediction_layers=training.args.mtp_num_layers or 0,
         measured_layers=layers,
         layers=wanted,
         measured_parameters=whole,

@@ -71,6 +71,8 @@ class Scale:
     """Parameters of one rank that were built."""
     parameters: int
     """Parameters of one rank with all layers of the stage."""
+    prediction_layers: int = 0
+    """Layers of multi-token prediction, as many whatever layers were built."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,8 @@ class Solved:
     replay_ms: dict[int, float] = field(default_factory=dict)
     """The decoder of a replayed micro-batch, by the cap."""
     outside_ms: float = 0.0
-    """Embedding, output layer and loss of a micro-batch, with the waits around a replay."""
+    """Embedding, output layer, loss and replayed layers of multi-token prediction of a micro-batch, with the waits
+    around a replay."""
     optimizer_ms: float = 0.0
     """What a step takes besides its micro-batches."""
     ms_per_squared_token: float = 0.0
@@ -125,7 +128,9 @@ def solve(measured: Measured, scale: Scale) -> Solved:
         replay_ms={n: max(_LEAST_MS, fixed_replay + (ms - fixed_replay) * factor) for n, ms in replay.items()},
         outside_ms=outside,
         optimizer_ms=optimizer * scale.parameters / scale.measured_parameters,
-        ms_per_squared_token=squared * factor,
+        ms_per_squared_token=squared
+        * (scale.layers + scale.prediction_layers)
+        / (scale.measured_layers + scale.prediction_layers),
         squared_tokens=typical,
     )
 

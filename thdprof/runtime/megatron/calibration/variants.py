@@ -68,11 +68,18 @@ class Replayable:
 
     @contextlib.contextmanager
     def uninstalled(self) -> Iterator[None]:
-        """Run the model inside the block as if nothing were installed."""
+        """Run the model inside the block eagerly: as if nothing were installed, but that tokens are shifted for
+        multi-token prediction as an installation shifts them.
+        """
         with contextlib.ExitStack() as stack:
             for decoder, _ in self._all():
                 stack.enter_context(decoder.aside())
+            stack.enter_context(self._shifting())
             yield
+
+    def _shifting(self) -> contextlib.AbstractContextManager[None]:
+        predicts = predictions.prediction_layers(self.model)
+        return token_shift.together() if predicts else contextlib.nullcontext()
 
     @property
     def predicts(self) -> bool:
@@ -94,8 +101,7 @@ class Replayable:
             for _, graphs in self._all():
                 stack.enter_context(graphs.only(bucket))
             stack.enter_context(surroundings.room_for_compiled_captures())
-            if predictions.prediction_layers(self.model):
-                stack.enter_context(token_shift.together())
+            stack.enter_context(self._shifting())
             yield
 
     def _all(self) -> Sequence[tuple[Decoder, ChunkGraphs]]:
