@@ -218,7 +218,8 @@ def _rank(
     if costs.calibrated and costs.slot_bytes is not None:
         whole = costs.slot_bytes * n_tokens / costs.n_tokens
         a_depth = _replayed(model, settings, [], 1, n_tokens, layer_graphs=layer_graphs).in_pool + _GRAPH_WORKSPACE
-        of_decoder = max(0.0, whole - a_depth * model.mtp_num_layers)  # multi-token prediction is measured with it
+        measured_with_it = 0 if of_trainer else model.mtp_num_layers
+        of_decoder = max(0.0, whole - a_depth * measured_with_it)
         of_chunks = [round(of_decoder * share_of_model + a_depth * depth) for depth in depths]
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
