@@ -396,14 +396,17 @@ def test_the_last_chunk_of_the_last_stage_has_multi_token_prediction():
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_measured_slots_hold_multi_token_prediction_on_the_stage_that_predicts(stages):
+@pytest.mark.parametrize("outside_ms", [5.0, None])
+def test_measured_slots_hold_multi_token_prediction_on_the_stage_that_predicts(stages, outside_ms):
+    """Whole steps were measured with it, and a decoder alone without."""
     measured = built_in_costs("transformer_engine", 4096).model_copy(
-        update={"calibrated": True, "slot_bytes": 3 * 10**9}
+        update={"calibrated": True, "slot_bytes": 3 * 10**9, "outside_ms": outside_ms}
     )
     run = {"pipeline_parallel_size": stages, "slots": ((1,),) * (stages - 1) + ((3,),), "experts": "none"}
     found = dropless_peak(WIDE, costs=measured, **run)
     prediction = 2 * (pass_bytes([PREDICTION], 4096) + 32 * MIB)
-    assert found.graph_bytes == 3 * round((3 * 10**9 - prediction) / stages + prediction)
+    of_decoder = 3 * 10**9 - (prediction if outside_ms is not None else 0)
+    assert found.graph_bytes == 3 * round(of_decoder / stages + prediction)
 
 
 def test_dropless_experts_of_multi_token_prediction_are_behind_its_graph_with_its_last_norm():

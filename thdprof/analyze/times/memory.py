@@ -218,8 +218,8 @@ def _rank(
     if costs.calibrated and costs.slot_bytes is not None:
         whole = costs.slot_bytes * n_tokens / costs.n_tokens
         a_depth = _replayed(model, settings, [], 1, n_tokens, layer_graphs=layer_graphs).in_pool + _GRAPH_WORKSPACE
-        measured_with_it = 0 if of_trainer else model.mtp_num_layers
-        of_decoder = max(0.0, whole - a_depth * measured_with_it)
+        with_it = costs.outside_ms is not None and not of_trainer  # whole steps were measured, not a decoder alone
+        of_decoder = max(0.0, whole - a_depth * model.mtp_num_layers) if with_it else whole
         of_chunks = [round(of_decoder * share_of_model + a_depth * depth) for depth in depths]
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:

@@ -63,7 +63,7 @@ class Installation:
         self._changes.enter_context(change)
         _CHANGES.add(self._changes)
 
-    def take_back(self) -> None:
+    def _take_back(self) -> None:
         """Leave the contexts that `close` leaves."""
         _CHANGES.discard(self._changes)
         self._changes.close()
@@ -159,7 +159,7 @@ class Installation:
         with ExitStack() as stack:  # runs every callback, even after one fails
             for plans in self._plans:
                 stack.callback(plans.detach)
-            stack.callback(self.take_back)
+            stack.callback(self._take_back)
             for decoder, run in (*zip(self._decoders, self._runs, strict=True), *self._predicting):
                 stack.callback(decoder.detach)
                 stack.callback(run.close)
@@ -282,7 +282,7 @@ def install(
             undone.callback(schedule.detach)
             schedule.attach()
         installation = Installation(decoders, runs, decisions, plans, predicting)
-        undone.callback(installation.take_back)
+        undone.callback(installation._take_back)
         if plan.captured:
             installation.until_closed(recompute.mended(recompute.repeats_of(config)))
             installation.until_closed(surroundings.room_for_compiled_captures())
