@@ -30,7 +30,8 @@ from thdprof.runtime.megatron import surroundings, versions  # noqa: E402
 from thdprof.runtime.megatron.calibrate import PackedDecoder  # noqa: E402
 from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
-from thdprof.runtime.megatron.decoder.decoder import Decoder, not_known  # noqa: E402
+from thdprof.runtime.megatron.decoder.arguments import not_known  # noqa: E402
+from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.padding import Boundaries, boundaries_of, pack, to_device  # noqa: E402

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron.decoder import adapters, deepstack, mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder.arguments import FOR_INFERENCE, KNOWN_ARGUMENTS, further, not_known
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.padding import PackedSequence
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
     from thdprof.runtime.megatron.decoder.context_groups import ContextGroups
 
 logger = logging.getLogger(__name__)
-
-KNOWN_ARGUMENTS = frozenset({"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"})
-"""Arguments of a decoder's forward that graphs take: their tensors are copied into static ones."""
-_FOR_INFERENCE = frozenset({"inference_context", "inference_params"})
-"""With one of these the decoder's own forward runs, past everything else."""
 
 Rope = Callable[[int], torch.Tensor]
 """The type of a function that returns the rotary embeddings of so many positions, from the model's own module."""
@@ -186,7 +182,7 @@ class Decoder(nn.Module):
         def forward(*args: Any, **kwargs: Any) -> Any:
             arguments = signature.bind(*args, **kwargs).arguments
             params = arguments.pop("packed_seq_params", None)
-            if any(arguments.get(name) is not None for name in _FOR_INFERENCE):
+            if any(arguments.get(name) is not None for name in FOR_INFERENCE):
                 return self._own_forward(*args, **kwargs)
             if params is None:
                 return run.unpacked(self._own_forward, *args, **kwargs)
@@ -346,42 +342,6 @@ def input_given(block: Any, hidden: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         block.input_tensor = before
-
-
-def not_known(
-    arguments: Mapping[str, Any], signature: inspect.Signature, known: frozenset[str] = KNOWN_ARGUMENTS
-) -> set[str]:
-    """Names of arguments that graphs do not take, and that are not at their default.
-
-    Args:
-        arguments: what a decoder's forward was called with, as `signature` binds it.
-        signature: of that forward.
-        known: names of those that graphs take.
-    """
-    names = {name for name, value in further(arguments, signature).items() if value is not None}
-    for name, value in arguments.items():
-        parameter = signature.parameters[name]
-        taken = name in known | _FOR_INFERENCE or parameter.kind is parameter.VAR_KEYWORD
-        if not taken and not _is_default(value, parameter.default):
-            names.add(name)
-    return names
-
-
-def further(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """The keyword arguments that a forward takes without naming them (`**kwargs`), of `arguments` as `not_known` has
-    them.
-    """
-    names = [name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
-    return {key: value for name in names for key, value in arguments.get(name, {}).items()}
-
-
-def _is_default(value: Any, default: Any) -> bool:
-    """Whether an argument says nothing: None, its own default, or an empty collection in place of None."""
-    if value is None or value is default:
-        return True
-    if isinstance(value, set | frozenset | list | tuple | dict):
-        return not value and not default
-    return isinstance(value, bool | int | float | str) and type(value) is type(default) and value == default
 
 
 def is_unfused(block: nn.Module) -> bool:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from thdprof.runtime.megatron import recompute
-from thdprof.runtime.megatron.decoder.decoder import KNOWN_ARGUMENTS, Decoder, Rope
+from thdprof.runtime.megatron.decoder.arguments import KNOWN_ARGUMENTS
+from thdprof.runtime.megatron.decoder.decoder import Decoder, Rope
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
