@@ -27,7 +27,6 @@ from thdprof.runtime.graphs.slots import Lease
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.graphs.watch.watch import Agreement, Watch, Watched
 from thdprof.runtime.padding import Boundaries, PackedSequence
-from thdprof.runtime.stats import Stats
 from thdprof.training import TailPolicy
 
 logger = logging.getLogger(__name__)
@@ -183,7 +182,7 @@ class GraphedModule(DispatchedModule):
         agreement = Agreement(communicates=around.communicates, agreed=around.agreed if around.communicates else None)
         if not verify_every or not self._buckets:
             return None
-        if not agreement.possible:
+        if not agreement.is_possible:
             logger.warning(
                 "no micro-batch is verified (graphs.verify): ranks communicate inside the module, and have no way to "
                 "agree on which ones"
@@ -191,9 +190,9 @@ class GraphedModule(DispatchedModule):
             return None
         return Watch(
             verify_every,
-            self._buckets,
             agreement=agreement,
             deterministic=around.deterministic,
+            reducing=around.reducing if self._cuts else lambda: False,
             stats=lambda: self._stats,
             name=name,
         )
@@ -221,12 +220,6 @@ class GraphedModule(DispatchedModule):
         super()._run_alike_without_boundaries()
         if self._watch is not None:
             self._watch.verifies(replays=False)  # after the agreement, as `_note_fallback` does on other ranks
-
-    def stats(self) -> Stats:
-        """The counters so far; times and findings are those of passes that the GPU has ended."""
-        if self._watch is not None:
-            self._watch.read(wait=False)
-        return super().stats()
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -363,9 +356,9 @@ class GraphedModule(DispatchedModule):
             metadata = bank.metadata_of(call.boundaries, lease.bucket)
             slot = bank.slots.index(lease.slot)
             subject = replace(bank.subject(), as_in_forward=self._as_now())
-            lease.witness = watched = watch.begin(subject, call.tensors, metadata, lease.bucket, slot)
+            lease.witness = watched = watch.begin(subject, lease, call.tensors, metadata, call.boundaries, slot)
         except Exception as error:
-            watch.twin_failed(error)
+            watch.end(error)
             return None
         return watched
 
@@ -378,7 +371,7 @@ class GraphedModule(DispatchedModule):
     def recapture(self) -> None:
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
         if self._bank is not None:
-            self._bank.close()  # waits for the GPU, and with it for the watch's results, but not for ever
+            self._bank.close()
         if self._watch is not None:
             self._watch.graphs_dropped()
         self._bank = None

@@ -43,12 +43,10 @@ class ReplayPiece(torch.autograd.Function):
         captured = lease.captured
         if piece == len(captured.completed) - 1:
             lease.stage_output_grads(grads)
-        lease.backward_piece(piece)
+        inputs = lease.backward_piece(piece)
         if piece > 0:
             token = captured.outputs[0].new_empty(0, dtype=torch.float32)
             return (None, None, token, *[None] * ctx.num_tensors)
-        inputs = lease.copied_input_grads()
-        lease.release()
         return (None, None, None, *inputs, *[None] * (ctx.num_tensors - len(inputs)))
 
 

@@ -165,9 +165,7 @@ class Slot(SlotMemory):
 class Witness(Protocol):
     """What a lease tells of a replayed backward to whoever verifies it."""
 
-    def backward_begins(
-        self, gradients: GradientBuffers, touched: Sequence[bool], output_grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    def backward_begins(self, gradients: GradientBuffers, output_grads: Sequence[torch.Tensor | None]) -> None:
         """Called before the first backward graph adds to `gradients`."""
 
     def gradients_complete(self, gradients: GradientBuffers, complete: Sequence[bool]) -> None:
@@ -176,7 +174,10 @@ class Witness(Protocol):
         """
 
     def backward_ended(self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]) -> None:
-        """Called after the last backward graph, before the hooks of the parameters whose gradients it completes."""
+        """Called after the last backward graph, before the hooks of the parameters whose gradients it completes.
+
+        The lease is still held. `input_grads` are copies, which the caller may keep.
+        """
 
 
 class Lease(SlotLease):
@@ -233,9 +234,9 @@ class Lease(SlotLease):
         with teardown.LAUNCH:
             self.captured.backward.replay()
         input_grads = self.copied_input_grads()
-        self.release()
         if self.witness is not None:
             self.witness.backward_ended(self._gradients, input_grads)
+        self.release()
         self._after_backward()
         self._on_backward()
         self._gradients.run_hooks(self.captured.touched)
@@ -256,6 +257,25 @@ class Lease(SlotLease):
     def stage_output_grads(self, output_grads: Sequence[torch.Tensor | None]) -> None:
         """Make everything ready for the first graph of the backward; the arguments are those of `backward`."""
         self.check_backward()
+        self._write_output_grads(output_grads)
+        self._gradients.attach(self.captured.touched)
+        if self.witness is not None:
+            self.witness.backward_begins(self._gradients, output_grads)
+
+    def backward_again(self, output_grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Replay the whole backward once more, after another `forward` of the micro-batch, while the lease is held.
+
+        The graphs add to the parameters' gradients again, and no hook runs: the caller puts the gradients back.
+
+        Args:
+            output_grads: as for `backward`.
+        """
+        self._write_output_grads(output_grads)
+        with teardown.LAUNCH:
+            self.captured.backward.replay()
+        return self.copied_input_grads()
+
+    def _write_output_grads(self, output_grads: Sequence[torch.Tensor | None]) -> None:
         for again, (seed, offset) in zip(self.captured.redrawn, self._redrawn, strict=True):
             again.begin_at(seed, offset)
         differentiable = (i for i, d in enumerate(self.captured.differentiable) if d)
@@ -265,17 +285,17 @@ class Lease(SlotLease):
                 static.zero_()
             else:
                 static.copy_(grad)
-        self._gradients.attach(self.captured.touched)
-        if self.witness is not None:
-            self.witness.backward_begins(self._gradients, self.captured.touched, output_grads)
 
     def copied_input_grads(self) -> list[torch.Tensor | None]:
         """Copies of the input gradients, which the caller may keep; None for inputs without a gradient."""
         return [g.clone() if g is not None else None for g in self.captured.input_grads]
 
-    def backward_piece(self, piece: int) -> None:
+    def backward_piece(self, piece: int) -> list[torch.Tensor | None]:
         """Replay the backward of one piece, the last piece first, and run the hooks of the parameters whose gradients
-        are complete.
+        are complete. Piece 0 gives the slot back.
+
+        Returns:
+            Copies of the input gradients after piece 0; nothing after the others.
 
         Raises:
             RuntimeError: the slot no longer holds this micro-batch's activations.
@@ -284,14 +304,17 @@ class Lease(SlotLease):
         with teardown.LAUNCH:
             self.captured.backward.each[len(self.captured.completed) - 1 - piece].replay()
         complete = self.captured.completed[piece]
+        input_grads = self.copied_input_grads() if piece == 0 else []
         if self.witness is not None and piece > 0:
             self.witness.gradients_complete(self._gradients, complete)
         elif self.witness is not None:
-            self.witness.backward_ended(self._gradients, self.captured.input_grads)
+            self.witness.backward_ended(self._gradients, input_grads)
         if piece == 0:
+            self.release()
             self._after_backward()
         self._on_piece([p for p, c in zip(self._gradients.parameters, complete, strict=True) if c])
         self._gradients.run_hooks(complete)
+        return input_grads
 
     def accumulated_in(self, piece: int) -> list[nn.Parameter]:
         """Parameters whose gradient in `main_grad` is complete after the backward of `piece`."""

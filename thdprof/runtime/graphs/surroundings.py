@@ -63,6 +63,10 @@ class Surroundings:
     """
     deterministic: Callable[[], bool] = torch.are_deterministic_algorithms_enabled
     """Returns whether two passes over the same numbers give the same numbers bit for bit."""
+    reducing: Callable[[], bool] = lambda: True
+    """Returns whether hooks of parameters may reduce gradients, over streams of their own, while a backward in several
+    pieces goes on. Such a backward is not replayed again to confirm a suspicion.
+    """
     repeats: Repeats | None = None
     """The module's parts that run again in the backward (recomputed activations); None: there are none."""
 

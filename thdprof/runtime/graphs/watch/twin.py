@@ -1,11 +1,10 @@
-"""The twin of a replayed micro-batch: the same micro-batch run eagerly, inside the replay's backward."""
+"""The twin of a replayed micro-batch: it is run again, eagerly or by graphs, inside the replay's backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -13,16 +12,24 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.module_state import aliased_parameters
-from thdprof.runtime.graphs.watch.readback import Compared, Readback
-from thdprof.runtime.graphs.watch.sampling import scattered
+from thdprof.runtime.graphs.slots import Lease
+from thdprof.runtime.graphs.watch.distances import Distance, find_unequal, measure_distances, measure_sizes
+from thdprof.runtime.graphs.watch.findings import Evidence
+from thdprof.runtime.graphs.watch.sampling import Rotation
 from thdprof.runtime.isolation.state import KeptTensors, states_of
-from thdprof.runtime.padding import PackedSequence
+from thdprof.runtime.padding import Boundaries, PackedSequence
 
 PARAMETER_BYTES = 128 * 2**20
 """Bytes of the parameters' gradients that are compared at a time; one parameter at least, however large."""
-COPIES = 4
-"""Most copies of the compared gradients at a time: before, two eager runs, and what all other parameters share. A
-replay in pieces needs one more, of its own gradients.
+COPIES = 5
+"""Most copies of the compared gradients at a time: before, first replay, first eager run, the run that is compared with
+these, and what all other parameters share.
+"""
+ROUNDING = 2.0**-9
+"""Differences of gradients that nobody asks about where algorithms are not deterministic, as a share of their size."""
+APART = 0.1
+"""A single replay is wrong where its gradients lie so far from all eager runs, as a share of their size, and its other
+results by a hundredth of it.
 """
 
 
@@ -32,7 +39,7 @@ class Subject:
 
     module: nn.Module
     """The module."""
-    call: Callable[[Sequence[torch.Tensor], PackedSequence], Any]
+    call: Callable[[Sequence[torch.Tensor], PackedSequence], object]
     """Runs the module on tensors and padded metadata, as its graphs were captured."""
     generators: Sequence[torch.Generator]
     """Every CUDA generator that the module draws from."""
@@ -51,37 +58,46 @@ class Subject:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Pass:
-    """What one pass made: copies, which later passes do not change."""
+class Run:
+    """What one run made, by the name of each tensor; None counts as zeros. Later runs do not change it."""
 
-    outputs: list[torch.Tensor]
-    """The module's outputs."""
-    buffers: dict[str, torch.Tensor]
-    """Buffers and further state after the forward, by name."""
-    generators: list[torch.Tensor]
-    """States of the generators after the forward, on the host."""
-    input_grads: list[torch.Tensor | None]
-    """Gradients of the inputs."""
-    parameter_grads: list[torch.Tensor]
-    """Gradients of the compared parameters, added to what was there before."""
+    results: dict[str, torch.Tensor | None]
+    """Outputs, buffers, further state, and states of generators after the forward."""
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    """Gradients of the inputs and of the compared parameters, the latter added to what was there before."""
+
+    def tensors(self) -> dict[str, torch.Tensor | None]:
+        """All of them, in the order in which a pass makes them."""
+        return self.results | self.gradients
 
 
 class Twin:
     """One verified micro-batch: make it before the replay of its forward, then call the methods in their order."""
 
     def __init__(
-        self, subject: Subject, tensors: Sequence[torch.Tensor], packed: PackedSequence, *, number: int, exact: bool
+        self,
+        subject: Subject,
+        lease: Lease,
+        tensors: Sequence[torch.Tensor],
+        packed: PackedSequence,
+        boundaries: Boundaries,
+        *,
+        rotation: Rotation,
+        exact: bool,
     ) -> None:
         """Keep what the replay is about to read and change.
 
         Args:
             subject: the module.
+            lease: the lease with which the micro-batch is replayed.
             tensors: the micro-batch's tensor arguments.
             packed: its metadata, padded for its bucket, in memory that no other micro-batch writes to.
-            number: its number, which chooses the parameters that are compared.
-            exact: whether one eager run is enough, because it must be equal bit for bit.
+            boundaries: its boundaries.
+            rotation: chooses the parameters that are compared.
+            exact: whether replays and eager runs must be equal bit for bit.
         """
-        self._subject, self._packed, self._number, self._exact = subject, packed, number, exact
+        self._subject, self._lease, self._packed, self._boundaries = subject, lease, packed, boundaries
+        self._rotation, self._exact = rotation, exact
         self._device = tensors[0].device
         self._inputs = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         self._takes_grad = [t.requires_grad for t in tensors]
@@ -89,9 +105,9 @@ class Twin:
         self._random = states_of(self._device, subject.generators)
         self._kept = KeptTensors(subject.module, subject.extra_state)
         self._for_backward: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._replay: _Pass | None = None
-        self._sample: list[int] = []
-        self._before: list[torch.Tensor] = []
+        self._replay: Run | None = None
+        self._sample: dict[int, str] = {}
+        self._before: dict[int, torch.Tensor] = {}
         self._output_grads: Sequence[torch.Tensor | None] = ()
         self._complete: dict[int, torch.Tensor] = {}
 
@@ -101,24 +117,21 @@ class Twin:
         Args:
             outputs: the replay's outputs.
         """
-        self._replay = self._made(outputs)
+        self._replay = self._keep_results(outputs)
 
-    def backward_begins(
-        self, gradients: GradientBuffers, touched: Sequence[bool], output_grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    def backward_begins(self, gradients: GradientBuffers, output_grads: Sequence[torch.Tensor | None]) -> None:
         """Keep the gradients of a sample of parameters, to which the replay of the backward is about to add.
 
         Args:
             gradients: the parameters' gradient buffers.
-            touched: whether the backward gives each parameter a gradient.
             output_grads: the gradient of every output; None counts as zeros.
         """
         self._output_grads = output_grads
         self._for_backward = [(state, state.detach().clone()) for state in self._subject.backward_state()]
-        candidates = [i for i, used in enumerate(touched) if used]
-        self._sample = sample_of([gradients.buffers[i].nbytes for i in candidates], self._number, PARAMETER_BYTES)
-        self._sample = [candidates[i] for i in self._sample]
-        self._before = [gradients.buffers[i].detach().clone() for i in self._sample]
+        names = {id(p): name for name, p in self._subject.module.named_parameters()}
+        chosen = self._rotation.take([buffer.nbytes for buffer in gradients.buffers], PARAMETER_BYTES)
+        self._sample = {i: f"gradient of {names.get(id(gradients.parameters[i]), f'parameter {i}')}" for i in chosen}
+        self._before = {i: gradients.buffers[i].detach().clone() for i in chosen}
 
     def gradients_complete(self, gradients: GradientBuffers, complete: Sequence[bool]) -> None:
         """Keep gradients that a piece of the replay has completed: hooks may reduce them before the backward has ended.
@@ -129,83 +142,153 @@ class Twin:
         """
         self._complete |= {i: gradients.buffers[i].detach().clone() for i in self._sample if complete[i]}
 
-    def backward_ended(self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]) -> Readback:
-        """Run the micro-batch eagerly and compare, after the replay of the backward, and before any hook of parameters
-        whose gradients were not complete until then.
-
-        All state is as before the call when it ends or raises.
+    @contextmanager
+    def repeated(
+        self, gradients: GradientBuffers, input_grads: Sequence[torch.Tensor | None]
+    ) -> Iterator[tuple[Run, Callable[[], Run], Callable[[], Run]]]:
+        """Run the micro-batch again inside the block, after the replay of the backward and before any hook of
+        parameters whose gradients were not complete until then. All state is put back at its end.
 
         Args:
             gradients: the parameters' gradient buffers, to which the replay has added.
-            input_grads: the gradients that the replay gave the inputs.
+            input_grads: copies of the gradients that the replay gave the inputs.
 
-        Returns:
-            The differences, on their way to the host.
+        Yields:
+            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again.
         """
         assert self._replay is not None  # a backward comes after its forward
-        self._replay.input_grads = list(input_grads)
-        self._replay.parameter_grads = [
-            self._complete[i] if i in self._complete else gradients.buffers[i].detach() for i in self._sample
-        ]
-        random, kept = (
-            states_of(self._device, self._subject.generators),
-            KeptTensors(self._subject.module, self._subject.extra_state),
-        )
+        replay, subject = self._replay, self._subject
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        now = {i: self._complete.get(i, gradients.buffers[i].detach()) for i in self._sample}
+        replay.gradients = self._name_gradients(input_grads, now)
+        replay.gradients = {n: t if t is None else t.detach() for n, t in replay.gradients.items()}
+
+        def run_again() -> Run:
+            if not kept:  # the first: the graphs of the backward add to the gradients themselves
+                kept.extend(self._keep_gradients(gradients))
+                replay.gradients |= {self._sample[i]: now[i].clone() for i in now}
+            return self._run_graphs(gradients)
+
+        random, state = states_of(self._device, subject.generators), KeptTensors(subject.module, subject.extra_state)
         try:
-            eager = self._run(gradients)
-            again = None if self._exact else self._run(gradients)
+            yield replay, lambda: self._run_eagerly(gradients), run_again
         finally:
-            kept.put_back()
+            state.put_back()
             for put in random:
                 put()
-        return Readback(self._compared(gradients, self._replay, eager, again), rounding=self._rounding())
+            for buffer, saved in kept:
+                buffer.copy_(saved)
 
-    def _run(self, gradients: GradientBuffers) -> _Pass:
+    def examine(self, replay: Run, eager: Run) -> tuple[int, list[Evidence]]:
+        """How many tensors were compared, which are all but those that are declared uncompared, and what a replay and
+        an eager run show about those that are not equal.
+        """
+        ours, theirs = replay.tensors(), eager.tensors()
+        named = [*ours, *(name for name in theirs if name not in ours)]
+        every = [name for name in named if name.rpartition(".")[2] not in self._subject.uncompared]
+        unequal = find_unequal([ours.get(n) for n in every], [theirs.get(n) for n in every])
+        names = [every[position] for position in unequal]
+        distances = measure_distances([ours.get(n) for n in names], [theirs.get(n) for n in names])
+        begun = {name: self._before[i] for i, name in self._sample.items()}
+        sizes = measure_sizes([theirs.get(n) for n in names], [begun.get(n) for n in names])
+        return len(every), [
+            self._judge(name, theirs.get(name, ours.get(name)), distance, *size)
+            for name, distance, size in zip(names, distances, sizes, strict=True)
+        ]
+
+    def _judge(self, name: str, tensor: torch.Tensor | None, distance: Distance, size: float, scale: float) -> Evidence:
+        is_gradient = name.startswith("gradient of ")
+        return Evidence(
+            name=name,
+            elements=0 if tensor is None else tensor.numel(),
+            unequal=distance.unequal,
+            largest=distance.largest,
+            squared=distance.squared,
+            size=size,
+            scale=scale,
+            rounding=ROUNDING if is_gradient and not self._exact else 0.0,
+            apart=0.0 if self._exact else APART if is_gradient else APART / 100,
+        )
+
+    def _run_eagerly(self, gradients: GradientBuffers) -> Run:
         """One eager pass from the state that the replay began with."""
-        for put in self._random:
-            put()
-        self._kept.put_back()
+        self._put_back()
         inputs = [
             t.requires_grad_(g) for t, g in zip((t.detach() for t in self._inputs), self._takes_grad, strict=True)
         ]
-        sums = [before.clone() for before in self._before]
+        sums = {i: before.clone() for i, before in self._before.items()}
         with self._subject.around(), aliased_parameters(self._subject.module) as aliases:
             parameters = [aliases[id(p)] for p in gradients.parameters]
-            scratch = self._scratch(gradients, sums)
+            scratch = self._make_scratch(gradients, sums)
             GradientBuffers(parameters, scratch, list(gradients.uses_main_grad)).collect(parameters)
             with torch.enable_grad(), self._as_in_forward(inputs):
                 result = self._subject.call(inputs, self._packed)
             outputs: list[torch.Tensor] = tree_flatten(result)[0]
-            made = self._made(outputs)
+            run = self._keep_results(outputs)
             heads = [(o, g) for o, g in zip(outputs, self._output_grads, strict=True) if o.requires_grad]
             given = [_contiguous(g, like=o) for o, g in heads]
-            for state, as_then in self._for_backward:
-                state.detach().copy_(as_then)
+            self._put_back_for_backward()
             with torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext():
                 torch.autograd.backward([o for o, _ in heads], given)
-        made.input_grads = [t.grad for t in inputs]
-        made.parameter_grads = sums
-        return made
+        run.gradients = self._name_gradients([t.grad for t in inputs], sums)
+        return run
 
-    def _made(self, outputs: Sequence[torch.Tensor]) -> _Pass:
-        return _Pass(
-            outputs=[o.detach().clone() for o in outputs],
-            buffers=KeptTensors(self._subject.module, self._subject.extra_state).values(),
-            generators=[generator.get_state() for generator in self._subject.generators],
-            input_grads=[],
-            parameter_grads=[],
+    def _run_graphs(self, gradients: GradientBuffers) -> Run:
+        """One more replay from the state that the first one began with."""
+        self._put_back()
+        for i, before in self._before.items():
+            gradients.buffers[i].copy_(before)
+        run = self._keep_results(self._lease.forward(self._inputs, self._boundaries))
+        self._put_back_for_backward()
+        input_grads = self._lease.backward_again(self._output_grads)
+        run.gradients = self._name_gradients(
+            input_grads, {i: gradients.buffers[i].detach().clone() for i in self._sample}
         )
+        return run
 
-    def _scratch(self, gradients: GradientBuffers, sums: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _put_back(self) -> None:
+        for put in self._random:
+            put()
+        self._kept.put_back()
+
+    def _put_back_for_backward(self) -> None:
+        for state, as_then in self._for_backward:
+            state.detach().copy_(as_then)
+
+    def _keep_results(self, outputs: Sequence[torch.Tensor]) -> Run:
+        states: dict[str, torch.Tensor | None] = {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)}
+        states |= KeptTensors(self._subject.module, self._subject.extra_state).values()
+        states |= {f"random state {i}": generator.get_state() for i, generator in enumerate(self._subject.generators)}
+        return Run(results=states)
+
+    def _name_gradients(
+        self, input_grads: Sequence[torch.Tensor | None], sums: dict[int, torch.Tensor]
+    ) -> dict[str, torch.Tensor | None]:
+        inputs = {
+            f"gradient of input {i}": grad
+            for i, (grad, takes) in enumerate(zip(input_grads, self._takes_grad, strict=True))
+            if takes
+        }
+        return inputs | {self._sample[i]: value for i, value in sums.items()}
+
+    def _keep_gradients(self, gradients: GradientBuffers) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The gradients that the graphs of the backward change, each with a copy, on the host where the GPU is full."""
+        touched = self._lease.captured.touched
+        buffers = [buffer.detach() for buffer, used in zip(gradients.buffers, touched, strict=True) if used]
+        try:
+            return [(buffer, buffer.clone()) for buffer in buffers]
+        except torch.OutOfMemoryError:
+            return [(buffer, buffer.cpu()) for buffer in buffers]
+
+    def _make_scratch(self, gradients: GradientBuffers, sums: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """A gradient buffer for every parameter: `sums` for those that are compared, memory that all others share."""
-        sampled = dict(zip(self._sample, sums, strict=True))
-        others = [b for i, b in enumerate(gradients.buffers) if i not in sampled]
+        others = [b for i, b in enumerate(gradients.buffers) if i not in sums]
         shared: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         for key in {(b.dtype, b.device) for b in others}:
             size = max(b.numel() for b in others if (b.dtype, b.device) == key)
             shared[key] = torch.zeros(size, dtype=key[0], device=key[1])
         return [
-            sampled[i] if i in sampled else shared[b.dtype, b.device][: b.numel()].view(b.shape)
+            sums[i] if i in sums else shared[b.dtype, b.device][: b.numel()].view(b.shape)
             for i, b in enumerate(gradients.buffers)
         ]
 
@@ -219,76 +302,6 @@ class Twin:
         stack.enter_context(self._subject.as_in_forward())
         stack.enter_context(self._subject.around_forward(inputs))
         return stack
-
-    def _rounding(self) -> float:
-        """Relative rounding error of the dtype in which the module computes."""
-        dtypes = [t.dtype for t in self._inputs if t.is_floating_point()] or [torch.float32]
-        return max(torch.finfo(dtype).eps for dtype in (*dtypes, *([self._autocast] if self._autocast else [])))
-
-    def _compared(self, gradients: GradientBuffers, replay: _Pass, eager: _Pass, again: _Pass | None) -> list[Compared]:
-        """Every pair of tensors, in the order in which a pass makes them."""
-        twice = again or eager
-        compared = [
-            Compared(name=f"output {i}", replayed=ours, eager=theirs, again=second)
-            for i, (ours, theirs, second) in enumerate(zip(replay.outputs, eager.outputs, twice.outputs, strict=True))
-        ]
-        compared += [
-            Compared(name=name, replayed=replay.buffers[name], eager=theirs, again=twice.buffers[name])
-            for name, theirs in eager.buffers.items()
-            if name in replay.buffers
-            and replay.buffers[name].shape == theirs.shape
-            and name.rpartition(".")[2] not in self._subject.uncompared
-        ]
-        compared += [
-            Compared(name=f"random state {i}", replayed=ours, eager=theirs)
-            for i, (ours, theirs) in enumerate(zip(replay.generators, eager.generators, strict=True))
-        ]
-        compared += [
-            Compared(name=f"gradient of input {i}", replayed=ours, eager=theirs, again=second)
-            for i, (ours, theirs, second) in enumerate(
-                zip(replay.input_grads, eager.input_grads, twice.input_grads, strict=True)
-            )
-            if ours is not None and theirs is not None
-        ]
-        names = {id(p): name for name, p in self._subject.module.named_parameters()}
-        compared += [
-            Compared(
-                name=f"gradient of {names.get(id(gradients.parameters[i]), f'parameter {i}')}",
-                replayed=ours,
-                eager=theirs,
-                again=second,
-                before=before,
-            )
-            for i, ours, theirs, second, before in zip(
-                self._sample,
-                replay.parameter_grads,
-                eager.parameter_grads,
-                twice.parameter_grads,
-                self._before,
-                strict=True,
-            )
-        ]
-        return compared
-
-
-def sample_of(sizes: Sequence[int], number: int, limit: int) -> list[int]:
-    """Positions of the tensors that are compared: one at least, and neighbours while all together keep to `limit`.
-
-    Args:
-        sizes: bytes of each tensor.
-        number: an integer that chooses where the sample begins.
-        limit: most bytes of all of them.
-    """
-    if not sizes:
-        return []
-    chosen: list[int] = []
-    first, total = scattered(number) % len(sizes), 0
-    for position in (*range(first, len(sizes)), *range(first)):
-        total += sizes[position]
-        if chosen and total > limit:
-            break
-        chosen.append(position)
-    return chosen
 
 
 def _contiguous(grad: torch.Tensor | None, *, like: torch.Tensor) -> torch.Tensor:

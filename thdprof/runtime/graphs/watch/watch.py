@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.graphs.gradients import GradientBuffers
-from thdprof.runtime.graphs.watch.findings import Spreads, Verified
-from thdprof.runtime.graphs.watch.readback import Readback
-from thdprof.runtime.graphs.watch.sampling import is_sampled
-from thdprof.runtime.graphs.watch.twin import Subject, Twin
-from thdprof.runtime.padding import PackedSequence
+from thdprof.runtime.graphs.slots import Lease
+from thdprof.runtime.graphs.watch.distances import measure_distances
+from thdprof.runtime.graphs.watch.findings import ROUNDS, Evidence, Finding
+from thdprof.runtime.graphs.watch.sampling import Rotation, is_sampled
+from thdprof.runtime.graphs.watch.twin import Run, Subject, Twin
+from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.runtime.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-SETTLED_AFTER = 64
-"""Micro-batches after a verified one at which ranks that must agree ask each other what they found. It is more than a
-schedule has between a micro-batch's forward and its backward; where it is not, they agree after the next verified one.
-"""
+ADVICE = (
+    "Load a checkpoint from before that, and set graphs.impl to none in the plan to train without graphs. Please report "
+    "this line together with the plan and the model's settings"
+)
+"""What to do after a confirmed mismatch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +40,13 @@ class Agreement:
     """
 
     @property
-    def possible(self) -> bool:
+    def is_possible(self) -> bool:
         """Whether the module can be watched."""
         return not self.communicates or self.agreed is not None
+
+    def is_true_everywhere(self, here: bool) -> bool:
+        """Whether `here` is true on every rank that communicates inside the module."""
+        return here if self.agreed is None else self.agreed(here)
 
 
 class Watch:
@@ -50,10 +55,10 @@ class Watch:
     def __init__(
         self,
         every: int,
-        buckets: Sequence[Bucket],
         *,
         agreement: Agreement,
         deterministic: Callable[[], bool] = torch.are_deterministic_algorithms_enabled,
+        reducing: Callable[[], bool] = lambda: False,
         stats: Callable[[], Stats],
         name: str = "",
     ) -> None:
@@ -61,34 +66,26 @@ class Watch:
 
         Args:
             every: one in so many micro-batches is verified.
-            buckets: the module's buckets, alike on all ranks that communicate inside it.
             agreement: how ranks agree.
             deterministic: returns whether a replay and an eager run must be equal bit for bit.
+            reducing: returns whether gradients of the micro-batch are being reduced when its backward ends; all ranks
+                that communicate inside the module give the same answer.
             stats: returns the counters to which findings are added.
             name: what is watched, such as `model chunk 0`, for messages.
         """
         self.every = every
         """One in so many micro-batches is verified."""
-        self._buckets, self._agreement, self._deterministic = tuple(buckets), agreement, deterministic
+        self._agreement, self._deterministic, self._reducing = agreement, deterministic, reducing
         self._stats, self._name = stats, name
         self._number, self._due, self._off = -1, False, False
-        self._settle: deque[int] = deque()
-        self._waiting: list[tuple[Watched, Readback]] = []
-        self._suspects: set[Bucket] = set()
         self._quarantined: set[Bucket] = set()
-        self._told_of_memory = False
+        self._has_warned_of_memory = False
         self._last_good: int | None = None
-        self.spreads = Spreads()
-        """How eager runs of the module differ among themselves."""
+        self._rotation = Rotation()
 
     def next_microbatch(self) -> None:
-        """Count a micro-batch that begins now, and settle what is to be settled before it."""
+        """Count a micro-batch that begins now."""
         self._number += 1
-        if self._waiting:
-            self.read(wait=False)
-        while self._settle and self._settle[0] <= self._number:
-            self._settle.popleft()
-            self._agree()
         self._due = not self._off and is_sampled(self._number, self.every)
 
     def refuses(self, bucket: Bucket) -> bool:
@@ -97,7 +94,7 @@ class Watch:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is the turn of the micro-batch that runs now, and `verifies` was not asked yet."""
+        """Whether it is the turn of the micro-batch that runs now, and `verifies` was not called yet."""
         return self._due
 
     def verifies(self, *, replays: bool, missing_bytes: int = 0) -> bool:
@@ -110,8 +107,8 @@ class Watch:
         if not self._due:
             return False
         self._due = False
-        if missing_bytes and not self._told_of_memory:
-            self._told_of_memory = True
+        if missing_bytes and not self._has_warned_of_memory:
+            self._has_warned_of_memory = True
             logger.warning(
                 "%smicro-batch %d is not verified (graphs.verify): there is no room to run it eagerly beside graphs, "
                 "%.1f GiB are missing; later ones are tried again, without another word",
@@ -119,35 +116,32 @@ class Watch:
                 self._number,
                 missing_bytes / 2**30,
             )
-        can = replays and not missing_bytes
-        if self._agreement.agreed is None:
-            return can
-        everywhere = self._agreement.agreed(can)
-        if everywhere:
-            self._settle.append(self._number + SETTLED_AFTER)
-        return everywhere
+        return self._agreement.is_true_everywhere(replays and not missing_bytes)
 
     def begin(
-        self, subject: Subject, tensors: Sequence[torch.Tensor], packed: PackedSequence, bucket: Bucket, slot: int
+        self,
+        subject: Subject,
+        lease: Lease,
+        tensors: Sequence[torch.Tensor],
+        packed: PackedSequence,
+        boundaries: Boundaries,
+        slot: int,
     ) -> Watched:
-        """Verify the micro-batch that is about to replay `bucket` in the slot with this number.
+        """Verify the micro-batch that is about to be replayed.
 
         Args:
             subject: the module.
+            lease: the lease with which it is replayed.
             tensors: the micro-batch's tensor arguments.
             packed: its metadata, padded for the bucket, in memory of its own.
-            bucket: its bucket.
+            boundaries: its boundaries.
             slot: number of the slot.
         """
         exact = self._deterministic()
-        twin = Twin(subject, tensors, packed, number=self._number, exact=exact)
-        return Watched(self, twin, number=self._number, bucket=bucket, slot=slot, exact=exact)
+        twin = Twin(subject, lease, tensors, packed, boundaries, rotation=self._rotation, exact=exact)
+        return Watched(self, twin, number=self._number, bucket=lease.bucket, slot=slot)
 
-    def await_result(self, watched: Watched, result: Readback) -> None:
-        """Read `result` when it is on the host."""
-        self._waiting.append((watched, result))
-
-    def twin_failed(self, error: Exception) -> None:
+    def end(self, error: Exception) -> None:
         """End the watch, because an eager pass failed on this rank.
 
         Raises:
@@ -167,74 +161,89 @@ class Watch:
             error,
         )
 
-    def read(self, *, wait: bool) -> None:
-        """Take in the results that are on the host.
-
-        Args:
-            wait: whether to wait for those that are not.
-        """
-        still = []
-        for watched, result in self._waiting:
-            if wait or result.is_ready():
-                self._take(watched.verified(result))
-            else:
-                still.append((watched, result))
-        self._waiting = still
-
     def graphs_dropped(self) -> None:
-        """Forget what was found of graphs that are gone: buckets that were refused are captured anew.
-
-        Results that the GPU has not made by now are dropped unread: it may wait for a rank that has ended.
-        """
-        with suppress(RuntimeError):  # the GPU may be gone: whoever ends the run tells why
-            self.read(wait=False)
-        self._waiting.clear()
-        self._suspects.clear()
+        """Forget what was found of graphs that are gone: buckets that were refused are captured anew."""
         self._quarantined.clear()
 
-    def _take(self, verified: Verified) -> None:
-        self._stats().verified[verified.bucket] += 1
-        if not verified.wrong:
-            self._last_good = verified.number
-            return
-        self._stats().mismatches[verified.bucket] += 1
-        since = "none before it was verified" if self._last_good is None else f"micro-batch {self._last_good} agreed"
-        logger.error(
-            "%swrong numbers: %s (%s). Its bucket runs eagerly %s; weights may have taken in wrong gradients since "
-            "the last micro-batch that agreed: go back to a checkpoint from before it",
-            self._prefix,
-            verified.told(),
-            since,
-            "from here on" if self._agreement.agreed is None else "as soon as all ranks know",
-        )
-        if self._agreement.agreed is None:
-            self._quarantined.add(verified.bucket)
-        else:
-            self._suspects.add(verified.bucket)
+    def judge(
+        self, replay: Run, eager: Run, twin: Twin, run_eagerly: Callable[[], Run], run_again: Callable[[], Run]
+    ) -> tuple[int, list[Evidence], bool]:
+        """Compare a replay with an eager run; where they differ, run the micro-batch again until that is explained.
 
-    def _agree(self) -> None:
-        """Refuse the buckets that any rank suspects; all ranks come here at the same micro-batch."""
-        assert self._agreement.agreed is not None  # only then is anything to be settled
-        self.read(wait=True)
-        if self._agreement.agreed(not self._suspects):
+        Ranks that communicate inside the module make the same passes: they go on while one of them has to.
+
+        Args:
+            replay: what the replay made.
+            eager: what the eager run made.
+            twin: names what is compared.
+            run_eagerly: runs the micro-batch eagerly once more.
+            run_again: replays it once more.
+
+        Returns:
+            The number of compared tensors, the tensors that are wrong, and whether any was suspicious.
+        """
+        compared, unequal = twin.examine(replay, eager)
+        suspects = [one for one in unequal if one.is_suspicious]
+        is_clear = self._agreement.is_true_everywhere(not suspects)
+        if is_clear:
+            return compared, [], False
+        replays_again = not self._reducing()
+        for _ in range(ROUNDS - 1):
+            for one, from_eager, from_replay in _landmarks(suspects, run_eagerly(), eager, replay):
+                one.eager.append((from_eager, from_replay))
+            if replays_again:
+                for one, from_eager, from_replay in _landmarks(suspects, run_again(), eager, replay):
+                    one.replayed.append((from_eager, from_replay))
+            suspects = [one for one in suspects if one.is_open]
+            if self._agreement.is_true_everywhere(not suspects):
+                return compared, [], True
+        return compared, suspects, True
+
+    def note(self, finding: Finding, *, was_suspicious: bool) -> None:
+        """Count a verified micro-batch, log a mismatch, and refuse its bucket on all ranks."""
+        stats, bucket = self._stats(), finding.bucket
+        stats.verified[bucket] += 1
+        if was_suspicious and not self._agreement.is_true_everywhere(not finding.wrong):
+            self._quarantined.add(bucket)
+        elif was_suspicious:
+            stats.suspicions[bucket] += 1
+        if not finding.wrong:
+            self._last_good = finding.number
             return
-        for bucket in self._buckets:
-            if not self._agreement.agreed(bucket not in self._suspects):
-                self._quarantined.add(bucket)
-        self._suspects.clear()
+        stats.mismatches[bucket] += 1
+        since = "the start" if self._last_good is None else f"micro-batch {self._last_good}, which agreed"
+        logger.error(
+            "%swrong numbers: %s. Its bucket runs eagerly from here on. Wrong gradients may be in the weights since %s. "
+            "%s",
+            self._prefix,
+            finding.describe(),
+            since,
+            ADVICE,
+        )
 
     @property
     def _prefix(self) -> str:
         return f"{self._name}: " if self._name else ""
 
 
-class Watched:
-    """A replay that is verified: it hands what the replay does to the twin, and the result to the watch."""
+def _landmarks(
+    suspects: Sequence[Evidence], run: Run, eager: Run, replay: Run
+) -> Iterator[tuple[Evidence, float, float]]:
+    """For each suspicious tensor, how far that of `run` lies from that of `eager` and of `replay`, squared."""
+    names = [one.name for one in suspects]
+    ours, theirs, first = ([one.tensors().get(name) for name in names] for one in (run, eager, replay))
+    distances = zip(suspects, measure_distances(ours, theirs), measure_distances(ours, first), strict=True)
+    for one, from_eager, from_replay in distances:
+        yield one, from_eager.squared, from_replay.squared
 
-    def __init__(self, watch: Watch, twin: Twin, *, number: int, bucket: Bucket, slot: int, exact: bool) -> None:
+
+class Watched:
+    """A replay that is verified: it hands what the replay does to the twin, and what was found to the watch."""
+
+    def __init__(self, watch: Watch, twin: Twin, *, number: int, bucket: Bucket, slot: int) -> None:
         self._watch = watch
         self._twin: Twin | None = twin  # None: it has ended, or failed
-        self._number, self._bucket, self._slot, self._exact = number, bucket, slot, exact
+        self._number, self._bucket, self._slot = number, bucket, slot
 
     def forward_ended(self, outputs: Sequence[torch.Tensor]) -> None:
         """The replay of the forward has returned `outputs`.
@@ -246,9 +255,7 @@ class Watched:
             if self._twin is not None:
                 self._twin.forward_ended(outputs)
 
-    def backward_begins(
-        self, gradients: GradientBuffers, touched: Sequence[bool], output_grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    def backward_begins(self, gradients: GradientBuffers, output_grads: Sequence[torch.Tensor | None]) -> None:
         """The replay of the backward is about to add to `gradients`.
 
         Raises:
@@ -256,7 +263,7 @@ class Watched:
         """
         with self._failing_alone():
             if self._twin is not None:
-                self._twin.backward_begins(gradients, touched, output_grads)
+                self._twin.backward_begins(gradients, output_grads)
 
     def gradients_complete(self, gradients: GradientBuffers, complete: Sequence[bool]) -> None:
         """The replay of a piece's backward has completed some of `gradients`, which hooks may change from here on.
@@ -275,8 +282,16 @@ class Watched:
             RuntimeError: the eager run failed while other ranks communicated with it.
         """
         with self._failing_alone():
-            if self._twin is not None:
-                self._watch.await_result(self, self._twin.backward_ended(gradients, input_grads))
+            if self._twin is None:
+                return
+            with self._twin.repeated(gradients, input_grads) as (replay, run_eagerly, run_again):
+                compared, wrong, suspicious = self._watch.judge(
+                    replay, run_eagerly(), self._twin, run_eagerly, run_again
+                )
+            finding = Finding(
+                number=self._number, bucket=self._bucket, slot=self._slot, compared=compared, wrong=tuple(wrong)
+            )
+            self._watch.note(finding, was_suspicious=suspicious)
         self._twin = None
 
     @contextmanager
@@ -286,14 +301,4 @@ class Watched:
             yield
         except Exception as error:
             self._twin = None
-            self._watch.twin_failed(error)
-
-    def verified(self, result: Readback) -> Verified:
-        """What was found."""
-        return Verified(
-            number=self._number,
-            bucket=self._bucket,
-            slot=self._slot,
-            exact=self._exact,
-            differences=self._watch.spreads.applied(result.differences()),
-        )
+            self._watch.end(error)

@@ -98,19 +98,21 @@ class Quantization:
             yield
 
     def repeating(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a function that returns a context: an eager pass in it quantizes weights if the last replay had to.
+        """Returns a function that returns a context for an eager pass that is no part of training.
 
-        It is no part of training: it makes no updates, and `state` is put back before and after it.
+        The pass makes no updates, and `state` is put back before and after it. It quantizes weights anew and keeps none
+        of them, so that a stale one in a workspace shows. Under delayed scaling it does so only if the last replay had
+        to: a scaling factor may have moved since the workspaces were filled.
         """
-        return partial(self._repeated, first=self._was_first)
+        return partial(self._repeated, first=None if self._was_first or not self.state() else False)
 
     @contextmanager
-    def _repeated(self, *, first: bool) -> Iterator[None]:
+    def _repeated(self, *, first: bool | None) -> Iterator[None]:
         with self._without_trace(first=first), self._updates.held_back():
             yield
 
     @contextmanager
-    def _without_trace(self, *, first: bool = False) -> Iterator[None]:
+    def _without_trace(self, *, first: bool | None = False) -> Iterator[None]:
         with self._first.held(first=first), recompute_copies_aside(self._state):
             yield
 

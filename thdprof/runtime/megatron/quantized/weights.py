@@ -150,8 +150,12 @@ class FirstMicrobatch:
         return first
 
     @contextmanager
-    def held(self, *, first: bool) -> Iterator[None]:
-        """Let a pass inside the block be that of a first or a later micro-batch, and put the marks back at its end."""
+    def held(self, *, first: bool | None) -> Iterator[None]:
+        """Let a pass inside the block be that of a first or a later micro-batch, and put the marks back at its end.
+
+        Args:
+            first: which of the two; None: the pass quantizes weights for itself alone, and keeps none of them.
+        """
         marks = [part.is_first_microbatch for part in self._marked]
         for part in self._marked:
             part.is_first_microbatch = first
