@@ -339,3 +339,23 @@ def test_micro_batches_that_are_not_verified_keep_nothing(monkeypatch):
     train(model, 4)
     assert model.stats().replays.total() == 4
     assert not made
+
+
+@pytest.mark.parametrize("reducing", [False, True])
+def test_a_small_lasting_fault_is_found_where_pieces_can_be_replayed_again(caplog, reducing):
+    """Where reductions may read the gradients, replays must not write to them."""
+    model = graphed(2, exact=False, num_slots=1, around={"reducing": lambda: reducing, "rounding": 0.1})
+    x = draw().requires_grad_()
+    y = model(x, pack(BOUNDS[0]))
+    replay, weight = RecordedGraph.made[6].replay, model.module.layers[3].linear.weight
+
+    def too_much():
+        before = weight.grad.clone()
+        replay()
+        weight.grad.add_(weight.grad - before, alpha=0.2)
+
+    RecordedGraph.made[6].replay = too_much
+    y.square().sum().backward()
+    expected = [] if reducing else ["gradient of layers.3.linear.weight"]
+    assert [line.partition("tensors: ")[2].partition(":")[0] for line in told(model, caplog)] == expected
+    assert model.stats().suspicions.total() == (1 if reducing else 0)

@@ -200,6 +200,7 @@ class Bank:
             extra_state=self._options.surroundings.extra_state,
             backward_state=self._options.surroundings.backward_state,
             uncompared=self._options.surroundings.uncompared,
+            rounding=self._options.surroundings.rounding,
             around=self._options.surroundings.repeating(),
             around_forward=self.eager_offload,
         )

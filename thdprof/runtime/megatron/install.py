@@ -258,7 +258,7 @@ def install(
         }
         slots = plan.graphs.slots[rank][number] if replay else 0
         name = f"model chunk {number} of pipeline rank {rank}, global rank {_global_rank()}"
-        run_of = partial(_run_of, plan=plan, config=config, replay=replay, every=every)
+        run_of = partial(_run_of, plan=plan, config=config, replay=replay, every=every, wrapper=chunks[number])
         decoder = decoder_of(chunks[number], model)
         recorded = {**common, "on_decision": decisions.recorder(number)}
         decoders.append(decoder)
@@ -320,11 +320,12 @@ def _run_of(
     slots: int,
     name: str,
     common: dict[str, Any],
+    wrapper: Any,
 ) -> DispatchedModule:
     """What runs the micro-batches of a decoder, or of a layer of multi-token prediction, as `runner_of` takes it."""
     run: DispatchedModule
     if replay and part.layers:
-        run = runner_of(part, plan, config, slots=slots, common=common, verify_every=every, name=name)
+        run = runner_of(part, plan, config, slots=slots, common=common, verify_every=every, name=name, wrapper=wrapper)
     else:
         run = PaddedEager(part, plan.captured, **common)
     run.stats().prediction = Prediction.of(plan)

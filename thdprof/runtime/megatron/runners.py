@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from thdprof.dispatch import Bucket
@@ -73,6 +75,7 @@ def runner_of(
     common: dict[str, Any],
     verify_every: int = 0,
     name: str = "",
+    wrapper: Any = None,
 ) -> DispatchedModule:
     """The DispatchedModule that runs the decoder as the plan's `graphs.impl` says.
 
@@ -84,6 +87,7 @@ def runner_of(
         common: arguments that every kind of DispatchedModule takes.
         verify_every: one in so many micro-batches of chunk graphs, whole or in groups of layers, is verified; 0: none.
         name: the model chunk's name in what is logged of verified micro-batches.
+        wrapper: what reduces the model chunk's gradients, megatron-core's DistributedDataParallel.
 
     Raises:
         SettingsError: `graphs.impl` is not known.
@@ -92,6 +96,7 @@ def runner_of(
     together = surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size)
     layers = plan.graphs.impl == "transformer_engine"
     around = surroundings.of_decoder(decoder.block, communicates=together, agreed=common.get("agreed"), layers=layers)
+    around = replace(around, reducing=partial(surroundings.is_reducing, wrapper))
     match plan.graphs.impl:
         case "chunk" | "none":
             return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(

@@ -24,6 +24,10 @@ its first evaluation than before (`graphs/expert_counts.py`), a graph of whole l
 in such graphs are padded to capacity and all have equal counts, so that the bias stays where it is."""
 
 
+_FP8_ROUNDING = 0.125
+"""Distance from 1 to the next number in E4M3; numbers in FP4 lie further apart, and those in E5M2."""
+
+
 def generators() -> tuple[torch.Generator, ...]:
     """The CUDA generators of Megatron's RNG tracker now; loading a checkpoint replaces them."""
     from megatron.core.tensor_parallel.random import get_all_rng_states
@@ -101,6 +105,7 @@ def with_quantization(around: Surroundings, quantized: quantization.Quantization
     return replace(
         around,
         extra_state=extra_state,
+        rounding=_FP8_ROUNDING,
         quantizing=quantized.while_capturing,
         inside_graph=quantized.inside_graph,
         before_forward=quantized.before_forward,
@@ -142,6 +147,20 @@ def communicates(config: Any, *, data_parallel_size: int) -> bool:
 def is_deterministic(config: Any) -> bool:
     """Whether two passes over the same numbers give the same numbers bit for bit: torch and Megatron were told so."""
     return torch.are_deterministic_algorithms_enabled() and bool(getattr(config, "deterministic_mode", True))
+
+
+def is_reducing(wrapper: Any) -> bool:
+    """Whether gradients may be reduced, over streams of their own, while the backward that runs now goes on.
+
+    Args:
+        wrapper: megatron-core's DistributedDataParallel around the model; of any other, True.
+    """
+    settings = getattr(wrapper, "ddp_config", None)
+    if settings is None:
+        return True
+    # a group of buckets reduces in the backward of a step's last micro-batch alone, and only if told to overlap
+    groups = [*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups] if settings.overlap_grad_reduce else []
+    return any(group.is_last_microbatch for group in groups)
 
 
 def gather_parameters(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ _PIECE = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """How far one tensor of one run lies from that of another."""
+    """How one tensor of a run lies to that of a reference run. Only what was added to earlier values counts."""
 
     unequal: int
     """Number of values that differ; NaN equals NaN."""
@@ -21,6 +21,14 @@ class Distance:
     """Sum of the squared differences; infinite where one value alone is NaN or infinite, or where shapes differ."""
     largest: float
     """Largest absolute difference."""
+    size: float
+    """Sum of squares of the reference; only finite values count."""
+    scale: float
+    """Largest absolute value of the reference; only finite values count."""
+    slope: float
+    """The multiple of the reference that comes nearest to the run: 1 where they are equal; NaN where the reference is
+    zero.
+    """
 
 
 def find_unequal(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> list[int]:
@@ -28,35 +36,37 @@ def find_unequal(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Ten
 
     Args:
         ours: tensors of one run, of any shape, dtype and device; None counts as zeros.
-        theirs: the same tensors of another run.
+        theirs: the same tensors of a reference run.
     """
     pairs = [_with_zeros(one, other) for one, other in zip(ours, theirs, strict=True)]
     marks = [(one != other).any() if one.shape == other.shape else torch.tensor(True) for one, other in pairs]
     return [position for position, (is_unequal,) in enumerate(_read([mark[None] for mark in marks])) if is_unequal]
 
 
-def measure_distances(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> list[Distance]:
+def measure_distances(
+    ours: Sequence[torch.Tensor | None],
+    theirs: Sequence[torch.Tensor | None],
+    before: Sequence[torch.Tensor | None],
+) -> list[Distance]:
     """The distance of each pair of tensors; waits for the device.
 
     Args:
         ours: tensors of one run, of any shape, dtype and device; None counts as zeros.
-        theirs: the same tensors of another run.
+        theirs: the same tensors of a reference run.
+        before: what both runs have added their values to; None: zeros.
     """
-    pairs = [_with_zeros(one, other) for one, other in zip(ours, theirs, strict=True)]
+    triples = zip(ours, theirs, before, strict=True)
     return [
-        Distance(unequal=round(unequal), squared=squared, largest=largest)
-        for unequal, squared, largest in _read([_reduce_difference(*pair) for pair in pairs])
+        Distance(
+            unequal=round(unequal),
+            squared=squared,
+            largest=largest,
+            size=size,
+            scale=scale,
+            slope=dot / size if size else float("nan"),
+        )
+        for unequal, squared, largest, size, scale, dot in _read([_reduce(*triple) for triple in triples])
     ]
-
-
-def measure_sizes(values: Sequence[torch.Tensor | None], before: Sequence[torch.Tensor | None]) -> list[list[float]]:
-    """Of each tensor the sum of squares, and the largest absolute value; only finite values count.
-
-    Args:
-        values: tensors of one run; None counts as zeros.
-        before: what the run has added its values to; None: zeros.
-    """
-    return _read([_reduce_size(value, start) for value, start in zip(values, before, strict=True)])
 
 
 def _with_zeros(one: torch.Tensor | None, other: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,32 +85,28 @@ def _read(rows: Sequence[torch.Tensor]) -> list[list[float]]:
     return found
 
 
-def _reduce_difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A tensor of shape [3], float64: number of unequal values, sum of squared differences, largest difference."""
-    if one.shape != other.shape:
-        return torch.tensor([max(one.numel(), other.numel()), float("inf"), float("inf")], dtype=torch.float64)
-    total = torch.zeros(3, dtype=torch.float64, device=one.device)
-    for ours, theirs in zip(_pieces(one), _pieces(other), strict=True):
-        same = (ours == theirs) | ((ours != ours) & (theirs != theirs))
-        by = (ours.double() - theirs.double()).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
-        by = torch.where(same, 0.0, by)
+def _reduce(one: torch.Tensor | None, other: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor:
+    """The fields of a Distance in their order, with the scalar product in place of the slope: shape [6], float64."""
+    ours, theirs = _with_zeros(one, other)
+    total = torch.zeros(6, dtype=torch.float64, device=theirs.device)
+    if ours.shape != theirs.shape:
+        total[0], total[1:3] = max(ours.numel(), theirs.numel()), float("inf")
+        return total
+    starts = [None] * len(_pieces(ours)) if before is None else _pieces(before)
+    for a, b, start in zip(_pieces(ours), _pieces(theirs), starts, strict=True):
+        same = (a == b) | ((a != a) & (b != b))
+        a, b = a.double(), b.double()
+        by = torch.where(same, 0.0, (a - b).abs().nan_to_num(nan=float("inf"), posinf=float("inf")))
+        if start is not None:
+            a, b = a - start, b - start
+        finite = a.isfinite() & b.isfinite()
+        a, b = torch.where(finite, a, 0.0), torch.where(finite, b, 0.0)
         total[0] += (~same).sum()
         total[1] += by.square().sum()
         total[2] = torch.maximum(total[2], by.amax())
-    return total
-
-
-def _reduce_size(value: torch.Tensor | None, before: torch.Tensor | None) -> torch.Tensor:
-    """A tensor of shape [2], float64: sum of squares, and largest absolute value, of what was added to `before`."""
-    if value is None:
-        return torch.zeros(2, dtype=torch.float64)
-    total = torch.zeros(2, dtype=torch.float64, device=value.device)
-    starts = [None] * len(_pieces(value)) if before is None else _pieces(before)
-    for piece, start in zip(_pieces(value), starts, strict=True):
-        added = piece.double() if start is None else piece.double() - start.double()
-        added = torch.where(added.isfinite(), added.abs(), 0.0)
-        total[0] += added.square().sum()
-        total[1] = torch.maximum(total[1], added.amax())
+        total[3] += b.square().sum()
+        total[4] = torch.maximum(total[4], b.abs().amax())
+        total[5] += (a * b).sum()
     return total
 
 

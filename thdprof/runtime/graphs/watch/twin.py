@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.module_state import aliased_parameters
 from thdprof.runtime.graphs.slots import Lease
-from thdprof.runtime.graphs.watch.distances import Distance, find_unequal, measure_distances, measure_sizes
-from thdprof.runtime.graphs.watch.findings import Evidence
+from thdprof.runtime.graphs.watch.distances import Distance, find_unequal, measure_distances
+from thdprof.runtime.graphs.watch.findings import APART, FAINT, ROUNDINGS, Evidence
 from thdprof.runtime.graphs.watch.sampling import Rotation
 from thdprof.runtime.isolation.state import KeptTensors, states_of
 from thdprof.runtime.padding import Boundaries, PackedSequence
@@ -23,13 +23,7 @@ PARAMETER_BYTES = 128 * 2**20
 """Bytes of the parameters' gradients that are compared at a time; one parameter at least, however large."""
 COPIES = 5
 """Most copies of the compared gradients at a time: before, first replay, first eager run, the run that is compared with
-these, and what all other parameters share.
-"""
-ROUNDING = 2.0**-9
-"""Differences of gradients that nobody asks about where algorithms are not deterministic, as a share of their size."""
-APART = 0.1
-"""A single replay is wrong where its gradients lie so far from all eager runs, as a share of their size, and its other
-results by a hundredth of it.
+it, and what all other parameters share.
 """
 
 
@@ -49,6 +43,8 @@ class Subject:
     """Returns those of them that a backward reads, and that other micro-batches may change before it."""
     uncompared: frozenset[str] = frozenset()
     """Names, without their modules', of buffers that are not compared."""
+    rounding: float = 0.0
+    """Relative rounding error of the module's products, where it is larger than that of the inputs' dtype."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for an eager run."""
     around_forward: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda tensors: nullcontext()
@@ -102,6 +98,7 @@ class Twin:
         self._inputs = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
         self._takes_grad = [t.requires_grad for t in tensors]
         self._autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        self._noise = ROUNDINGS * max(subject.rounding, self._find_rounding())
         self._random = states_of(self._device, subject.generators)
         self._kept = KeptTensors(subject.module, subject.extra_state)
         self._for_backward: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -161,7 +158,6 @@ class Twin:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         now = {i: self._complete.get(i, gradients.buffers[i].detach()) for i in self._sample}
         replay.gradients = self._name_gradients(input_grads, now)
-        replay.gradients = {n: t if t is None else t.detach() for n, t in replay.gradients.items()}
 
         def run_again() -> Run:
             if not kept:  # the first: the graphs of the backward add to the gradients themselves
@@ -188,27 +184,27 @@ class Twin:
         every = [name for name in named if name.rpartition(".")[2] not in self._subject.uncompared]
         unequal = find_unequal([ours.get(n) for n in every], [theirs.get(n) for n in every])
         names = [every[position] for position in unequal]
-        distances = measure_distances([ours.get(n) for n in names], [theirs.get(n) for n in names])
-        begun = {name: self._before[i] for i, name in self._sample.items()}
-        sizes = measure_sizes([theirs.get(n) for n in names], [begun.get(n) for n in names])
-        return len(every), [
-            self._judge(name, theirs.get(name, ours.get(name)), distance, *size)
-            for name, distance, size in zip(names, distances, sizes, strict=True)
+        found = [
+            Evidence(
+                name=name,
+                elements=max(t.numel() for t in (ours.get(name), theirs.get(name)) if t is not None),
+                replay=distance,
+                is_gradient=name in replay.gradients and not self._exact,
+                apart=0.0 if self._exact else self._noise if name in replay.gradients else APART,
+            )
+            for name, distance in zip(names, self.measure(names, replay, eager), strict=True)
         ]
+        gradients = [one for one in found if one.is_gradient]
+        strongest = max((one.replay.size / one.elements for one in gradients), default=0.0)
+        for one in gradients:
+            one.least = FAINT**2 * strongest * one.elements
+        return len(every), [one for one in found if one.is_open]
 
-    def _judge(self, name: str, tensor: torch.Tensor | None, distance: Distance, size: float, scale: float) -> Evidence:
-        is_gradient = name.startswith("gradient of ")
-        return Evidence(
-            name=name,
-            elements=0 if tensor is None else tensor.numel(),
-            unequal=distance.unequal,
-            largest=distance.largest,
-            squared=distance.squared,
-            size=size,
-            scale=scale,
-            rounding=ROUNDING if is_gradient and not self._exact else 0.0,
-            apart=0.0 if self._exact else APART if is_gradient else APART / 100,
-        )
+    def measure(self, names: Sequence[str], run: Run, eager: Run) -> list[Distance]:
+        """How the tensors of these names lie in a run, from where they lie in an eager run."""
+        begun = {name: self._before[i] for i, name in self._sample.items()}
+        ours, theirs = run.tensors(), eager.tensors()
+        return measure_distances(*([table.get(name) for name in names] for table in (ours, theirs, begun)))
 
     def _run_eagerly(self, gradients: GradientBuffers) -> Run:
         """One eager pass from the state that the replay began with."""
@@ -246,6 +242,11 @@ class Twin:
         )
         return run
 
+    def _find_rounding(self) -> float:
+        """Relative rounding error of the dtype in which the module computes; that of TF32 for float32."""
+        dtypes = [t.dtype for t in self._inputs if t.is_floating_point()] + ([self._autocast] if self._autocast else [])
+        return max([2.0**-10, *(torch.finfo(dtype).eps for dtype in dtypes)])
+
     def _put_back(self) -> None:
         for put in self._random:
             put()
@@ -264,12 +265,14 @@ class Twin:
     def _name_gradients(
         self, input_grads: Sequence[torch.Tensor | None], sums: dict[int, torch.Tensor]
     ) -> dict[str, torch.Tensor | None]:
-        inputs = {
+        named: dict[str, torch.Tensor | None] = {
             f"gradient of input {i}": grad
             for i, (grad, takes) in enumerate(zip(input_grads, self._takes_grad, strict=True))
             if takes
         }
-        return inputs | {self._sample[i]: value for i, value in sums.items()}
+        states = (state.detach().clone() for state, _ in self._for_backward)
+        named |= {f"state after the backward, tensor {i}": state for i, state in enumerate(states)}
+        return named | {self._sample[i]: value for i, value in sums.items()}
 
     def _keep_gradients(self, gradients: GradientBuffers) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The gradients that the graphs of the backward change, each with a copy, on the host where the GPU is full."""

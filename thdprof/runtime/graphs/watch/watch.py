@@ -12,7 +12,6 @@ import torch
 from thdprof.dispatch import Bucket
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.slots import Lease
-from thdprof.runtime.graphs.watch.distances import measure_distances
 from thdprof.runtime.graphs.watch.findings import ROUNDS, Evidence, Finding
 from thdprof.runtime.graphs.watch.sampling import Rotation, is_sampled
 from thdprof.runtime.graphs.watch.twin import Run, Subject, Twin
@@ -22,8 +21,8 @@ from thdprof.runtime.stats import Stats
 logger = logging.getLogger(__name__)
 
 ADVICE = (
-    "Load a checkpoint from before that, and set graphs.impl to none in the plan to train without graphs. Please report "
-    "this line together with the plan and the model's settings"
+    "Load a checkpoint from before that, and set graphs.impl to none in the plan to train without graphs. Please "
+    "report this line together with the plan and the model's settings"
 )
 """What to do after a confirmed mismatch."""
 
@@ -168,7 +167,7 @@ class Watch:
     def judge(
         self, replay: Run, eager: Run, twin: Twin, run_eagerly: Callable[[], Run], run_again: Callable[[], Run]
     ) -> tuple[int, list[Evidence], bool]:
-        """Compare a replay with an eager run; where they differ, run the micro-batch again until that is explained.
+        """Compare a replay with an eager run; where it looks wrong, run the micro-batch again until that is explained.
 
         Ranks that communicate inside the module make the same passes: they go on while one of them has to.
 
@@ -182,21 +181,20 @@ class Watch:
         Returns:
             The number of compared tensors, the tensors that are wrong, and whether any was suspicious.
         """
-        compared, unequal = twin.examine(replay, eager)
-        suspects = [one for one in unequal if one.is_suspicious]
-        is_clear = self._agreement.is_true_everywhere(not suspects)
-        if is_clear:
+        compared, suspects = twin.examine(replay, eager)
+        if self._agreement.is_true_everywhere(not suspects):
             return compared, [], False
         replays_again = not self._reducing()
         for _ in range(ROUNDS - 1):
-            for one, from_eager, from_replay in _landmarks(suspects, run_eagerly(), eager, replay):
-                one.eager.append((from_eager, from_replay))
+            names = [one.name for one in suspects]
+            for one, distance in zip(suspects, twin.measure(names, run_eagerly(), eager), strict=True):
+                one.eager.append(distance)
             if replays_again:
-                for one, from_eager, from_replay in _landmarks(suspects, run_again(), eager, replay):
-                    one.replayed.append((from_eager, from_replay))
+                for one, distance in zip(suspects, twin.measure(names, run_again(), eager), strict=True):
+                    one.replayed.append(distance)
             suspects = [one for one in suspects if one.is_open]
             if self._agreement.is_true_everywhere(not suspects):
-                return compared, [], True
+                break
         return compared, suspects, True
 
     def note(self, finding: Finding, *, was_suspicious: bool) -> None:
@@ -213,8 +211,8 @@ class Watch:
         stats.mismatches[bucket] += 1
         since = "the start" if self._last_good is None else f"micro-batch {self._last_good}, which agreed"
         logger.error(
-            "%swrong numbers: %s. Its bucket runs eagerly from here on. Wrong gradients may be in the weights since %s. "
-            "%s",
+            "%swrong numbers: %s. Its bucket runs eagerly from here on. Wrong gradients may be in the weights since "
+            "%s. %s",
             self._prefix,
             finding.describe(),
             since,
@@ -224,17 +222,6 @@ class Watch:
     @property
     def _prefix(self) -> str:
         return f"{self._name}: " if self._name else ""
-
-
-def _landmarks(
-    suspects: Sequence[Evidence], run: Run, eager: Run, replay: Run
-) -> Iterator[tuple[Evidence, float, float]]:
-    """For each suspicious tensor, how far that of `run` lies from that of `eager` and of `replay`, squared."""
-    names = [one.name for one in suspects]
-    ours, theirs, first = ([one.tensors().get(name) for name in names] for one in (run, eager, replay))
-    distances = zip(suspects, measure_distances(ours, theirs), measure_distances(ours, first), strict=True)
-    for one, from_eager, from_replay in distances:
-        yield one, from_eager.squared, from_replay.squared
 
 
 class Watched:
