@@ -106,7 +106,9 @@ class QuantizedLinear(nn.Module):
         skip = Manager.quantization_state.skip_fp8_weight_update_tensor if self._capturing() else None
         first, self.is_first_microbatch = self.is_first_microbatch, False
         workspace, state = self._fp8_workspaces.get("weight"), self.fp8_meta["scaling_fwd"]
-        if workspace is None:
+        if first is None:  # quantized for this pass alone
+            workspace = Workspace(*(t.clone() for t in quantized(self.weight, state, 1)))
+        elif workspace is None:
             self._fp8_workspaces["weight"] = workspace = Workspace(
                 *(t.clone() for t in quantized(self.weight, state, 1))
             )

@@ -310,10 +310,11 @@ class Lease(SlotLease):
         elif self.witness is not None:
             self.witness.backward_ended(self._gradients, input_grads)
         if piece == 0:
-            self.release()
             self._after_backward()
         self._on_piece([p for p, c in zip(self._gradients.parameters, complete, strict=True) if c])
         self._gradients.run_hooks(complete)
+        if piece == 0:
+            self.release()
         return input_grads
 
     def accumulated_in(self, piece: int) -> list[nn.Parameter]:
