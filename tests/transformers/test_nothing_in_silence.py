@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from support.cpu_graphs import as_if_on_a_gpu
 from support.trl_plans import plan_for
 
 pytest.importorskip("torch")
@@ -129,6 +130,13 @@ def test_arguments_that_change_nothing_pass(family):
     torch.testing.assert_close(attended(model, **harmless), attended(model), rtol=0, atol=0)
 
 
+def test_a_mask_of_four_dimensions_is_refused_where_layers_are_captured(monkeypatch):
+    as_if_on_a_gpu(monkeypatch)
+    batch = {**row(40), "attention_mask": torch.zeros(1, 1, 40, 40)}
+    with pytest.raises(UsageError, match="hands attention attention_mask"):
+        followed(small_model().train(), batch, [0, 40])
+
+
 # --- boundaries -------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +171,7 @@ def row(tokens):
 
 def test_boundaries_must_end_where_the_hidden_states_do():
     assert followed(small_model().train(), row(40), [0, 10, 40]).isfinite()
-    for cu, rows in (([0, 10, 39], 1), ([0, 41], 1), ([0, 40, 80], 2)):
+    for cu, rows in (([0, 10, 39], 1), ([0, 41], 1), ([0, 40, 80], 2), ([0, 40], 2)):
         batch = {name: value.repeat(rows, 1) for name, value in row(40).items()}
         with pytest.raises(UsageError, match=f"end at {cu[-1]}, but its hidden states are {rows} x 40 tokens"):
             followed(small_model().train(), batch, cu)
