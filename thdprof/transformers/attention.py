@@ -51,6 +51,27 @@ _GROUPED: dict[str, Any] = {}
 """The argument by which later versions of torch are told that heads share keys and values; read at the registration,
 so that torch.compile can follow the call.
 """
+_IGNORED = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "max_length_k",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "return_dict",
+        "return_predicted_tokens",
+        "return_token_accuracy",
+        "seq_idx",
+        "shift_labels",
+        "use_cache",
+    }
+)
+"""Arguments that models hand to attention with all others and that change none of its numbers: the rotary embedding,
+the cache, the loss and Liger's loss read them, and boundaries of keys are those of queries.
+"""
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Task], torch.Tensor]
 
 
@@ -111,15 +132,28 @@ class _Attention:
         scaling: float | None = None,
         sliding_window: int | None = None,
         softcap: float | None = None,
+        is_causal: bool | None = None,
         cu_seq_lens_q: torch.Tensor | None = None,
         max_length_q: int | None = None,
-        **_: Any,
+        **others: Any,
     ) -> tuple[torch.Tensor, None]:
-        """`query` [1, heads, tokens, head size] -> [1, tokens, heads, head size], and no scores."""
+        """`query` [1, heads, tokens, head size] -> [1, tokens, heads, head size], and no scores.
+
+        Raises:
+            UsageError: there are no boundaries, or the layer asks for attention that is not causal within documents.
+        """
         if cu_seq_lens_q is None or max_length_q is None:
             raise UsageError(
                 "thdprof's attention got no document boundaries: it serves micro-batches with cu_seq_lens_q and "
                 "max_length_q alone, as TRL's padding-free collator gives them"
+            )
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        asked = {"attention_mask": attention_mask, "is_causal=False": None if causal else False, **others}
+        _refuse_arguments(module, [name for name, value in asked.items() if value is not None and name not in _IGNORED])
+        if key.shape[2] != query.shape[2]:
+            raise UsageError(
+                f"attention has {key.shape[2]} keys for {query.shape[2]} queries: thdprof's serves no cache; set "
+                "use_cache to False"
             )
         dtype = _kernel_dtype(query, module) if query.is_cuda else query.dtype
         q, k, v = (t.transpose(1, 2).flatten(0, 1).to(dtype) for t in (query, key, value))
@@ -137,6 +171,15 @@ class _Attention:
         assert attend is not None  # `refusals` has looked for a backend
         attended = attend(q, k, v, task)
         return attended.view(query.shape[0], query.shape[2], *attended.shape[1:]), None
+
+
+def _refuse_arguments(layer: nn.Module, names: list[str]) -> None:
+    """Raise where `layer` hands attention arguments of these names: they would change its numbers."""
+    if names:
+        raise UsageError(
+            f"{type(layer).__name__} hands attention {', '.join(names)}: thdprof's is causal within documents and has "
+            "nothing else; leave that out of the model and its batches, or train without PlanCallback"
+        )
 
 
 def _has_kernels(query: torch.Tensor) -> bool:

@@ -43,12 +43,13 @@ def host_boundaries(batch: Any) -> HostBoundaries | None:
 
     They are read from `cu_seq_lens_q`, else from `position_ids` that begin anew with every document. A batch of one row
     without either is one document: a mask of padding at its end changes no other token. Padding before its tokens does,
-    and such a batch tells no boundaries.
+    and such a batch tells no boundaries. Neither does one with `token_type_ids`, by which models attend to later tokens
+    of an image or a prefix.
 
     Args:
         batch: a mapping with tensors on the host. Rows are flattened into one, except where there is one alone.
     """
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Mapping) or batch.get("token_type_ids") is not None:
         return None
     cu_seqlens, positions, tokens = (batch.get(name) for name in ("cu_seq_lens_q", "position_ids", "input_ids"))
     if isinstance(cu_seqlens, torch.Tensor) and cu_seqlens.device.type == "cpu":

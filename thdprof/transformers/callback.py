@@ -150,12 +150,20 @@ class PlanCallback(TrainerCallback):
         lines += refusals.of_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
         if self._compile:
             lines += refusals.of_compiling(backend=backend, own_attention=own)
-        refused, untrue = refusals.of_settings(self._plan, args.to_dict(), getattr(args, "world_size", 1))
+        arguments = args.to_dict()
+        refused, untrue = refusals.of_settings(self._plan, arguments, getattr(args, "world_size", 1))
         lines += [f"{line}; analyse for this run" for line in refused]
         if lines:
             raise UsageError("thdprof cannot train this run by the plan:\n" + "\n".join(f"  - {n}" for n in lines))
         for line in untrue:
             logger.warning("thdprof: %s", line)
+        unread = refusals.unread_settings(args, arguments, model)
+        if unread:
+            logger.warning(
+                "thdprof has never looked at these settings, which are off their default: %s; compare the losses of "
+                "some steps with those of a run without PlanCallback",
+                ", ".join(unread),
+            )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add the counters to what the Trainer logs."""

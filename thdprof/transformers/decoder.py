@@ -114,6 +114,9 @@ class GraphedDecoder:
         def run(hidden_states: torch.Tensor) -> torch.Tensor:
             return self._run_stack(hidden_states, calls, boundaries)
 
+        for name in ("output_hidden_states", "output_attentions"):
+            if kwargs.get(name):
+                raise UsageError(f"the model is called with {name}=True, which its layers in graphs do not return")
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_FOR_LAYERS}
         self._model.__dict__["layers"] = [
             _StandIn(calls, handed_on, run if n == last else None) for n in range(last + 1)
@@ -132,7 +135,8 @@ class GraphedDecoder:
         if self._model.training and torch.is_grad_enabled():
             raise UsageError(
                 "a micro-batch of training came without document boundaries on the host: the collator gave neither "
-                "cu_seq_lens_q nor one row with position_ids; set padding_free=True, or per_device_train_batch_size=1"
+                "cu_seq_lens_q nor one row with position_ids, or it gave token_type_ids or padding before tokens; set "
+                "padding_free=True, or per_device_train_batch_size=1"
             )
         if kwargs.get("cu_seq_lens_q") is not None or self._own_attention == self._attention():
             return own(*args, **kwargs)
@@ -142,8 +146,18 @@ class GraphedDecoder:
     def _run_stack(
         self, hidden_states: torch.Tensor, calls: list[dict[str, Any]], boundaries: HostBoundaries
     ) -> torch.Tensor:
-        """Hidden states after all layers, [1, tokens, hidden], replayed or eagerly."""
-        n_tokens = hidden_states.shape[1]
+        """Hidden states after all layers, [1, tokens, hidden], replayed or eagerly.
+
+        Raises:
+            UsageError: the boundaries end elsewhere than the hidden states.
+        """
+        n_rows, n_tokens, _ = hidden_states.shape
+        if n_rows != 1 or n_tokens != boundaries.cu_seqlens[-1]:
+            raise UsageError(
+                f"the boundaries of a micro-batch end at {boundaries.cu_seqlens[-1]}, but its hidden states are "
+                f"{n_rows} x {n_tokens} tokens: the model adds, drops or splits tokens behind the collator's back, as "
+                "prompt tuning does; train without that, or without PlanCallback"
+            )
         arguments, tensors = gathered(calls)
         stack = self._stack
         stack.training = self._model.training  # the stack is no part of the model, which switches its own modules alone

@@ -9,11 +9,25 @@ from torch import nn
 
 from thdprof.compare.fit import misfits
 from thdprof.plan import Plan
-from thdprof.training.trainer_arguments import TRAINER_ARGUMENTS, trainer_settings
+from thdprof.runtime.graphs.hooks import describe_hooked_modules, find_hooked_modules, find_hooked_parameters
+from thdprof.training import find_unread_fields
+from thdprof.training.trainer_arguments import READ_ARGUMENTS, TRAINER_ARGUMENTS, trainer_settings
 from thdprof.transformers.attention import SOFTCAPPED, Backend
 
 FAMILIES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 """Values of `model_type` in the configs of models whose layers were checked in graphs."""
+_READ = """
+architectures attention_bias attention_dropout attn_logit_softcapping bos_token_id cache_implementation dtype
+eos_token_id final_logit_softcapping head_dim hidden_act hidden_activation hidden_size id2label initializer_range
+intermediate_size is_causal label2id layer_types max_position_embeddings max_window_layers mlp_bias num_attention_heads
+num_hidden_layers num_key_value_heads output_attentions output_hidden_states pad_token_id quantization_config
+query_pre_attn_scalar rms_norm_eps rope_parameters sliding_window tie_word_embeddings transformers_version
+use_bidirectional_attention use_cache use_mrope use_sliding_window vocab_size
+"""
+_READ_CONFIG: frozenset[str] = frozenset(_READ.split())
+"""Fields of these families' configs that thdprof reads, or that layers were checked with in graphs."""
+_OUTPUT_HOOKS = "transformers.utils.output_capturing"
+"""Where transformers defines hooks that stay on layers after a call with output_hidden_states, and then do nothing."""
 
 
 def decoder_of(model: nn.Module) -> nn.Module | None:
@@ -60,6 +74,9 @@ def of_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, 
         yield "the model is quantized: its layers were not checked in graphs; load it in bfloat16"
     if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
         yield "the config asks for output_hidden_states or output_attentions, which a graph does not return"
+    yield from _of_attended(decoder)
+    yield from _of_hooks(decoder)
+    yield from _of_adapters(model)
     dropout = _dropout(decoder)
     if dropout and getattr(model, "is_gradient_checkpointing", False):
         yield (
@@ -73,14 +90,75 @@ def of_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, 
             "no variable-length attention is installed: install torch 2.10 or later, flash-attn or Transformer Engine"
         )
         return
-    rate: float = getattr(config, "attention_dropout", None) or 0.0
+    rate = _set_in(decoder, "attention_dropout")
     if backend != "flash_attn" and rate:
         yield f"attention_dropout {rate}: the attention of {backend} has none; set it to 0.0"
-    if backend not in SOFTCAPPED and getattr(config, "attn_logit_softcapping", None):
+    softcap = _set_in(decoder, "attn_logit_softcapping")
+    if backend not in SOFTCAPPED and softcap:
         yield (
-            f"attn_logit_softcapping {config.attn_logit_softcapping} (Gemma 2): the attention of {backend} cannot; "
-            "install flash-attn, or set it to None in the config"
+            f"attn_logit_softcapping {softcap} (Gemma 2): the attention of {backend} cannot; install flash-attn, or "
+            "set it to None in the config"
         )
+
+
+def _set_in(decoder: nn.Module, name: str) -> float | None:
+    """The value of `name` in the config, else in the first layer that has one; None where it is 0 or None in all."""
+    values = (getattr(home, name, None) for home in (decoder.config, *decoder.modules()))
+    return next((value for value in values if isinstance(value, int | float) and value), None)
+
+
+def _of_attended(decoder: nn.Module) -> Iterator[str]:
+    """Attention to later tokens, as the config or a layer asks for it."""
+    config: Any = decoder.config
+    asking = [f"{name}.is_causal" for name, part in decoder.named_modules() if not getattr(part, "is_causal", True)]
+    if not getattr(config, "is_causal", True):
+        asking.insert(0, "config.is_causal")
+    found = f"{asking[0]} is False" if asking else ""
+    if getattr(config, "use_bidirectional_attention", None):
+        found = f"config.use_bidirectional_attention is {config.use_bidirectional_attention!r}"
+    if found:
+        yield (
+            f"{found}: tokens would attend to later ones, where the plan's graphs are causal within documents; use a "
+            "causal model, or train without PlanCallback"
+        )
+
+
+def _of_hooks(decoder: nn.Module) -> Iterator[str]:
+    """Hooks on the layers and their parameters."""
+    layers = decoder.layers
+    assert isinstance(layers, nn.ModuleList)
+    hooked = [*find_hooked_modules(layers, known=(_OUTPUT_HOOKS,), name="layers")]
+    if hooked:
+        yield describe_hooked_modules(hooked)
+    parameter = next(find_hooked_parameters(layers, name="layers"), None)
+    if parameter is not None:
+        yield f"{parameter} has a gradient hook, which a replay cannot run; use register_post_accumulate_grad_hook"
+
+
+def _of_adapters(model: nn.Module) -> Iterator[str]:
+    """Adapters of peft that add tokens, or whose layers read each micro-batch's text by hooks."""
+    configs = [c for part in model.modules() if isinstance(c := getattr(part, "peft_config", None), Mapping)]
+    for adapter in {id(one): one for config in configs for one in config.values()}.values():
+        kind = getattr(adapter.peft_type, "value", adapter.peft_type)
+        if getattr(adapter, "is_prompt_learning", False):
+            yield f"peft_type {kind}: virtual tokens shift the documents' boundaries; use adapters of layers, as LoRA"
+        if getattr(adapter, "alora_invocation_tokens", None):
+            yield f"alora_invocation_tokens of {kind}: hooks switch it on by the text; a graph cannot; set it to None"
+
+
+def unread_settings(args: Any, arguments: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """Settings that are off their default and that thdprof has never looked at, as `name=value`.
+
+    Args:
+        args: TrainingArguments, SFTConfig or a class of the user's.
+        arguments: its fields, as `to_dict` gives them.
+        model: the model as the Trainer holds it.
+    """
+    config: Any = getattr(decoder_of(model), "config", None)
+    return [
+        *find_unread_fields(arguments, type(args), READ_ARGUMENTS),
+        *(f"config.{field}" for field in find_unread_fields(config, type(config), _READ_CONFIG)),
+    ]
 
 
 def of_compiling(*, backend: Backend | None, own_attention: bool) -> Iterator[str]:
@@ -97,8 +175,7 @@ def _dropout(decoder: nn.Module) -> str:
     for name, module in layers.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             return f"{name}, p {module.p}"
-    config: Any = decoder.config
-    rate: float = getattr(config, "attention_dropout", None) or 0.0
+    rate = _set_in(decoder, "attention_dropout")
     return f"attention_dropout {rate}" if rate else ""
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from thdprof.runtime.graphs.hooks import find_hooked_parameters
 from thdprof.runtime.megatron import surroundings
 from thdprof.runtime.megatron.decoder import adapters, mamba, operations, vision
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
@@ -81,7 +82,7 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
         has_mamba=any(mamba.has_mamba(model) for model in models),
         fused_adapters=tuple(name for model in models for name in adapters.fused(model.decoder)),
         fused_operations=tuple(name for model in models for name in operations.fused_parts(model.decoder)),
-        hooked_parameters=tuple(name for model in models for name in adapters.hooked(model.decoder)),
+        hooked_parameters=tuple(name for model in models for name in find_hooked_parameters(model.decoder)),
         wrapper=wrapper,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
     )

@@ -7,9 +7,10 @@ has as many slots, and so many times more where it predicts several tokens one a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from thdprof.runtime.graphs.hooks import find_hooked_parameters
 from thdprof.runtime.megatron import surroundings
 from thdprof.runtime.megatron.decoder import adapters, mamba, operations, vision
 from thdprof.runtime.megatron.decoder.decoder import rope_of
@@ -96,10 +97,10 @@ def why_eager(found: Sequence[Any], config: Any, *, impl: str, offloads: bool = 
     return ""
 
 
-_IN_THE_WAY = {
+_IN_THE_WAY: Mapping[str, Callable[[Any], Iterable[str]]] = {
     "hooks that a replay would leave out": surroundings.foreign_hooks,
     "an adapter of Transformer Engine's operation fuser": adapters.fused,
-    "a gradient hook": adapters.hooked,
+    "a gradient hook": find_hooked_parameters,
     "fused operations": operations.fused_parts,
 }
 """What keeps a part of a layer from being captured: its name, and a function that returns the names of such parts."""

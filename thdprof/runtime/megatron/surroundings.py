@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thdprof.runtime.graphs.hooks import find_hooked_modules
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder import unfused_rope
@@ -217,20 +217,10 @@ _ROOM = Shared(_twice_as_many_variants)
 
 
 def foreign_hooks(block: nn.Module) -> tuple[str, ...]:
-    """Names of submodules that have hooks which a replay would leave out; Megatron's own pre-forward hooks do not
-    count.
+    """Names of submodules that have hooks which a replay would leave out; those of Megatron's DistributedDataParallel
+    do not count.
     """
-    names = []
-    for name, part in block.named_modules():
-        ours = all(_is_ddp(hook) for hook in part._forward_pre_hooks.values())
-        if not ours or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks:
-            names.append(name or type(block).__name__)
-    return tuple(names)
-
-
-def _is_ddp(hook: Any) -> bool:
-    module = inspect.getmodule(hook)
-    return module is not None and module.__name__ == _DDP
+    return tuple(find_hooked_modules(block, known=(_DDP,)))
 
 
 def expert_metrics() -> Sequence[torch.Tensor]:

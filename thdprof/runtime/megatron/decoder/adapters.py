@@ -25,10 +25,3 @@ def fused(block: nn.Module) -> Iterator[str]:
     for name, part in block.named_modules():
         if type(part).__name__ == _FUSED:
             yield name
-
-
-def hooked(block: nn.Module) -> Iterator[str]:
-    """Names of parameters with a gradient hook, as Bridge's adapters of experts have that all ranks share."""
-    for name, parameter in block.named_parameters():
-        if parameter._backward_hooks:
-            yield name

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from thdprof.runtime.graphs.hooks import describe_hooked_modules
+
 if TYPE_CHECKING:
     from thdprof.runtime.megatron.refusals.facts import Facts
 
@@ -25,8 +27,7 @@ def refusals(facts: Facts, environment: Mapping[str, str], impl: str = "chunk") 
             "te_rng_tracker=True), or --te-rng-tracker"
         )
     if facts.foreign_hooks:
-        names = ", ".join(facts.foreign_hooks[:3]) + (", ..." if len(facts.foreign_hooks) > 3 else "")
-        yield f"modules with hooks, which a replay does not run: {names}; remove the hooks"
+        yield describe_hooked_modules(facts.foreign_hooks)
     foreign = {*facts.foreign_layers}
     if _DELTA_NET in foreign and (impl == "transformer_engine" or not facts.replay):
         foreign.discard(_DELTA_NET)  # layers that have one run eagerly
