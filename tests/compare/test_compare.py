@@ -99,6 +99,13 @@ def test_verified_micro_batches_and_mismatches_are_shown(thdprof, plan, stats):
     assert "verified" not in thdprof("compare", plan, stats(line(replays(6, 1)))).stdout
 
 
+def test_suspicions_that_were_not_confirmed_are_shown_and_fail_nothing(thdprof, plan, stats):
+    path = stats(line(replays(6, 1), verified=replays(3, 1), mismatches=[], suspicions=replays(2, 1)))
+    done = thdprof("compare", plan, path, "--tolerance", 0)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nverified: 4 micro-batches, 0 mismatches, 3 suspicions not confirmed\n" in done.stdout
+
+
 def test_json(thdprof, plan, stats):
     done = thdprof("compare", plan, stats(line(replays(6, 1))), "--tolerance", 0, "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -118,6 +125,7 @@ def test_json(thdprof, plan, stats):
         "other_fallbacks": {},
         "verified": 0,
         "mismatches": 0,
+        "suspicions": 0,
         "buckets": [
             {**bucket, "max_seqs": 2, "predicted_share": 0.75, "observed_share": 0.75},
             {**bucket, "max_seqs": 3, "predicted_share": 0.125, "observed_share": 0.125},

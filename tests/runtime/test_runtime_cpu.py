@@ -278,6 +278,8 @@ def test_statistics_as_text(analysis):
         "  eager, too_many_seqs: 1 (10.0%)",
         "  eager by shape: 12.5%, predicted 12.5%",
     ]
+    stats.verified[Bucket(2, 8, 8)], stats.suspicions[Bucket(2, 8, 8)] = 3, 1
+    assert str(stats).splitlines()[-2] == "  verified: 3, mismatches: 0, suspicions: 1"
     assert str(Stats(prediction=stats.prediction)).splitlines()[-1] == (
         "  eager by shape: none dispatched, predicted 12.5%"
     )
@@ -307,7 +309,7 @@ def test_json_lines_are_what_compare_reads(tmp_path):
     assert first == {
         "schema": "thdprof.stats/1", "microbatches": 10, "replays": replays,
         "fallbacks": {"not_training": 2, "too_many_seqs": 1}, "decided": None, "captures": 2, "verified": [],
-        "mismatches": [], "replay_ms": 1.5, "eager_ms": None, "step": 0,
+        "mismatches": [], "suspicions": [], "replay_ms": 1.5, "eager_ms": None, "step": 0,
     }  # fmt: skip
     assert last["decided"] == {"replays": [{**replays[0], "count": 9}], "fallbacks": {"document_too_long": 1}}
     assert (last["step"], last["loss"], last["grad_norm"]) == (1, 0.5, None)
@@ -342,6 +344,25 @@ def test_tensorboard_scalars(analysis):
         ("thdprof/eager/too_many_seqs", 7): 1,
         ("thdprof/replay_ms", 7): 1.5,
     }
+
+
+@pytest.mark.parametrize("name", ["verified", "mismatches", "suspicions"])
+def test_what_the_watch_found_is_counted_on_all_ranks_and_written(tmp_path, name):
+    """One finding of any kind is enough for all three to be shown."""
+    small, large = Bucket(2, 8, 8), Bucket(3, 8, 8)
+    ranks = [Stats(**{name: Counter({small: n, large: 1})}) for n in (2, 3)]
+    total, writer, path = Stats.of_ranks(ranks), Writer(), tmp_path / "stats.jsonl"
+    assert getattr(total, name) == {small: 5, large: 2}
+    found = dict.fromkeys(["verified", "mismatches", "suspicions"], 0) | {name: 7}
+    assert total.findings == found
+    total.write_tensorboard(writer, 1)
+    assert {f"thdprof/{other}": n for other, n in found.items()}.items() <= {
+        tag: value for (tag, _), value in writer.written.items()
+    }.items()
+    total.append_jsonl(path)
+    read = read_stats(path)
+    assert [(r.max_seqs, r.count) for r in getattr(read, name)] == [(2, 5), (3, 2)]
+    assert not [other for other in found if other != name and getattr(read, other)]
 
 
 def test_tensorboard_writes_a_directory(tmp_path):

@@ -65,6 +65,8 @@ class Observed(_Decisions):
     """Replayed micro-batches that were compared with an eager run, one entry a bucket."""
     mismatches: list[_Replays] = []
     """Those that gave other numbers, one entry a bucket, counted on every rank that found one."""
+    suspicions: list[_Replays] = []
+    """Those that differed at first and were not confirmed, one entry a bucket; files of older releases have none."""
     replay_ms: Milliseconds | None = None
     """Mean milliseconds of a replayed micro-batch's forward and backward."""
     eager_ms: Milliseconds | None = None
@@ -117,6 +119,8 @@ class Comparison:
     """Number of replayed micro-batches that were compared with an eager run."""
     mismatches: int
     """Number of those that gave other numbers, counted on every rank that found one."""
+    suspicions: int
+    """Number of those that differed at first and were not confirmed by more runs; they fail no comparison."""
     buckets: tuple[BucketShares, ...]
     """The shares of every bucket of the plan or the run, in ascending order."""
     replay_ms: float | None
@@ -235,6 +239,7 @@ def compare(plan: Plan, observed: Observed, *, tolerance: float, where: str = "s
         },
         verified=sum(entry.count for entry in observed.verified),
         mismatches=sum(entry.count for entry in observed.mismatches),
+        suspicions=sum(entry.count for entry in observed.suspicions),
         buckets=_shares(plan, decisions, dispatched),
         replay_ms=observed.replay_ms,
         eager_ms=observed.eager_ms,

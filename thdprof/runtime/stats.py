@@ -66,6 +66,10 @@ class Stats:
     """Number of replayed micro-batches that were compared with an eager run, by bucket."""
     mismatches: Counter[Bucket] = field(default_factory=Counter)
     """Number of those that gave other numbers, by bucket."""
+    suspicions: Counter[Bucket] = field(default_factory=Counter)
+    """Number of verified micro-batches that differed by more than expected at first, and were not confirmed by more
+    runs, by bucket. They are not counted in `mismatches`.
+    """
     replay_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     """Milliseconds of forward plus backward, of a sample of the replayed micro-batches."""
     eager_ms: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
@@ -81,7 +85,7 @@ class Stats:
     @classmethod
     def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
         """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once;
-        mismatches are counted on each rank that found one.
+        mismatches and suspicions are counted on each rank that found one.
 
         Under context parallelism the ranks that share a micro-batch have all counted it, and have decided alike.
         """
@@ -93,6 +97,7 @@ class Stats:
             total.capture_s = max(total.capture_s, rank.capture_s)
             total.verified.update(rank.verified)
             total.mismatches.update(rank.mismatches)
+            total.suspicions.update(rank.suspicions)
             total.prediction = total.prediction or rank.prediction
         total.replays = Counter({bucket: n // bucket.cp_size for bucket, n in total.replays.items()})
         total.verified = Counter({bucket: n // bucket.cp_size for bucket, n in total.verified.items()})
@@ -124,6 +129,12 @@ class Stats:
         dispatched.
         """
         return self.shape_fallbacks / self.dispatched if self.dispatched else None
+
+    @property
+    def findings(self) -> dict[str, int]:
+        """Numbers of verified micro-batches, mismatches and suspicions by these names; empty where all are 0."""
+        counters = {"verified": self.verified, "mismatches": self.mismatches, "suspicions": self.suspicions}
+        return {name: counter.total() for name, counter in counters.items()} if any(counters.values()) else {}
 
     @contextmanager
     def expect(self, *, captures: int = 0, replays: int = 0, fallbacks: int = 0) -> Iterator[None]:
@@ -160,6 +171,7 @@ class Stats:
             "captures": self.captures,
             "verified": _replays(self.verified),
             "mismatches": _replays(self.mismatches),
+            "suspicions": _replays(self.suspicions),
             "replay_ms": fmean(self.replay_ms) if self.replay_ms else None,
             "eager_ms": fmean(self.eager_ms) if self.eager_ms else None,
         }
@@ -203,9 +215,7 @@ class Stats:
         for reason, n in sorted(self.fallbacks.items()):
             yield f"eager/{reason}", n
         yield "captures", self.captures
-        if self.verified:
-            yield "verified", self.verified.total()
-            yield "mismatches", self.mismatches.total()
+        yield from self.findings.items()
         if self.shape_fallback_rate is not None:
             yield "shape_fallback_rate/observed", self.shape_fallback_rate
         if self.prediction is not None:
@@ -228,8 +238,8 @@ class Stats:
             )
         for reason, n in sorted(self.fallbacks.items()):
             lines.append(f"  eager, {reason}: {n} ({n / total:.1%})")
-        if self.verified:
-            lines.append(f"  verified: {self.verified.total()}, mismatches: {self.mismatches.total()}")
+        if self.findings:
+            lines.append("  " + ", ".join(f"{name}: {n}" for name, n in self.findings.items()))
         if plan is not None:
             rate = self.shape_fallback_rate
             seen = "none dispatched" if rate is None else f"{rate:.1%}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -197,13 +199,10 @@ def _of_all_ranks(stats: Stats, world_size: int) -> Stats:
     """The counters of all ranks together."""
     if world_size < 2 or not torch.distributed.is_initialized():
         return stats
-    each: list[Any] = [None] * torch.distributed.get_world_size()
-    own = (stats.replays, stats.fallbacks, stats.fallback_sizes, stats.captures, stats.decided)
-    torch.distributed.all_gather_object(each, own)
-    ranks = [
-        Stats(replays=replays, fallbacks=fallbacks, fallback_sizes=sizes, captures=captures, decided=decided)
-        for replays, fallbacks, sizes, captures, decided in each
-    ]
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    # the prediction is the same on all ranks, and times are those of this one
+    own = replace(stats, prediction=None, replay_ms=deque(), eager_ms=deque())
+    torch.distributed.all_gather_object(ranks, own)
     total = Stats.of_ranks(ranks)
     for rank in ranks:
         total.decided.update(rank.decided)

@@ -40,8 +40,10 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for title, reasons in (("by shape", comparison.fallbacks), ("not predicted", comparison.other_fallbacks)):
         if reasons:
             lines.append(f"eager, {title}: " + ", ".join(f"{reason} {n:,}" for reason, n in reasons.items()))
-    if comparison.verified or comparison.mismatches:
-        lines.append(f"verified: {comparison.verified:,} micro-batches, {comparison.mismatches:,} mismatches")
+    if comparison.verified or comparison.mismatches or comparison.suspicions:
+        unconfirmed = f", {comparison.suspicions:,} suspicions not confirmed" if comparison.suspicions else ""
+        mismatches = f"{comparison.mismatches:,} mismatches{unconfirmed}"
+        lines.append(f"verified: {comparison.verified:,} micro-batches, {mismatches}")
     if comparison.plan_step_ms is not None and comparison.plan_eager_step_ms is not None:
         lines.append(
             f"plan: a step {comparison.plan_step_ms:.2f} ms, all eagerly {comparison.plan_eager_step_ms:.2f} ms"

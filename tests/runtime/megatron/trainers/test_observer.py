@@ -108,9 +108,10 @@ def test_captures_and_mismatches_of_multi_token_prediction_are_told_with_the_dec
     installed.counters.captures, installed.counters.verified[small] = 2, 9
     installed.behind = [Stats(captures=2, replays=Counter({small: 90})), Stats(captures=2)]
     installed.behind[1].mismatches[small] += 1
+    installed.behind[1].suspicions[small] += 2
     told = observer.scalars()
     assert (told["thdprof/captures"], told["thdprof/mismatches"], told["thdprof/verified"]) == (6, 1, 9)
-    assert told["thdprof/replayed"] == 90
+    assert (told["thdprof/replayed"], told["thdprof/suspicions"]) == (90, 2)
     assert "thdprof mismatches: 1 |" in observer.log_text()
     assert installed.counters.captures == 2
     installed.counters.capture_s, installed.behind[0].capture_s = 1.0, 0.5
@@ -146,15 +147,17 @@ def test_verified_micro_batches_and_mismatches_are_told(observer, installed, pla
     installed.counters.verified[large] += 1
     installed.counters.mismatches[large] += 1
     assert observer.log_text() == " thdprof replayed: 0 | thdprof verified: 1 | thdprof mismatches: 1 |"
+    installed.counters.suspicions[small] += 2
+    assert observer.log_text() == " thdprof replayed: 0 | thdprof suspicions: 2 |"
     assert observer.log_text() == " thdprof replayed: 0 |"
     scalars = observer.scalars()
     assert (scalars["thdprof/verified"], scalars["thdprof/mismatches"]) == (5, 1)
     observer.after_step(100)
     observer.after_step(101)
-    assert ", verified 5, mismatches 1" in lines[0]
+    assert ", verified 5, mismatches 1, suspicions 2" in lines[0]
     observer.finish(together=True)
     found = compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=1.0)
-    assert (found.verified, found.mismatches) == (5, 1)
+    assert (found.verified, found.mismatches, found.suspicions) == (5, 1, 2)
 
 
 def test_every_100_steps_one_line_tells_observed_and_predicted_shares(observer, installed, plan, lines):
@@ -293,6 +296,7 @@ def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed,
     small, _ = sorted(plan.shares)
     installed.count([(small, 90)], too_many_seqs=10)
     installed.counters.verified[small], installed.counters.mismatches[small] = 7, 1
+    installed.counters.suspicions[small] = 2
     sent = []
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
@@ -305,7 +309,7 @@ def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed,
         totals.begin(installed.stats(), peak=peak)
     added, largest = totals.end()
     assert (added.replays[small], added.fallbacks["too_many_seqs"], largest) == (270, 30, 5)
-    assert (added.verified, added.mismatches) == ({small: 21}, {small: 3})
+    assert (added.verified, added.mismatches, added.suspicions) == ({small: 21}, {small: 3}, {small: 6})
 
 
 @pytest.mark.parametrize(("rank", "lines_written"), [(0, 1), (1, 0)])

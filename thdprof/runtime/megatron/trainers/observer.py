@@ -143,6 +143,7 @@ class Observer:
             captures=stats.captures + sum(one.captures for one in behind),
             capture_s=stats.capture_s + sum(one.capture_s for one in behind),
             mismatches=sum((one.mismatches for one in behind), stats.mismatches),
+            suspicions=sum((one.suspicions for one in behind), stats.suspicions),
         )
 
     def _pool_bytes(self) -> int:
@@ -153,9 +154,8 @@ class Observer:
         return self._pool[1]
 
     def _checks_text(self) -> str:
-        """Verified micro-batches and mismatches since the last call, as `log_text` tells them."""
-        stats = self._stats_here()
-        now = Counter({"verified": stats.verified.total(), "mismatches": stats.mismatches.total()})
+        """Verified micro-batches, mismatches and suspicions since the last call, as `log_text` tells them."""
+        now = Counter(self._stats_here().findings)
         since, self._logged_checks = now - self._logged_checks, now
         return "".join(f" thdprof {name}: {n} |" for name, n in since.items())
 
@@ -189,7 +189,6 @@ def compared(totals: Stats, plan: Plan) -> str:
         f"{bucket_name(bucket)} {totals.replays.get(bucket, 0) / asked:.2%} (plan {share:.2%})"
         for bucket, share in sorted(prediction.shares.items())
     ]
-    if totals.verified:
-        shares.append(f"verified {totals.verified.total():,}, mismatches {totals.mismatches.total():,}")
+    shares += [f"{name} {n:,}" for name, n in totals.findings.items()]
     text = f"{trained}; {', '.join(shares)}"
     return f"{text}; eager for other reasons: {others}" if others else text

@@ -79,12 +79,14 @@ class RankTotals:
         fallbacks, values = values[: len(_REASONS)], values[len(_REASONS) :]
         verified, values = values[:count], values[count:]
         mismatches, values = values[:count], values[count:]
+        suspicions, values = values[:count], values[count:]
         (captures, replay_ms, replays_timed, eager_ms, eager_timed), peaks = values[:5], values[5:]
         total = Stats(captures=round(captures), prediction=self._prediction)
         total.replays = +Counter(dict(zip(self._buckets, map(round, replays), strict=True)))
         total.fallbacks = +Counter(dict(zip(_REASONS, map(round, fallbacks), strict=True)))
         total.verified = +Counter(dict(zip(self._buckets, map(round, verified), strict=True)))
         total.mismatches = +Counter(dict(zip(self._buckets, map(round, mismatches), strict=True)))
+        total.suspicions = +Counter(dict(zip(self._buckets, map(round, suspicions), strict=True)))
         if replays_timed:
             total.replay_ms = deque([replay_ms / replays_timed])
         if eager_timed:
@@ -92,8 +94,8 @@ class RankTotals:
         return total, int(max(peaks))
 
     def _numbers(self, own: Stats) -> list[float]:
-        """Replays by bucket, eager micro-batches by reason, verified ones and mismatches by bucket, captures, sums and
-        numbers of the times. Mismatches are those of all ranks.
+        """Replays by bucket, eager micro-batches by reason, verified ones, mismatches and suspicions by bucket,
+        captures, sums and numbers of the times. Mismatches and suspicions are those of all ranks.
         """
         counted = Stats() if self._counted_elsewhere() else own
         replays = [counted.replays.get(b, 0) / (b.cp_size if self._dynamic else 1) for b in self._buckets]
@@ -106,7 +108,8 @@ class RankTotals:
         times = [float(sum(counted.replay_ms)), len(counted.replay_ms), sum(counted.eager_ms), len(counted.eager_ms)]
         verified = [float(counted.verified.get(b, 0)) for b in self._buckets]
         mismatches = [float(own.mismatches.get(b, 0)) for b in self._buckets]
-        return [*replays, *eager.values(), *verified, *mismatches, counted.captures, *times]
+        suspicions = [float(own.suspicions.get(b, 0)) for b in self._buckets]
+        return [*replays, *eager.values(), *verified, *mismatches, *suspicions, counted.captures, *times]
 
     def _counted_elsewhere(self) -> bool:
         """Whether another rank counts this rank's micro-batches."""
