@@ -151,6 +151,19 @@ def test_json_tells_numbers_by_name(thdprof, made):
     assert told["memory"]["graph_memory_gib"] is None
     assert told["observed"]["dispatched_microbatches"] == 1984
     assert told["observed"]["other_fallbacks_microbatches"] == {"no_free_slot": 1}
+    assert told["observed"]["mismatches"] == 0
+
+
+def test_a_report_names_mismatches_first(thdprof, made, tmp_path):
+    (line,) = map(json.loads, (made / "stats.jsonl").read_text().splitlines())
+    found = {"verified": line["replays"], "mismatches": [{**line["replays"][0], "count": 2}]}
+    (tmp_path / "stats.jsonl").write_text(json.dumps({**line, **found}) + "\n")
+    done = thdprof("report", made / "plan.yaml", tmp_path / "stats.jsonl", "--json")
+    (told,) = (f for f in json.loads(done.stdout)["findings"] if f["id"] == "observed")
+    assert (told["values"]["mismatches"], told["values"]["holds"]) == (2, False)
+    wrong = "2 mismatches in 1,983 verified micro-batches: replays gave other numbers than eager runs. 0.0% of 1,984"
+    assert told["text"].startswith(wrong)
+    assert ": as predicted, no share" in told["text"]
 
 
 def test_a_drift_is_told_from_chance(tmp_path):

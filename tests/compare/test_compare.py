@@ -92,11 +92,34 @@ def test_a_share_past_the_tolerance(thdprof, plan, stats):
 
 
 def test_verified_micro_batches_and_mismatches_are_shown(thdprof, plan, stats):
-    path = stats(line(replays(6, 1), verified=replays(3, 1), mismatches=replays(0, 2)))
+    path = stats(line(replays(6, 1), verified=replays(3, 1)))
     done = thdprof("compare", plan, path, "--tolerance", 0)
-    assert done.returncode == 0
-    assert "\nverified: 4 micro-batches, 2 mismatches\n" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nverified: 4 micro-batches, 0 mismatches\n" in done.stdout
     assert "verified" not in thdprof("compare", plan, stats(line(replays(6, 1)))).stdout
+
+
+@pytest.mark.parametrize(
+    ("mismatches", "count"), [((60,), "60 mismatches in 60"), ((0, 1), "1 mismatch in 60"), ((1,), "1 mismatch in 60")]
+)
+def test_mismatches_fail_whatever_the_shares_and_are_told_first(thdprof, plan, stats, mismatches, count):
+    """Also before another plan, which is as bad a comparison, but a smaller loss."""
+    wrong = f"{count} verified micro-batches: replays gave other numbers than eager runs"
+    given = line(
+        replays(60, 10), fallbacks={"too_many_seqs": 10}, verified=replays(60), mismatches=replays(*mismatches)
+    )
+    for more in ({}, {"plan": "of another run"}):
+        path = stats({**given, **more})
+        done = thdprof("compare", plan, path, "--tolerance", 1)
+        assert done.returncode == 3
+        assert done.stdout.startswith(f"WRONG NUMBERS: {wrong}\n80 micro-batches observed, ")
+        assert done.stderr == (
+            f"thdprof: {path}: {wrong}; go back to the checkpoint that the run's log names, train on from it without "
+            "replays (--replay off, or replay=False), and report the log's lines\n"
+        )
+    asjson = thdprof("compare", plan, path, "--tolerance", 1, "--json")
+    told = json.loads(asjson.stdout)
+    assert (asjson.returncode, told["holds"], told["mismatches"]) == (3, False, sum(mismatches))
 
 
 def test_suspicions_that_were_not_confirmed_are_shown_and_fail_nothing(thdprof, plan, stats):

@@ -30,7 +30,7 @@ def compare(
     """Compare a plan with a run's statistics or with another plan; exit with 3 where they differ too much.
 
     With statistics, the compared values are the share of micro-batches that ran eagerly and the share that replayed
-    each bucket. Their differences are held to --tolerance.
+    each bucket. Their differences are held to --tolerance. No verified micro-batch may be a mismatch.
 
     With another plan, every field that differs is listed. Held to --tolerance are the differences of the fallback
     rates, and the relative changes of the predicted step times and of the percentiles from P50 to max. Other fields
@@ -60,6 +60,11 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
             streams.write(to_json(result) + "\n")
         else:
             print_comparison(result, streams.console(stderr=False))
+    if result.wrong_numbers is not None:
+        raise GateError(
+            f"{stats}: {result.wrong_numbers}; go back to the checkpoint that the run's log names, train on from it "
+            "without replays (--replay off, or replay=False), and report the log's lines"
+        )
     if result.of_this_plan is False:
         raise GateError(f"{stats}: counts a run by another plan: other data, settings or buckets")
     if result.nothing_replayed:

@@ -152,10 +152,23 @@ class Comparison:
         return self.basis == "decided"
 
     @property
-    def holds(self) -> bool:
+    def wrong_numbers(self) -> str | None:
+        """What the run's verified micro-batches say against its replays; None where no mismatch was confirmed."""
+        if not self.mismatches:
+            return None
+        mismatches = "1 mismatch" if self.mismatches == 1 else f"{self.mismatches:,} mismatches"
+        return f"{mismatches} in {self.verified:,} verified micro-batches: replays gave other numbers than eager runs"
+
+    @property
+    def is_as_predicted(self) -> bool:
         """Whether no difference is larger than the tolerance, in a run that replayed and is not of another plan."""
         within = self.largest_difference <= self.tolerance + _ROUNDING
         return within and self.of_this_plan is not False and not self.nothing_replayed
+
+    @property
+    def holds(self) -> bool:
+        """Whether the run did as predicted and without a mismatch; unconfirmed suspicions fail nothing."""
+        return self.is_as_predicted and not self.mismatches
 
 
 def read_stats(path: Path) -> Observed:

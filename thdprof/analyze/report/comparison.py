@@ -29,7 +29,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Write the comparison to `console`: a table of shares, the reasons of eager micro-batches, and times."""
     seen, planned = comparison.microbatches - comparison.evaluated, comparison.plan_microbatches
     evaluated = f"; {comparison.evaluated:,} of evaluation, eager" if comparison.evaluated else ""
-    lines: list[str | Table] = [f"{seen:,} micro-batches observed, {planned:,} in the plan{evaluated}"]
+    lines: list[str | Table] = [f"WRONG NUMBERS: {comparison.wrong_numbers}"] if comparison.wrong_numbers else []
+    lines.append(f"{seen:,} micro-batches observed, {planned:,} in the plan{evaluated}")
     if comparison.of_this_plan is False:
         lines.append("the run followed another plan: other data, settings or buckets")
     if not comparison.all_ranks:

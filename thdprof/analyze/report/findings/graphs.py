@@ -135,9 +135,10 @@ def observed(report: Report, cap: int) -> Observed | None:
         + (f", {counted(b.cp_size, 'rank')}" if several else "")
         for b in comparison.buckets
     ]
-    verdict = "as predicted" if comparison.holds else "not as predicted"
+    verdict = "as predicted" if comparison.is_as_predicted else "not as predicted"
     dispatched = counted(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
-    title = (
+    title = f"{comparison.wrong_numbers}. " if comparison.wrong_numbers else ""
+    title += (
         f"{percent(comparison.observed_fallback_rate)} of {dispatched} fell back by their "
         f"shape, {percent(comparison.predicted_fallback_rate)} were predicted: {verdict}, no share is further off than "
         f"{comparison.largest_difference * 100:.2f} points."

@@ -160,6 +160,9 @@ def observed(report: Report) -> Values:
             }
             for b in comparison.buckets
         ],
+        "verified_microbatches": comparison.verified,
+        "mismatches": comparison.mismatches,
+        "suspicions": comparison.suspicions,
         "other_fallbacks_microbatches": {str(reason): n for reason, n in comparison.other_fallbacks.items()},
         "replay_ms": comparison.replay_ms,
         "eager_ms": comparison.eager_ms,
