@@ -69,7 +69,11 @@ class Installation:
         self._changes.close()
 
     def stats(self, chunk: int = 0) -> Stats:
-        """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
+        """Counters of one model chunk; every chunk of the rank sees the same micro-batches.
+
+        Raises:
+            IndexError: this rank has no such chunk.
+        """
         return self._runs[chunk].stats()
 
     def prediction_stats(self) -> list[Stats]:
