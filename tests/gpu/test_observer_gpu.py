@@ -34,17 +34,17 @@ def test_totals_are_sent_without_a_wait_for_the_gpu():
     own.replays.update({small: 70, large: 20})
     own.fallbacks.update({FallbackReason.too_many_seqs: 10})
     own.replay_ms.extend([1.0, 3.0])
-    totals.begin(own)
+    totals.begin([own])
     totals.end()  # pinned memory is there from here on
     torch.cuda._sleep(2_000_000_000)  # about a second, in which a wait would be seen by the event
     busy = torch.cuda.Event()
     busy.record()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        totals.begin(own, peak=5)
+        totals.begin([own], peak=5)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not busy.query()
-    total, peak = totals.end()
+    (total,), peak = totals.end()
     assert (total.replays, total.fallbacks, total.captures) == (own.replays, own.fallbacks, 2)
     assert (list(total.replay_ms), peak) == ([2.0], 5)

@@ -357,21 +357,23 @@ def test_without_transformers_the_extra_is_named():
     assert "pip install '.[transformers]' in a checkout" in done.stderr
 
 
-def test_what_the_ranks_found_is_added_up(monkeypatch):
-    bucket = Bucket(8, 128, 128)
-    ranks = [Stats(replays=Counter({bucket: 10}), verified=Counter({bucket: 5}), capture_s=s) for s in (1.0, 2.0)]
+def test_what_the_ranks_found_is_added_up(plan, monkeypatch, tmp_path):
+    bucket = plan.captured[0]
+    ranks = [Stats(replays=Counter({bucket: 10}), verified=Counter({bucket: 5})) for _ in range(2)]
     for rank, found in zip(ranks, (1, 3), strict=True):
         rank.mismatches[bucket], rank.suspicions[bucket], rank.decided[bucket] = found, 2 * found, 11
     ranks[0].replay_ms.append(7.0)
 
     def gather(out, own):
-        ranks[0] = own
-        out[:] = pickle.loads(pickle.dumps(ranks))
+        out[:] = pickle.loads(pickle.dumps([own, *ranks[1:]]))
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    total = _of_all_ranks(ranks[0], 2)
-    assert (total.replays, total.decided, total.captures) == ({bucket: 20}, {bucket: 22}, 0)
+    monkeypatch.setattr(PlanCallback, "stats", ranks[0])
+    callback = PlanCallback(plan, stats=tmp_path / "stats.jsonl")
+    callback.on_train_end(SimpleNamespace(world_size=2), SimpleNamespace(global_step=5), None)
+    total, found = callback.last, compare(plan, read_stats(tmp_path / "stats.jsonl"), tolerance=1.0)
+    assert (total.replays, total.decided, list(total.replay_ms)) == ({bucket: 20}, {bucket: 22}, [7.0])
     assert total.findings == {"verified": 10, "mismatches": 4, "suspicions": 8}
-    assert list(total.replay_ms) == [7.0]  # of this rank
+    assert (found.verified, found.mismatches, found.suspicions, found.holds) == (10, 4, 8, False)

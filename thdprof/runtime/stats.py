@@ -5,10 +5,12 @@ prediction.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from math import isfinite
+from operator import or_
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Protocol
@@ -105,6 +107,27 @@ class Stats:
         for (reason, _), n in total.fallback_sizes.items():
             total.fallbacks[reason] += n
         return total
+
+    @classmethod
+    def of_stages(cls, stages: Sequence[Stats]) -> Stats:
+        """Counters of stages that the same micro-batches pass, such as model chunks of a pipeline, as one.
+
+        Replays and fallbacks are those of the stage that ran most of them eagerly, so that each micro-batch is counted
+        once. Verified ones are the most of any stage, times those of the first. Captures, mismatches and suspicions
+        are added up.
+        """
+        slowest = max(stages, key=lambda stage: (stage.fallbacks.total(), stage.replays.total()))
+        return replace(
+            stages[0],
+            replays=slowest.replays,
+            fallbacks=slowest.fallbacks,
+            fallback_sizes=slowest.fallback_sizes,
+            captures=sum(stage.captures for stage in stages),
+            capture_s=sum(stage.capture_s for stage in stages),
+            verified=reduce(or_, (stage.verified for stage in stages)),
+            mismatches=sum((stage.mismatches for stage in stages), Counter()),
+            suspicions=sum((stage.suspicions for stage in stages), Counter()),
+        )
 
     @property
     def microbatches(self) -> int:

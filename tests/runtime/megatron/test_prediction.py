@@ -310,8 +310,9 @@ def test_an_installation_captures_predictions_ahead_and_drops_them_with_the_deco
     changes = {"impl": "transformer_engine", "slots": [[3]]}
     if offloads:
         changes["offload"] = OffloadPart(modules=["mlp"])
-    plan = plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changes)})
-    with install(model, plan, model.config) as installation:
+    plan, lines = plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changes)}), []
+    with install(model, plan, model.config, say=lines.append) as installation:
+        assert ["is not watched" in line for line in lines].count(True) == 1
         layers = (
             [] if offloads else [("PredictionLayer", 6, False)] if repeated else [("PredictionLayer", 3, False)] * 2
         )

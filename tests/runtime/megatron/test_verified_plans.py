@@ -8,7 +8,14 @@ from support.plans import plan_of_shares
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from thdprof.runtime.megatron.runners import verified_every  # noqa: E402
+from thdprof.runtime.megatron.install import verified_every  # noqa: E402
+
+DYNAMIC = {"packer": "dynamic_cp", "context_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 256}
+UNWATCHED = [
+    ("local", {}, "graphs.impl is local, and only graphs of model chunks"),
+    ("transformer_engine", {}, "graphs.impl is transformer_engine, and only graphs of model chunks"),
+    ("chunk", DYNAMIC, "ranks run micro-batches of several context-parallel sizes"),
+]
 
 
 def plan_of(impl="chunk", verify="1/512", **training):
@@ -18,19 +25,33 @@ def plan_of(impl="chunk", verify="1/512", **training):
 
 
 def test_chunk_graphs_are_verified(caplog):
-    assert verified_every(plan_of()) == 512
-    assert verified_every(plan_of(verify=None)) == 0
-    assert verified_every(plan_of("local", verify=None)) == 0
+    lines = []
+    assert verified_every(plan_of(), lines.append) == 512
+    assert verified_every(plan_of(verify=None), lines.append) == 0  # as its user wants it
+    assert not lines
     assert not caplog.records
 
 
-@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_graphs_of_layers_are_not_and_it_is_said(caplog, impl):
-    assert verified_every(plan_of(impl)) == 0
-    assert f"graphs.verify 1/512: no micro-batch is verified: graphs.impl is {impl}" in caplog.text
+@pytest.mark.parametrize(("impl", "training", "why"), UNWATCHED)
+@pytest.mark.parametrize("verify", ["1/512", None])
+def test_of_others_one_line_says_that_the_run_is_not_watched_and_why(caplog, monkeypatch, impl, training, why, verify):
+    """A warning, where the plan asks for a watch."""
+    plan, lines = plan_of(impl, verify, **training), []
+    assert verified_every(plan, lines.append) == 0
+    warnings = [record.getMessage() for record in caplog.records]
+    (line,) = warnings if verify else lines
+    assert not (lines if verify else warnings)
+    assert line.startswith("this run is not watched for wrong numbers of graphs: no micro-batch is verified")
+    assert why in line
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert verified_every(plan, lines.append) == 0
+    assert len(caplog.records) + len(lines) == 1  # rank 0 alone says it
 
 
-def test_dynamic_context_parallelism_is_not_and_it_is_said(caplog):
-    plan = plan_of(packer="dynamic_cp", context_parallel_size=2, max_seqlen_per_dp_cp_rank=256)
-    assert verified_every(plan) == 0
-    assert "no micro-batch is verified: ranks run micro-batches of several context-parallel sizes" in caplog.text
+def test_a_run_without_graphs_has_nothing_to_watch(caplog):
+    plan, lines = plan_of("local"), []
+    nothing = plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"buckets": []})})
+    assert verified_every(nothing, lines.append) == 0
+    assert not lines
+    assert not caplog.records

@@ -26,7 +26,7 @@ from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahe
 from thdprof.runtime.megatron.peers import DEFAULT_TIMEOUT, peers_of
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
-from thdprof.runtime.megatron.runners import PaddedEager, runner_of, schedule_plans, verified_every
+from thdprof.runtime.megatron.runners import PaddedEager, runner_of, schedule_plans
 from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
 from thdprof.runtime.stats import Prediction, Stats
 
@@ -69,7 +69,11 @@ class Installation:
         self._changes.close()
 
     def stats(self, chunk: int = 0) -> Stats:
-        """Counters of one model chunk; every chunk of the rank sees the same micro-batches."""
+        """Counters of one model chunk; every chunk of the rank sees the same micro-batches.
+
+        Raises:
+            IndexError: this rank has no such chunk.
+        """
         return self._runs[chunk].stats()
 
     def prediction_stats(self) -> list[Stats]:
@@ -222,7 +226,7 @@ def install(
         settings.check(config, plan, facts_of(chunks, models))
     else:
         settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
-    every = verified_every(plan) if replay else 0
+    every = verified_every(plan, say) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     if replay and plan.captured and plan.graphs.impl == "transformer_engine" and recompute.repeats_of(config):
@@ -330,6 +334,25 @@ def _run_of(
         run = PaddedEager(part, plan.captured, **common)
     run.stats().prediction = Prediction.of(plan)
     return run
+
+
+def verified_every(plan: Plan, say: Callable[[str], None]) -> int:
+    """One in so many micro-batches is verified; 0 where the plan's graphs cannot be, which rank 0 then reports.
+
+    It is a warning where the plan has `graphs.verify`. Plans that `analyze` writes for such graphs have none.
+    """
+    if is_dynamic(plan):
+        why = "ranks run micro-batches of several context-parallel sizes"
+    elif plan.graphs.impl in ("local", "transformer_engine"):
+        why = f"graphs.impl is {plan.graphs.impl}, and only graphs of model chunks (chunk) are verified"
+    else:
+        return plan.graphs.verify_every
+    if plan.captured and _global_rank() == 0:
+        report = say if plan.graphs.verify is None else logger.warning
+        report(
+            f"this run is not watched for wrong numbers of graphs: no micro-batch is verified (graphs.verify): {why}"
+        )
+    return 0
 
 
 def has_layers(block: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,8 +25,6 @@ from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
 if TYPE_CHECKING:
     from thdprof.plan import Plan
     from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans
-
-logger = logging.getLogger(__name__)
 
 
 class PaddedEager(DispatchedModule):
@@ -131,18 +128,6 @@ def runner_of(
             )
         case other:
             raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
-
-
-def verified_every(plan: Plan) -> int:
-    """One in so many micro-batches is verified; 0, with a warning, where the plan's graphs cannot be."""
-    asked, why = plan.graphs.verify_every, ""
-    if is_dynamic(plan):
-        why = "ranks run micro-batches of several context-parallel sizes"
-    elif plan.graphs.impl in ("local", "transformer_engine"):
-        why = f"graphs.impl is {plan.graphs.impl}, and only graphs of model chunks (chunk) are verified"
-    if asked and plan.captured and why:
-        logger.warning("graphs.verify %s: no micro-batch is verified: %s", plan.graphs.verify, why)
-    return 0 if why else asked
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:

@@ -27,13 +27,14 @@ class Installed:
 
     def __init__(self, plan) -> None:
         self.counters = Stats(prediction=Prediction.of(plan))
+        self.other_chunks: list[Stats] = []
         self.behind: list[Stats] = []
 
     def prediction_stats(self) -> list[Stats]:
         return self.behind
 
-    def stats(self) -> Stats:
-        return self.counters
+    def stats(self, chunk: int) -> Stats:
+        return [self.counters, *self.other_chunks][chunk]
 
     def pool_bytes(self) -> int:
         return 3 << 20
@@ -118,6 +119,62 @@ def test_captures_and_mismatches_of_multi_token_prediction_are_told_with_the_dec
     observer.finish(together=False)
     (line,) = [json.loads(text) for text in (tmp_path / "stats.jsonl").read_text().splitlines()]
     assert (line["captures"], line["capture_s"], sum(one["count"] for one in line["mismatches"])) == (6, 1.5, 1)
+
+
+def test_every_chunk_of_a_virtual_pipeline_is_told(lines, tmp_path):
+    """Counted are the micro-batches of the chunk that ran most of them eagerly, and what the watch found in any."""
+    plan = plan_of_shares(SHARES, count=8000, steps=1000, virtual_pipeline_size=3)
+    installed, path = Installed(plan), tmp_path / "stats.jsonl"
+    small, large = sorted(plan.shares)
+    second, third = installed.other_chunks = [Stats(), Stats()]
+    observer = Observer(installed, plan, stats=path, say=lines.append)
+    installed.count([(small, 75), (large, 20)], too_many_seqs=5)
+    installed.counters.captures, installed.counters.verified[small] = 2, 4
+    for chunk in (second, third):
+        chunk.replays.update({small: 75})
+        chunk.fallbacks.update({FallbackReason.too_many_seqs: 5, FallbackReason.capture_failed: 20})
+        chunk.captures = 1
+    third.replays[small] -= 1
+    third.fallbacks[FallbackReason.quarantined] += 1
+    third.verified[small], third.mismatches[small], second.suspicions[small] = 5, 1, 2
+    expected = {"microbatches": 100, "replayed": 74, "eager/capture_failed": 20, "eager/quarantined": 1}
+    expected |= {"captures": 4, "verified": 5, "mismatches": 1, "suspicions": 2}
+    assert {f"thdprof/{name}": value for name, value in expected.items()}.items() <= observer.scalars().items()
+    assert observer.log_text() == (
+        " thdprof replayed: 74 | thdprof eager capture_failed: 20 | thdprof eager quarantined: 1 | "
+        "thdprof eager too_many_seqs: 5 | thdprof verified: 5 | thdprof mismatches: 1 | thdprof suspicions: 2 |"
+    )
+    installed.count([(small, 8)])
+    second.replays[small] += 8
+    third.replays[small] += 6
+    third.fallbacks[FallbackReason.quarantined] += 2
+    assert observer.log_text() == " thdprof replayed: 6 | thdprof eager quarantined: 2 |"
+    observer.after_step(1)
+    observer.finish(together=True)
+    assert lines == [
+        "WARNING: thdprof, step 1: eager in some stages of the pipeline alone: pipeline rank 0, model chunk 1: 20 "
+        "capture_failed; pipeline rank 0, model chunk 2: 20 capture_failed, 3 quarantined"
+    ]
+    found = compare(plan, read_stats(path), tolerance=1.0)
+    assert (found.microbatches, found.mismatches, found.suspicions, found.holds) == (108, 1, 2, False)
+    assert found.other_fallbacks == {"capture_failed": 20, "quarantined": 3}
+    (line,) = map(json.loads, path.read_text().splitlines())
+    assert [(stage["stage"][-1], stage["replayed"], stage.get("mismatches")) for stage in line["stages"]] == [
+        ("0", 103, 0), ("1", 83, 0), ("2", 80, 1),
+    ]  # fmt: skip
+
+
+def test_a_stage_that_stays_behind_is_warned_of_once(lines, tmp_path):
+    plan = plan_of_shares(SHARES, count=8000, steps=1000, virtual_pipeline_size=2)
+    installed = Installed(plan)
+    installed.other_chunks = [Stats(fallbacks=Counter({FallbackReason.no_free_slot: 1}))]
+    observer = Observer(installed, plan, stats=None, say=lines.append)
+    for step in range(7, 302):
+        if step == 250:
+            installed.other_chunks[0].fallbacks[FallbackReason.no_free_slot] += 4
+        observer.after_step(step)
+    warned = [line.rpartition(": ")[2] for line in lines if "WARNING" in line]
+    assert (warned, len(lines)) == (["1 no_free_slot", "5 no_free_slot"], 5)
 
 
 def test_memory_is_looked_up_after_captures_alone(observer, installed, monkeypatch):
@@ -258,9 +315,14 @@ def of_one_rank(rank: int, folder: str) -> None:
         installed.count(too_many_seqs=10)
         if cp_sizes:
             installed.counters.fallback_sizes = Counter({(FallbackReason.too_many_seqs, 2): 10})
+        if name == "failed" and parallel_state.get_pipeline_model_parallel_rank() == 1:
+            installed.counters.replays[large] -= 20
+            installed.count(capture_failed=20)
+            installed.counters.mismatches[small] = 1
         observer = Observer(installed, plan, stats=f"{folder}/{name}.jsonl", say=lines.append)
         observer.after_step(100)
         observer.after_step(101)
+        lines.append(str(observer.scalars().get("thdprof/all_ranks/eager/capture_failed")))
         Path(f"{folder}/{name}.{rank}").write_text("\n".join(lines))
         observer.finish(together=True)
         parallel_state.destroy_model_parallel()
@@ -271,6 +333,7 @@ RUNS = {
     "tp": ({"tensor_model_parallel_size": 2}, None),
     "cp": ({"context_parallel_size": 2}, None),
     "pp": ({"pipeline_model_parallel_size": 2}, None),
+    "failed": ({"pipeline_model_parallel_size": 2}, None),
     "dynamic": ({}, (1, 2)),
 }
 """Sizes of the groups of four ranks, and context-parallel sizes of the plan's buckets where they differ."""
@@ -285,11 +348,27 @@ def test_micro_batches_that_ranks_share_are_counted_once(tmp_path):
         assert (line["microbatches"], line["ranks"]) == (240, 4)
         said = [(tmp_path / f"{name}.{rank}").read_text() for rank in range(4)]
         assert said[0].startswith("thdprof, step 100: 210 micro-batches; eager by shape 9.52%")
-        assert not any(said[1:])
+        assert said[0].endswith("\nNone")
+        assert said[1:] == ["None"] * 3
     # the two ranks of a micro-batch of two have both counted it; all others have one of their own
     (line,) = map(json.loads, (tmp_path / "dynamic.jsonl").read_text().splitlines())
     assert [(r["cp_size"], r["count"]) for r in line["replays"]] == [(1, 70 + 80 + 90 + 100), (2, 4 * 20 // 2)]
     assert line["fallbacks"] == {"too_many_seqs": 4 * 10 // 2}
+    # the second stage of both pipelines has no graphs of the larger bucket
+    (line,) = map(json.loads, (tmp_path / "failed.jsonl").read_text().splitlines())
+    assert [r["count"] for r in line["replays"]] == [70 + 80]
+    assert line["fallbacks"] == {"capture_failed": 40, "not_training": 30, "too_many_seqs": 20}
+    assert (line["microbatches"], sum(r["count"] for r in line["mismatches"])) == (240, 2)
+    assert [(stage["stage"], stage["replayed"]) for stage in line["stages"]] == [
+        ("pipeline rank 0", 190), ("pipeline rank 1", 150),
+    ]  # fmt: skip
+    said = [(tmp_path / f"failed.{rank}").read_text().splitlines() for rank in range(4)]
+    assert said[0][0] == (
+        "WARNING: thdprof, step 100: eager in some stages of the pipeline alone: pipeline rank 1: 40 capture_failed"
+    )
+    assert said[0][1].startswith("thdprof, step 100: 210 micro-batches; ")
+    assert said[0][1].endswith("mismatches 2, suspicions 0; eager for other reasons: 40 capture_failed")
+    assert said[1:] == [["40"]] * 3  # by the rank that writes scalars, whichever that is
 
 
 def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed, monkeypatch):
@@ -306,8 +385,8 @@ def test_ranks_are_added_up_and_the_largest_peak_is_that_of_one(plan, installed,
     for rank, peak in enumerate((3, 5, 4)):
         monkeypatch.setattr(rank_totals, "rank_and_size", lambda rank=rank: (rank, 3))
         totals = rank_totals.RankTotals(plan)
-        totals.begin(installed.stats(), peak=peak)
-    added, largest = totals.end()
+        totals.begin([installed.counters], peak=peak)
+    (added,), largest = totals.end()
     assert (added.replays[small], added.fallbacks["too_many_seqs"], largest) == (270, 30, 5)
     assert (added.verified, added.mismatches, added.suspicions) == ({small: 21}, {small: 3}, {small: 6})
 

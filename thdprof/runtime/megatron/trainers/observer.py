@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,9 +38,12 @@ class Observer:
         """
         self._installation, self._plan, self._stats, self._say = installation, plan, stats, say
         self._rank, self._num_ranks = rank_and_size()  # an exit may destroy the process groups first
+        self._num_chunks = _count_chunks(installation)
         self._drift, self._totals = DriftTest(plan), RankTotals(plan)
+        self._of_all_ranks: Stats | None = None
+        self._behind = ""
         self._logged = self._counts()
-        self._logged_checks = Counter[str]()
+        self._logged_findings = Counter[str]()
         self._iteration: int | None = None
         self._awaited: int | None = None
         self._pool: tuple[int, int] | None = None
@@ -48,9 +52,12 @@ class Observer:
         """The counters so far by their names in TensorBoard and W&B, such as `thdprof/replayed`.
 
         They are those of the rank that calls this: of its data-parallel rank's micro-batches, evaluation included.
+        Those of all ranks, as `after_step` added them up last, follow as `thdprof/all_ranks/replayed` and so on.
         """
+        of_all_ranks = {} if self._of_all_ranks is None else self._of_all_ranks.scalars()
         return {
             **self._stats_here().scalars(),
+            **{name.replace("thdprof/", "thdprof/all_ranks/", 1): value for name, value in of_all_ranks.items()},
             "thdprof/pool_bytes": self._pool_bytes(),
             "thdprof/host_bytes": self._installation.host_bytes(),
         }
@@ -58,28 +65,32 @@ class Observer:
     def log_text(self) -> str:
         """The counters since the last call as a part of Megatron's log line, which separates its parts by ` |`.
 
-        For example ` thdprof replayed: 318 | thdprof eager too_many_seqs: 2 |`. Counters of this rank alone, as in
-        `scalars`; reasons that did not occur are left out, and so are verified micro-batches and mismatches.
+        For example ` thdprof replayed: 318 | thdprof eager too_many_seqs: 2 |`. Counters of this rank alone, of the
+        model chunk that ran most micro-batches eagerly; reasons that did not occur are left out, and so are verified
+        micro-batches, mismatches and suspicions.
         """
         now = self._counts()
-        since, self._logged = now - self._logged, now
+        chunks = [after - before for after, before in zip(now, self._logged, strict=True)]
+        self._logged = now
+        since = max(chunks, key=lambda counts: counts.total() - counts[""])
         eager = "".join(f" thdprof eager {reason}: {n} |" for reason, n in sorted(since.items()) if reason)
-        return f" thdprof replayed: {since['']} |{eager}{self._checks_text()}"
+        return f" thdprof replayed: {since['']} |{eager}{self._findings_text()}"
 
     def after_step(self, iteration: int) -> None:
         """Compare the observed shares with the plan's after every COMPARED_EVERY steps, and say how they differ.
 
         Call it on every rank: the ranks' counters are added up by one small all-reduce. Its sums are read one step
         later, when they lie on the host, so that no rank waits for them. Rank 0 says them in one line, and in a second
-        line, a warning, that the data has moved on (`thdprof.compare.drift` tells when).
+        line, a warning, that the data has moved on (`thdprof.compare.drift` tells when). After the run's first step,
+        too, it warns of stages of the pipeline that run eagerly what others replay.
 
         Args:
             iteration: number of the step that ended, from 1.
         """
-        self._iteration = iteration
+        is_first, self._iteration = self._iteration is None, iteration
         self._tell()
-        if iteration % COMPARED_EVERY == 0:
-            self._totals.begin(self._stats_here())
+        if is_first or iteration % COMPARED_EVERY == 0:
+            self._totals.begin(self._chunks_here())
             self._awaited = iteration
 
     def finish(self, *, together: bool) -> None:
@@ -91,21 +102,30 @@ class Observer:
 
         A file that cannot be written is told in the log; it ends no run.
         """
-        own = self._stats_here()
+        stages, pool_bytes = self._chunks_here(), self._installation.pool_bytes()
+        own = Stats.of_stages(stages)
         if together:
             self._tell()
-            self._totals.begin(own, peak=self._installation.pool_bytes())
-            totals, pool_bytes = self._totals.end()
-        else:
-            totals, pool_bytes = own, self._installation.pool_bytes()
+            self._totals.begin(stages, peak=pool_bytes)
+            stages, pool_bytes = self._totals.end()
         if self._stats is None or self._rank != 0:
             return
+        totals = Stats.of_stages(stages)
         extra: dict[str, Any] = {
             "iteration": self._iteration,
             "ranks": self._num_ranks,
             "all_ranks": together,
             "pool_bytes": pool_bytes,
             "capture_s": own.capture_s,  # of this rank; ranks capture at the same time
+            "stages": [
+                {
+                    "stage": self._stage_name(number),
+                    "replayed": stage.replays.total(),
+                    "eager": stage.fallbacks,
+                    **stage.findings,
+                }
+                for number, stage in enumerate(stages)
+            ],
         }
         try:
             totals.append_jsonl(self._stats, plan=self._plan.identity, **extra)
@@ -117,34 +137,62 @@ class Observer:
         if self._awaited is None:
             return
         iteration, self._awaited = self._awaited, None
-        totals, _ = self._totals.end()
+        stages, _ = self._totals.end()
+        self._of_all_ranks = totals = Stats.of_stages(stages)
         if self._rank != 0:
+            return
+        behind = self._stages_behind(stages)
+        if behind and behind != self._behind:
+            self._say(f"WARNING: thdprof, step {iteration}: eager in some stages of the pipeline alone: {behind}")
+        self._behind = behind
+        if iteration % COMPARED_EVERY:
             return
         self._say(f"thdprof, step {iteration}: {compared(totals, self._plan)}")
         if not self._plan.captured:
             return
-        by_shape = totals.shape_fallbacks
-        undecided = totals.dispatched - by_shape - totals.replays.total()
-        moved = self._drift.moved(totals.replays, by_shape=by_shape, undecided=undecided)
+        first = stages[0]
+        by_shape = first.shape_fallbacks
+        undecided = first.dispatched - by_shape - first.replays.total()
+        moved = self._drift.moved(first.replays, by_shape=by_shape, undecided=undecided)
         if moved is not None:
             self._say(
                 f"WARNING: thdprof, step {iteration}: the data is not what the plan was made from: {moved}; run "
                 "`thdprof check PLAN DATA` with the data that is trained on, and analyse it again for a plan that fits"
             )
 
-    def _stats_here(self) -> Stats:
-        """The decoder's counters, with captures and mismatches of multi-token prediction added to them."""
-        stats = self._installation.stats()
-        behind = self._installation.prediction_stats()
-        if not behind:
-            return stats
-        return replace(
-            stats,
-            captures=stats.captures + sum(one.captures for one in behind),
-            capture_s=stats.capture_s + sum(one.capture_s for one in behind),
-            mismatches=sum((one.mismatches for one in behind), stats.mismatches),
-            suspicions=sum((one.suspicions for one in behind), stats.suspicions),
+    def _stages_behind(self, stages: Sequence[Stats]) -> str:
+        """The stages that ran micro-batches eagerly which another stage replayed, and their reasons."""
+        fewest = min(stage.fallbacks.total() for stage in stages)
+        return "; ".join(
+            f"{self._stage_name(number)}: {_other_reasons(stage)}"
+            for number, stage in enumerate(stages)
+            if stage.fallbacks.total() > fewest
         )
+
+    def _stage_name(self, number: int) -> str:
+        """How a stage is called, by its place among all: first those of the first pipeline rank."""
+        rank, chunk = divmod(number, self._num_chunks)
+        return f"pipeline rank {rank}" + (f", model chunk {chunk}" if self._num_chunks > 1 else "")
+
+    def _chunks_here(self) -> list[Stats]:
+        """The counters of this rank's model chunks; the last one's have those of multi-token prediction added to them:
+        captures, mismatches and suspicions.
+        """
+        *others, last = (self._installation.stats(chunk) for chunk in range(self._num_chunks))
+        behind = self._installation.prediction_stats()
+        if behind:
+            last = replace(
+                last,
+                captures=last.captures + sum(one.captures for one in behind),
+                capture_s=last.capture_s + sum(one.capture_s for one in behind),
+                mismatches=sum((one.mismatches for one in behind), last.mismatches),
+                suspicions=sum((one.suspicions for one in behind), last.suspicions),
+            )
+        return [*others, last]
+
+    def _stats_here(self) -> Stats:
+        """The counters of this rank: those of its model chunks as one."""
+        return Stats.of_stages(self._chunks_here())
 
     def _pool_bytes(self) -> int:
         """Bytes of graph memory, looked up after captures alone: graphs of layers read a snapshot of all GPU memory."""
@@ -153,16 +201,18 @@ class Observer:
             self._pool = captures, self._installation.pool_bytes()
         return self._pool[1]
 
-    def _checks_text(self) -> str:
+    def _findings_text(self) -> str:
         """Verified micro-batches, mismatches and suspicions since the last call, as `log_text` tells them."""
         now = Counter(self._stats_here().findings)
-        since, self._logged_checks = now - self._logged_checks, now
+        since, self._logged_findings = now - self._logged_findings, now
         return "".join(f" thdprof {name}: {n} |" for name, n in since.items())
 
-    def _counts(self) -> Counter[str]:
-        """Micro-batches of this rank so far: replayed ones by the name "", eager ones by reason."""
-        stats = self._stats_here()
-        return Counter({"": stats.replays.total(), **{str(reason): n for reason, n in stats.fallbacks.items()}})
+    def _counts(self) -> list[Counter[str]]:
+        """Micro-batches of this rank's model chunks so far: replayed ones by the name "", eager ones by reason."""
+        return [
+            Counter({"": stats.replays.total(), **{str(reason): n for reason, n in stats.fallbacks.items()}})
+            for stats in self._chunks_here()
+        ]
 
 
 def compared(totals: Stats, plan: Plan) -> str:
@@ -175,11 +225,7 @@ def compared(totals: Stats, plan: Plan) -> str:
     prediction, asked = Prediction.of(plan), totals.dispatched
     evaluated = totals.fallbacks.get(FallbackReason.not_training, 0)
     trained = f"{totals.microbatches - evaluated:,} micro-batches"
-    others = ", ".join(
-        f"{n:,} {reason}"
-        for reason, n in sorted(totals.fallbacks.items())
-        if n and reason not in BY_SHAPE and reason is not FallbackReason.not_training
-    )
+    others = _other_reasons(totals)
     if not plan.captured:
         return f"{trained}, all eager, as the plan captures nothing"
     if not asked:
@@ -192,3 +238,22 @@ def compared(totals: Stats, plan: Plan) -> str:
     shares += [f"{name} {n:,}" for name, n in totals.findings.items()]
     text = f"{trained}; {', '.join(shares)}"
     return f"{text}; eager for other reasons: {others}" if others else text
+
+
+def _count_chunks(installation: Installation) -> int:
+    """Number of model chunks of this rank."""
+    for number in count(1):
+        try:
+            installation.stats(number)
+        except IndexError:
+            break
+    return number
+
+
+def _other_reasons(counted: Stats) -> str:
+    """Micro-batches that ran eagerly for other reasons than their shape, by reason; evaluation is left out."""
+    return ", ".join(
+        f"{n:,} {reason}"
+        for reason, n in sorted(counted.fallbacks.items())
+        if n and reason not in BY_SHAPE and reason is not FallbackReason.not_training
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,11 +26,11 @@ def rank_and_size() -> tuple[int, int]:
 
 
 class RankTotals:
-    """Adds up the counters of all ranks: `begin` sends them, `end` reads the sums.
+    """Adds up the counters of all ranks, for each stage of the pipeline: `begin` sends them, `end` reads the sums.
 
-    Ranks that share a micro-batch have all counted it. Of the ranks of a tensor-parallel and a pipeline-parallel group
-    the first alone is counted, and so is the first of a context-parallel group; under dynamic context parallelism
-    every rank counts the micro-batch by its share.
+    Ranks that share a micro-batch have all counted it. Of the ranks of a tensor-parallel group the first alone is
+    counted, and so is the first of a context-parallel group; under dynamic context parallelism every rank counts the
+    micro-batch by its share. Stages are a pipeline rank's model chunks; all of them see the same micro-batches.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -37,21 +38,27 @@ class RankTotals:
         self._prediction = Prediction.of(plan)
         self._buckets = sorted({*plan.captured})
         self._dynamic = is_dynamic(plan)
+        self._num_stages = 0
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def begin(self, own: Stats, *, peak: int = 0) -> None:
+    def begin(self, chunks: Sequence[Stats], *, peak: int = 0) -> None:
         """Send this rank's counters to all ranks. All ranks call this together.
 
         Args:
-            own: this rank's counters.
+            chunks: counters of this rank's model chunks; every rank has as many.
             peak: a number of which `end` returns the largest of all ranks.
         """
         rank, num_ranks = rank_and_size()
+        pipeline_rank, pipeline_size = _pipeline_rank_and_size()
         peaks = [0.0] * num_ranks
         peaks[rank] = float(peak)
+        own = [number for chunk in chunks for number in self._numbers(chunk)]
+        before, behind = [0.0] * len(own) * pipeline_rank, [0.0] * len(own) * (pipeline_size - pipeline_rank - 1)
+        self._num_stages = pipeline_size * len(chunks)
         device = _device()
-        sums = torch.tensor([*self._numbers(own), *peaks], dtype=torch.float64, pin_memory=device.type == "cuda")
+        values = [*before, *own, *behind, *peaks]
+        sums = torch.tensor(values, dtype=torch.float64, pin_memory=device.type == "cuda")
         sums = sums.to(device, non_blocking=True)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(sums)
@@ -63,8 +70,10 @@ class RankTotals:
         self._copied = torch.cuda.Event()
         self._copied.record()
 
-    def end(self) -> tuple[Stats, int]:
+    def end(self) -> tuple[list[Stats], int]:
         """The sums of what was begun last, and the largest `peak`; waits for the GPU if they are not here yet.
+
+        The sums are those of each stage: of the first pipeline rank's model chunks, then of the next one's.
 
         Raises:
             RuntimeError: nothing was begun.
@@ -73,25 +82,9 @@ class RankTotals:
             raise RuntimeError("end without begin: call begin on every rank first")
         if self._copied is not None:
             self._copied.synchronize()
-        values, self._host, self._copied = self._host.tolist(), None, None
-        count = len(self._buckets)
-        replays, values = values[:count], values[count:]
-        fallbacks, values = values[: len(_REASONS)], values[len(_REASONS) :]
-        verified, values = values[:count], values[count:]
-        mismatches, values = values[:count], values[count:]
-        suspicions, values = values[:count], values[count:]
-        (captures, replay_ms, replays_timed, eager_ms, eager_timed), peaks = values[:5], values[5:]
-        total = Stats(captures=round(captures), prediction=self._prediction)
-        total.replays = +Counter(dict(zip(self._buckets, map(round, replays), strict=True)))
-        total.fallbacks = +Counter(dict(zip(_REASONS, map(round, fallbacks), strict=True)))
-        total.verified = +Counter(dict(zip(self._buckets, map(round, verified), strict=True)))
-        total.mismatches = +Counter(dict(zip(self._buckets, map(round, mismatches), strict=True)))
-        total.suspicions = +Counter(dict(zip(self._buckets, map(round, suspicions), strict=True)))
-        if replays_timed:
-            total.replay_ms = deque([replay_ms / replays_timed])
-        if eager_timed:
-            total.eager_ms = deque([eager_ms / eager_timed])
-        return total, int(max(peaks))
+        values, self._host, self._copied = iter(self._host.tolist()), None, None
+        stages = [self._stats(values) for _ in range(self._num_stages)]
+        return stages, int(max(values))
 
     def _numbers(self, own: Stats) -> list[float]:
         """Replays by bucket, eager micro-batches by reason, verified ones, mismatches and suspicions by bucket,
@@ -106,21 +99,43 @@ class RankTotals:
         else:
             eager.update(counted.fallbacks)
         times = [float(sum(counted.replay_ms)), len(counted.replay_ms), sum(counted.eager_ms), len(counted.eager_ms)]
-        verified = [float(counted.verified.get(b, 0)) for b in self._buckets]
-        mismatches = [float(own.mismatches.get(b, 0)) for b in self._buckets]
-        suspicions = [float(own.suspicions.get(b, 0)) for b in self._buckets]
-        return [*replays, *eager.values(), *verified, *mismatches, *suspicions, counted.captures, *times]
+        found = [float(n.get(b, 0)) for n in (counted.verified, own.mismatches, own.suspicions) for b in self._buckets]
+        return [*replays, *eager.values(), *found, counted.captures, *times]
+
+    def _stats(self, values: Iterator[float]) -> Stats:
+        """The counters that `_numbers` made `values` of, which are read as far."""
+
+        def take[Key](keys: Sequence[Key]) -> Counter[Key]:
+            return +Counter({key: round(next(values)) for key in keys})
+
+        total = Stats(replays=take(self._buckets), fallbacks=take(_REASONS), prediction=self._prediction)
+        total.verified, total.mismatches, total.suspicions = (take(self._buckets) for _ in range(3))
+        total.captures = round(next(values))
+        for times in (total.replay_ms, total.eager_ms):
+            milliseconds, timed = next(values), next(values)
+            if timed:
+                times.append(milliseconds / timed)
+        return total
 
     def _counted_elsewhere(self) -> bool:
-        """Whether another rank counts this rank's micro-batches."""
+        """Whether another rank of this rank's pipeline stage counts its micro-batches."""
         from megatron.core import parallel_state
 
         if not parallel_state.is_initialized():
             return False
-        ranks = [parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()]
+        ranks = [parallel_state.get_tensor_model_parallel_rank()]
         if not self._dynamic:
             ranks.append(parallel_state.get_context_parallel_rank())
         return any(ranks)
+
+
+def _pipeline_rank_and_size() -> tuple[int, int]:
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        return 0, 1
+    size = parallel_state.get_pipeline_model_parallel_world_size()
+    return parallel_state.get_pipeline_model_parallel_rank(), size
 
 
 def _device() -> torch.device:
