@@ -6,7 +6,9 @@ import dataclasses
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +17,7 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.settings.limits import analysis_options
 from thdprof.errors import DataError, UsageError
 from thdprof.plan import Training, parse_plan
-from thdprof.training import TrainingSettings, definitions, definitions_of, shown, to_give
+from thdprof.training import TrainingSettings, definitions, definitions_of, find_unread_fields, shown, to_give
 
 DEFINED = definitions_of(TrainingSettings)
 ADDED_LATER = {"microbatch_group_size", "experts", "max_seqlen_per_dp_cp_rank"}
@@ -136,3 +138,38 @@ def test_help_loads_nothing_heavy(arguments):
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@dataclasses.dataclass
+class Run:
+    size: int
+    rate: float = 0.1
+    names: list = dataclasses.field(default_factory=list)
+    hook: object = None
+
+
+@dataclasses.dataclass
+class LaterRun(Run):
+    shiny: bool = False
+
+
+def test_changed_fields_that_nobody_has_read_are_named_with_their_values():
+    assert find_unread_fields(Run(3), Run, {"size"}) == []
+    assert find_unread_fields(Run(3, rate=0.2, names=["a"]), Run, ()) == ["size=3", "rate=0.2", "names=['a']"]
+    assert find_unread_fields(Run(3, rate=0.2), Run, {"size", "rate"}) == []
+    assert find_unread_fields(Run(3, hook=definitions), Run(3), ()) == ["hook=definitions"]
+
+
+def test_a_field_of_a_subclass_is_named_when_it_is_off_its_default():
+    assert find_unread_fields(LaterRun(3), LaterRun, {"size"}) == []
+    assert find_unread_fields(LaterRun(3, shiny=True), LaterRun, {"size"}) == ["shiny=True"]
+    assert find_unread_fields(LaterRun(3, shiny=True), Run(3), ()) == ["shiny=True"]
+
+
+def test_unread_fields_are_found_in_mappings_and_attributes_alike():
+    settings = {"rate": 0.2, "later": None, "_private": 1, "text": "x" * 100}
+    expected = ["rate=0.2", "text='" + "x" * 56 + "..."]
+    assert find_unread_fields(settings, {"rate": 0.1}, ()) == expected
+    assert find_unread_fields(SimpleNamespace(**settings), SimpleNamespace(rate=0.1), ()) == expected
+    assert find_unread_fields({"a": np.arange(3)}, {"a": np.arange(3)}, ()) == []
+    assert find_unread_fields({"a": np.arange(3)}, {"a": np.arange(1, 4)}, ()) == ["a=array([0, 1, 2])"]

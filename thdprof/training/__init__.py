@@ -24,6 +24,7 @@ from thdprof.training.settings import (
     to_give,
 )
 from thdprof.training.shared_captures import shared_capture_ranks
+from thdprof.training.unread import find_unread_fields
 
 __all__ = [
     "DEFAULT_PROMPT_FORMAT",
@@ -50,6 +51,7 @@ __all__ = [
     "check_model",
     "definitions",
     "definitions_of",
+    "find_unread_fields",
     "model_definitions",
     "shared_capture_ranks",
     "shown",
