@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,6 +57,8 @@ class Surroundings:
     """Called between `before_forward` and `after_forward`. Returns a function that returns a context for an eager pass
     that repeats the replay and is no part of training; `extra_state` is put back before and after it.
     """
+    runs_hook: Callable[[Any], bool] = lambda hook: False
+    """Returns whether replays run a forward pre-hook of a submodule themselves, so that it may come and go."""
     changed: Callable[[], str] = str
     """Returns how that which graphs read outside the module was replaced or moved since their capture; "" if not."""
     forget: Callable[[], None] = lambda: None
