@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.errors import DataError
 from thdprof.files import parse_yaml, read_yaml
+
+ALIASES_OF_ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join(9 * [f'*{chr(ord(name) - 1)}'])}]\n" for name in "bcdefghi"
+)
+"""370 bytes, whose last list has 9 ** 9 values."""
 
 
 @pytest.mark.parametrize(
@@ -23,6 +29,10 @@ from thdprof.files import parse_yaml, read_yaml
         ("a: \0\n", "unacceptable character #x0000"),
         ("a:\n  b: 1\n  c: 2\n  b: 3\n", "line 4: b is given twice in one mapping"),
         ("[" * 5000, "is nested too deeply"),
+        ("a: &a [x, *a]\n", "line 1: an alias stands inside its own value"),
+        ("a: &a {b: 1}\nc:\n" + 3334 * "- *a\n", "line 3336: aliases repeat more than 10000 values"),
+        (ALIASES_OF_ALIASES, "line 5: aliases repeat more than 10000 values; write them out"),
+        ("a: &a " + 61 * "[" + 61 * "]" + "\nb: " + 39 * "[" + "*a" + 39 * "]" + "\n", "is nested too deeply"),
     ],
 )
 def test_what_cannot_be_is_told_with_its_line(text, said):
@@ -30,6 +40,20 @@ def test_what_cannot_be_is_told_with_its_line(text, said):
         parse_yaml(text, where="file.yaml")
     assert str(caught.value).startswith(f"file.yaml: not YAML: {said}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("a: &a [1, 2]\nb: *a\nc: [*a, *a]\n", {"a": [1, 2], "b": [1, 2], "c": [[1, 2], [1, 2]]}),
+        ("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  y: 3\n", {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}),
+        ("a: &a {b: 1}\nc: [" + 3333 * "*a, " + "]\n", {"a": {"b": 1}, "c": 3333 * [{"b": 1}]}),
+        ("a: &a " + 60 * "[" + 60 * "]" + "\nb: " + 39 * "[" + "*a" + 39 * "]" + "\n", None),
+    ],
+)
+def test_some_aliases_are_read(text, values):
+    read = parse_yaml(text, where="file.yaml")
+    assert read == (values or yaml.safe_load(text))
 
 
 def test_what_can_be_is_read(tmp_path):

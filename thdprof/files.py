@@ -14,8 +14,8 @@ from thdprof.errors import DataError, UsageError
 
 _DEEPEST = 100
 """Most levels of YAML values inside each other; a plan has 6."""
-_MOST_KEYS = 100_000
-"""Most keys of one YAML mapping, those that it merges from others included; merges of merges would grow without end."""
+_MOST_REPEATED = 10_000
+"""Most values that the aliases of one YAML text repeat; aliases of aliases would grow without end."""
 
 
 def check_targets(paths: Sequence[Path], *, force: bool) -> None:
@@ -153,7 +153,7 @@ def read_text(path: Path | str, *, where: str, kind: str = "YAML") -> str:
 
 
 def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
-    """The values in YAML text, nested in at most 100 levels.
+    """The values in YAML text, nested in at most 100 levels, of which aliases repeat at most 10,000.
 
     Args:
         text: the text.
@@ -161,29 +161,45 @@ def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
         unique_keys: whether a key that stands twice in one mapping is an error; otherwise the last one counts.
 
     Raises:
-        DataError: the text is not YAML, is nested too deeply, has a key twice in one mapping, or holds an impossible
-            date, number or tag.
+        DataError: the text is not YAML, is nested too deeply, repeats too many values by aliases, has a key twice in
+            one mapping, or holds an impossible date, number or tag.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Names the line of an impossible value, refuses repeated keys, and limits how deeply values are nested."""
+        """Names the line of an impossible value, refuses repeated keys, and limits nesting and aliases."""
 
-        depth = 0
+        depth = values = repeated = 0
+
+        def __init__(self, stream: str) -> None:
+            super().__init__(stream)
+            self.sizes: dict[int, tuple[int, int]] = {}  # of each composed node: its values, its levels
+            self.deepest = 0
 
         def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+            before, outside, self.deepest = self.values, self.deepest, self.depth
             if self.depth == _DEEPEST:
                 raise yaml.YAMLError("is nested too deeply")
             self.depth += 1
             node: yaml.Node | None = super().compose_node(parent, index)
             self.depth -= 1
+            if is_alias:
+                if id(node) not in self.sizes:
+                    raise yaml.composer.ComposerError(None, None, "an alias stands inside its own value", mark)
+                values, levels = self.sizes[id(node)]
+                self.values, self.repeated = self.values + values, self.repeated + values
+                self.deepest = self.depth + levels
+                if self.repeated > _MOST_REPEATED:
+                    said = f"aliases repeat more than {_MOST_REPEATED} values; write them out, or leave them out"
+                    raise yaml.composer.ComposerError(None, None, said, mark)
+                if self.deepest >= _DEEPEST:
+                    raise yaml.YAMLError("is nested too deeply")
+            else:
+                self.values += 1
+                self.sizes[id(node)] = self.values - before, self.deepest - self.depth
+            self.deepest = max(outside, self.deepest)
             return node
-
-        def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            super().flatten_mapping(node)
-            if len(node.value) > _MOST_KEYS:
-                said = f"a mapping has more than {_MOST_KEYS} keys"
-                raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen = set[str]()

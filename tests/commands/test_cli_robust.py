@@ -109,6 +109,11 @@ def test_a_settings_file_names_the_cost_table_and_weights(thdprof, packs, tmp_pa
         ("max-fallback-rate: 2\n", 2, "--max-fallback-rate 2: must be a share"),
         ("a: 2001-02-30\n", 1, "not YAML"),
         ("[" * 100_000, 1, "is nested too deeply"),
+        (
+            "a: &a [x, x]\nb: &b [*a, *a]\n" + "c: [" + "*b, " * 1429 + "*b]\n",
+            1,
+            "aliases repeat more than 10000 values",
+        ),
     ],
 )
 def test_settings_files_that_cannot_be(thdprof, packs, tmp_path, text, code, message):

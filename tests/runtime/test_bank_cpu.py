@@ -135,6 +135,36 @@ def test_a_moved_parameter_is_refused(plain):
         graphs(draw().requires_grad_(), pack(BOUNDS[0]))
 
 
+class Adapted(nn.Module):
+    """A linear layer with an adapter beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.a = base, nn.Parameter(torch.full((HIDDEN, HIDDEN), 0.5))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a
+
+
+def test_an_adapter_that_came_after_the_captures_is_refused_until_graphs_are_captured_anew(plain):
+    graphs = graphed(plain)
+    graphs(draw().requires_grad_(), pack(BOUNDS[0])).sum().backward()
+    graphs.module.linear = Adapted(graphs.module.linear)
+    with pytest.raises(RuntimeError, match="submodule linear was replaced after its graphs were captured"):
+        graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+    graphs.recapture()
+    x, adapted = draw(), copy.deepcopy(graphs.module)
+    with graphs.stats().expect(replays=1, captures=2):
+        y = graphs(x.clone().requires_grad_(), pack(BOUNDS[0]))
+    assert torch.equal(y, adapted(x, pack(BOUNDS[0])))
+    y.sum().backward()
+    assert graphs.module.linear.a.grad is not None
+    graphs.module.linear.eval()  # the new part's mode counts as those of the others do
+    with graphs.stats().expect(fallbacks=1):
+        graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+    assert graphs.stats().fallbacks == {FallbackReason.input_differs: 1}
+
+
 def test_a_bucket_whose_capture_fails_runs_eagerly(plain, monkeypatch, caplog):
     def fails(*_, **__):
         raise RuntimeError("operation not permitted")

@@ -12,7 +12,7 @@ from thdprof.runtime import Bucket  # noqa: E402
 from thdprof.runtime.graphs.agreed_captures import ELSEWHERE, AgreedCaptures  # noqa: E402
 from thdprof.runtime.graphs.capture import WarmupError  # noqa: E402
 from thdprof.runtime.graphs.failed_captures import StateLostError, undone_if_failed  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+from thdprof.runtime.graphs.surroundings import Surroundings, is_programming_error  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 SMALL, MIDDLE, LARGE = (Bucket(n, 16, 16) for n in (2, 4, 8))
@@ -173,9 +173,12 @@ class FakeSlot:
         self.begun_anew += 1
 
 
-def captures_of(peers, *, fails=(), error=None, **options):
-    """AgreedCaptures in which `fails` fail here; `peers` answers whether the others succeeded, capture by capture."""
-    made, counted = [], []
+def captures_of(peers, *, fails=(), error=None, peers_bug=False, **options):
+    """AgreedCaptures in which `fails` fail here; `peers` answers whether the others succeeded, capture by capture.
+
+    After a capture that failed anywhere, `peers_bug` answers whether it failed by a bug of another rank.
+    """
+    made, counted, answers = [], [], []
 
     def make(slot, bucket):
         made.append(bucket)
@@ -185,7 +188,11 @@ def captures_of(peers, *, fails=(), error=None, **options):
         return 100
 
     def agreed(succeeded):
-        return succeeded and next(peers)
+        asks_of_bugs = len(answers) > 0 and not answers.pop()
+        if asks_of_bugs:
+            return succeeded and not peers_bug
+        answers.append(succeeded and next(peers))
+        return answers[-1]
 
     captures = AgreedCaptures(
         make, agreed=agreed, surroundings=Surroundings(**options), on_capture=lambda c: counted.append(c.bucket)
@@ -249,6 +256,82 @@ def test_a_failed_warm_up_is_fatal_where_ranks_communicate(communicates):
             captures.has(FakeSlot(), LARGE)
     else:
         assert not captures.has(FakeSlot(), LARGE)
+
+
+def from_a_warm_up(error):
+    """A WarmupError, raised from `error`."""
+    failed = WarmupError(f"{type(error).__name__}: {error}")
+    failed.__cause__ = error
+    return failed
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such field"), TypeError("of no use"), NameError("unknown")])
+def test_a_bug_ends_the_run_once_peers_know_that_the_capture_failed(error):
+    asked = []
+
+    def agreed(succeeded):
+        asked.append(succeeded)
+        return succeeded
+
+    for failure in (error, from_a_warm_up(error)):
+        asked.clear()
+
+        def make(slot, bucket, failure=failure):
+            raise failure
+
+        captures = AgreedCaptures(make, agreed=agreed, surroundings=Surroundings(), on_capture=lambda captured: None)
+        with pytest.raises(type(error)) as raised:
+            captures.has(FakeSlot(), LARGE)
+        assert raised.value is error
+        assert asked == [False, False]  # peers wait for both answers: that it failed, and that it was a bug
+
+
+def test_a_bug_on_a_peer_ends_the_run_here_as_well():
+    captures, made, counted = captures_of(iter([False]), peers_bug=True)
+    slot = FakeSlot()
+    with pytest.raises(RuntimeError, match="met a bug on another rank; that rank's log says which"):
+        captures.has(slot, LARGE)
+    assert (made, counted, slot.begun_anew) == ([LARGE], [], 0)
+
+
+def test_a_bug_in_a_pass_that_others_communicate_with_is_not_taken_for_too_little_memory():
+    failed = from_a_warm_up(TypeError("of no use"))
+    captures, _, _ = captures_of(all_succeed(), fails=[LARGE], error=failed, communicates=True)
+    with pytest.raises(RuntimeError, match="others communicate with it: training cannot go on; it is a bug"):
+        captures.has(FakeSlot(), LARGE)
+
+
+def raised(make_error, *, module):
+    """An error that code of the package `module` raises."""
+    code = {"__name__": module, "make_error": make_error}
+    exec("def fail():\n    raise make_error()", code)
+    try:
+        code["fail"]()
+    except Exception as error:
+        return error
+
+
+def test_which_errors_are_bugs():
+    judged = 0
+    for kind in (AttributeError, NameError, TypeError, UnboundLocalError):
+        for module in ("thdprof.runtime.graphs.bank", "users_module"):
+            assert is_programming_error(raised(kind, module=module))
+            assert is_programming_error(from_a_warm_up(raised(kind, module=module)))
+            judged += 2
+    for kind in (KeyError, IndexError, AssertionError, ZeroDivisionError):
+        assert is_programming_error(raised(kind, module="thdprof.runtime.graphs.bank"))
+        assert is_programming_error(from_a_warm_up(raised(kind, module="thdprof.runtime.graphs.bank")))
+        assert not is_programming_error(raised(kind, module="thdprofessor"))
+        assert not is_programming_error(from_a_warm_up(raised(kind, module="transformer_engine.pytorch")))
+        judged += 4
+    for kind in (RuntimeError, NotImplementedError, ValueError, OSError, torch.OutOfMemoryError, WarmupError):
+        assert not is_programming_error(raised(kind, module="thdprof.runtime.graphs.bank"))
+        assert not is_programming_error(from_a_warm_up(raised(kind, module="users_module")))
+        judged += 2
+    assert judged == 44
+    hidden = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    hidden.__context__ = AttributeError("no such field")
+    assert not is_programming_error(hidden)
 
 
 def test_a_state_that_is_lost_ends_the_run_even_if_another_error_hides_it():

@@ -257,7 +257,7 @@ def test_a_slot_given_back_too_early_is_found(caplog, monkeypatch):
 
 def test_a_weight_that_moved_is_found(caplog, monkeypatch):
     class NoPlacement:
-        def __init__(self, module):
+        def __init__(self, *_):
             pass
 
         def check(self):

@@ -259,6 +259,7 @@ class DispatchedModule(nn.Module):
     def _begin(self, call: Call) -> None:
         """Take `call` for what all later ones are compared with, and capture."""
         opening = self._opening(call)
+        self._submodules = tuple(self.module.modules())  # parts may have been added before a recapture
         self._signature = self._sign(opening)
         self._takes_grad = tuple(t.requires_grad for t in opening.tensors)
         self._open(opening)

@@ -174,7 +174,7 @@ BAD = {
     "an unknown precision": (BRIDGE.replace("bf16_with_fp8_current_scaling_mixed", "half"), "names no precision"),
     "no YAML": ("model: [", "not YAML"),
     "a list": ("- 1", "holds a list"),
-    "merges of merges": (BOMB, "a mapping has more than 100000 keys"),
+    "merges of merges": (BOMB, "aliases repeat more than 10000 values"),
     "nested too deeply": ("[" * 200, "is nested too deeply"),
     "a tag that would run": ("!!python/object/apply:os.system [true]", "not YAML"),
     "a list of layers that does not fit": (

@@ -589,7 +589,7 @@ def test_moved_and_replaced_tensors_are_refused():
         y.sum().backward()
     weight = block.layers[0].mlp.linear_fc1.weight
     weight.data = weight.data.clone()
-    with pytest.raises(RuntimeError, match=r"a parameter of shape \(32, 8\) moved in memory"):
+    with pytest.raises(RuntimeError, match=r"of shape \(32, 8\) moved in memory"):
         forward(block, x, SMALL)
     run.recapture()
     forward(block, x, SMALL).sum().backward()

@@ -17,7 +17,12 @@ from thdprof.dispatch import Bucket
 from thdprof.runtime.captured import Captured
 from thdprof.runtime.graphs.failed_captures import refuse_lost_state
 from thdprof.runtime.graphs.slots import SlotMemory
-from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass
+from thdprof.runtime.graphs.surroundings import (
+    Surroundings,
+    cause_of_warmup,
+    is_programming_error,
+    refuse_half_a_pass,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,24 +63,29 @@ class AgreedCaptures[SomeSlot: SlotMemory]:
         took is given back, and the buckets that the slot had are captured again.
 
         Raises:
-            RuntimeError: a pass before the capture failed while peers communicate with it, or a failed capture left
-                torch in a state that could not be put right.
+            RuntimeError: a pass before the capture failed while peers communicate with it, a failed capture left torch
+                in a state that could not be put right, or a peer met a programming error.
+            Exception: a programming error, as it was raised here.
         """
         if bucket in slot.held():
             return True
         if bucket in self.failures:
             return False
         reason, grown, begun = "", 0, perf_counter()
+        bug: BaseException | None = None  # no other error is kept: its traceback holds memory of the failed capture
         try:
             grown = self._make(slot, bucket)
         except Exception as error:
             refuse_lost_state(error)
             refuse_half_a_pass(self._judged(error), self._surroundings)
             reason = f"{type(error).__name__}: {error}"
+            bug = cause_of_warmup(error) if is_programming_error(error) else None
         if self._agreed(not reason):
             self._on_capture(Captured(bucket=bucket, seconds=perf_counter() - begun, pool_bytes=grown))
             return True
         self.failures[bucket] = reason or ELSEWHERE
+        if not self._agreed(bug is None):  # peers, too, are here only after a failure: all of them end together
+            raise bug or RuntimeError(f"capture of {bucket} met a bug on another rank; that rank's log says which")
         logger.warning("capture of %s failed, its micro-batches run eagerly: %s", bucket, self.failures[bucket])
         again = [other for other in slot.held() if other != bucket]
         slot.begin_anew()

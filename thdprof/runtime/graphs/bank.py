@@ -139,7 +139,7 @@ class Bank:
         return slot.passes[bucket].pool_bytes
 
     def _captured(self, captured: Captured) -> None:
-        self._placement = self._placement or Placement(self._module)
+        self._placement = self._placement or Placement(self._module, self._options.surroundings.runs_hook)
         self._options.on_capture(captured)
 
     def capture_all(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
@@ -161,8 +161,8 @@ class Bank:
             slot: index of the slot; None: the first that is free.
 
         Raises:
-            RuntimeError: a parameter or buffer moved in memory since the captures, or was frozen or unfrozen; or a
-                random state was replaced.
+            RuntimeError: the module was changed since the captures, as `Placement.check` says; or a random state was
+                replaced.
         """
         if self._placement is not None:
             self._placement.check()

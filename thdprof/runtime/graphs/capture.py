@@ -241,7 +241,7 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     flat, _ = tree_flatten(result)
     for value in flat:
         if not isinstance(value, torch.Tensor):
-            raise TypeError(f"a graphed module must return tensors only, got a {type(value).__name__}")
+            raise RuntimeError(f"a graphed module must return tensors only, got a {type(value).__name__}")
     return flat
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 @contextmanager
@@ -88,47 +91,205 @@ def _is_plain(value: Any) -> bool:
     return isinstance(attributes, dict) and not isinstance(value, nn.Module | torch.Tensor)
 
 
-class Placement:
-    """The addresses of a module's parameters and buffers at the time when its graphs were captured."""
+_AT_A_TIME = 100
+"""Submodules, and parameters, of which one check looks at what takes turns."""
+_TAKES_GRADIENT, _GRADIENT_HOOKS = attrgetter("requires_grad"), attrgetter("_backward_hooks")
 
-    def __init__(self, module: nn.Module) -> None:
-        """Remember where the parameters and buffers of `module` lie now."""
-        self._parameters = [
-            (owner._parameters, name, p, p.data_ptr(), (p.requires_grad, bool(p._backward_hooks)))
-            for owner in module.modules()
-            for name, p in owner._parameters.items()
-            if p is not None
-        ]
-        self._buffers = [
-            (owner._buffers, name, b, b.data_ptr())
-            for owner in module.modules()
-            for name, b in owner._buffers.items()
-            if b is not None
-        ]
+
+class Placement:
+    """What graphs of a module rely on since their capture: its parts, and where its parameters and buffers lie.
+
+    Every check sees a submodule or parameter that was added, removed, replaced or moved; a buffer that was replaced or
+    moved; a hook that was registered or taken off; and another value of a rate, which is a float or a dropout among the
+    attributes of a submodule or of its `config`. In a module of more than 100 parts or parameters, what costs more
+    takes turns and shows within `ceil(number / 100)` checks, in a whole layer at once: whether a parameter takes a
+    gradient, the class of a submodule, a `forward` of its own, and tables of hooks that were written to directly.
+    Other attributes may change: modules count and mark with integers, booleans and objects as they run.
+    """
+
+    def __init__(self, module: nn.Module, runs_hook: Callable[[Any], bool] = lambda hook: False) -> None:
+        """Remember what `module` is made of now.
+
+        Args:
+            module: the module whose graphs were captured.
+            runs_hook: whether replays run a forward pre-hook themselves: such hooks may come and go.
+        """
+        self._parts = [_Part(name, part, runs_hook) for name, part in module.named_modules()]
+        self._parameters = [one for part in self._parts for one in part.placed("parameter", part.module._parameters)]
+        self._buffers = [one for part in self._parts for one in part.placed("buffer", part.module._buffers)]
+        self._turn = 0
+        self._prepare()
 
     def check(self) -> None:
-        """Make sure that every parameter and buffer is still the same object at the same address.
+        """Make sure that replays do what the module would do now.
+
+        It costs the host about 40 microseconds for 400 submodules and 300 parameters.
 
         Raises:
-            RuntimeError: a parameter or buffer was replaced or moved since the captures, so that graphs would read
-                memory that was given back; or a parameter was frozen, unfrozen, or got a gradient hook.
+            RuntimeError: names what was added, removed, replaced, moved or set to another value since the captures.
         """
-        for home, name, parameter, pointer, marks in self._parameters:
-            if (parameter.requires_grad, bool(parameter._backward_hooks)) != marks:
-                raise RuntimeError(
-                    f"requires_grad of a parameter of shape {tuple(parameter.shape)} changed after its graphs were "
-                    "captured, or it got a gradient hook; call recapture()"
-                )
-            if home[name] is not parameter or parameter.data_ptr() != pointer:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} moved in memory after its graphs were captured; "
-                    "load and move weights before the first micro-batch, or call recapture()"
-                )
-        for buffers, name, buffer, pointer in self._buffers:
-            if buffers[name] is not buffer or buffer.data_ptr() != pointer:
-                raise RuntimeError(
-                    f"buffer {name} was replaced or moved after its graphs were captured; call recapture()"
-                )
+        if self._is_unchanged():
+            return
+        changes = (one.find_change() for one in (*self._parts, *self._parameters, *self._buffers))
+        if change := next(filter(None, changes), ""):
+            raise RuntimeError(
+                f"{change} after its graphs were captured; make such changes before the first micro-batch, or call "
+                "recapture()"
+            )
+        self._prepare()  # only hooks that replays run themselves have come or gone
+
+    def _prepare(self) -> None:
+        """Lay out in lists what `_is_unchanged` compares without a loop in Python."""
+        modules, parameters = [part.module for part in self._parts], [one.tensor for one in self._parameters]
+        tables = [table for m in modules for table in (m._modules, m._parameters)]
+        hooks = [table for m in modules for table in _hook_tables(m)]
+        self._filled: list[dict[Any, Any]] = [table for table in (*tables, *hooks) if table]
+        self._copies = [dict(table) for table in self._filled]
+        self._empty, empty_hooks = ([table for table in some if not table] for some in (tables, hooks))
+        self._tensors = [*parameters, *(one.tensor for one in self._buffers)]
+        own = any(type(tensor).data_ptr is not torch.Tensor.data_ptr for tensor in self._tensors)
+        self._address = methodcaller("data_ptr") if own else torch.Tensor.data_ptr
+        self._addresses = [one.address for one in (*self._parameters, *self._buffers)]
+        # equal tensors of one element could pass for one another, and tables of buffers may grow
+        self._one_by_one = [*self._buffers, *(one for one in self._parameters if one.tensor.numel() == 1)]
+        rates = [rate for part in self._parts for rate in part.rates]
+        self._rate_tables, self._rate_keys, self._rates = ([rate[i] for rate in rates] for i in (0, 1, 3))
+        self._hooks_made = RemovableHandle.next_id
+        self._hooks = empty_hooks, parameters, [*map(_GRADIENT_HOOKS, parameters)]
+        turns = -(-max(len(modules), len(parameters)) // _AT_A_TIME)
+        self._turns = [
+            _Turn(
+                modules=self._parts[turn::turns],
+                parameters=self._parameters[turn::turns],
+                hooks=empty_hooks[turn::turns],
+            )
+            for turn in range(turns)
+        ]
+
+    def _is_unchanged(self) -> bool:
+        """Whether nothing of what this check looks at differs; False, too, where only hooks of replays' own do."""
+        self._turn = (self._turn + 1) % len(self._turns)
+        try:
+            return (
+                self._filled == self._copies
+                and not any(self._empty)
+                and [*map(self._address, self._tensors)] == self._addresses
+                and all(one.home.get(one.key) is one.tensor for one in self._one_by_one)
+                and [*map(dict.get, self._rate_tables, self._rate_keys)] == self._rates
+                and self._turns[self._turn].is_unchanged()
+                and (RemovableHandle.next_id == self._hooks_made or self._has_no_new_hook())
+            )
+        except Exception:  # a tensor took the place of another one: what they are compared to has no truth
+            return False
+
+    def _has_no_new_hook(self) -> bool:
+        """Whether hooks that were made since the last look, on any module or tensor, are none of this module's."""
+        made = RemovableHandle.next_id
+        tables, parameters, hooks = self._hooks
+        if any(tables) or [*map(_GRADIENT_HOOKS, parameters)] != hooks:
+            return False
+        self._hooks_made = made
+        return True
+
+
+class _Part:
+    """One submodule, as it was captured."""
+
+    def __init__(self, name: str, module: nn.Module, runs_hook: Callable[[Any], bool]) -> None:
+        self.module, self._runs_hook = module, runs_hook
+        self._path = f"{name}." if name else ""
+        self._shown = f"submodule {name}" if name else "the module"
+        self.kind, self.forward = type(module), vars(module).get("forward")
+        self._submodules, self._parameters = dict(module._modules), dict(module._parameters)
+        self._hooks = self._foreign_hooks()
+        config = getattr(vars(module).get("config"), "__dict__", {})
+        self.rates = [
+            (table, key, prefix + key, value)
+            for prefix, table in (("", vars(module)), ("config.", config))
+            for key, value in table.items()
+            if isinstance(value, float) or (type(value) is int and (key == "p" or "dropout" in key))
+        ]
+        """The numbers that passes compute with: their table, their key there, their shown name, their value."""
+
+    def placed(self, what: str, home: dict[str, Any]) -> Iterator[_Placed]:
+        """The parameters or buffers in one of the submodule's tables."""
+        for key, tensor in home.items():
+            if tensor is not None:
+                yield _Placed(what, f"{self._path}{key}", home, key, tensor)
+
+    def find_change(self) -> str:
+        """What changed since the captures, by name; "" if nothing did."""
+        for what, before, now in (
+            ("submodule", self._submodules, self.module._modules),
+            ("parameter", self._parameters, self.module._parameters),
+        ):
+            for key in {**before, **now}:
+                old, new = before.get(key), now.get(key)
+                if old is not new:
+                    done = "added" if old is None else "removed" if new is None else "replaced"
+                    return f"{what} {self._path}{key} was {done}"
+        if type(self.module) is not self.kind:
+            return f"the class of {self._shown} changed from {self.kind.__name__} to {type(self.module).__name__}"
+        if vars(self.module).get("forward") != self.forward:
+            return f"forward of {self._shown} was replaced"
+        if self._foreign_hooks() != self._hooks:
+            return f"{self._shown} got or lost a hook"
+        for table, key, shown, value in self.rates:
+            if [table.get(key)] != [value]:  # in lists, NaN equals itself
+                return f"{shown} of {self._shown} changed from {value} to {table.get(key)}"
+        return ""
+
+    def _foreign_hooks(self) -> list[dict[int, Any]]:
+        """The hooks that replays leave out."""
+        before, *others = _hook_tables(self.module)
+        return [{key: hook for key, hook in before.items() if not self._runs_hook(hook)}, *map(dict, others)]
+
+
+def _hook_tables(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """The tables of the hooks that a pass of `module` runs."""
+    yield from (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+
+
+class _Placed:
+    """One parameter or buffer, as it was captured."""
+
+    def __init__(self, what: str, name: str, home: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
+        self.home, self.key, self.tensor, self.address = home, key, tensor, tensor.data_ptr()
+        self._what, self._name = what, name
+        self.takes_gradient, self._hooked = tensor.requires_grad, bool(tensor._backward_hooks)
+
+    def find_change(self) -> str:
+        """What changed since the captures, by name; "" if nothing did."""
+        shown = f"{self._what} {self._name} of shape {tuple(self.tensor.shape)}"
+        if self.home.get(self.key) is not self.tensor:
+            return f"{shown} was replaced"
+        if self.tensor.data_ptr() != self.address:
+            return f"{shown} moved in memory"
+        if self._what == "parameter" and self.tensor.requires_grad != self.takes_gradient:
+            return f"requires_grad of {shown} changed"
+        if self._what == "parameter" and bool(self.tensor._backward_hooks) != self._hooked:
+            return f"{shown} got or lost a gradient hook"
+        return ""
+
+
+class _Turn:
+    """The part of a module that one check looks at more closely."""
+
+    def __init__(
+        self, modules: Sequence[_Part], parameters: Sequence[_Placed], hooks: Sequence[dict[int, Any]]
+    ) -> None:
+        self._modules, self._kinds = [part.module for part in modules], [part.kind for part in modules]
+        self._attributes, self._forwards = [vars(part.module) for part in modules], [part.forward for part in modules]
+        self._parameters, self._takes = [p.tensor for p in parameters], [p.takes_gradient for p in parameters]
+        self._hooks = hooks
+
+    def is_unchanged(self) -> bool:
+        return (
+            [*map(_TAKES_GRADIENT, self._parameters)] == self._takes
+            and [*map(dict.get, self._attributes, repeat("forward"))] == self._forwards
+            and [*map(type, self._modules)] == self._kinds
+            and not any(self._hooks)
+        )
 
 
 def changes_since(placement: Placement | None) -> str:

@@ -92,6 +92,7 @@ def of_decoder(
         agreed=agreed,
         deterministic=lambda: is_deterministic(config),
         repeats=repeats,
+        runs_hook=_is_ddp,
     )
     return around if quantized is None else with_quantization(around, quantized)
 

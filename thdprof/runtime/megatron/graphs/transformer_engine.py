@@ -242,7 +242,7 @@ class LayerGraphs(DispatchedModule):
         numbers = itertools.count(1)
 
         def told(captured: Captured) -> None:
-            self._placement = self._placement or Placement(self.module)
+            self._placement = self._placement or Placement(self.module, self._surroundings.runs_hook)
             number = next(numbers)
             self._count_capture(captured, number=number if number <= together else 0, of=together)
 
