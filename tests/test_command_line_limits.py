@@ -9,7 +9,6 @@ from support.plans import plan_of_shares
 
 from thdprof.megatron_limits import LIMITS
 from thdprof.megatron_limits.command_line import CASES, COUNTS, LISTS, SHARDS, SWITCHES, TEXTS, refused_arguments
-from thdprof.megatron_limits.middle_stages import FLAGS as MIDDLE_STAGE_FLAGS
 from thdprof.plan import OffloadPart
 
 PLAN = plan_of_shares((0.9,), count=800, steps=100)
@@ -55,7 +54,7 @@ def test_the_arguments_are_megatrons_and_set_these_fields(megatron_parser):
     others += (
         " --hybrid-layer-pattern --context-parallel-size --tensor-model-parallel-size --pipeline-model-parallel-layout"
     )
-    assert {*others.split(), *MIDDLE_STAGE_FLAGS} <= {*known}
+    assert {*others.split()} <= {*known}
 
 
 def test_fields_that_must_be_off_are_told_by_an_argument():
@@ -172,56 +171,12 @@ def test_recompute_is_refused_where_the_plans_graphs_cannot_do_it():
     assert refused(*full, "--cuda-graph-impl", "transformer_engine", plan=of_impl("transformer_engine")) == []
 
 
-PP_2 = ["--pipeline-model-parallel-size", "2"]
-LAYERS_PER_STAGE = "--num-layers-per-virtual-pipeline-stage"
-
-
-@pytest.mark.parametrize(
-    ("more", "shown"),
-    [
-        (["--pipeline-model-parallel-size", "4"], "size 4:"),
-        (["--pipeline-model-parallel-size=+3"], "size +3:"),
-        (
-            [*PP_2, "--num-virtual-stages-per-pipeline-rank", "2"],
-            "size 2 and --num-virtual-stages-per-pipeline-rank 2:",
-        ),
-        ([*PP_2, LAYERS_PER_STAGE, "1", "--num-layers", "4"], f"size 2 and {LAYERS_PER_STAGE} 1:"),
-        (
-            [*PP_2, LAYERS_PER_STAGE, "2", "--num-layers", "6"]
-            + ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"],
-            f"size 2 and {LAYERS_PER_STAGE} 2:",
-        ),
-        (
-            [*PP_2, "--pipeline-model-parallel-layout=Et*6|(t*6|)*2,t*6L"],
-            "size 2 and --pipeline-model-parallel-layout ",
-        ),
-        ([*PP_2, "--hybrid-layer-pattern", "M-M|-*-|M-|M-/MM"], "size 2 and --hybrid-layer-pattern "),
-        (["--pipeline-model-parallel-size", "3", "--mtp-num-layers", "1"], "size 3:"),
-    ],
-)
-def test_a_pipeline_to_whose_middle_megatron_gives_no_data_is_refused(more, shown):
-    found = [line for line in refused(*more) if "middle stages" in line]
-    assert len(found) == 1
-    assert found[0].startswith(f"--dataloader-inter-document-masking with --pipeline-model-parallel-{shown}")
-    assert refused(*more, plan=of_impl("none")) == found
-    for others in ({"command": [*COMMAND, "--sft"]}, {"command": ["train.py", *COMMAND[1:]]}):
-        assert not [line for line in refused(*more, **others) if "middle stages" in line]
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        [],
-        [LAYERS_PER_STAGE, "2", "--num-layers", "4"],
-        ["--hybrid-layer-pattern", "M-M|-*-"],
-        ["--hybrid-layer-pattern", "M-M-*-"],
-        ["--pipeline-model-parallel-layout", "Et*6|tttL"],
-        ["--pipeline-model-parallel-size", "3", "--pipeline-model-parallel-layout", "Et*12|t*12m|L"],
-        ["--pipeline-model-parallel-size", "\u00b2"],
-    ],
-)
-def test_a_pipeline_whose_stages_all_have_data_is_not(more):
-    assert not [line for line in refused(*PP_2, *more) if "middle stages" in line]
+@pytest.mark.parametrize("impl", ["chunk", "none"])
+@pytest.mark.parametrize("packs", ["--dataloader-inter-document-masking", "--sft"])
+@pytest.mark.parametrize("stages", ["size 4", "size 2 --num-virtual-stages-per-pipeline-rank 2", "layout Et|t|t|tL"])
+def test_a_pipeline_may_have_middle_stages(impl, packs, stages):
+    command = ["pretrain_gpt.py", packs, "--te-rng-tracker", "--num-layers", "4"]
+    assert refused(*f"--pipeline-model-parallel-{stages}".split(), command=command, plan=of_impl(impl)) == []
 
 
 def test_everything_is_told_at_once():

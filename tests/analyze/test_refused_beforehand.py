@@ -142,14 +142,14 @@ def test_an_fp8_format_of_a_recipe_that_megatron_does_not_know_is_refused(thdpro
     assert "fp8 'nonsense': not one of e4m3, hybrid, none" in done.stderr
 
 
-def test_a_pipelines_middle_stages_without_data_are_said(thdprof, documents, tmp_path):
+def test_a_pipeline_with_middle_stages_is_not_refused(thdprof, documents, tmp_path):
     script = tmp_path / "launch.sh"
     four = ARGUMENTS.replace("--nproc-per-node 2", "--nproc-per-node 4").replace("--num-layers 2", "--num-layers 4")
-    script.write_text(f"{four} --pipeline-model-parallel-size 4 --dataloader-inter-document-masking")
     packed = ("--loader", "single", "--packer", "first_fit_decreasing")
-    (line,) = refused(thdprof("analyze", documents, "--megatron-args", script, *packed))
-    assert line.startswith("--dataloader-inter-document-masking with ")
-    assert "Megatron-LM 0.19 gives middle stages no data" in line
+    for more, flags in (("", []), (" --qk-clip", ["--qk-clip"])):
+        script.write_text(f"{four} --pipeline-model-parallel-size 4 --dataloader-inter-document-masking{more}")
+        lines = refused(thdprof("analyze", documents, "--megatron-args", script, *packed))
+        assert [line.partition(":")[0] for line in lines] == flags
 
 
 def test_a_recipes_settings_that_install_refuses_are_said(thdprof, documents, tmp_path):

@@ -352,7 +352,6 @@ def test_megatron_is_the_one_beside_the_script(plan, script):
     "chunks", [["--pipeline-model-parallel-layout", "Et|t|t|tL"], ["--hybrid-layer-pattern", "M|*"]]
 )
 def test_chunks_that_the_arguments_do_not_tell_are_left_to_install(tmp_path, script, monkeypatch, capsys, chunks):
-    script = script.rename(script.with_name("train.py"))  # a script that gives stages in the middle their data
     two = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
     plan = plan_of_shares((0.75, 0.2), count=8000, steps=1000, train_samples=8000, **two)
     slots = plan.graphs.model_copy(update={"slots": [[4, 4], [4, 4]]})

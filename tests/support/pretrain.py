@@ -142,7 +142,8 @@ def datasets(numbers: list[int | None], vp_stage: int | None = None) -> list[Any
         create_attention_mask=False,
         inter_document_masking=args.dataloader_inter_document_masking,
     )
-    wanted = groups.get_tensor_model_parallel_rank() == 0
+    reads = groups.get_tensor_model_parallel_rank() == 0
+    wanted = reads and is_first_or_last_pipeline_stage(vp_stage)
     return BlendedMegatronDatasetBuilder(GPTDataset, numbers, lambda: wanted, config).build()
 
 

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from thdprof.megatron_limits.limit import Run
-from thdprof.megatron_limits.middle_stages import middle_stages_without_data
 from thdprof.megatron_limits.precision_file import CASES as OF_PRECISION_FILE
 from thdprof.megatron_limits.precision_file import FLAG as PRECISION_FILE
 from thdprof.megatron_limits.precision_file import quant_recipe_of
@@ -181,7 +180,6 @@ def refused_beforehand(plan: Plan, words: Sequence[str]) -> list[str]:
     given = Arguments(words)
     return [
         *_of_table(plan, given, impl, os.environ, replay=True),
-        *_of_middle_stages(given),
         *_of_attention(plan, given, impl),
         *(_of_tracker(given, impl) if impl != "local" else ()),  # whose own switch turns the tracker on
         *_of_wrapper(given),
@@ -266,18 +264,6 @@ def _of_packing(given: Arguments, script: str) -> Iterator[str]:
             f"{_PACKS[0]} is missing: every sample is one document without boundaries, which no graph takes; add it "
             "(or --sft)"
         )
-    if script in _READ_BY:
-        yield from _of_middle_stages(given)
-
-
-def _of_middle_stages(given: Arguments) -> Iterator[str]:
-    if _PACKS[0] in given and _PACKS[1] not in given:
-        stages = middle_stages_without_data(given)
-        if stages is not None:
-            yield (
-                f"{_PACKS[0]} with {stages}: Megatron-LM 0.19 gives middle stages no data and ends in their first "
-                "micro-batch, without thdprof too; use 2 stages in all, or --sft"
-            )
 
 
 def _of_attention(plan: Plan, given: Arguments, impl: Impl) -> Iterator[str]:

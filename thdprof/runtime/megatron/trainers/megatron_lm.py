@@ -20,6 +20,7 @@ from thdprof.runtime.megatron.trainers.plans import for_megatron
 from thdprof.runtime.megatron.trainers.replaced import replaced
 from thdprof.runtime.megatron.trainers.result_checks import checked_once_a_step
 from thdprof.runtime.megatron.trainers.schedule_plans import packed_schedule_plans
+from thdprof.runtime.megatron.trainers.stage_datasets import datasets_on_all_stages
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -52,7 +53,8 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
     with ExitStack() as stack:
         stack.callback(loop.end)  # for runs that install and never train, as with --skip-train
         stack.enter_context(host_boundaries(loop.peer_timeout))
-        stack.enter_context(packed_schedule_plans(lambda line: training.print_rank_0(f"thdprof: {line}")))
+        for change in (datasets_on_all_stages, packed_schedule_plans):
+            stack.enter_context(change(lambda line: training.print_rank_0(f"thdprof: {line}")))
         stack.enter_context(checked_once_a_step(on_restore=loop.recapture))
         for name, function in loop.replacements().items():
             stack.enter_context(replaced(training, name, function))
