@@ -1,0 +1,309 @@
+"""Training with replayed and eager micro-batches in turns, beside the plain module; captures are real, graphs are not.
+
+`recorded_graphs` captures and replays on a CPU, so that buffers and gradients go the way that they go on a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support import recorded_graphs  # noqa: E402
+from torch import nn  # noqa: E402
+
+from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack  # noqa: E402
+
+TOKENS, HIDDEN = 12, 4
+SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
+FITTING = ([0, 12], [0, 5, 12], [0, 1, 7, 12], [0, 3, 6, 9, 12])
+TOO_MANY = [*range(6), 12]
+
+
+class Reader(nn.Module):
+    """Returns two outputs, a loss and a mark without gradient, which depend on all of the metadata.
+
+    Of its parameters one gets no gradient and one is frozen.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.side = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.full((HIDDEN,), 0.5), requires_grad=False)
+        self.register_buffer("shift", torch.full((HIDDEN,), 0.25))
+
+    def forward(self, x, packed, scale=None):
+        in_memory = packed.cu_seqlens if packed.cu_seqlens_padded is None else packed.cu_seqlens_padded
+        place = torch.arange(len(x))
+        document = torch.searchsorted(in_memory[1:].contiguous(), place, right=True)
+        lengths = torch.diff(packed.cu_seqlens)[document]
+        is_valid = place - in_memory[document] < lengths
+        number = document if packed.seq_idx is None else packed.seq_idx
+        hidden = self.linear(x * self.frozen + self.shift) * (1 + number[:, None] + lengths[:, None])
+        hidden = torch.tanh(hidden if scale is None else hidden * scale) * is_valid[:, None]
+        return {"hidden": hidden, "side": self.side(x), "valid": is_valid}
+
+
+@pytest.fixture(autouse=True)
+def _graphs_on_a_cpu(monkeypatch):
+    recorded_graphs.put_in_place(monkeypatch)
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(1)
+    return Reader()
+
+
+def graphed(plain, **options):
+    return GraphedModule(copy.deepcopy(plain), [SMALL, LARGE], sample_every=0, **options)
+
+
+def draw(seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=(TOKENS, HIDDEN)).astype(np.float32))
+
+
+def micro_batch(module, seed, packed, *, heads=("hidden", "side")):
+    """Outputs and the input's gradient of one micro-batch; the loss reads the outputs `heads`."""
+    x = draw(seed).requires_grad_()
+    outputs = module(x, packed)
+    sum(outputs[name].square().sum() for name in heads).backward()
+    return [*(outputs[name].detach() for name in ("hidden", "side", "valid")), x.grad]
+
+
+def gradients(module):
+    """The gradients of the module's parameters; None where a parameter has none."""
+    return [p.grad for p in getattr(module, "module", module).parameters()]
+
+
+def assert_alike(ours, theirs):
+    """Assert that two lists of tensors and None are equal bit for bit."""
+    assert len(ours) == len(theirs) > 0
+    for got, expected in zip(ours, theirs, strict=True):
+        assert (got is None) == (expected is None)
+        assert got is None or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    "step",
+    [
+        (FITTING[0], FITTING[3], FITTING[1]),
+        (TOO_MANY, FITTING[0]),  # the eager gradient is there first
+        (FITTING[2], TOO_MANY, FITTING[1], TOO_MANY),
+        (TOO_MANY, TOO_MANY, FITTING[2], FITTING[2]),
+    ],
+)
+def test_replayed_and_eager_micro_batches_add_to_the_same_gradients(plain, step, set_to_none):
+    graphs = graphed(plain)
+    for _ in range(3):
+        for seed, bounds in enumerate(step):
+            assert_alike(micro_batch(graphs, seed, pack(bounds)), micro_batch(plain, seed, pack(bounds)))
+            assert_alike(gradients(graphs), gradients(plain))
+        for module in (graphs, plain):
+            module.zero_grad(set_to_none=set_to_none)
+    assert graphs.stats().fallbacks.total() == 3 * step.count(TOO_MANY)
+    assert graphs.stats().replays.total() == 3 * (len(step) - step.count(TOO_MANY))
+
+
+def test_a_gradient_that_the_user_made_is_added_to(plain):
+    graphs = graphed(plain)
+    for _ in range(2):
+        for module in (graphs, plain):
+            for p in getattr(module, "module", module).linear.parameters():
+                p.grad = torch.full_like(p, 0.75)
+        assert_alike(micro_batch(graphs, 0, pack(FITTING[1])), micro_batch(plain, 0, pack(FITTING[1])))
+        assert_alike(gradients(graphs), gradients(plain))
+    assert graphs.stats().replays.total() == 2
+
+
+@pytest.mark.parametrize("head", ["hidden", "side"])
+def test_an_output_that_no_loss_reads_adds_nothing_to_any_gradient(plain, head):
+    """In the micro-batch before, it had a gradient. Parameters that nothing else reads get zeros instead of None."""
+    graphs = graphed(plain)
+    for heads in (("hidden", "side"), (head,), ("hidden", "side"), (head,)):
+        graphs.zero_grad()
+        plain.zero_grad()
+        ours = micro_batch(graphs, 3, pack(FITTING[2]), heads=heads)
+        assert_alike(ours, micro_batch(plain, 3, pack(FITTING[2]), heads=heads))
+        assert_alike(
+            *(
+                [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
+                for module in (graphs.module, plain)
+            )
+        )
+    assert graphs.stats().replays == {LARGE: 4}
+
+
+def packed_with_padding(valid, in_memory, *, with_seq_idx):
+    """Metadata of documents that are followed by padding: their boundaries, and where they lie in memory."""
+    valid, in_memory = (np.array(boundaries, dtype=np.int32) for boundaries in (valid, in_memory))
+    lengths = np.diff(in_memory)
+    number = torch.from_numpy(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    return PackedSequence(
+        cu_seqlens=torch.from_numpy(valid),
+        cu_seqlens_padded=torch.from_numpy(in_memory),
+        max_seqlen=int(lengths.max()),
+        seq_idx=number if with_seq_idx else None,
+        host=valid,
+        host_padded=in_memory,
+    )
+
+
+WITH_PADDING = [
+    ([0, 3, 8], [0, 4, 12]),
+    ([0, 2, 3, 5], [0, 6, 8, 12]),
+    ([0, 9], [0, 12]),
+    ([0, 1, 4, 6, 7], [0, 2, 6, 8, 12]),
+]
+
+
+@pytest.mark.parametrize("with_seq_idx", [False, True])
+def test_graphs_read_where_documents_with_padding_lie_and_how_long_they_are(plain, with_seq_idx):
+    graphs = graphed(plain)
+    for seed, boundaries in enumerate(WITH_PADDING * 2):
+        given = packed_with_padding(*boundaries, with_seq_idx=with_seq_idx)
+        assert_alike(micro_batch(graphs, seed, given), micro_batch(plain, seed, given))
+    assert_alike(gradients(graphs), gradients(plain))
+    assert graphs.stats().replays == {SMALL: 4, LARGE: 4}
+
+
+def test_graphs_read_the_document_of_every_token_of_all_ranks_that_share_a_micro_batch():
+    class Numbered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x, packed):
+            return self.linear(x) * (1 + packed.seq_idx.view(2, TOKENS).sum(0)[:, None])
+
+    plain = Numbered()
+    graphs = GraphedModule(copy.deepcopy(plain), [Bucket(3, 24, TOKENS, 2), Bucket(5, 24, TOKENS, 2)], sample_every=0)
+    for seed, bounds in enumerate(([0, 24], [0, 7, 9, 24], [0, 2, 13, 14, 20, 24], [0, 3, 24], [0, 23, 24])):
+        given = pack(bounds, with_seq_idx=True, cp_size=2)
+        outputs = [module(draw(seed).requires_grad_(), given) for module in (graphs, plain)]
+        assert torch.equal(*outputs)
+        outputs[0].sum().backward()
+    assert graphs.stats().replays.total() == 5
+
+
+@pytest.mark.parametrize("with_padding", [False, True])
+def test_boundaries_that_only_the_gpu_has_are_padded_there(plain, with_padding):
+    graphs = graphed(plain)
+    for seed, boundaries in enumerate(WITH_PADDING):
+        host = packed_with_padding(*boundaries, with_seq_idx=True)
+        if not with_padding:
+            host = pack(boundaries[1], with_seq_idx=True)
+        there = replace(host, host=None, host_padded=None)
+        assert_alike(micro_batch(graphs, seed, there), micro_batch(plain, seed, there))
+    assert_alike(gradients(graphs), gradients(plain))
+    assert graphs.stats().replays == {SMALL: 2, LARGE: 2}
+
+
+@contextmanager
+def autocast():
+    """Autocast of a GPU, which `torch.autocast` switches off on a machine without one."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@contextmanager
+def in_eval_mode(part):
+    """Evaluate one of a module's parts, while the module trains."""
+    part.eval()
+    try:
+        yield
+    finally:
+        part.train()
+
+
+CHANGES = {
+    "autocast": lambda graphs: (autocast(), {}),
+    "one part in eval mode": lambda graphs: (in_eval_mode(graphs.module.linear), {}),
+    "a gradient": lambda graphs: (nullcontext(), {"scale": torch.ones(HIDDEN, requires_grad=True)}),
+    "a dtype": lambda graphs: (nullcontext(), {"scale": torch.ones(HIDDEN, dtype=torch.float64)}),
+    "a shape": lambda graphs: (nullcontext(), {"scale": torch.ones(1, HIDDEN)}),
+    "no tensor": lambda graphs: (nullcontext(), {"scale": None}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_micro_batch_that_changes_what_graphs_have_fixed_runs_eagerly(plain, change):
+    graphs, scale = graphed(plain), torch.full((HIDDEN,), 2.0)
+
+    def run(module, **given):
+        return module(draw().requires_grad_(), pack(FITTING[1]), **{"scale": scale, **given})["hidden"]
+
+    run(graphs)
+    for _ in range(2):
+        around, given = CHANGES[change](graphs)
+        with around, graphs.stats().expect(fallbacks=1):
+            assert torch.equal(run(graphs, **given), run(plain, **given))
+        with graphs.stats().expect(replays=1):
+            assert torch.equal(run(graphs), run(plain))
+    assert graphs.stats().fallbacks == {FallbackReason.input_differs: 2}
+
+
+def test_a_first_micro_batch_on_two_devices_is_not_captured_for():
+    """A graph would keep the value that a tensor of the host had at the capture."""
+
+    class Ignoring(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x, packed, other):
+            return self.linear(x)
+
+    graphs = GraphedModule(Ignoring(), [SMALL, LARGE], sample_every=0)
+    for _ in range(2):
+        graphs(draw().requires_grad_(), pack(FITTING[0]), torch.ones(1, device="meta"))
+    assert not graphs.holds_graphs()
+    assert graphs.stats().fallbacks == {FallbackReason.input_differs: 2}
+    with graphs.stats().expect(replays=1, captures=2):
+        graphs(draw().requires_grad_(), pack(FITTING[0]), torch.ones(1))
+
+
+def test_without_gradients_it_does_not_matter_which_tensors_would_take_one(plain):
+    graphs = graphed(plain, no_grad="replay")
+    graphs(draw().requires_grad_(), pack(FITTING[0]))
+    with torch.no_grad(), graphs.stats().expect(replays=1):
+        assert torch.equal(graphs(draw(), pack(FITTING[3]))["hidden"], plain(draw(), pack(FITTING[3]))["hidden"])
+    with graphs.stats().expect(fallbacks=1):
+        graphs(draw(), pack(FITTING[3]))
+    assert graphs.stats().fallbacks == {FallbackReason.input_differs: 1}
+
+
+MOVES = {
+    "frozen": lambda m: m.linear.weight.requires_grad_(False),
+    "thawed": lambda m: m.frozen.requires_grad_(True),
+    "a hook on a gradient": lambda m: m.linear.bias.register_hook(lambda grad: 2 * grad),
+    "a parameter moved": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data.clone()),
+    "a frozen parameter moved": lambda m: setattr(m.frozen, "data", m.frozen.data.clone()),
+    "another parameter of the same memory": lambda m: setattr(m.linear, "bias", nn.Parameter(m.linear.bias.data)),
+    "a buffer moved": lambda m: setattr(m.shift, "data", m.shift.data.clone()),
+    "another buffer of the same memory": lambda m: setattr(m, "shift", m.shift.view(-1)),
+    "another buffer": lambda m: setattr(m, "shift", m.shift.clone()),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_a_module_that_is_not_as_captured_is_refused_until_it_is_captured_anew(plain, move):
+    graphs = graphed(plain)
+    micro_batch(graphs, 0, pack(FITTING[0]))
+    MOVES[move](graphs.module)
+    with pytest.raises(RuntimeError, match=r"recapture\(\)"), graphs.stats().expect():
+        micro_batch(graphs, 1, pack(FITTING[0]))
+    graphs.recapture()
+    if move != "a hook on a gradient":  # which no capture allows
+        with graphs.stats().expect(replays=1, captures=2):
+            graphs(draw().requires_grad_(), pack(FITTING[0]))
