@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -316,6 +317,30 @@ def test_memory_budget_and_rate_limit_the_choice():
         recommend_for(table, costs, limits=Limits(graph_memory_bytes=10, max_fallback_rate=0.01))
 
 
+def test_the_limit_is_on_steps_of_which_any_rank_runs_eagerly():
+    """One micro-batch in 20 is eager under the quickest bucket: that is one (rank, step) in 20, and one step in 10."""
+    table = make_table([1] * 19 + [100], ranks=2, num_microbatches=1)
+    costs = make_costs(replay=((1, None, 1.0), (100, None, 90.0)))
+    for most, cap in ((0.1, 1), (0.05, 100)):
+        found = recommend_for(table, costs, limits=Limits(num_buckets=1, max_fallback_rate=most))
+        assert [b.max_seqs for b in found.buckets] == [cap]
+        assert found.fallback_rate.step <= most
+
+
+def test_the_bound_counts_eager_micro_batches_among_independent_ones_upwards():
+    """One in ten of the table is eager: half a micro-batch of five that are independent counts as one."""
+    table = make_table([1] * 9 + [100], ranks=2, num_microbatches=1)
+    costs = make_costs(replay=((1, None, 1.0), (100, None, 900.0)))
+    found = recommend_for(table, costs, independent=5)
+    assert found.fallback_rate.microbatch == 0.1
+    assert found.fallback_rate_upper_bound == pytest.approx(upper_bound(1, 5))
+    together = replace(make_table([1] * 18 + [100] * 2, ranks=2, num_microbatches=1), shared_capture_ranks=2)
+    found = recommend_for(together, costs, independent=20)  # pairs decide alike: ten decisions, of which one is eager
+    assert found.fallback_rate.microbatch == 0.1
+    assert found.fallback_rate_upper_bound == pytest.approx(upper_bound(1, 10))
+    assert recommend_for(together, costs, independent=1).fallback_rate_upper_bound == 1.0
+
+
 def test_systems_a_with_64_microbatches_a_step(rng):
     """P90 or P99 with eager fallback stalls most steps; buckets do not."""
     points, values = (0, 0.5, 0.9, 0.96, 0.99, 1), np.log([1, 12, 43, 64, 106, 358])
@@ -397,6 +422,18 @@ def test_the_largest_micro_batch_stays_eager_where_holding_it_would_cost_half_th
 def test_holding_the_largest_micro_batch_makes_no_graphs_that_do_not_pay():
     costs = make_costs(eager=30.0, replay=((4, None, 29.9), (50, None, 60.0)))
     assert recommend_for(outlier(), costs).buckets == ()
+
+
+def test_holding_the_largest_micro_batch_never_makes_graphs_that_pay_into_graphs_that_do_not():
+    """Buckets that save 3% pay, and keep half of that with the largest micro-batch held: 1.6%, which does not pay."""
+    costs = make_costs(replay=((4, None, 96.9), (50, None, 240.0)))
+    quickest = recommend_for(outlier(), costs, limits=Limits(cover_largest=False))
+    covering = recommend_for(outlier(), costs)
+    assert [b.max_seqs for b in quickest.buckets] == [3]
+    assert covering.buckets == quickest.buckets
+    both = Bucket(3, 64, 64), Bucket(50, 64, 64)
+    held_ms = brute_force_step_ms(outlier(), costs, both)
+    assert 0.98 * covering.eager_step_ms < held_ms < (covering.eager_step_ms + quickest.step_ms) / 2
 
 
 def test_the_longest_document_is_held_as_well():
