@@ -139,6 +139,9 @@ def test_statistics_of_another_plan_do_not_hold_however_alike_the_shares(thdprof
     other = thdprof("compare", plan, stats(line(replays(6, 1), plan="sha256:0")))
     assert other.returncode == 3
     assert "another plan" in other.stderr
+    for identity, same in ((own, True), ("sha256:0", False)):
+        found = compare(load_plan(plan), read_stats(stats(line(replays(6, 1), plan=identity))), tolerance=0)
+        assert (found.of_this_plan, found.holds, found.largest_difference) == (same, same, 0.0)
 
 
 def test_a_plans_identity_is_that_of_its_data_settings_and_buckets(plan):
@@ -209,6 +212,11 @@ def test_a_plan_that_captures_nothing_predicts_that_all_run_eagerly(plan, stats)
     found = compare(load_plan(plan), read_stats(path), tolerance=0)
     assert found.holds
     assert not found.other_fallbacks
+    evaluated = read_stats(stats(line([], fallbacks={"disabled_by_user": 6, "no_cuda": 2, "not_training": 4})))
+    found = compare(load_plan(plan), evaluated, tolerance=0)
+    assert (found.evaluated, found.dispatched, found.observed_fallback_rate) == (4, 8, 1.0)
+    assert found.fallbacks == {"disabled_by_user": 6, "no_cuda": 2}
+    assert found.holds
     assert not compare(load_plan(plan), read_stats(stats(line(replays(6)))), tolerance=0.1).holds
 
 

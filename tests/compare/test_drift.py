@@ -154,6 +154,7 @@ def test_rows_in_the_files_order_alarm_only_past_what_the_whole_plan_holds():
     [
         ({"dataset_format": "bridge", "loader": "batch", "global_batch_size": 16, "data_parallel_size": 2}, 8),
         ({"dataset_format": "lengths", "loader": None, "packer": "dp_balanced", "data_parallel_size": 2}, 16),
+        ({"data_parallel_size": 8, "shared_capture_ranks": 8}, 8),
     ],
 )
 def test_micro_batches_that_are_made_together_count_as_one(rng, settings, together):
