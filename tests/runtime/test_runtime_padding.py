@@ -18,6 +18,7 @@ from thdprof.runtime.padding import (
     boundaries_of,
     document_of_tokens,
     fill_padded,
+    moved,
     pack,
     pad_cu_seqlens,
     shape_of,
@@ -57,6 +58,7 @@ def test_pack_keeps_a_larger_max_seqlen():
     packed = pack([0, 3, 10], max_seqlen=np.int64(12), cp_size=2)
     assert (packed.max_seqlen, packed.cp_size) == (12, 2)
     assert type(packed.max_seqlen) is int
+    assert pack([0, 3, 10], max_seqlen=7).max_seqlen == 7
 
 
 def test_pack_of_no_documents():
@@ -78,6 +80,16 @@ def test_pack_refuses_what_are_not_boundaries(boundaries, message, given_as):
     with pytest.raises(ValueError) as raised:
         pack(given_as(boundaries))
     assert str(raised.value) == message
+
+
+def test_pack_refuses_what_int32_does_not_hold():
+    for boundaries, what in (([0, 2.5, 4], "float64 up to 4.0"), ([False, True], "bool up to True")):
+        with pytest.raises(ValueError, match=rf"whole numbers below 2\*\*31, got {what}"):
+            pack(np.array(boundaries))
+    assert pack(np.array([0, 2**31 - 1])).max_seqlen == 2**31 - 1
+    assert pack(np.array([0, 5], dtype=np.uint16)).max_seqlen == 5
+    with pytest.raises(ValueError, match=r"whole numbers below 2\*\*31, got int64 up to 2147483648"):
+        pack(np.array([0, 2**31]))
 
 
 def test_pack_refuses_a_max_seqlen_that_would_bake_in_too_little():
@@ -219,6 +231,8 @@ def test_eager_metadata(policy):
     assert moved.cu_seqlens.dtype == moved.seq_idx.dtype == torch.int32
     assert moved.cu_seqlens.tolist() == host.tolist()
     assert moved.seq_idx.tolist() == brute_force(host.tolist(), 10)
+    assert moved.host.tolist() == host.tolist()
+    assert (moved.cu_seqlens_padded, moved.host_padded) == (None, None)
     assert (moved.max_seqlen, moved.cp_size) == ({"none": 4, "append_dummy_seq": 4, "extend_last": 7}[policy], 2)
 
 
@@ -247,6 +261,10 @@ def test_the_tail_of_padded_documents_has_no_valid_tokens(policy, valid, padded,
     moved = to_device(packed, found, 16, torch.device("cpu"))
     assert moved.cu_seqlens.tolist() == new_valid
     assert moved.cu_seqlens_padded.tolist() == new_padded
+    assert (moved.host.tolist(), moved.host_padded.tolist()) == (new_valid, new_padded)
+    # what the tail policy leaves as it is may be on the device already, and is not copied there again
+    assert (moved.cu_seqlens is packed.cu_seqlens) == (new_valid == valid)
+    assert (moved.cu_seqlens_padded is packed.cu_seqlens_padded) == (new_padded == padded)
 
 
 def test_boundaries_on_the_device_alone_take_no_tail():
@@ -254,7 +272,43 @@ def test_boundaries_on_the_device_alone_take_no_tail():
     there = PackedSequence(cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32), max_seqlen=4)
     found = boundaries_of(there, 10, "none")
     assert found.valid is there.cu_seqlens
-    assert (found.n_seqs, found.padded) == (2, None)
+    assert (found.n_seqs, found.padded, found.seq_idx) == (2, None, None)
     for policy in ("append_dummy_seq", "extend_last"):
         with pytest.raises(ValueError, match=f"the tail policy {policy} needs the boundaries on the host: make the"):
             boundaries_of(there, 10, policy)
+
+
+def test_boundaries_on_the_device_alone_keep_padding_and_documents_of_tokens():
+    valid, padded = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 4, 10], dtype=torch.int32)
+    number = torch.tensor([0] * 4 + [1] * 6, dtype=torch.int32)
+    there = PackedSequence(cu_seqlens=valid, max_seqlen=6, cu_seqlens_padded=padded, seq_idx=number)
+    found = boundaries_of(there, 10, "none")
+    assert (found.valid is valid, found.padded is padded, found.seq_idx is number) == (True, True, True)
+    assert found.in_memory is padded
+    assert shape_of(there, found, 10) == Shape(n_seqs=2, max_seqlen=6, n_tokens=10)
+    moved = to_device(there, found, 10, torch.device("cpu"))
+    assert (moved.cu_seqlens is valid, moved.cu_seqlens_padded is padded, moved.seq_idx is number) == (True,) * 3
+    assert (moved.host, moved.host_padded, moved.max_seqlen) == (None, None, 6)
+    for n_tokens in (9, 11):
+        with pytest.raises(ValueError, match=f"seq_idx has 10 tokens, but the micro-batch has {n_tokens}"):
+            boundaries_of(there, n_tokens, "none")
+
+
+def test_the_host_does_not_wait_for_a_copy_to_the_gpu(monkeypatch):
+    """A copy is queued, and for that its source must be pinned."""
+    queued = []
+
+    class Pinned:
+        def to(self, device, *, non_blocking=False):
+            queued.append((device.type, non_blocking))
+            return "copied"
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: Pinned())
+    gpu, there = torch.device("cuda"), torch.tensor([0, 3], dtype=torch.int32)
+    assert moved(int32([0, 3]), gpu) == moved(there, gpu) == "copied"
+    assert queued == [("cuda", True)] * 2
+    assert moved(there, torch.device("cpu")) is there
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+    assert moved(there, gpu) is there  # it is on a GPU already
+    assert len(queued) == 2
