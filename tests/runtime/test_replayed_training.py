@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from support import recorded_graphs  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack  # noqa: E402
+from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
@@ -307,3 +309,180 @@ def test_a_module_that_is_not_as_captured_is_refused_until_it_is_captured_anew(p
     if move != "a hook on a gradient":  # which no capture allows
         with graphs.stats().expect(replays=1, captures=2):
             graphs(draw().requires_grad_(), pack(FITTING[0]))
+
+
+def reduce_main_grads(module, names):
+    """Give the parameters `names` a `main_grad`, to which a hook moves `.grad`; returns the hooks' runs by name."""
+    runs = Counter()
+    for name, p in getattr(module, "module", module).named_parameters():
+        if name in names:
+            p.main_grad = torch.full_like(p, 0.25)
+
+        def reduce(p, name=name):
+            runs[name] += 1
+            if name in names and p.grad is not None:
+                p.main_grad.add_(p.grad)
+                p.grad = None
+
+        if p.requires_grad:
+            p.register_post_accumulate_grad_hook(reduce)
+    return runs
+
+
+@pytest.mark.parametrize(
+    "names", [{"linear.weight", "linear.bias", "side.weight", "unused"}, {"linear.bias"}, {"side.weight"}, set()]
+)
+def test_gradients_go_to_main_grad_where_there_is_one_and_hooks_run_once(plain, names):
+    graphs = graphed(plain)
+    ours, theirs = reduce_main_grads(graphs, names), reduce_main_grads(plain, names)
+    for seed, bounds in enumerate((TOO_MANY, FITTING[0], FITTING[3], TOO_MANY, FITTING[1])):
+        assert_alike(micro_batch(graphs, seed, pack(bounds)), micro_batch(plain, seed, pack(bounds)))
+        assert ours == theirs
+        assert_alike(gradients(graphs), gradients(plain))
+        for p, q in zip(graphs.module.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(getattr(p, "main_grad", torch.zeros(())), getattr(q, "main_grad", torch.zeros(())))
+    assert set(theirs) == {"linear.weight", "linear.bias", "side.weight"}
+    assert graphs.stats().replays.total() == 3
+
+
+MAIN_GRADS = {
+    "replaced": lambda p: setattr(p, "main_grad", p.main_grad.clone()),
+    "moved": lambda p: setattr(p.main_grad, "data", p.main_grad.data.clone()),
+    "removed": lambda p: delattr(p, "main_grad"),
+}
+
+
+@pytest.mark.parametrize("how", MAIN_GRADS)
+def test_a_main_grad_that_is_not_where_graphs_add_to_is_refused(plain, how):
+    graphs = graphed(plain)
+    reduce_main_grads(graphs, {"side.weight"})
+    micro_batch(graphs, 0, pack(FITTING[0]))
+    MAIN_GRADS[how](graphs.module.side.weight)
+    y = graphs(draw().requires_grad_(), pack(FITTING[0]))
+    with pytest.raises(RuntimeError, match=r"main_grad of a parameter of shape \(4, 4\).*recapture\(\)"):
+        y["side"].sum().backward()
+
+
+@pytest.mark.parametrize("how", [*MAIN_GRADS, "made"])
+def test_a_main_grad_that_moves_before_the_first_micro_batch_is_captured_anew(plain, how):
+    said = []
+    graphs = graphed(plain, say=said.append)
+    moved = graphs.module.side.weight
+    moved.main_grad = torch.zeros_like(moved)
+    with graphs.ahead_of_training():
+        graphs(draw().requires_grad_(), pack(FITTING[0]))
+    if how == "made":
+        graphs.module.linear.bias.main_grad = torch.zeros(HIDDEN)
+    else:
+        MAIN_GRADS[how](moved)
+    with graphs.stats().expect(replays=1, captures=2):
+        micro_batch(graphs, 0, pack(FITTING[0]))
+    assert sum("main_grad of a parameter of shape" in line for line in said) == 1
+    assert (moved.grad is None) == (how != "removed")
+
+
+class FusedProduct(torch.autograd.Function):
+    """A product whose backward adds to `main_grad` itself and gives autograd a dummy, as Transformer Engine's."""
+
+    @staticmethod
+    def forward(ctx, x, weight, zeroes):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.zeroes = weight, zeroes
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        dummy = torch.full_like(ctx.weight, 0.0 if ctx.zeroes else 1000.0)
+        ctx.weight.main_grad.add_((grad * x).sum(0))
+        ctx.weight.grad_added_to_main_grad = True
+        return grad * ctx.weight, dummy, None
+
+
+class FusedScale(nn.Module):
+    """Scales by a weight whose gradient its kernel adds, and by another one; counts its passes in a buffer."""
+
+    def __init__(self, *, zeroes):
+        super().__init__()
+        self.fused, self.other = nn.Parameter(torch.ones(HIDDEN)), nn.Parameter(torch.ones(HIDDEN))
+        self.zeroes = zeroes
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x, packed):
+        self.passes += 1
+        return FusedProduct.apply(x, self.fused, self.zeroes) * self.other
+
+
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_kernels_that_add_to_main_grad_themselves_are_not_added_twice(zeroes):
+    """Captures and the passes before them leave main_grad and buffers as they were."""
+    module = FusedScale(zeroes=zeroes)
+    for p in module.parameters():
+        p.main_grad, p.grad_added_to_main_grad = torch.full_like(p, 0.5), False
+        p.zero_out_wgrad = zeroes
+    graphs = GraphedModule(module, [SMALL, LARGE], sample_every=0, num_slots=2)
+    with graphs.ahead_of_training():
+        graphs(draw().requires_grad_(), pack(FITTING[0]))
+    assert graphs.stats().captures == 4
+    assert all(torch.equal(p.main_grad, torch.full_like(p, 0.5)) for p in module.parameters())
+    assert module.passes == 0
+    expected = 0.5
+    for seed in range(3):
+        x = draw(seed).requires_grad_()
+        graphs(x, pack(FITTING[seed])).sum().backward()
+        expected = expected + x.detach().sum(0)
+        assert torch.equal(x.grad, torch.ones_like(x))
+        for p in module.parameters():
+            torch.testing.assert_close(p.main_grad, expected)
+            assert p.grad is None
+    assert module.passes == 3
+    assert graphs.stats().replays.total() == 3
+
+
+def test_a_capture_puts_back_what_its_passes_change_outside_the_module():
+    """A tensor that only the passes make becomes zero."""
+    counts = [torch.full((2,), 5.0)]
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x, packed):
+            if len(counts) == 1:
+                counts.append(torch.zeros(3))
+            for count in counts:
+                count += 1
+            return self.linear(x)
+
+    around = Surroundings(extra_state=lambda: counts)
+    graphs = GraphedModule(Counting(), [SMALL, LARGE], sample_every=0, surroundings=around)
+    with graphs.ahead_of_training():
+        graphs(draw().requires_grad_(), pack(FITTING[0]))
+    assert [count.tolist() for count in counts] == [[5.0] * 2, [0.0] * 3]
+    graphs(draw().requires_grad_(), pack(FITTING[0])).sum().backward()
+    assert [count.tolist() for count in counts] == [[6.0] * 2, [1.0] * 3]
+
+
+def test_a_weight_that_two_layers_share_is_one_weight_to_graphs_too():
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(HIDDEN, HIDDEN)
+            self.second = nn.Linear(HIDDEN, HIDDEN)
+            self.second.weight = self.first.weight
+
+        def forward(self, x, packed):
+            return self.second(torch.tanh(self.first(x)))
+
+    plain = Shared()
+    graphs, counted = GraphedModule(copy.deepcopy(plain), [SMALL], sample_every=0), Counter()
+    for number, p in enumerate(graphs.module.parameters()):
+        p.register_post_accumulate_grad_hook(lambda _, number=number: counted.update([number]))
+    for seed in range(2):
+        for module in (graphs, plain):
+            module(draw(seed).requires_grad_(), pack(FITTING[1])).square().sum().backward()
+    for got, expected in zip(gradients(graphs), gradients(plain), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert graphs.module.first.weight is graphs.module.second.weight
+    assert counted == {0: 2, 1: 2, 2: 2}
