@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -11,9 +15,13 @@ pytest.importorskip("torch")
 
 import torch
 from support.strategies import documents
+from support.unpinned_staging import UnpinnedStaging
 
-from thdprof.dispatch import Shape
+from thdprof.dispatch import Bucket, Shape
+from thdprof.runtime.graphs import static_metadata
+from thdprof.runtime.graphs.static_metadata import Metadata, sample_boundaries
 from thdprof.runtime.padding import (
+    Boundaries,
     PackedSequence,
     boundaries_of,
     document_of_tokens,
@@ -312,3 +320,115 @@ def test_the_host_does_not_wait_for_a_copy_to_the_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
     assert moved(there, gpu) is there  # it is on a GPU already
     assert len(queued) == 2
+
+
+# --- static metadata ------------------------------------------------------------------------------------------------
+
+WIDE, LONG = Bucket(70, 16, 16), Bucket(3, 16, 24)
+
+
+class Staging(UnpinnedStaging):
+    """A staging buffer that counts the copies out of it and says when it was written to during one."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.pinned.fill_(-1)
+        self.copies, self.is_copying, self.waits = 0, False, 0
+        self.copied = SimpleNamespace(synchronize=self.wait, record=self.record)
+
+    def wait(self):
+        self.is_copying = False
+        self.waits += 1
+
+    def record(self):
+        self.copies += 1
+        self.is_copying, self.as_copied = True, self.array.copy()
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """The staging buffers that are made."""
+    made = []
+    monkeypatch.setattr(static_metadata, "StagingBuffer", lambda size: made.append(Staging(size)) or made[-1])
+    return made
+
+
+def metadata(buckets, **options):
+    defaults = {"with_padded": False, "with_seq_idx": False, "device": torch.device("cpu")}
+    return Metadata(buckets, **{**defaults, **options})
+
+
+def test_a_staging_buffer_is_not_written_to_while_it_is_copied(staged):
+    found = metadata([LONG])
+    assert len(staged) == 4
+    for number in range(10):
+        for one in staged:
+            assert not one.is_copying or (one.array == one.as_copied).all()
+        found.stage(Boundaries(valid=int32([0, number + 1])), LONG)
+        assert found.packed(LONG).cu_seqlens.tolist() == [0, number + 1, number + 1, number + 1]
+    assert [one.copies for one in staged] == [3, 3, 2, 2]  # in turns, so that four may be under way
+    assert [one.waits for one in staged] == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("with_padded", [False, True])
+@pytest.mark.parametrize("with_seq_idx", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_what_graphs_read_is_the_last_micro_batchs_metadata(staged, with_padded, with_seq_idx, on_device, cp_size):
+    """For each of several buckets, at the same addresses for every micro-batch, and no more than its part is copied."""
+    buckets = [replace(bucket, cp_size=cp_size) for bucket in (WIDE, LONG)]
+    found = metadata(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx)
+    views = {bucket: found.packed(bucket) for bucket in buckets}
+    starts = views[buckets[0]]
+    checked = 0
+    for number, bucket in enumerate(buckets * 3):
+        n_tokens = bucket.n_tokens * cp_size
+        memory = int32([0, 4, 8 + number, n_tokens])
+        valid = memory - int32([0, 1, 2, 3]) if with_padded else memory
+        numbers = document_of_tokens(memory, n_tokens)
+        given = Boundaries(valid=valid, padded=memory if with_padded else None)
+        if on_device:
+            given = Boundaries(
+                valid=torch.from_numpy(valid),
+                padded=torch.from_numpy(memory) if with_padded else None,
+                seq_idx=torch.from_numpy(numbers) if with_seq_idx else None,
+            )
+        found.stage(given, bucket)
+        view = views[bucket]
+        padding = [int(valid[-1])] * (bucket.max_seqs - 3)
+        assert view.cu_seqlens.tolist() == [*valid.tolist(), *padding]
+        assert view.cu_seqlens.data_ptr() == found.packed(bucket).cu_seqlens.data_ptr() == starts.cu_seqlens.data_ptr()
+        assert (view.max_seqlen, view.cp_size, view.host, view.host_padded) == (16, cp_size, None, None)
+        assert (view.cu_seqlens_padded is not None, view.seq_idx is not None) == (with_padded, with_seq_idx)
+        if with_padded:
+            assert view.cu_seqlens_padded.tolist() == [*memory.tolist(), *[n_tokens] * (bucket.max_seqs - 3)]
+            assert view.cu_seqlens_padded.data_ptr() == starts.cu_seqlens_padded.data_ptr()
+        if with_seq_idx:
+            assert view.seq_idx.tolist() == numbers.tolist()
+            assert (
+                view.seq_idx.data_ptr() - view.cu_seqlens.data_ptr()
+            ) % 256 == 0  # kernels are made for aligned ones
+        checked += 1
+    assert checked == 6
+    assert sum(one.copies for one in staged) == (0 if on_device else 6)
+    numbers_in_buffer = (71 * (1 + with_padded) + 63) // 64 * 64 + (24 * cp_size if with_seq_idx else 0)
+    assert {one.array.size for one in staged} == {numbers_in_buffer}
+
+
+def test_documents_shown_to_a_capture_are_as_long_as_the_bucket_allows():
+    checked = 0
+    for max_seqs, max_seqlen, n_tokens, cp_size in product((1, 3, 5, 16), (1, 4, 13, 64), (16, 24), (1, 2, 4)):
+        valid = sample_boundaries(Bucket(max_seqs, max_seqlen, n_tokens, cp_size)).valid
+        lengths, tokens = np.diff(valid), n_tokens * cp_size
+        parts = 2 * cp_size if cp_size > 1 else 1
+        assert (valid.dtype, len(valid), valid[0]) == (np.int32, max_seqs + 1, 0)
+        assert lengths.max() <= max(max_seqlen, parts)
+        assert (lengths % parts == 0).all()
+        assert (np.diff(lengths) <= 0).all()
+        most = max(max_seqlen // parts, 1) * parts
+        assert valid[-1] == min(tokens, max_seqs * most)  # all tokens where documents may be that long
+        alike = lengths[lengths == lengths[0]]
+        assert len(alike) >= np.count_nonzero(lengths) - 1  # but for the last one with tokens
+        assert lengths[0] <= -(-tokens // max_seqs // parts) * parts + parts  # no longer than equal parts need
+        checked += 1
+    assert checked == 96
