@@ -241,6 +241,7 @@ def test_graphs_that_save_next_to_nothing_are_not_recommended(replay_ms, chosen)
     assert found.unlimited_relative_step_time == pytest.approx(min(1.0, replay_ms / 100))
     forced = recommend_for(make_table([3, 3], ranks=1, num_microbatches=1), costs, limits=Limits(max_fallback_rate=0.0))
     assert len(forced.buckets) == 1
+    assert forced.one_cap is not None
 
 
 @pytest.mark.parametrize(
@@ -339,6 +340,31 @@ def test_the_bound_counts_eager_micro_batches_among_independent_ones_upwards():
     assert found.fallback_rate.microbatch == 0.1
     assert found.fallback_rate_upper_bound == pytest.approx(upper_bound(1, 10))
     assert recommend_for(together, costs, independent=1).fallback_rate_upper_bound == 1.0
+
+
+@pytest.mark.parametrize(("stride", "searched"), [(1, 10), (4, 3), (10, 1)])
+def test_a_search_that_takes_too_long_looks_at_evenly_spaced_steps(rng, monkeypatch, stride, searched):
+    """The figures of what it chooses are of all steps; what would be best without limits is then not known."""
+    table = make_table(rng.integers(1, 90, 40), ranks=2, num_microbatches=2)
+    costs = make_costs(replay=((1, None, 10.0), (100, None, 90.0)), slot_bytes=1000, bucket_overhead=0.5)
+    monkeypatch.setattr("thdprof.analyze.buckets.recommend.search_stride", lambda *_: stride)
+    found = recommend_for(table, costs, limits=Limits(num_buckets=2, graph_memory_bytes=1000))
+    assert len(found.buckets) == 1
+    assert found.graph_memory_bytes == 1000
+    assert found.steps_searched == searched
+    assert found.step_ms == pytest.approx(brute_force_step_ms(table, costs, found.buckets))
+    assert found.eager_step_ms == pytest.approx(brute_force_step_ms(table, costs, ()))
+    assert found.relative_step_time == found.step_ms / found.eager_step_ms
+    assert (found.unlimited_relative_step_time < found.relative_step_time) == (searched == 10)
+
+
+def test_buckets_are_of_the_runs_context_parallel_size(rng):
+    table = make_table(rng.integers(1, 90, 40), ranks=2, num_microbatches=2, max_seqlen=rng.integers(1, 129, 40))
+    found = recommend_for(table, make_costs(), longest_possible={2: 128})
+    assert {(b.n_tokens, b.cp_size) for b in found.buckets} == {(64, 2)}
+    assert max(b.max_seqlen for b in found.buckets) == 128
+    assert (found.fallback_rate.step, sum(found.shares)) == (0.0, pytest.approx(1.0))
+    assert found.relative_step_time < 0.5
 
 
 def test_systems_a_with_64_microbatches_a_step(rng):
