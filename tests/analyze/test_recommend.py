@@ -434,8 +434,10 @@ def test_several_buckets_hold_the_largest_micro_batch_though_leaving_it_out_is_q
     assert quickest.step_ms < covering.step_ms < 1.1 * quickest.step_ms
 
 
-def test_one_bucket_is_the_quickest_one():
-    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, 60.0)))
+@pytest.mark.parametrize("large_ms", [60.0, 15.0])
+def test_one_bucket_is_the_quickest_one(large_ms):
+    """Also where a bucket for all, at 15 ms, would keep most of the gain."""
+    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, large_ms)))
     found = recommend_for(outlier(), costs, limits=Limits(num_buckets=1))
     assert [b.max_seqs for b in found.buckets] == [3]
 
