@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from support import recorded_graphs  # noqa: E402
+from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack  # noqa: E402
@@ -486,3 +488,103 @@ def test_a_weight_that_two_layers_share_is_one_weight_to_graphs_too():
         torch.testing.assert_close(got, expected)
     assert graphs.module.first.weight is graphs.module.second.weight
     assert counted == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_parameter_that_a_plain_object_keeps_gets_its_gradient(plain):
+    class Holder:
+        """No module: as Megatron's mixer of state-space layers has one."""
+
+    class Holding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((HIDDEN,), 0.5))
+            self.holder, self.nothing = Holder(), None
+            self.holder.kept, self.holder.text = self.scale, "text"
+            self.holder.strange = nn.Parameter(torch.ones(HIDDEN), requires_grad=False)
+
+        def forward(self, x, packed):
+            return torch.tanh(x * self.holder.kept * self.holder.strange)
+
+    plain = Holding()
+    graphs = GraphedModule(copy.deepcopy(plain), [SMALL], sample_every=0)
+    for seed in range(2):
+        for module in (graphs, plain):
+            module(draw(seed).requires_grad_(), pack(FITTING[1])).square().sum().backward()
+    assert_alike(gradients(graphs), gradients(plain))
+    assert graphs.module.holder.kept is graphs.module.scale
+    assert graphs.stats().replays.total() == 2
+
+
+@pytest.fixture
+def pools(monkeypatch):
+    """The memory pool of every graph that was captured, in order; each handle is another one."""
+    number, used, capture = itertools.count(), [], torch.cuda.graph
+
+    def noted(graph, *, pool, **options):
+        used.append(pool)
+        return capture(graph, pool=pool, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(number)))
+    monkeypatch.setattr(torch.cuda, "graph", noted)
+    return used
+
+
+def test_buckets_of_a_slot_share_a_pool_and_closing_frees_all_graphs(plain, pools):
+    graphs = graphed(plain, num_slots=2)
+    micro_batch(graphs, 0, pack(FITTING[0]))
+    assert pools == [(0, 0)] * 4 + [(0, 1)] * 4  # two buckets, each forward and backward
+    first = [*RecordedGraph.made]
+    assert all(graph.operations for graph in first)
+    graphs.recapture()
+    assert not any(graph.operations for graph in first)
+    micro_batch(graphs, 0, pack(FITTING[0]))
+    again = RecordedGraph.made[len(first) :]
+    assert len(again) == 8
+    assert all(graph.operations for graph in again)
+    held = graphs(draw().requires_grad_(), pack(FITTING[0]))
+    graphs.close()
+    assert not any(graph.operations for graph in again)
+    with pytest.raises(RuntimeError, match="closed or dropped before the backward"):
+        held["side"].sum().backward()
+
+
+def test_after_a_capture_that_failed_its_slot_has_another_pool_and_the_other_bucket_replays(plain, pools):
+    class FailsForFew(Reader):
+        def forward(self, x, packed, scale=None):
+            if len(packed.cu_seqlens) == SMALL.max_seqs + 1 and packed.host is None:  # in a capture
+                raise RuntimeError("not for so few")
+            return super().forward(x, packed, scale)
+
+    module = FailsForFew()
+    module.load_state_dict(plain.state_dict())
+    module.frozen.requires_grad_(False)
+    graphs = GraphedModule(module, [SMALL, LARGE], sample_every=0)
+    for seed, bounds in enumerate(FITTING):
+        assert_alike(micro_batch(graphs, seed, pack(bounds)), micro_batch(plain, seed, pack(bounds)))
+        assert_alike(gradients(graphs), gradients(plain))
+    assert graphs.stats().replays == {LARGE: 2}
+    assert graphs.stats().fallbacks == {FallbackReason.capture_failed: 2}
+    assert pools == [(0, 0)] * 2 + [(0, 1)] * 2  # the large bucket's, and once more
+    dropped = [graph for graph in RecordedGraph.made if not graph.operations]
+    assert len(dropped) == 2
+    assert not any(graph.replays for graph in dropped)
+
+
+def test_inputs_outputs_and_gradients_are_the_callers_own(plain):
+    """Whatever their layout in memory, and for several inputs."""
+    graphs = graphed(plain, num_slots=2)
+    scale = torch.full((HIDDEN,), 2.0)
+    for seed, bounds in enumerate(FITTING):
+        found = []
+        for module in (graphs, plain):
+            x = draw(seed).t().contiguous().t().requires_grad_()  # columns one after the other
+            own = scale.clone().requires_grad_()
+            outputs = module(x, pack(bounds), scale=own)
+            (outputs["hidden"].sum() + outputs["side"].sum()).backward()
+            found.append([outputs["hidden"].detach().clone(), x.grad.clone(), own.grad])
+            for mine in (x.detach(), x.grad, outputs["hidden"].detach()):
+                mine.fill_(float("nan"))  # they are the caller's
+        for got, expected in zip(*found, strict=True):  # another layout is multiplied in another order
+            torch.testing.assert_close(got, expected)
+    assert graphs.stats().replays.total() == 4
+    assert graphs.pool_bytes() == 2 * (draw().nbytes + scale.nbytes)  # the static inputs; pools are counted as 0 here
