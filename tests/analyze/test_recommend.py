@@ -289,7 +289,9 @@ def test_caps_are_rounded_up_to_the_steps_of_a_kernel():
     costs = make_costs(replay=replay, max_seqs_steps=(32, 64, 128), max_seqs_granularity=8)
     assert candidate_caps(Profile.of(table), costs) == [32, 64, 144]
     percentiles = {20, 140}
-    assert [c.max_seqs for c in recommend_for(table, costs).candidates] == sorted({32, 64, 144} | percentiles)
+    found = recommend_for(table, costs)
+    assert [c.max_seqs for c in found.candidates] == sorted({32, 64, 144} | percentiles)
+    assert found.one_cap.max_seqs == 144  # as quick as 140, and holds more
     assert [costs.rounded_max_seqs(n) for n in (0, 1, 32, 33, 128, 129, 136)] == [32, 32, 32, 64, 128, 136, 136]
 
 
@@ -356,6 +358,14 @@ def test_a_search_that_takes_too_long_looks_at_evenly_spaced_steps(rng, monkeypa
     assert found.eager_step_ms == pytest.approx(brute_force_step_ms(table, costs, ()))
     assert found.relative_step_time == found.step_ms / found.eager_step_ms
     assert (found.unlimited_relative_step_time < found.relative_step_time) == (searched == 10)
+
+
+def test_more_choices_than_are_compared_are_refused(monkeypatch):
+    table, costs = make_table([1, 20, 33, 140], ranks=1, num_microbatches=1), make_costs()
+    assert len(recommend_for(table, costs, limits=Limits(num_buckets=2)).candidates) == 4
+    monkeypatch.setattr("thdprof.analyze.buckets.search._MOST_CHOICES", 10)
+    with pytest.raises(UsageError, match=r"--buckets 2: 11 choices of 4 shapes are more than the 10 that are compared"):
+        recommend_for(table, costs, limits=Limits(num_buckets=2))
 
 
 def test_buckets_are_of_the_runs_context_parallel_size(rng):
