@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
 
@@ -240,6 +241,7 @@ def test_graphs_that_save_next_to_nothing_are_not_recommended(replay_ms, chosen)
     assert found.unlimited_relative_step_time == pytest.approx(min(1.0, replay_ms / 100))
     forced = recommend_for(make_table([3, 3], ranks=1, num_microbatches=1), costs, limits=Limits(max_fallback_rate=0.0))
     assert len(forced.buckets) == 1
+    assert forced.one_cap is not None
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,9 @@ def test_caps_are_rounded_up_to_the_steps_of_a_kernel():
     costs = make_costs(replay=replay, max_seqs_steps=(32, 64, 128), max_seqs_granularity=8)
     assert candidate_caps(Profile.of(table), costs) == [32, 64, 144]
     percentiles = {20, 140}
-    assert [c.max_seqs for c in recommend_for(table, costs).candidates] == sorted({32, 64, 144} | percentiles)
+    found = recommend_for(table, costs)
+    assert [c.max_seqs for c in found.candidates] == sorted({32, 64, 144} | percentiles)
+    assert found.one_cap.max_seqs == 144  # as quick as 140, and holds more
     assert [costs.rounded_max_seqs(n) for n in (0, 1, 32, 33, 128, 129, 136)] == [32, 32, 32, 64, 128, 136, 136]
 
 
@@ -314,6 +318,63 @@ def test_memory_budget_and_rate_limit_the_choice():
     assert kept.fallback_rate.step <= 0.01
     with pytest.raises(UsageError, match="no choice of buckets"):
         recommend_for(table, costs, limits=Limits(graph_memory_bytes=10, max_fallback_rate=0.01))
+
+
+def test_the_limit_is_on_steps_of_which_any_rank_runs_eagerly():
+    """One micro-batch in 20 is eager under the quickest bucket: that is one (rank, step) in 20, and one step in 10."""
+    table = make_table([1] * 19 + [100], ranks=2, num_microbatches=1)
+    costs = make_costs(replay=((1, None, 1.0), (100, None, 90.0)))
+    for most, cap in ((0.1, 1), (0.05, 100)):
+        found = recommend_for(table, costs, limits=Limits(num_buckets=1, max_fallback_rate=most))
+        assert [b.max_seqs for b in found.buckets] == [cap]
+        assert found.fallback_rate.step <= most
+
+
+def test_the_bound_counts_eager_micro_batches_among_independent_ones_upwards():
+    """One in ten of the table is eager: half a micro-batch of five that are independent counts as one."""
+    table = make_table([1] * 9 + [100], ranks=2, num_microbatches=1)
+    costs = make_costs(replay=((1, None, 1.0), (100, None, 900.0)))
+    found = recommend_for(table, costs, independent=5)
+    assert found.fallback_rate.microbatch == 0.1
+    assert found.fallback_rate_upper_bound == pytest.approx(upper_bound(1, 5))
+    together = replace(make_table([1] * 18 + [100] * 2, ranks=2, num_microbatches=1), shared_capture_ranks=2)
+    found = recommend_for(together, costs, independent=20)  # pairs decide alike: ten decisions, of which one is eager
+    assert found.fallback_rate.microbatch == 0.1
+    assert found.fallback_rate_upper_bound == pytest.approx(upper_bound(1, 10))
+    assert recommend_for(together, costs, independent=1).fallback_rate_upper_bound == 1.0
+
+
+@pytest.mark.parametrize(("stride", "searched"), [(1, 10), (4, 3), (10, 1)])
+def test_a_search_that_takes_too_long_looks_at_evenly_spaced_steps(rng, monkeypatch, stride, searched):
+    """The figures of what it chooses are of all steps; what would be best without limits is then not known."""
+    table = make_table(rng.integers(1, 90, 40), ranks=2, num_microbatches=2)
+    costs = make_costs(replay=((1, None, 10.0), (100, None, 90.0)), slot_bytes=1000, bucket_overhead=0.5)
+    monkeypatch.setattr("thdprof.analyze.buckets.recommend.search_stride", lambda *_: stride)
+    found = recommend_for(table, costs, limits=Limits(num_buckets=2, graph_memory_bytes=1000))
+    assert len(found.buckets) == 1
+    assert found.graph_memory_bytes == 1000
+    assert found.steps_searched == searched
+    assert found.step_ms == pytest.approx(brute_force_step_ms(table, costs, found.buckets))
+    assert found.eager_step_ms == pytest.approx(brute_force_step_ms(table, costs, ()))
+    assert found.relative_step_time == found.step_ms / found.eager_step_ms
+    assert (found.unlimited_relative_step_time < found.relative_step_time) == (searched == 10)
+
+
+def test_more_choices_than_are_compared_are_refused(monkeypatch):
+    table, costs = make_table([1, 20, 33, 140], ranks=1, num_microbatches=1), make_costs()
+    assert len(recommend_for(table, costs, limits=Limits(num_buckets=2)).candidates) == 4
+    monkeypatch.setattr("thdprof.analyze.buckets.search._MOST_CHOICES", 10)
+    with pytest.raises(UsageError, match=r"--buckets 2: 11 choices of 4 shapes are more than the 10 that are compared"):
+        recommend_for(table, costs, limits=Limits(num_buckets=2))
+
+
+def test_buckets_are_of_the_runs_context_parallel_size(rng):
+    table = make_table(rng.integers(1, 90, 40), ranks=2, num_microbatches=2, max_seqlen=rng.integers(1, 129, 40))
+    found = recommend_for(table, make_costs(), longest_possible={2: 128})
+    assert {(b.n_tokens, b.cp_size) for b in found.buckets} == {(64, 2)}
+    assert max(b.max_seqlen for b in found.buckets) == 128
+    assert (found.fallback_rate.step, sum(found.shares)) == (0.0, pytest.approx(1.0))
+    assert found.relative_step_time < 0.5
 
 
 def test_systems_a_with_64_microbatches_a_step(rng):
@@ -383,8 +444,10 @@ def test_several_buckets_hold_the_largest_micro_batch_though_leaving_it_out_is_q
     assert quickest.step_ms < covering.step_ms < 1.1 * quickest.step_ms
 
 
-def test_one_bucket_is_the_quickest_one():
-    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, 60.0)))
+@pytest.mark.parametrize("large_ms", [60.0, 15.0])
+def test_one_bucket_is_the_quickest_one(large_ms):
+    """Also where a bucket for all, at 15 ms, would keep most of the gain."""
+    costs = make_costs(eager=30.0, replay=((4, None, 10.0), (50, None, large_ms)))
     found = recommend_for(outlier(), costs, limits=Limits(num_buckets=1))
     assert [b.max_seqs for b in found.buckets] == [3]
 
@@ -397,6 +460,18 @@ def test_the_largest_micro_batch_stays_eager_where_holding_it_would_cost_half_th
 def test_holding_the_largest_micro_batch_makes_no_graphs_that_do_not_pay():
     costs = make_costs(eager=30.0, replay=((4, None, 29.9), (50, None, 60.0)))
     assert recommend_for(outlier(), costs).buckets == ()
+
+
+def test_holding_the_largest_micro_batch_never_makes_graphs_that_pay_into_graphs_that_do_not():
+    """Buckets that save 3% pay, and keep half of that with the largest micro-batch held: 1.6%, which does not pay."""
+    costs = make_costs(replay=((4, None, 96.9), (50, None, 240.0)))
+    quickest = recommend_for(outlier(), costs, limits=Limits(cover_largest=False))
+    covering = recommend_for(outlier(), costs)
+    assert [b.max_seqs for b in quickest.buckets] == [3]
+    assert covering.buckets == quickest.buckets
+    both = Bucket(3, 64, 64), Bucket(50, 64, 64)
+    held_ms = brute_force_step_ms(outlier(), costs, both)
+    assert 0.98 * covering.eager_step_ms < held_ms < (covering.eager_step_ms + quickest.step_ms) / 2
 
 
 def test_the_longest_document_is_held_as_well():

@@ -111,6 +111,14 @@ class TestBridge:
         (tmp_path / "16_metadata.jsonl").write_text(json.dumps([{"pack_size": 8}]))  # less than the longest row
         assert read_dataset([str(other)]).pack_tokens == 32
 
+    def test_a_pack_size_in_a_name_that_is_less_than_a_row_is_taken_where_no_metadata_is_sure(self, tmp_path):
+        """Training by that name stops at the row, and so does the analysis: a guess would hide it."""
+        path = files.write_bridge(tmp_path / "training_2.parquet", ROWS)
+        assert read_dataset([str(path)]).pack_tokens == 2
+        for size, expected in ((32, 32), (48, 2)):
+            (tmp_path / f"{size}_metadata.jsonl").write_text(json.dumps([{"pack_size": size}]))
+            assert read_dataset([str(path)]).pack_tokens == expected
+
     def test_reads_no_token(self, tmp_path):
         path = files.write_bridge(tmp_path / "a.parquet", ROWS, row_group_size=9, compression="none")
         chunk = pq.read_metadata(path).row_group(0).column(0)

@@ -170,6 +170,9 @@ def test_statistics_of_another_plan_do_not_hold_however_alike_the_shares(thdprof
     other = thdprof("compare", plan, stats(line(replays(6, 1), plan="sha256:0")))
     assert other.returncode == 3
     assert "another plan" in other.stderr
+    for identity, same in ((own, True), ("sha256:0", False)):
+        found = compare(load_plan(plan), read_stats(stats(line(replays(6, 1), plan=identity))), tolerance=0)
+        assert (found.of_this_plan, found.holds, found.largest_difference) == (same, same, 0.0)
 
 
 def test_a_plans_identity_is_that_of_its_data_settings_and_buckets(plan):
@@ -180,6 +183,34 @@ def test_a_plans_identity_is_that_of_its_data_settings_and_buckets(plan):
     seeded = loaded.model_copy(update={"training": dataclasses.replace(loaded.training, seed=7)})
     assert same.identity == loaded.identity
     assert len({loaded.identity, fewer.identity, seeded.identity}) == 3
+
+
+def test_fields_that_a_line_lacks_have_their_defaults(plan, stats):
+    """The line of an older run, or of another program."""
+    bare = [{"max_seqs": cap, "max_seqlen": 8, "count": n} for cap, n in ((2, 6), (3, 1))]
+    short = {"schema": "thdprof.stats/1", "microbatches": 8, "replays": bare, "fallbacks": {"too_many_seqs": 1}}
+    found = compare(load_plan(plan), read_stats(stats(short)), tolerance=0)
+    assert found == compare(load_plan(plan), read_stats(stats(line(replays(6, 1)))), tolerance=0)
+    assert (found.holds, found.of_this_plan, found.all_ranks) == (True, None, True)
+    assert (found.verified, found.mismatches, found.replay_ms, found.eager_ms) == (0, 0, None, None)
+
+
+def test_a_difference_of_the_tolerance_passes_whatever_its_last_digit(plan, stats):
+    path = stats(line(replays(7, 1), fallbacks={"too_many_seqs": 2}))  # 0.7 of 0.75, 0.1 of 0.125, 0.2 of 0.125
+    found = compare(load_plan(plan), read_stats(path), tolerance=0.075)
+    assert found.largest_difference > 0.075  # by the rounding of 0.2 - 0.125
+    assert found.holds
+    assert not compare(load_plan(plan), read_stats(path), tolerance=0.0749).holds
+    few = compare(load_plan(plan), read_stats(stats(line(replays(6, 2), fallbacks={}))), tolerance=0.1)
+    assert (few.observed_fallback_rate, few.largest_difference, few.holds) == (0.0, 0.125, False)
+
+
+def test_a_run_of_another_size_of_context_parallelism_replays_other_buckets(plan, stats):
+    of_two = [{**entry, "cp_size": 2} for entry in replays(6, 1)]
+    found = compare(load_plan(plan), read_stats(stats(line(of_two))), tolerance=0.5)
+    shares = [(b.max_seqs, b.cp_size, b.predicted_share, b.observed_share) for b in found.buckets]
+    assert shares == [(2, 1, 0.75, 0.0), (2, 2, 0.0, 0.75), (3, 1, 0.125, 0.0), (3, 2, 0.0, 0.125)]
+    assert not found.holds
 
 
 def test_counters_of_one_rank_after_an_error_say_so(thdprof, plan, stats):
@@ -240,6 +271,11 @@ def test_a_plan_that_captures_nothing_predicts_that_all_run_eagerly(plan, stats)
     found = compare(load_plan(plan), read_stats(path), tolerance=0)
     assert found.holds
     assert not found.other_fallbacks
+    evaluated = read_stats(stats(line([], fallbacks={"disabled_by_user": 6, "no_cuda": 2, "not_training": 4})))
+    found = compare(load_plan(plan), evaluated, tolerance=0)
+    assert (found.evaluated, found.dispatched, found.observed_fallback_rate) == (4, 8, 1.0)
+    assert found.fallbacks == {"disabled_by_user": 6, "no_cuda": 2}
+    assert found.holds
     assert not compare(load_plan(plan), read_stats(stats(line(replays(6)))), tolerance=0.1).holds
 
 

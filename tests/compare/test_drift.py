@@ -7,6 +7,7 @@ from math import comb
 
 import numpy as np
 import pytest
+from scipy.stats import hypergeom
 from support.plans import plan_of_shares
 
 from thdprof.compare.drift import FALSE_ALARMS_PER_RUN, DriftTest, Moved, tail
@@ -54,6 +55,81 @@ def test_the_tail_is_that_of_fishers_exact_test():
                     assert tail(count, drawn, marked, others) == pytest.approx(float(exact) if above else 1.0)
                     compared += above
     assert compared > 500
+
+
+def chance_by_definition(count, total, share, planned, together) -> float:
+    """Fisher's exact test of one count, on whichever side of the plan's share it is, by scipy's distribution."""
+    drawn, others = int(total // together), int(planned // together)
+    if count < share * total:
+        count, share = total - count, 1 - share
+    seen, marked = int(count * drawn // total), min(others, int(np.ceil(share * others - 1e-6)))
+    above = seen * others > marked * drawn and seen + marked <= drawn + others
+    return float(hypergeom.sf(seen - 1, drawn + others, seen + marked, drawn)) if above else 1.0
+
+
+def alarm_by_definition(plan, seen, together) -> tuple[float, int, int] | None:
+    """Chance, micro-batches and kind of the alarm after the comparisons `seen`, cumulative counts of each kind.
+
+    The i-th comparison may spend 1 / (i * (i + 1)) of the chance of a false alarm, shared evenly among its spans, its
+    kinds, and too few or too many.
+    """
+    shares = [plan.predictions.fallback_rate.microbatch, *(plan.shares[b] for b in sorted(plan.shares))]
+    looks = len(seen)
+    spans = {1 << power for power in range(looks.bit_length()) if 1 << power < looks} | {looks}
+    allowed = FALSE_ALARMS_PER_RUN / (looks * (looks + 1)) / len(spans) / len(shares) / 2
+    found = []
+    for span in sorted(spans):
+        counts = np.array(seen[-1]) - (np.array(seen[-1 - span]) if span < looks else 0)
+        total = int(counts.sum())
+        for kind, (share, count) in enumerate(zip(shares, counts.tolist(), strict=True)):
+            chance = chance_by_definition(count, total, share, plan.microbatches.count, together)
+            if chance < allowed:
+                found.append((chance, total, kind))
+    return min(found, default=None, key=lambda alarm: alarm[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "together"),
+    [
+        ({}, 1),
+        ({"shared_capture_ranks": 2, "data_parallel_size": 4}, 2),
+        ({"dataset_format": "bridge_npy", "loader": "batch", "data_parallel_size": 2, "global_batch_size": 20}, 5),
+        ({"dataset_format": "bridge", "loader": "cyclic", "data_parallel_size": 2, "global_batch_size": 20}, 1),
+        ({"dataset_format": "lengths", "loader": None, "packer": "dynamic_cp", "max_seqlen_per_dp_cp_rank": 256}, 10),
+        ({"dataset_format": "megatron", "loader": "batch"}, 1),
+    ],
+)
+def test_an_alarm_is_given_exactly_where_the_chance_is_less_than_a_comparison_may_spend(rng, settings, together):
+    plan = plan_of_shares((0.6, 0.25, 0.1), count=2000 * together, steps=200 * together, **settings)
+    buckets, alarms, quiet, kinds = sorted(plan.shares), 0, 0, set()
+    for run in range(20):
+        test, counts, seen = DriftTest(plan), np.zeros(4, dtype=int), []
+        drift = rng.dirichlet([2, 8, 6, 4]) if run % 2 else [0.05, 0.6, 0.25, 0.1]
+        for look in range(1, 12):
+            if look == 6:  # the run's data moves on in its middle
+                drift = rng.dirichlet([2, 8, 6, 4])
+            counts = counts + rng.multinomial(rng.integers(1, 200 * together), drift)
+            seen.append(counts.tolist())
+            replays = dict(zip(buckets, counts[1:].tolist(), strict=True))
+            moved = test.moved(replays, by_shape=int(counts[0]), undecided=0)
+            expected = alarm_by_definition(plan, seen, together)
+            if expected is None:
+                assert moved is None
+                quiet += 1
+                continue
+            chance, total, kind = expected
+            assert moved.chance == pytest.approx(chance, rel=1e-6, abs=1e-300)
+            if chance > 1e-250:  # else several have no chance at all
+                assert (moved.microbatches, moved.bucket) == (total, buckets[kind - 1] if kind else None)
+                share = [0.05, 0.6, 0.25, 0.1][kind]
+                before = next((s[kind] for s in seen[::-1] if sum(seen[-1]) - sum(s) == total), 0)
+                assert moved.predicted_share == pytest.approx(share)
+                assert moved.observed_share == pytest.approx((seen[-1][kind] - before) / total)
+                kinds.add(kind)
+            alarms += 1
+    assert alarms > 20
+    assert quiet > 20
+    assert len(kinds) == 4
 
 
 @pytest.mark.parametrize("shares", [SHARES, (0.999,), (1.0,)])
@@ -127,6 +203,15 @@ def test_the_words_of_an_alarm():
     )
 
 
+def test_nothing_is_said_of_no_micro_batches():
+    plan = plan_of_shares((0.75, 0.125), count=80_000, steps=10_000)
+    small, large = sorted(plan.shares)
+    test = DriftTest(plan)
+    for _ in range(3):  # the second and the third time nothing has come since
+        assert test.moved({small: 75, large: 13}, by_shape=12, undecided=0) is None
+    assert DriftTest(plan).moved({}, by_shape=0, undecided=0) is None
+
+
 def test_shares_of_buckets_are_not_compared_while_other_reasons_hide_them():
     """Without a free slot it is not known which bucket a micro-batch would have replayed."""
     plan = plan_of_shares((0.75, 0.125), count=80_000, steps=10_000)
@@ -145,6 +230,15 @@ def test_rows_in_the_files_order_alarm_only_past_what_the_whole_plan_holds():
     assert str(moved) == (
         "of the last 800 micro-batches 100.00% ran eagerly by shape, the plan says 5.00% (the whole plan has fewer)"
     )
+    for few in (400, 401):  # of 8,000 the plan has 400
+        replayed = dict(zip(sorted(plan.shares), (4200, 1000, 200), strict=True))
+        moved = DriftTest(plan).moved(replayed, by_shape=few, undecided=8000 - 5400 - few)
+        assert (moved is None) == (few == 400)
+    assert moved.bucket is None
+    assert (moved.observed_share, moved.predicted_share) == (401 / 8000, pytest.approx(0.05))
+    replayed[max(replayed)] = 801
+    assert DriftTest(plan).moved(replayed, by_shape=0, undecided=8000 - 6001).bucket == max(replayed)
+    assert DriftTest(plan).moved(replayed, by_shape=0, undecided=8001 - 6001) is None  # what follows is not known
     drawn = plan_of_shares(SHARES, count=8000, steps=1000, dataset_format="lengths", packer="next_fit", exact=False)
     assert first_alarm(drawn, np.zeros(8000, dtype=int)) is None
 
@@ -154,6 +248,7 @@ def test_rows_in_the_files_order_alarm_only_past_what_the_whole_plan_holds():
     [
         ({"dataset_format": "bridge", "loader": "batch", "global_batch_size": 16, "data_parallel_size": 2}, 8),
         ({"dataset_format": "lengths", "loader": None, "packer": "dp_balanced", "data_parallel_size": 2}, 16),
+        ({"data_parallel_size": 8, "shared_capture_ranks": 8}, 8),
     ],
 )
 def test_micro_batches_that_are_made_together_count_as_one(rng, settings, together):
@@ -163,3 +258,11 @@ def test_micro_batches_that_are_made_together_count_as_one(rng, settings, togeth
     for _ in range(25):
         assert first_alarm(plan, np.repeat(rng.permutation(kinds), together)) is None
     assert first_alarm(plan, np.repeat(rng.choice(4, 1000, p=[0.3, 0.4, 0.2, 0.1]), together)) is not None
+
+
+def test_only_rows_that_a_file_gives_in_its_order_are_compared_with_the_whole_plan():
+    in_order = {"dataset_format": "lengths", "packer": "next_fit", "loader": "single"}
+    for changes in ({"loader": "cyclic"}, {"dataset_format": "megatron"}, {"max_num_samples": 99}, {}):
+        plan = plan_of_shares(SHARES, count=8000, steps=1000, **{**in_order, **changes})
+        moved = DriftTest(plan).moved({}, by_shape=300, undecided=0)
+        assert (moved is None) == (not changes)  # the plan has 400 of them

@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack  # noqa: E402
 from thdprof.runtime.graphs.pieces import completed  # noqa: E402
+from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN, LAYERS = 12, 4, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
@@ -129,6 +130,46 @@ def test_hooks_run_after_the_backward_of_their_piece():
     assert sorted(order[1:5]) == [2, 2, 3, 3]
     assert order[5] == "graph 7"
     assert sorted(order[6:]) == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("layers_per_piece", [LAYERS, 2])
+def test_callbacks_come_between_the_graphs_and_the_hooks(layers_per_piece):
+    """After a backward graph, and before the hooks of the parameters whose gradients it has completed."""
+    order = []
+
+    def note(event):
+        return lambda *_: order.append(event)
+
+    def on_piece(parameters):
+        order.append({name.split(".")[1] for name, p in graphs.module.named_parameters() if p in {*parameters}})
+
+    around = Surroundings(
+        on_backward=note("backward"),
+        on_piece=on_piece,
+        before_forward=note("before"),
+        after_forward=note("after"),
+        after_backward=note("ended"),
+    )
+    graphs = graphed(stack(), layers_per_piece, surroundings=around)
+    with graphs.ahead_of_training():
+        graphs(draw().requires_grad_(), pack(BOUNDS[3]))
+    graphs.module.layers[0].linear.weight.register_post_accumulate_grad_hook(note("hook of the first"))
+    graphs.module.layers[3].linear.weight.register_post_accumulate_grad_hook(note("hook of the last"))
+    for graph in RecordedGraph.made:
+        graph.replay = lambda replay=graph.replay: (order.append("graph"), replay())
+    assert order == []  # a capture is no micro-batch
+    for _ in range(2):
+        y = graphs(draw().requires_grad_(), pack(BOUNDS[3]))
+        pieces = LAYERS // layers_per_piece
+        assert order == ["before", *["graph"] * pieces, "after"]
+        order.clear()
+        y.square().sum().backward()
+        if pieces == 1:
+            assert order == ["graph", "ended", "backward", "hook of the first", "hook of the last"]
+        else:
+            last = ["graph", {"2", "3", "weight", "bias"}, "hook of the last"]
+            assert order == [*last, "graph", "ended", {"0", "1"}, "hook of the first"]
+        order.clear()
 
 
 def test_each_piece_is_waited_for_before_its_forward(monkeypatch):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import example, given
@@ -11,13 +15,18 @@ pytest.importorskip("torch")
 
 import torch
 from support.strategies import documents
+from support.unpinned_staging import UnpinnedStaging
 
-from thdprof.dispatch import Shape
+from thdprof.dispatch import Bucket, Shape
+from thdprof.runtime.graphs import static_metadata
+from thdprof.runtime.graphs.static_metadata import Metadata, sample_boundaries
 from thdprof.runtime.padding import (
+    Boundaries,
     PackedSequence,
     boundaries_of,
     document_of_tokens,
     fill_padded,
+    moved,
     pack,
     pad_cu_seqlens,
     shape_of,
@@ -57,6 +66,7 @@ def test_pack_keeps_a_larger_max_seqlen():
     packed = pack([0, 3, 10], max_seqlen=np.int64(12), cp_size=2)
     assert (packed.max_seqlen, packed.cp_size) == (12, 2)
     assert type(packed.max_seqlen) is int
+    assert pack([0, 3, 10], max_seqlen=7).max_seqlen == 7
 
 
 def test_pack_of_no_documents():
@@ -78,6 +88,16 @@ def test_pack_refuses_what_are_not_boundaries(boundaries, message, given_as):
     with pytest.raises(ValueError) as raised:
         pack(given_as(boundaries))
     assert str(raised.value) == message
+
+
+def test_pack_refuses_what_int32_does_not_hold():
+    for boundaries, what in (([0, 2.5, 4], "float64 up to 4.0"), ([False, True], "bool up to True")):
+        with pytest.raises(ValueError, match=rf"whole numbers below 2\*\*31, got {what}"):
+            pack(np.array(boundaries))
+    assert pack(np.array([0, 2**31 - 1])).max_seqlen == 2**31 - 1
+    assert pack(np.array([0, 5], dtype=np.uint16)).max_seqlen == 5
+    with pytest.raises(ValueError, match=r"whole numbers below 2\*\*31, got int64 up to 2147483648"):
+        pack(np.array([0, 2**31]))
 
 
 def test_pack_refuses_a_max_seqlen_that_would_bake_in_too_little():
@@ -219,6 +239,8 @@ def test_eager_metadata(policy):
     assert moved.cu_seqlens.dtype == moved.seq_idx.dtype == torch.int32
     assert moved.cu_seqlens.tolist() == host.tolist()
     assert moved.seq_idx.tolist() == brute_force(host.tolist(), 10)
+    assert moved.host.tolist() == host.tolist()
+    assert (moved.cu_seqlens_padded, moved.host_padded) == (None, None)
     assert (moved.max_seqlen, moved.cp_size) == ({"none": 4, "append_dummy_seq": 4, "extend_last": 7}[policy], 2)
 
 
@@ -247,6 +269,10 @@ def test_the_tail_of_padded_documents_has_no_valid_tokens(policy, valid, padded,
     moved = to_device(packed, found, 16, torch.device("cpu"))
     assert moved.cu_seqlens.tolist() == new_valid
     assert moved.cu_seqlens_padded.tolist() == new_padded
+    assert (moved.host.tolist(), moved.host_padded.tolist()) == (new_valid, new_padded)
+    # what the tail policy leaves as it is may be on the device already, and is not copied there again
+    assert (moved.cu_seqlens is packed.cu_seqlens) == (new_valid == valid)
+    assert (moved.cu_seqlens_padded is packed.cu_seqlens_padded) == (new_padded == padded)
 
 
 def test_boundaries_on_the_device_alone_take_no_tail():
@@ -254,7 +280,155 @@ def test_boundaries_on_the_device_alone_take_no_tail():
     there = PackedSequence(cu_seqlens=torch.tensor([0, 3, 7], dtype=torch.int32), max_seqlen=4)
     found = boundaries_of(there, 10, "none")
     assert found.valid is there.cu_seqlens
-    assert (found.n_seqs, found.padded) == (2, None)
+    assert (found.n_seqs, found.padded, found.seq_idx) == (2, None, None)
     for policy in ("append_dummy_seq", "extend_last"):
         with pytest.raises(ValueError, match=f"the tail policy {policy} needs the boundaries on the host: make the"):
             boundaries_of(there, 10, policy)
+
+
+def test_boundaries_on_the_device_alone_keep_padding_and_documents_of_tokens():
+    valid, padded = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 4, 10], dtype=torch.int32)
+    number = torch.tensor([0] * 4 + [1] * 6, dtype=torch.int32)
+    there = PackedSequence(cu_seqlens=valid, max_seqlen=6, cu_seqlens_padded=padded, seq_idx=number)
+    found = boundaries_of(there, 10, "none")
+    assert (found.valid is valid, found.padded is padded, found.seq_idx is number) == (True, True, True)
+    assert found.in_memory is padded
+    assert shape_of(there, found, 10) == Shape(n_seqs=2, max_seqlen=6, n_tokens=10)
+    moved = to_device(there, found, 10, torch.device("cpu"))
+    assert (moved.cu_seqlens is valid, moved.cu_seqlens_padded is padded, moved.seq_idx is number) == (True,) * 3
+    assert (moved.host, moved.host_padded, moved.max_seqlen) == (None, None, 6)
+    for n_tokens in (9, 11):
+        with pytest.raises(ValueError, match=f"seq_idx has 10 tokens, but the micro-batch has {n_tokens}"):
+            boundaries_of(there, n_tokens, "none")
+
+
+def test_the_host_does_not_wait_for_a_copy_to_the_gpu(monkeypatch):
+    """A copy is queued, and for that its source must be pinned."""
+    queued = []
+
+    class Pinned:
+        def to(self, device, *, non_blocking=False):
+            queued.append((device.type, non_blocking))
+            return "copied"
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: Pinned())
+    gpu, there = torch.device("cuda"), torch.tensor([0, 3], dtype=torch.int32)
+    assert moved(int32([0, 3]), gpu) == moved(there, gpu) == "copied"
+    assert queued == [("cuda", True)] * 2
+    assert moved(there, torch.device("cpu")) is there
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
+    assert moved(there, gpu) is there  # it is on a GPU already
+    assert len(queued) == 2
+
+
+# --- static metadata ------------------------------------------------------------------------------------------------
+
+WIDE, LONG = Bucket(70, 16, 16), Bucket(3, 16, 24)
+
+
+class Staging(UnpinnedStaging):
+    """A staging buffer that counts the copies out of it and says when it was written to during one."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.pinned.fill_(-1)
+        self.copies, self.is_copying, self.waits = 0, False, 0
+        self.copied = SimpleNamespace(synchronize=self.wait, record=self.record)
+
+    def wait(self):
+        self.is_copying = False
+        self.waits += 1
+
+    def record(self):
+        self.copies += 1
+        self.is_copying, self.as_copied = True, self.array.copy()
+
+
+@pytest.fixture
+def staged(monkeypatch):
+    """The staging buffers that are made."""
+    made = []
+    monkeypatch.setattr(static_metadata, "StagingBuffer", lambda size: made.append(Staging(size)) or made[-1])
+    return made
+
+
+def metadata(buckets, **options):
+    defaults = {"with_padded": False, "with_seq_idx": False, "device": torch.device("cpu")}
+    return Metadata(buckets, **{**defaults, **options})
+
+
+def test_a_staging_buffer_is_not_written_to_while_it_is_copied(staged):
+    found = metadata([LONG])
+    assert len(staged) == 4
+    for number in range(10):
+        for one in staged:
+            assert not one.is_copying or (one.array == one.as_copied).all()
+        found.stage(Boundaries(valid=int32([0, number + 1])), LONG)
+        assert found.packed(LONG).cu_seqlens.tolist() == [0, number + 1, number + 1, number + 1]
+    assert [one.copies for one in staged] == [3, 3, 2, 2]  # in turns, so that four may be under way
+    assert [one.waits for one in staged] == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize("with_padded", [False, True])
+@pytest.mark.parametrize("with_seq_idx", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_what_graphs_read_is_the_last_micro_batchs_metadata(staged, with_padded, with_seq_idx, on_device, cp_size):
+    """For each of several buckets, at the same addresses for every micro-batch, and no more than its part is copied."""
+    buckets = [replace(bucket, cp_size=cp_size) for bucket in (WIDE, LONG)]
+    found = metadata(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx)
+    views = {bucket: found.packed(bucket) for bucket in buckets}
+    starts = views[buckets[0]]
+    checked = 0
+    for number, bucket in enumerate(buckets * 3):
+        n_tokens = bucket.n_tokens * cp_size
+        memory = int32([0, 4, 8 + number, n_tokens])
+        valid = memory - int32([0, 1, 2, 3]) if with_padded else memory
+        numbers = document_of_tokens(memory, n_tokens)
+        given = Boundaries(valid=valid, padded=memory if with_padded else None)
+        if on_device:
+            given = Boundaries(
+                valid=torch.from_numpy(valid),
+                padded=torch.from_numpy(memory) if with_padded else None,
+                seq_idx=torch.from_numpy(numbers) if with_seq_idx else None,
+            )
+        found.stage(given, bucket)
+        view = views[bucket]
+        padding = [int(valid[-1])] * (bucket.max_seqs - 3)
+        assert view.cu_seqlens.tolist() == [*valid.tolist(), *padding]
+        assert view.cu_seqlens.data_ptr() == found.packed(bucket).cu_seqlens.data_ptr() == starts.cu_seqlens.data_ptr()
+        assert (view.max_seqlen, view.cp_size, view.host, view.host_padded) == (16, cp_size, None, None)
+        assert (view.cu_seqlens_padded is not None, view.seq_idx is not None) == (with_padded, with_seq_idx)
+        if with_padded:
+            assert view.cu_seqlens_padded.tolist() == [*memory.tolist(), *[n_tokens] * (bucket.max_seqs - 3)]
+            assert view.cu_seqlens_padded.data_ptr() == starts.cu_seqlens_padded.data_ptr()
+        if with_seq_idx:
+            assert view.seq_idx.tolist() == numbers.tolist()
+            assert (
+                view.seq_idx.data_ptr() - view.cu_seqlens.data_ptr()
+            ) % 256 == 0  # kernels are made for aligned ones
+        checked += 1
+    assert checked == 6
+    assert sum(one.copies for one in staged) == (0 if on_device else 6)
+    numbers_in_buffer = (71 * (1 + with_padded) + 63) // 64 * 64 + (24 * cp_size if with_seq_idx else 0)
+    assert {one.array.size for one in staged} == {numbers_in_buffer}
+
+
+def test_documents_shown_to_a_capture_are_as_long_as_the_bucket_allows():
+    checked = 0
+    for max_seqs, max_seqlen, n_tokens, cp_size in product((1, 3, 5, 16), (1, 4, 13, 64), (16, 24), (1, 2, 4)):
+        valid = sample_boundaries(Bucket(max_seqs, max_seqlen, n_tokens, cp_size)).valid
+        lengths, tokens = np.diff(valid), n_tokens * cp_size
+        parts = 2 * cp_size if cp_size > 1 else 1
+        assert (valid.dtype, len(valid), valid[0]) == (np.int32, max_seqs + 1, 0)
+        assert lengths.max() <= max(max_seqlen, parts)
+        assert (lengths % parts == 0).all()
+        assert (np.diff(lengths) <= 0).all()
+        most = max(max_seqlen // parts, 1) * parts
+        assert valid[-1] == min(tokens, max_seqs * most)  # all tokens where documents may be that long
+        alike = lengths[lengths == lengths[0]]
+        assert len(alike) >= np.count_nonzero(lengths) - 1  # but for the last one with tokens
+        assert lengths[0] <= -(-tokens // max_seqs // parts) * parts + parts  # no longer than equal parts need
+        checked += 1
+    assert checked == 96

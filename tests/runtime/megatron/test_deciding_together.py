@@ -13,7 +13,8 @@ from support import deciding_ranks
 from support.deciding_ranks import MICROBATCHES, SCENARIOS, expected
 from support.rank_processes import printed_by_ranks
 
-from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
+from thdprof.runtime.agreement import Proposal, agree
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.peers import joined
 
@@ -139,3 +140,17 @@ def test_ranks_that_decided_differently_are_found_in_every_chunk():
     with pytest.raises(RuntimeError, match=r"^ranks 0, 1 share captured collectives and decided differently: "):
         ours.check()
     Decisions(2, enabled=False, peers=Other(theirs)).check()
+
+
+@pytest.mark.parametrize(("sizes", "opens"), [((1, 1), True), ((1, 2), False), ((2, 2), True)])
+def test_ranks_open_at_a_misfit_only_where_all_have_its_context_parallel_size(sizes, opens):
+    """Graphs of ranks with different sizes would be captured for different communication."""
+    dispatcher = Dispatcher([Bucket(2, 8, 8), Bucket(2, 8, 8, 2)])
+    mine, other = (Proposal(shape=Shape(n_seqs=3, max_seqlen=8, n_tokens=8, cp_size=size)) for size in sizes)
+
+    def largest(values):
+        return [max(pair) for pair in zip(values, other.message(), strict=True)]
+
+    found = agree(mine, dispatcher, largest, opens_at=lambda shape: True)
+    assert found.opens == opens
+    assert found.choice is FallbackReason.too_many_seqs

@@ -79,7 +79,8 @@ def _refuse(bad: NDArray[np.bool_], message: Callable[[int], str]) -> None:
 def pack_size(paths: Sequence[Path], longest_row: int) -> int | None:
     """The pack size in tokens, from the names of the files or the metadata beside them; None where they disagree.
 
-    A size that is less than `longest_row`, the tokens of the longest row, is ignored.
+    A size in the metadata that is less than `longest_row`, the tokens of the longest row, is ignored. One in a name
+    yields to a single size in the metadata; without that it is taken, and the rows are refused as in training.
     """
     candidates: set[int | None] = set()
     for path in paths:
