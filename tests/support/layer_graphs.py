@@ -225,6 +225,7 @@ class Reduction:
             force_all_reduce=False,
             use_forward_hook=True,
             overlap_param_gather_with_optimizer_step=False,
+            _finish_param_sync_for_bucket_group=lambda group: group.finish_param_sync(),  # called from 0.20 on
         )
         for p in block.parameters():
             p.main_grad = torch.zeros_like(p)

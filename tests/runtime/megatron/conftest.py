@@ -23,6 +23,15 @@ def parallel_state(tmp_path_factory):
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def _linear_layers_of_no_engine(monkeypatch):
+    """megatron-core 0.20 asks whether a linear layer is one of Transformer Engine's, which are no types without it."""
+    from megatron.core.transformer import multi_token_prediction
+
+    if hasattr(multi_token_prediction, "is_inference_column_parallel_linear"):
+        monkeypatch.setattr(multi_token_prediction, "is_inference_column_parallel_linear", lambda module: False)
+
+
 @pytest.fixture
 def as_if_on_a_gpu(monkeypatch):
     """Lets dispatch go on to the graphs; what CUDA would do is left out."""

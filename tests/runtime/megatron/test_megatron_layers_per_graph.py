@@ -78,6 +78,7 @@ class DataParallel:
             ddp_config=SimpleNamespace(align_param_gather=False, overlap_grad_reduce=True),
             overlap_param_gather_with_optimizer_step=False,
             force_all_reduce=False,
+            _finish_param_sync_for_bucket_group=lambda group: group.finish_param_sync(),  # called from 0.20 on
         )
         for name, part in [*((f"layer {n}", layer) for n, layer in enumerate(block.layers)), ("norm", block)]:
             for parameter in part.parameters():

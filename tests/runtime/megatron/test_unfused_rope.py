@@ -53,10 +53,11 @@ def rope(rows, seed=0, channels=ROTATED):
     size=st.sampled_from([1, 2, 4]),
     whole=st.booleans(),
     interleaved=st.booleans(),
+    by_longest=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @settings(max_examples=120, deadline=None)
-def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, interleaved, dtype):
+def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, interleaved, by_longest, dtype):
     each = 1 if size == 1 else 2 * size  # context parallelism shares out documents of such multiples
     ends = torch.tensor([0, *lengths]).cumsum(0) * each
     own = ends.to(torch.int32)
@@ -68,6 +69,8 @@ def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, int
         t = torch.randn(local, HEADS, CHANNELS, generator=torch.Generator().manual_seed(rank)).to(dtype)
         given_there, here = t.clone().requires_grad_(), t.clone().requires_grad_()
         kwargs = {"rotary_interleaved": interleaved, "mscale": 1.25, "cp_group": group(size, rank)}
+        if by_longest and unfused_rope.reads_max_seqlen():
+            kwargs["max_seqlen"] = longest
         expected = rope_utils._apply_rotary_pos_emb_thd(given_there, own, table, **kwargs)
         found = unfused_rope.rotated(here, padded, table, **kwargs)
         assert found.dtype == expected.dtype
@@ -76,6 +79,17 @@ def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, int
         expected.backward(out)
         found.backward(out)
         assert torch.equal(here.grad, given_there.grad)
+
+
+def test_a_longest_document_tells_what_a_table_is_of():
+    """megatron-core 0.20 gives it, and takes a table with more rows for one of the micro-batch's tokens."""
+    bounds, tokens, table = torch.tensor([0, 5, 8]), torch.randn(8, HEADS, CHANNELS), rope(12)
+    whole = unfused_rope.rotated(tokens, bounds, table[:8], cp_group=group(1, 0))
+    by_document = unfused_rope.rotated(tokens, bounds, table, cp_group=group(1, 0))
+    assert not torch.equal(whole, by_document)
+    for rows, max_seqlen, expected in [(12, 5, whole), (12, 8, whole), (8, 8, by_document), (5, 5, by_document)]:
+        found = unfused_rope.rotated(tokens, bounds, table[:rows], cp_group=group(1, 0), max_seqlen=max_seqlen)
+        assert torch.equal(found, expected), (rows, max_seqlen)
 
 
 def test_boundaries_are_not_read_on_the_host_inside_the_context():
@@ -93,7 +107,7 @@ def test_boundaries_are_not_read_on_the_host_inside_the_context():
 
 def test_a_table_of_as_many_rows_as_tokens_is_told_from_one_of_positions():
     """Megatron takes the first kind for positions of the micro-batch, which one document alone has as its own."""
-    two, one = (PackedSequence(cu_seqlens=torch.tensor(b), max_seqlen=8) for b in ([0, 3, 8], [0, 8]))
+    two, one = (PackedSequence(cu_seqlens=torch.tensor(b), max_seqlen=n) for b, n in (([0, 3, 8], 5), ([0, 8], 8)))
     assert decoder.runs_on_over_documents(rope(8), two, 8)
     assert not decoder.runs_on_over_documents(rope(5), two, 8)
     assert not decoder.runs_on_over_documents(rope(8), one, 8)
@@ -145,8 +159,10 @@ def test_a_decoders_numbers_are_those_without_thdprof():
             output.square().sum().backward()
         compared += 1
     assert compared == 5
-    assert run.stats().replays.total() == 3
-    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 1, FallbackReason.argument_not_known: 1}
+    is_told = unfused_rope.reads_max_seqlen()  # that a table of all tokens' rows is of positions in a document
+    assert run.stats().replays.total() == 3 + is_told
+    unknown = {} if is_told else {FallbackReason.argument_not_known: 1}
+    assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 1, **unknown}
 
 
 class Eager(DispatchedModule):

@@ -17,7 +17,7 @@ from torch import nn
 
 from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron.decoder import adapters, deepstack, mamba, packed_seq_params
+from thdprof.runtime.megatron.decoder import adapters, deepstack, mamba, packed_seq_params, unfused_rope
 from thdprof.runtime.megatron.decoder.arguments import FOR_INFERENCE, KNOWN_ARGUMENTS, further, not_known
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -124,7 +124,8 @@ class Decoder(nn.Module):
         if self._groups is not None:
             params = self._groups.of_size(params, packed.cp_size)
         if with_rope:
-            kwargs["rotary_pos_emb"] = self._table(int(hidden_states.shape[0]) * self._shards * packed.cp_size)
+            length = int(hidden_states.shape[0]) * self._shards * packed.cp_size
+            kwargs["rotary_pos_emb"] = self._table(length, packed.max_seqlen)
         with self.around(packed.cp_size):
             return self.run_block(hidden_states, packed_seq_params=params, **kwargs)
 
@@ -237,7 +238,7 @@ class Decoder(nn.Module):
         """
         rope = self._sampled(hidden)
         if self._rope is not None:
-            rope = {"rotary_pos_emb": self._table(int(hidden.shape[0]))}
+            rope = {"rotary_pos_emb": self._table(int(hidden.shape[0]), int(params.max_seqlen_q))}
         with input_given(self.block, hidden):
             output: torch.Tensor = self.block(
                 hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope
@@ -292,18 +293,17 @@ class Decoder(nn.Module):
             return {}
         return {"rotary_pos_emb": self._rotary_sample(int(hidden.shape[0]) * self._shards)}
 
-    def _table(self, length: int) -> torch.Tensor:
-        """Rotary embeddings of `length` positions. Those of the buckets' lengths are kept, because graphs read them in
-        place.
+    def _table(self, length: int, longest: int) -> torch.Tensor:
+        """Rotary embeddings of the positions of documents of up to `longest` tokens, in micro-batches of `length`.
+        Those of the buckets' lengths are kept, because graphs read them in place.
         """
         assert self._rope is not None
         # unfused RoPE takes a table of as many rows as there are tokens for positions that run on over documents
         rows = length + 1 if self._unfused else length
-        if length not in self._lengths:
-            return self._rope(rows)
-        if length not in self._kept:
+        if length in self._lengths and length not in self._kept:
             self._kept[length] = self._rope(rows)
-        return self._kept[length]
+        table = self._kept[length] if length in self._lengths else self._rope(rows)
+        return table[:longest] if self._unfused and unfused_rope.reads_max_seqlen() else table
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
         """Returns a function that returns a context, in which the decoder runs the micro-batch that it runs now: later
@@ -351,14 +351,18 @@ def is_unfused(block: nn.Module) -> bool:
 
 def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, num_tokens: int) -> bool:
     """Whether unfused RoPE takes the rows of `table` for positions in the whole micro-batch: it does so where there
-    are as many of them as tokens. Where documents are one or fewer, it makes no difference.
+    are as many of them as tokens or, from megatron-core 0.20 on, more than the longest document has. Where documents
+    are one or fewer, it makes no difference.
 
     Args:
         table: the rotary embeddings of the micro-batch; None: it has none.
         packed: the micro-batch's documents.
         num_tokens: tokens of all ranks that share the micro-batch.
     """
-    return table is not None and int(table.shape[0]) == num_tokens and packed.cu_seqlens.numel() > 2
+    if table is None or packed.cu_seqlens.numel() <= 2:
+        return False
+    rows = int(table.shape[0])
+    return rows > packed.max_seqlen if unfused_rope.reads_max_seqlen() else rows == num_tokens
 
 
 def rope_of(model: Any) -> Rope | None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _NAME = "_roll_tensor_packed_seq"
 
-Shifted = tuple[torch.Tensor, torch.Tensor]
-"""A tensor whose documents are shifted, and the sum of its elements."""
+Shifted = tuple[torch.Tensor, torch.Tensor | None]
+"""A tensor whose documents are shifted, and the sum of its elements where it is asked for."""
 
 
 def together() -> AbstractContextManager[None]:
@@ -44,15 +44,20 @@ def _shift_as(own: Callable[..., Shifted]) -> Callable[..., Shifted]:
     """A function that returns what megatron-core's own does."""
 
     def shift(
-        tensor: torch.Tensor, shifts: int, dims: int, packed_seq_params: PackedSeqParams, cp_group: Any = None
+        tensor: torch.Tensor,
+        shifts: int,
+        dims: int,
+        packed_seq_params: PackedSeqParams,
+        cp_group: Any = None,
+        **further: bool,  # return_sum, from megatron-core 0.20 on
     ) -> Shifted:
         bounds = packed_seq_params.cu_seqlens_q
         if shifts != -1 or dims not in (-1, tensor.dim() - 1) or bounds is None:
-            return own(tensor, shifts, dims, packed_seq_params, cp_group)
+            return own(tensor, shifts, dims, packed_seq_params, cp_group, **further)
         size = 1 if cp_group is None else cp_group.size()
         ends = (bounds.to(tensor.device, torch.long) // size).clamp(max=tensor.shape[-1])
         found = shifted(tensor, ends) if size == 1 else shifted_over_ranks(tensor, ends, cp_group)
-        return found, found.sum()
+        return found, found.sum() if further.get("return_sum", True) else None
 
     return shift
 

@@ -8,6 +8,7 @@ the same row.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,6 +30,15 @@ def on_the_device() -> Iterator[None]:
         yield
     finally:
         setattr(rope_utils, _SPLITS, own)
+
+
+def reads_max_seqlen() -> bool:
+    """Whether a table with more rows than `max_seqlen` is one of the micro-batch's tokens, as from megatron-core 0.20
+    on. Before, a table of as many rows as there are tokens is.
+    """
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return "max_seqlen" in inspect.signature(rope_utils.apply_rotary_pos_emb).parameters
 
 
 def as_now(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +65,8 @@ def rotated(
     mscale: float = 1.0,
     cp_group: Any = None,
     multi_latent_attention: bool | None = None,
+    max_seqlen: int | None = None,
+    **further: bool,
 ) -> torch.Tensor:
     """What megatron-core's `_apply_rotary_pos_emb_thd` returns, computed on the device alone.
 
@@ -69,6 +81,8 @@ def rotated(
         mscale: as Megatron's.
         cp_group: the context-parallel group.
         multi_latent_attention: an older name of `mla_rotary_interleaved`.
+        max_seqlen: tokens of the longest document; with it, `freqs` with more rows are those of the tokens.
+        further: as Megatron's, from 0.20 on: `inverse`, `mla_output_remove_interleaving`.
     """
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -76,14 +90,16 @@ def rotated(
         mla_rotary_interleaved = multi_latent_attention
     num_tokens, cp_size = int(t.shape[0]), int(cp_group.size())
     places = positions(cu_seqlens, num_tokens, cp_size=cp_size, cp_rank=int(cp_group.rank()))
-    whole = int(freqs.shape[0]) == num_tokens * cp_size
-    rows = places.in_microbatch if whole else places.in_document
+    rows = int(freqs.shape[0])
+    whole = rows == num_tokens * cp_size if max_seqlen is None else rows > max_seqlen
+    places_in_table = places.in_microbatch if whole else places.in_document
     result: torch.Tensor = rope_utils._apply_rotary_pos_emb_bshd(
         t.unsqueeze(1),
-        freqs.index_select(0, rows.clamp(0, freqs.shape[0] - 1)),
+        freqs.index_select(0, places_in_table.clamp(0, rows - 1)),
         rotary_interleaved=rotary_interleaved,
         mla_rotary_interleaved=mla_rotary_interleaved,
         mscale=mscale,
+        **further,
     )
     return result.squeeze(1)
 

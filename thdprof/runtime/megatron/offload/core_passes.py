@@ -45,6 +45,12 @@ class _Moved:
     """
 
 
+def _copied(state: Any) -> torch.Tensor:
+    """The host's copy in what `ChunkOffloadHandler.offload` returns; that of a view may be of all memory behind it."""
+    copy: torch.Tensor = state[1]
+    return copy
+
+
 def _is_empty(reference: StorageWeakRef) -> bool:
     """Whether the storage was freed, or has given its memory back, as megatron-core makes some storages do."""
     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -71,9 +77,10 @@ class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
 
     def offload(self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True) -> Any:
         """Copy a tensor to the host."""
+        state = super().offload(src_tensor, pin_memory, use_cpu_pool)
         if not use_cpu_pool:
-            self.unpooled_bytes += src_tensor.numel() * src_tensor.element_size()
-        return super().offload(src_tensor, pin_memory, use_cpu_pool)
+            self.unpooled_bytes += _copied(state).nbytes
+        return state
 
     def on_group_start_forward(self, name: str) -> None:
         """Begin a group called `name`, and decide whether it stays on the device."""
@@ -157,12 +164,17 @@ class RehearsalHandler(PassHandler):
         self._moved: list[_Moved] = []
         self._known: set[StorageWeakRef] = set()
 
+    def offload(self, src_tensor: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True) -> Any:
+        """Copy a tensor to the host, and record the copy."""
+        state = super().offload(src_tensor, pin_memory, use_cpu_pool)
+        self._moved[-1].copies.append((_copied(state).shape, _copied(state).dtype))
+        return state
+
     def bulk_offload_group(self, group_to_offload: OffloadTensorGroup) -> None:
-        """Copy the group to the host, and record its tensors and their storages."""
+        """Copy the group to the host, and record the storages of its tensors."""
         moved = _Moved(group_to_offload._name)
         for tensor in group_to_offload._tensors.values():
             if self.tensor_need_offloading_checker(tensor):
-                moved.copies.append((tensor.shape, tensor.dtype))
                 storage = tensor.untyped_storage()
                 reference = StorageWeakRef(storage)
                 if reference not in self._known:
