@@ -24,11 +24,10 @@ from transformers import TrainerCallback
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.compare.statistics import compare, read_stats
-from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 from thdprof.runtime import Stats
 from thdprof.transformers import PlanCallback, attention, refusals
-from thdprof.transformers.callback import _of_all_ranks, with_covered_tail
+from thdprof.transformers.callback import with_covered_tail
 
 ROWS = documents(60)
 

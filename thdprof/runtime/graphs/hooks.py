@@ -22,7 +22,7 @@ def find_hooked_modules(module: nn.Module, *, known: Collection[str] = (), name:
     for path, part in module.named_modules(prefix=name):
         kinds = (part._forward_pre_hooks, part._forward_hooks, part._backward_pre_hooks, part._backward_hooks)
         hooks = (hook for kind in kinds for hook in kind.values())
-        if any(_home(hook) not in known for hook in hooks) or getattr(part, "_hf_hook", None) is not None:
+        if any(find_home(hook) not in known for hook in hooks) or getattr(part, "_hf_hook", None) is not None:
             yield path or type(module).__name__
 
 
@@ -37,6 +37,6 @@ def describe_hooked_modules(names: Sequence[str]) -> str:
     return f"modules with hooks, which a replay does not run: {some}; remove the hooks"
 
 
-def _home(hook: Callable[..., Any]) -> str | None:
+def find_home(hook: Callable[..., Any]) -> str | None:
     """Name of the module of Python that defines `hook`."""
     return getattr(inspect.getmodule(hook), "__name__", None)

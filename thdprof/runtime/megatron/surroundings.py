@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thdprof.runtime.graphs.hooks import find_hooked_modules
+from thdprof.runtime.graphs.hooks import find_home, find_hooked_modules
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder import unfused_rope
@@ -92,7 +92,7 @@ def of_decoder(
         agreed=agreed,
         deterministic=lambda: is_deterministic(config),
         repeats=repeats,
-        runs_hook=_is_ddp,
+        runs_hook=lambda hook: find_home(hook) == _DDP,
     )
     return around if quantized is None else with_quantization(around, quantized)
 
