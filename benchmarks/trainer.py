@@ -4,6 +4,7 @@
     python benchmarks/trainer.py exact --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-exact.md
     python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-lives.md
     python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
+    python benchmarks/trainer.py stages --megatron-lm ~/Megatron-LM --jobs 3 --steps 100 --out trainer-stages.md
     python benchmarks/trainer.py watch --megatron-lm ~/Megatron-LM --fused --out trainer-watch.md
     python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
@@ -19,6 +20,8 @@ watch   the shape of `speed`, half of its steps with verified micro-batches and 
 lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
         and graphs of 4, 2 and 1 layers; their losses must be equal
+stages  pipelines with middle stages, whose ranks share one GPU, on documents that a model learns: the plan beside
+        --replay off, bit for bit, and losses beside those of one stage
 experts the shape of Qwen3-30B-A3B in 8 layers, dropless, on one GPU and by --gpus 2 with EP 2: eager, layers captured
         up to the router, and up to the exchange of tokens; what of a step graphs hold
 """
@@ -49,6 +52,7 @@ from trainer_overlap import overlap_lines
 from trainer_parts import parts_of_a_step
 from trainer_recipe_rows import ALL_ROWS
 from trainer_soak import soak
+from trainer_stages import PIPELINES, stages_lines
 from trainer_watch import BEFORE, watch_lines
 from trainer_watch import STEPS as OF_WATCH
 
@@ -266,6 +270,13 @@ def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
     return [chosen, "", *table(lines)]
 
 
+def stages(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `stages`."""
+    names = [name for name in PIPELINES if named(name, args.rows)]
+    script = args.megatron_lm / "pretrain_gpt.py"
+    return table(stages_lines(script, directory, steps=args.steps, jobs=args.jobs, names=names))
+
+
 def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     """The tables of `experts`."""
     script, told = args.megatron_lm / "pretrain_gpt.py", []
@@ -323,14 +334,16 @@ def heading(mode: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "experts", "watch", "soak"])
+    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "experts", "stages", "watch", "soak"])
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact, lives, experts: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
-        "--rows", default="", help="exact, lives, overlap, experts: only rows with one of these texts, or =NAME: CP;EP"
+        "--rows",
+        default="",
+        help="exact, lives, overlap, experts, stages: only rows with one of these texts, or =NAME: CP;EP",
     )
-    parser.add_argument("--jobs", type=int, default=6, help="exact, lives: runs, or lives, at once [6]")
+    parser.add_argument("--jobs", type=int, default=6, help="exact, lives, stages: runs, or lives, at once [6]")
     parser.add_argument("--limit", type=float, default=400, help="exact: seconds that one run may take [400]")
     parser.add_argument(
         "--seconds", type=float, default=7200, help="exact: seconds after which no run begins and all end [7200]"
@@ -391,7 +404,7 @@ def main() -> int:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "experts": experts}
-        modes |= {"watch": watch, "soak": soaked}
+        modes |= {"watch": watch, "soak": soaked, "stages": stages}
         told = modes[args.mode](args, directory)
         text = "\n".join([*heading(args.mode), *told]) + "\n"
         args.out.write_text(text)

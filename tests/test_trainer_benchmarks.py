@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -340,6 +341,60 @@ def test_the_table_of_the_large_experts_says_what_graphs_hold(experts):
         "",
     ]
     assert ours == cells
+
+
+@pytest.fixture(scope="module")
+def stages(exact_runs):
+    """The module of pipelines with middle stages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield load_script("benchmarks/trainer_stages.py", "tested_trainer_stages")
+
+
+@pytest.mark.usefixtures("_as_with_an_engine")
+def test_megatron_takes_the_arguments_of_pipelines_with_middle_stages(stages, megatron_parser, monkeypatch, tmp_path):
+    from megatron.training import arguments
+
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    for name, (ranks, _) in stages.PIPELINES.items():
+        for steps in (1, 100):
+            parsed, unknown = megatron_parser.parse_known_args(stages.stages_flags(name, tmp_path, steps))
+            assert unknown == []
+            parsed._is_global_batch_size_explicitly_specified, parsed.rank, parsed.world_size = True, 0, ranks
+            arguments.validate_args(parsed, {})
+            assert parsed.data_parallel_size == 1  # every pipeline has the micro-batches of one stage
+            assert parsed.lr_warmup_iters < parsed.lr_decay_iters
+
+
+def test_the_table_of_pipelines_compares_with_replay_off_and_with_one_stage(stages):
+    def ran(*losses, norm=1.0, **more):
+        scalars = {"lm loss": dict(enumerate(losses, 1)), "grad-norm": {1: norm}, "lm loss validation": {2: 3.0}}
+        return stages.Ran(code=0, log="", seconds=9.0, scalars={**scalars, **more})
+
+    replays = {"thdprof/replayed": {2: 15.0}, "thdprof/eager/too_many_seqs": {2: 1.0}}
+    kinds = {"on": ran(4.0, 2.0, **replays), "off": ran(4.0, 2.0)}
+    kinds |= {kind: ran(4.0, 2.0 + 0.25 * n) for n, kind in enumerate(stages.TUNED)}
+    alone = {("PP 1", kind): one for kind, one in kinds.items()}
+    four = {("PP 4", "on"): ran(4.0, 2.5, **replays), ("PP 4", "off"): ran(4.0, 2.125, norm=1.5)}
+    _, one, of_four = stages.lines_of({**alone, **four}, ["PP 1", "PP 4"])
+    chance = "2.5e-01 (0.0e+00) at most"
+    assert one[2:] == [*["0 of 2", "0 of 1", "0 of 1"], "15, 1", "4.000 to 2.000", "0.0e+00 (0.0e+00) at most", chance]
+    assert of_four[:4] == ["PP 4", "0, 0", "1 of 2", "1 of 1"]
+    assert of_four[6:] == ["4.000 to 2.125", "1.2e-01 (5.0e-01) at most", chance]
+
+
+def test_documents_to_be_learned_follow_the_table_that_their_first_token_names(stages, tmp_path):
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    stages.write_learned(tmp_path / "learned", tokens=30_000)
+    data, followed = IndexedDataset(str(tmp_path / "learned")), {}
+    for number in range(len(data)):
+        table, *walk = data[number].tolist()
+        assert walk[0] == table + 8
+        for here, there in pairwise(walk):
+            followed.setdefault((table, here), set()).add(there)
+    assert len(followed) > 1000
+    assert max(map(len, followed.values())) == 3
 
 
 @pytest.fixture(scope="module")
