@@ -115,7 +115,7 @@ class Event:
 
     recorded = False
 
-    def record(self):
+    def record(self, stream=None):
         self.recorded = True
 
 

@@ -48,7 +48,7 @@ FALLBACKS = {FallbackReason.too_many_seqs: 2}
 def _as_chunks(monkeypatch):
     cpu_graphs.as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(chunk, "generators", tuple)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
 
 
 def of_plan():
