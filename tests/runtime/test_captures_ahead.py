@@ -113,6 +113,27 @@ def test_weights_that_have_moved_by_the_first_micro_batch_capture_anew():
     assert "a parameter of shape () moved in memory" in run.said[2]
 
 
+def test_ranks_that_share_collectives_capture_anew_together():
+    """Where weights have moved on one rank alone, a rank that replays would communicate with one that captures."""
+    for moved_here, moved_there in ((False, False), (True, False), (False, True)):
+        asked = []
+
+        def agreed(succeeded, asked=asked, moved_there=moved_there):
+            asked.append(succeeded)
+            return succeeded and not moved_there
+
+        run = Recorded(agreed=agreed)
+        ahead(run)
+        run.moved = "a parameter moved" if moved_here else ""
+        for _ in range(3):
+            run(*micro_batch())
+        assert asked == [not moved_here]  # once, at the first micro-batch of training
+        assert len(run.opened) == 1 + (moved_here or moved_there)
+        told = [line for line in run.said if line.startswith("WARNING")]
+        assert len(told) == (moved_here or moved_there)
+        assert all(("a parameter moved" if moved_here else "of another rank") in line for line in told)
+
+
 def test_only_the_first_micro_batch_of_training_decides():
     run = Recorded()
     ahead(run)

@@ -12,6 +12,18 @@ from support.unpinned_staging import UnpinnedStaging
 from thdprof.runtime.graphs import bank, static_metadata
 from thdprof.runtime.graphs.capture import CapturedPass
 
+ONE_STREAM = SimpleNamespace(cuda_stream=0)
+
+
+class DoneEvent:
+    """An event of a GPU that is done with everything."""
+
+    def record(self, stream=None):
+        """Does nothing."""
+
+    def query(self):
+        return True
+
 
 def capture_pass(module, call, *, inputs, static_output_grads, gradients, **_):
     """A pass over the static buffers whose graphs run the module again."""
@@ -53,6 +65,8 @@ def stand_ins(capture=capture_pass):
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "default_generators", defaultdict(FakeDefault)),
         (torch.cuda, "Stream", lambda *_: SimpleNamespace()),
+        (torch.cuda, "current_stream", lambda *_: ONE_STREAM),
+        (torch.cuda, "Event", DoneEvent),
         (static_metadata, "StagingBuffer", UnpinnedStaging),
         (bank, "capture_pass", capture),
     ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from thdprof.megatron_limits.limit import Run
+from thdprof.megatron_limits.table import LIMITS
+from thdprof.training import find_unread_fields
 
 _SIZES = (
     "tensor_model_parallel_size",
@@ -130,6 +133,113 @@ READ = frozenset(
     )
 )
 """Fields, and settings of the trainer, that the settings below are made of."""
+LOOKED_AT = frozenset(
+    (
+        # Read by `install` and by what runs under it, and refused or served by their values.
+        *("max_seqlen_per_dp_cp_rank", "hybrid_context_parallel", "deterministic_mode", "fp32_residual_connection"),
+        *("timers", "finalize_model_grads_func", "grad_scale_func", "no_sync_func", "grad_sync_func"),
+        *("param_sync_func", "microbatch_group_size_per_vp_stage", "mtp_detach_heads", "rotary_interleaved"),
+        *("fused_residual_rmsnorm", "moe_layer_recompute", "mrope_section", "use_mamba_mem_eff_path"),
+        *("delta_offload_bytes_across_pp_ranks", "tensor_parallel_num_weight_shards", "cache_mla_latents"),
+        *("expert_tensor_parallel_num_weight_shards", "moe_hybridep_pad_uneven_dispatch_inputs"),
+        *("inference_cuda_graph_scope", "moe_router_force_biased"),
+        # Choose the kinds of layers, which `install` looks at themselves; a layout puts predictions on their own stage.
+        *("linear_attention_freq", "moe_layer_freq", "heterogeneous_block_specs", "mtp_standalone"),
+    )
+)
+"""Further fields of TransformerConfig that a run by a plan goes by."""
+HARMLESS = frozenset(
+    (
+        # Initialisation of weights.
+        *("perform_initialization", "use_cpu_initialization", "init_method", "output_layer_init_method"),
+        *("embedding_init_method", "embedding_init_method_std"),
+        # Outside of the decoder's passes: loss scales, pipeline communication, embedding, logs, checkpoints.
+        *("fp16", "enable_autocast", "moe_grad_scale_func", "mtp_grad_scale_func", "variable_seq_lengths"),
+        *("pipeline_model_parallel_comm_backend", "batch_p2p_sync", "use_ring_exchange_p2p", "barrier_with_L1_time"),
+        *("overlap_p2p_comm_warmup_flush", "clone_scatter_output_in_embedding", "config_logger_dir"),
+        *("hetereogenous_dist_checkpoint", "moe_per_layer_logging", "moe_router_bias_update_rate"),
+        *("mup_embedding_mult", "mup_output_mult"),
+        # Numbers and fixed forms of kernels: a capture holds them as the eager pass does.
+        *("softmax_scale", "glu_linear_offset", "activation_func_clamp_value", "qk_l2_norm", "flash_attention_version"),
+        *("apply_residual_connection_post_layernorm", "memory_efficient_layer_norm", "use_te_activation_func"),
+        *("moe_router_pre_softmax", "moe_shared_expert_gate", "moe_z_loss_coeff", "moe_apply_probs_on_input"),
+        *("use_mup", "mup_width_mult", "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power"),
+        *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
+        *("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+        *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+        *("linear_num_value_heads",),
+        # Sizes and forms of what another field turns on, which is read; older names of such fields.
+        *("tp_comm_bulk_wgrad", "tp_comm_bulk_dgrad", "tp_comm_overlap_ag", "tp_comm_overlap_rs"),
+        *("tp_comm_overlap_rs_dgrad", "tp_comm_split_ag", "tp_comm_atomic_ag", "tp_comm_split_rs"),
+        *("tp_comm_atomic_rs", "tp_comm_overlap_disable_qkv", "tp_comm_overlap_disable_fc1"),
+        *("tp_comm_bootstrap_backend", "cpu_offloading_activations", "cpu_offloading_double_buffering"),
+        *("cpu_offloading_retain_pinned_cpu_buffers", "qk_clip_alpha", "qk_clip_threshold", "fp8_interval"),
+        *("experimental_attention_variant_loss_scale_func", "moe_token_drop_policy", "moe_enable_deepep"),
+        *("moe_router_topk_limited_devices", "moe_router_padding_for_fp8", "moe_hybridep_num_blocks_permute"),
+        *("moe_hybridep_num_blocks_unpermute",),
+        *("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk", "dsa_indexer_topk_freq"),
+        *("dsa_indexer_skip_topk_offset", "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"),
+        *("dsa_kernel_backend", "dsa_indexer_rope_interleaved", "dsa_indexer_rotate_activation"),
+        *("dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon", "dsa_indexer_k_norm_fp32"),
+        # Inference alone.
+        *("flash_decode", "nccl_all_reduce_for_prefill", "use_inference_optimized_layers", "mlp_chunks_for_prefill"),
+        *("inference_sampling_seed", "inference_fuse_tp_communication", "inference_disable_triton_nvls_kernels"),
+        *("inference_grouped_gemm_backend", "inference_moe_disable_fused_quant_kernels"),
+        *("inference_moe_token_dispatcher_type",),
+    )
+)
+"""Further fields of TransformerConfig that change nothing of what a replay does beside an eager pass."""
+DDP_KNOWN = frozenset(
+    (
+        # Read, and refused or served by their values.
+        *("overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "nccl_ub", "use_megatron_fsdp"),
+        *("num_distributed_optimizer_instances", "fp8_param_gather", "fp4_param_gather", "delay_wgrad_compute"),
+        *("reuse_grad_buf_for_mxfp8_param_ag", "grad_reduce_in_fp32"),
+        # How buckets of gradients are laid out, checked and reduced, which hooks do after a replay as they do eagerly.
+        *("align_param_gather", "check_for_nan_in_grad", "check_for_large_grads", "bucket_size", "num_buckets"),
+        *("pad_buckets_for_high_nccl_busbw", "reduce_scatter_with_fp32_accumulation", "average_in_collective"),
+        *("gradient_reduce_div_fusion", "suggested_communication_unit_size", "disable_symmetric_registration"),
+        # Of FSDP, which is refused.
+        *("data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "keep_fp8_transpose_cache"),
+        *("fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail", "fsdp_all_gather_in_start_param_sync"),
+        *("fsdp_manual_registration", "megatron_fsdp_main_params_dtype", "megatron_fsdp_main_grads_dtype"),
+        *("megatron_fsdp_grad_comm_dtype", "megatron_fsdp_use_decoupled_grad", "megatron_fsdp_cuda_graph_mode"),
+        *("megatron_fsdp_enable_fine_grained_param_gather", "megatron_fsdp_max_pool_double_buffer"),
+    )
+)
+"""Fields of DistributedDataParallelConfig that thdprof reads, or that cannot matter to graphs."""
+_MEGATRON_CORE = "megatron.core."
+
+
+def unread_fields(config: Any, ddp: Any = None) -> list[str]:
+    """Fields of megatron-core's configs that are off their default and that thdprof has never looked at.
+
+    Args:
+        config: the model's TransformerConfig. Fields that other packages add in subclasses are left out, and the
+            defaults are megatron-core's own.
+        ddp: the DistributedDataParallelConfig; None: there is none.
+
+    Returns:
+        Each as `name=value`; those of `ddp` as `ddp.name=value`.
+    """
+    known = READ | OUTSIDE | LOOKED_AT | HARMLESS | {limit.name for limit in LIMITS if limit.off}
+    dense = not getattr(config, "num_moe_experts", None)
+    found = [
+        line
+        for line in _unread(config, known)
+        if not (line.startswith(REPLACED) or (dense and line.startswith(_OF_EXPERTS)))
+    ]
+    return [*found, *(f"ddp.{line}" for line in _unread(ddp, DDP_KNOWN))]
+
+
+def _unread(settings: Any, known: Collection[str]) -> list[str]:
+    own = [kind for kind in type(settings).__mro__ if kind.__module__.startswith(_MEGATRON_CORE)]
+    defaults: dict[str, Any] = {}
+    for kind in own:  # the class that declares a field first comes last
+        for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
+            made = field.default_factory is not dataclasses.MISSING
+            defaults[field.name] = field.default_factory() if made else field.default
+    return find_unread_fields({name: getattr(settings, name) for name in defaults}, defaults, known)
 
 
 def settings_of(run: Run, given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -39,6 +39,9 @@ class DispatchedModule(nn.Module):
     why_no_rehearsal = ""
     """Why no micro-batch can be replayed that is no part of training; empty if one can."""
 
+    decides_alike = True
+    """Whether ranks that `agreed` asks run every micro-batch together, and so find the same slots free."""
+
     def __init__(
         self,
         module: nn.Module,
@@ -304,6 +307,9 @@ class DispatchedModule(nn.Module):
         captured = self._signature, self._takes_grad
         given = self._sign(call), tuple(t.requires_grad for t in call.tensors)
         reason = difference(captured, given, len(call.args)) or self._changed()
+        if self._agree_on is None and not self._succeeded_everywhere(not reason):
+            # a rank that captures anew must not communicate with one that replays; weights may have moved on one alone
+            reason = reason or "of another rank, with which its graphs communicate, and whose log says why"
         if reason:
             self._say(
                 "WARNING: graphs were captured before training, and its first micro-batch is not what was expected: "

@@ -37,6 +37,7 @@ def as_if_on_a_gpu(monkeypatch):
     """Lets dispatch go on to the graphs; what CUDA would do is left out."""
     import torch
     from support.random_states import FakeDefault
+    from support.replayed_passes import DoneEvent
     from support.unpinned_staging import UnpinnedStaging
 
     from thdprof.runtime.graphs import static_metadata
@@ -49,6 +50,7 @@ def as_if_on_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: SimpleNamespace(wait_stream=lambda other: None))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "Event", DoneEvent)
     monkeypatch.setattr(static_metadata, "StagingBuffer", UnpinnedStaging)
 
 

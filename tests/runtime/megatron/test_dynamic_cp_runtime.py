@@ -348,7 +348,7 @@ def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeyp
     from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
     from thdprof.runtime.megatron.runners import runner_of
 
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
     static = plan.model_copy(update={"training": replace(plan.training, max_seqlen_per_dp_cp_rank=None)})
     made = "thdprof.runtime.megatron.graphs.sized_layers.SizedLayerGraphs"
     monkeypatch.setattr(made, lambda decoder, buckets, **_: [bucket.cp_size for bucket in buckets])

@@ -291,7 +291,7 @@ def test_the_scale_of_auxiliary_losses_has_its_memory_before_a_capture(monkeypat
 
 
 def test_closing_takes_the_gradient_event_off(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
     block = Block()
     run = chunk.ChunkGraphs(Decoder(block), [], surroundings=surroundings.of_decoder(block))
     run._surroundings.on_backward()

@@ -116,7 +116,7 @@ class Event:
 
     recorded = False
 
-    def record(self):
+    def record(self, stream=None):
         self.recorded = True
 
 

@@ -292,22 +292,22 @@ def test_a_slot_is_held_until_the_whole_backward_is_over():
     x = inputs(1)[0].requires_grad_()
     first = forward(block, x, SMALL)
     second = forward(block, x, LARGE)
-    assert [slot.busy for slot in run._slots] == [True, True]
+    assert run._busy_slots() == [True, True]
     third = forward(block, x, SMALL)
     assert run.stats().fallbacks == {FallbackReason.no_free_slot: 1}
     third.sum().backward()
-    assert [slot.busy for slot in run._slots] == [True, True]
+    assert run._busy_slots() == [True, True]
     first.sum().backward()
-    assert [slot.busy for slot in run._slots] == [False, True]
+    assert run._busy_slots() == [False, True]
     del second
     gc.collect()
-    assert [slot.busy for slot in run._slots] == [False, False]
+    assert run._busy_slots() == [False, False]
     fourth = forward(block, x, LARGE)
     (grad,) = torch.autograd.grad(fourth.sum(), block.layers[-1].mlp.linear_fc2.weight)  # the last layer's alone
     assert grad.isfinite().all()
     del fourth
     gc.collect()
-    assert [slot.busy for slot in run._slots] == [False, False]
+    assert run._busy_slots() == [False, False]
     assert run.stats().replays == {BUCKETS[0]: 1, BUCKETS[1]: 2}
 
 
@@ -320,7 +320,7 @@ def test_a_slot_is_given_back_where_the_input_takes_no_gradient(monkeypatch):
     y = forward(block, inputs(1)[0], SMALL)
     y.sum().backward()
     assert y.grad_fn is not None  # still held
-    assert [slot.busy for slot in run._slots] == [False, False]
+    assert run._busy_slots() == [False, False]
     assert run.stats().replays == {BUCKETS[0]: 1}
 
 

@@ -48,7 +48,7 @@ FALLBACKS = {FallbackReason.too_many_seqs: 2}
 def _as_chunks(monkeypatch):
     cpu_graphs.as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(chunk, "generators", tuple)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
 
 
 def of_plan():
@@ -296,7 +296,9 @@ class Opened(DispatchedModule):
 
 @pytest.mark.usefixtures("as_if_on_a_gpu")
 @pytest.mark.parametrize(("repeated", "offloads"), [(False, False), (True, False), (False, True)])
-def test_an_installation_captures_predictions_ahead_and_drops_them_with_the_decoder(monkeypatch, repeated, offloads):
+def test_an_installation_captures_predictions_ahead_and_drops_them_with_the_decoder(
+    monkeypatch, caplog, repeated, offloads
+):
     monkeypatch.setattr(versions, "check", lambda: None)
     monkeypatch.setattr(settings, "check", lambda *_: None)
     made = []
@@ -311,8 +313,11 @@ def test_an_installation_captures_predictions_ahead_and_drops_them_with_the_deco
     if offloads:
         changes["offload"] = OffloadPart(modules=["mlp"])
     plan, lines = plan.model_copy(update={"graphs": plan.graphs.model_copy(update=changes)}), []
+    model.config.test_mode = repeated
     with install(model, plan, model.config, say=lines.append) as installation:
         assert ["is not watched" in line for line in lines].count(True) == 1
+        assert caplog.text.count("thdprof has never looked at are off their default") == repeated
+        assert ("test_mode=True; compare" in caplog.text) == repeated
         layers = (
             [] if offloads else [("PredictionLayer", 6, False)] if repeated else [("PredictionLayer", 3, False)] * 2
         )

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("parallel_state")
 def _on_a_gpu(monkeypatch):
     as_if_on_a_gpu(monkeypatch)
     monkeypatch.setattr(chunk, "generators", tuple)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
 
 

@@ -19,7 +19,7 @@ from thdprof.runtime.graphs.capture import CapturedPass, capture_pass
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates
-from thdprof.runtime.graphs.slots import Lease, Slot
+from thdprof.runtime.graphs.slots import FreeSlots, Lease, ReplayOrder, Slot
 from thdprof.runtime.graphs.static_metadata import Metadata, sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.graphs.watch.room import missing_bytes
@@ -54,6 +54,8 @@ class BankOptions:
     """Whether what succeeded here has succeeded on every rank that shares collectives with the module's passes; all of
     them call it together, after every capture.
     """
+    alike: bool = True
+    """Whether these ranks run every micro-batch together, so that they take the same slots."""
     surroundings: Surroundings
     """The state that the module's passes change outside the module."""
     offload: Choice | None = None
@@ -97,6 +99,7 @@ class Bank:
             for _ in range(options.num_slots)
         ]
         """The slots; none after `close`."""
+        self._free, self._order = FreeSlots(options.agreed if options.alike else alone), ReplayOrder(device)
         self._captures = AgreedCaptures(
             self._make, agreed=options.agreed, surroundings=options.surroundings, on_capture=self._captured
         )
@@ -167,11 +170,12 @@ class Bank:
         if self._placement is not None:
             self._placement.check()
         self._check_states()
-        free = [one for one in (self.slots if slot is None else self.slots[slot : slot + 1]) if not one.busy]
+        free = self._free.find(self.slots, slot)
         for one in free:
             if self.capture(one, bucket) is not None:
                 around = self._options.surroundings
-                return Lease(one, bucket, self._gradients, around.on_backward, around.on_piece, around.after_backward)
+                callbacks = around.on_backward, around.on_piece, around.after_backward
+                return Lease(one, bucket, self._gradients, self._order, *callbacks)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def changed(self) -> str:

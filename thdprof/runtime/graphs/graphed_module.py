@@ -78,8 +78,10 @@ class GraphedModule(DispatchedModule):
     With `capture="startup"`, all graphs are captured at the first training micro-batch that has the buckets' number of
     tokens.
 
-    One stream must run the whole step. The keys of this module's state_dict begin with `module.`; save and load the
-    inner module itself.
+    One stream should run the whole step: a replay on another one that did not wait for the last replay is an error, and
+    whatever reads gradients must wait for the stream of the backward.
+
+    The keys of this module's state_dict begin with `module.`; save and load the inner module itself.
 
     Close it before the process groups over which the module communicates: a graph holds their communicators.
     """
@@ -298,6 +300,7 @@ class GraphedModule(DispatchedModule):
                 with_seq_idx=call.packed.seq_idx is not None,
                 on_capture=told,
                 agreed=self._succeeded_everywhere,
+                alike=self.decides_alike,
                 surroundings=self._surroundings,
                 offload=self._offload,
                 cuts=self._cuts,
@@ -315,7 +318,11 @@ class GraphedModule(DispatchedModule):
         return self._bank.changed() if self._bank is not None else ""
 
     def _busy_slots(self) -> Sequence[bool]:
-        return [slot.busy for slot in self._bank.slots] if self._bank is not None else [False] * self._num_slots
+        return (
+            [slot.busy and not slot.dropped for slot in self._bank.slots]
+            if self._bank is not None
+            else [False] * self._num_slots
+        )
 
     def _failed(self) -> Sequence[bool]:
         return [self._bank is not None and bucket in self._bank.failures for bucket in self._dispatcher.buckets]
@@ -339,6 +346,8 @@ class GraphedModule(DispatchedModule):
         if watched is not None:
             watched.forward_ended(outputs)
         self._surroundings.after_forward()
+        if not torch.is_grad_enabled():
+            lease.release()  # there is no backward
         return restore(outputs, lease.captured.spec)
 
     def _before_piece(self, piece: int) -> None:

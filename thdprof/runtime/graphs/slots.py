@@ -8,6 +8,7 @@ forward to the end of its backward: until then the pool holds the activations th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +16,17 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime import teardown
+from thdprof.runtime.captured import alone
 from thdprof.runtime.graphs.capture import CapturedPass
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.static_metadata import Metadata
 from thdprof.runtime.offload.copies import HostBuffers
 from thdprof.runtime.padding import Boundaries
+
+_ASKS_AFTER = 64
+"""Most micro-batches without a free slot between two times that ranks ask each other for dropped outputs."""
+_RACE_S = 1e-3
+"""Seconds that an idle stream may take to run past an event."""
 
 
 class SlotMemory:
@@ -42,6 +49,8 @@ class SlotMemory:
         """The packed-sequence metadata that all graphs of the slot read."""
         self.busy = False
         """Whether a micro-batch holds the slot."""
+        self.dropped = False
+        """Whether that micro-batch's outputs were dropped without a backward, so that `FreeSlots` may give it back."""
         self.closed = False
         """Whether the graphs were freed: a backward that is still to come then raises."""
 
@@ -61,6 +70,106 @@ class SlotMemory:
         """Free the graphs that the slot holds; a slot without graphs has none."""
 
 
+class ReplayOrder:
+    """Keeps a bank's replays one after the other: they share gradients, buffers and random states.
+
+    A replay on another stream than the last one waits for it, by an event. It is an error where the caller's own work
+    was not ordered: the new stream has run past this point while the last replay still runs, which it would not have if
+    it had waited for it. So inputs and weights would be raced for, too. A replayed backward runs on the stream of its
+    forward, where autograd puts it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """No replay yet on `device`."""
+        self._device, self._last = device, None
+        self._ended = torch.cuda.Event()
+        self._seen: set[tuple[int, int]] = set()
+
+    def begin(self) -> None:
+        """A replay is about to be queued on the current stream.
+
+        Raises:
+            RuntimeError: the current stream did not wait for the stream of the last replay.
+        """
+        current = torch.cuda.current_stream(self._device)
+        if self._last is not None and current != self._last and not self._ended.query():
+            self._refuse_race(current)
+            self._ended.wait(current)
+        self._last = current
+
+    def end(self) -> None:
+        """The replay was queued, with the copies of what it made."""
+        self._ended.record(self._last)
+
+    def _refuse_race(self, current: Any) -> None:
+        """Raise where `current` is seen to run ahead of the last replay. The first time for two streams it is given a
+        millisecond to get there.
+        """
+        streams = self._last.cuda_stream, current.cuda_stream
+        until = perf_counter() + (0 if streams in self._seen else _RACE_S)
+        self._seen.add(streams)
+        here = torch.cuda.Event()
+        here.record(current)
+        while True:
+            if here.query() and not self._ended.query():
+                raise RuntimeError(
+                    "a micro-batch is replayed on another stream than the last one, and did not wait for it: run whole "
+                    "steps on one stream, or call torch.cuda.current_stream().wait_stream(the stream before) first"
+                )
+            if self._ended.query() or perf_counter() > until:
+                return
+
+
+class FreeSlots:
+    """Finds the slots that no micro-batch holds, alike on all ranks that share collectives.
+
+    A backward gives a slot back at a moment of the program, which is the same on these ranks. Outputs without a
+    backward do so when Python frees them. Those in a cycle are freed by the collector, at another micro-batch on every
+    rank. So a slot whose outputs were dropped counts as held until no slot is free. Then the ranks ask each other, and
+    give it back if all of them have dropped the outputs. Where nothing was dropped they ask ever more rarely, so that a
+    plan with few slots does not make each of its eager micro-batches wait for the GPU.
+    """
+
+    def __init__(self, agreed: Callable[[bool], bool] = alone) -> None:
+        """Nothing was asked yet.
+
+        Args:
+            agreed: whether its argument is true on all ranks that share collectives, which call it together.
+        """
+        self._agreed, self._found_none, self._asks_after = agreed, 0, 1
+
+    def find[SomeSlot: SlotMemory](self, slots: Sequence[SomeSlot], index: int | None = None) -> list[SomeSlot]:
+        """The free ones among `slots`, in order.
+
+        Args:
+            slots: all slots.
+            index: the only slot that may be taken, on which the ranks have agreed; None: any may be.
+        """
+        if index is not None:
+            slots = slots[index : index + 1]
+        if index is not None or self._agreed is alone:
+            self._give_back(slots)
+        elif all(slot.busy for slot in slots):
+            self._found_none += 1
+            if self._found_none >= self._asks_after:
+                self._ask(slots)
+        return [slot for slot in slots if not slot.busy]
+
+    def _ask(self, slots: Sequence[SlotMemory]) -> None:
+        """Give back the slots whose outputs all ranks have dropped."""
+        none_dropped = self._agreed(not any(slot.dropped for slot in slots))
+        self._found_none, self._asks_after = 0, min(2 * self._asks_after, _ASKS_AFTER) if none_dropped else 1
+        if not none_dropped:
+            self._give_back([slot for slot in slots if self._agreed(slot.dropped)])
+
+    @staticmethod
+    def _give_back(slots: Sequence[SlotMemory]) -> None:
+        """Free those of `slots` whose outputs were dropped."""
+        for slot in slots:
+            if slot.dropped:
+                slot.busy = slot.dropped = False
+
+
 class SlotLease:
     """A slot held by one micro-batch from its forward to the end of its backward, or until its outputs are dropped."""
 
@@ -70,7 +179,7 @@ class SlotLease:
     def __init__(self, slot: SlotMemory) -> None:
         self.slot = slot
         self._held = True
-        slot.busy = True
+        slot.busy, slot.dropped = True, False
 
     def check_backward(self) -> None:
         """Make sure that the pool still holds the activations of this micro-batch.
@@ -94,8 +203,9 @@ class SlotLease:
             self.slot.busy = False
 
     def __del__(self) -> None:
-        """Give the slot back when the micro-batch's outputs were dropped without a backward."""
-        self.release()
+        """Mark the slot when the micro-batch's outputs were dropped without a backward."""
+        if self._held:
+            self._held, self.slot.dropped = False, True
 
 
 class Slot(SlotMemory):
@@ -191,6 +301,7 @@ class Lease(SlotLease):
         slot: Slot,
         bucket: Bucket,
         gradients: GradientBuffers,
+        order: ReplayOrder,
         on_backward: Callable[[], None],
         on_piece: Callable[[Sequence[nn.Parameter]], None] = lambda parameters: None,
         after_backward: Callable[[], None] = lambda: None,
@@ -201,6 +312,7 @@ class Lease(SlotLease):
             slot: a free slot in which `bucket` has been captured.
             bucket: the shape to replay.
             gradients: the buffers that the backward adds the parameters' gradients to.
+            order: keeps the replays of all leases one after the other.
             on_backward: called after the backward, before the parameters' hooks.
             on_piece: called after the backward of each of several pieces, before the hooks of the parameters that it
                 gets.
@@ -208,6 +320,7 @@ class Lease(SlotLease):
         """
         self.bucket, self.captured = bucket, slot.passes[bucket]
         self._gradients, self._on_backward, self._on_piece = gradients, on_backward, on_piece
+        self._order = order
         self._after_backward = after_backward
         self._redrawn: list[tuple[int, int]] = []
         self.witness: Witness | None = None
@@ -246,13 +359,16 @@ class Lease(SlotLease):
         """Queue the copies of the micro-batch's tensors and boundaries into the static buffers, and note the random
         states with which the forward begins.
         """
+        self._order.begin()
         self._redrawn = [again.noted() for again in self.captured.redrawn]
         self.slot.metadata.stage(boundaries, self.bucket)
         self.slot.stage_inputs(tensors)
 
     def copied_outputs(self) -> tuple[torch.Tensor, ...]:
         """Copies of the outputs, which the caller may keep."""
-        return tuple(o.clone() for o in self.captured.outputs)
+        copies = tuple(o.clone() for o in self.captured.outputs)
+        self._order.end()
+        return copies
 
     def stage_output_grads(self, output_grads: Sequence[torch.Tensor | None]) -> None:
         """Make everything ready for the first graph of the backward; the arguments are those of `backward`."""
@@ -276,6 +392,7 @@ class Lease(SlotLease):
         return self.copied_input_grads()
 
     def _write_output_grads(self, output_grads: Sequence[torch.Tensor | None]) -> None:
+        self._order.begin()
         for again, (seed, offset) in zip(self.captured.redrawn, self._redrawn, strict=True):
             again.begin_at(seed, offset)
         differentiable = (i for i, d in enumerate(self.captured.differentiable) if d)
@@ -288,7 +405,9 @@ class Lease(SlotLease):
 
     def copied_input_grads(self) -> list[torch.Tensor | None]:
         """Copies of the input gradients, which the caller may keep; None for inputs without a gradient."""
-        return [g.clone() if g is not None else None for g in self.captured.input_grads]
+        copies = [g.clone() if g is not None else None for g in self.captured.input_grads]
+        self._order.end()
+        return copies
 
     def backward_piece(self, piece: int) -> list[torch.Tensor | None]:
         """Replay the backward of one piece, the last piece first, and run the hooks of the parameters whose gradients

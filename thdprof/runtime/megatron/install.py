@@ -27,7 +27,7 @@ from thdprof.runtime.megatron.peers import DEFAULT_TIMEOUT, peers_of
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
 from thdprof.runtime.megatron.runners import PaddedEager, runner_of, schedule_plans
-from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
+from thdprof.runtime.megatron.stamp import warn_of_other_surroundings, warn_of_unread_fields
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
@@ -240,6 +240,8 @@ def install(
         )
     if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
         warn_of_other_surroundings(plan)
+        if replay and plan.captured and parallel_state.get_pipeline_model_parallel_rank() == 0:
+            warn_of_unread_fields(config, getattr(chunks[0], "ddp_config", None))
     peers = peers_of(config, plan, host_timeout)
     decisions = Decisions(len(models), enabled=debug, across_context=not is_dynamic(plan), peers=peers)
     groups = [groups_of(plan, model.decoder) for model in models]

@@ -6,10 +6,11 @@ import importlib.metadata
 import logging
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thdprof.megatron_limits.served import unread_fields
 from thdprof.runtime.megatron.versions import installed
 from thdprof.training.stamp import warning
 
@@ -47,6 +48,16 @@ def warn_of_other_surroundings(plan: Plan, here: Mapping[str, str | None] | None
     text = warning(measured, stamp_here() if here is None else here)
     if text is not None:
         logger.warning("%s", text)
+
+
+def warn_of_unread_fields(config: Any, ddp: Any) -> None:
+    """Log one warning that names what the run changes and thdprof has never looked at; arguments of `unread_fields`."""
+    if unread := unread_fields(config, ddp):
+        logger.warning(
+            "settings that thdprof has never looked at are off their default, and may be wrong in graphs: %s; compare "
+            "some steps with --replay off (install: replay=False)",
+            ", ".join(unread),
+        )
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from thdprof.dispatch import Bucket
 from thdprof.runtime import teardown
 from thdprof.runtime.call import Call
-from thdprof.runtime.graphs.slots import SlotLease, SlotMemory
+from thdprof.runtime.graphs.slots import ReplayOrder, SlotLease, SlotMemory
 from thdprof.runtime.megatron.offload.layers import LayerMoves
 from thdprof.runtime.megatron.quantized.weights import is_quantized
 
@@ -174,14 +174,16 @@ class LayerLease(SlotLease):
     slot: LayerSlot
     """The slot that is held."""
 
-    def __init__(self, slot: LayerSlot, bucket: Bucket, anchor: torch.Tensor) -> None:
+    def __init__(self, slot: LayerSlot, bucket: Bucket, anchor: torch.Tensor, order: ReplayOrder) -> None:
         """Hold `slot` for a micro-batch that fits `bucket`.
 
         Args:
             slot: a free slot in which `bucket` has been captured.
             bucket: the shape to replay.
             anchor: a scalar that takes a gradient, so that there is a backward even if the hidden states take none.
+            order: keeps the replays of all leases one after the other.
         """
+        self.order = order
         self.replays = slot.replays[bucket]
         self._anchor = anchor
         super().__init__(slot)
@@ -200,6 +202,7 @@ class LayerLease(SlotLease):
     def leave(self, hidden: torch.Tensor) -> torch.Tensor:
         """A copy of the hidden states after the last layer, which the caller may keep."""
         output: torch.Tensor = _Leave.apply(self, hidden)
+        self.order.end()
         return output
 
     def begin_backward(self) -> None:
@@ -213,6 +216,7 @@ class LayerLease(SlotLease):
                 moved since the captures.
         """
         self.check_backward()
+        self.order.begin()
         for parameter, main_grad, pointer in self.replays.fused.values():
             if getattr(parameter, "main_grad", None) is not main_grad or main_grad.data_ptr() != pointer:
                 raise RuntimeError(
@@ -237,6 +241,7 @@ class _Enter(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         copied = grad.clone()  # the graph's own memory is overwritten by the next replay
+        ctx.lease.order.end()
         ctx.lease.release()
         return None, None, copied
 

@@ -25,12 +25,13 @@ from torch.utils._pytree import tree_flatten
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime import teardown
 from thdprof.runtime.call import Call
-from thdprof.runtime.captured import Captured
+from thdprof.runtime.captured import Captured, alone
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
 from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
 from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
+from thdprof.runtime.graphs.slots import FreeSlots, ReplayOrder
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
@@ -106,9 +107,11 @@ class LayerGraphs(DispatchedModule):
         self._make = make or transformer_engines_own(generators())
         self._offload = offload
         self._slots: list[LayerSlot] = []
-        self._captures = self._new_captures()
+        agreed = self._succeeded_everywhere if self.decides_alike else alone
+        self._captures, self._free = self._new_captures(), FreeSlots(agreed)
         self._placement: Placement | None = None
         self._states: RegisteredStates | None = None
+        self._order: ReplayOrder | None = None
         self._anchor: torch.Tensor | None = None
         self._layer_capture: LayerCapture | None = None
 
@@ -147,7 +150,7 @@ class LayerGraphs(DispatchedModule):
         if not self._opening_ahead:  # before training all parameters are whole, and hooks must not begin to gather
             gather_parameters(self.module)
         self._states = RegisteredStates(with_default(device, self._find_generators()))
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._anchor, self._order = torch.zeros((), device=device, requires_grad=True), ReplayOrder(device)
         self._layer_capture = LayerCapture(
             cast("Decoder", self.module),
             self._splits,
@@ -206,6 +209,8 @@ class LayerGraphs(DispatchedModule):
         ):
             result = self.module(*args, **kwargs)
             outputs.extend(tree_flatten(result)[0])
+        if not torch.is_grad_enabled():
+            lease.release()  # there is no backward
         return result
 
     def _run_eagerly(self, call: Call, *, timed: bool = True) -> Any:
@@ -213,7 +218,7 @@ class LayerGraphs(DispatchedModule):
             return super()._run_eagerly(call, timed=timed)
 
     def _busy_slots(self) -> Sequence[bool]:
-        return [slot.busy for slot in self._slots] or [False] * self._num_slots
+        return [slot.busy and not slot.dropped for slot in self._slots] or [False] * self._num_slots
 
     def _failed(self) -> Sequence[bool]:
         return [bucket in self._captures.failures for bucket in self._dispatcher.buckets]
@@ -223,18 +228,20 @@ class LayerGraphs(DispatchedModule):
         lease = self._lease(bucket, call.slot)
         if not isinstance(lease, FallbackReason):
             self._surroundings.before_forward()
+            lease.order.begin()
             lease.slot.stage(call, bucket)
         return lease
 
     def _lease(self, bucket: Bucket, slot: int | None = None) -> LayerLease | FallbackReason:
         assert self._anchor is not None
+        assert self._order is not None
         self._check_states()
         if self._placement is not None:
             self._placement.check()
-        free = [one for one in (self._slots if slot is None else self._slots[slot : slot + 1]) if not one.busy]
+        free = self._free.find(self._slots, slot)
         for one in free:
             if self._captures.has(one, bucket):
-                return LayerLease(one, bucket, self._anchor)
+                return LayerLease(one, bucket, self._anchor, self._order)
         return FallbackReason.capture_failed if free else FallbackReason.no_free_slot
 
     def _new_captures(self, together: int = 0) -> AgreedCaptures[LayerSlot]:
