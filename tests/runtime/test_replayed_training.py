@@ -588,3 +588,16 @@ def test_inputs_outputs_and_gradients_are_the_callers_own(plain):
             torch.testing.assert_close(got, expected)
     assert graphs.stats().replays.total() == 4
     assert graphs.pool_bytes() == 2 * (draw().nbytes + scale.nbytes)  # the static inputs; pools are counted as 0 here
+
+
+@pytest.mark.parametrize("move", [None, *(name for name in MOVES if name != "a hook on a gradient")])
+def test_a_module_that_changes_between_captures_and_training_is_captured_anew(plain, move):
+    said = []
+    graphs = graphed(plain, say=said.append)
+    with graphs.ahead_of_training():
+        graphs(draw().requires_grad_(), pack(FITTING[0]))
+    if move is not None:
+        MOVES[move](graphs.module)
+    with graphs.stats().expect(replays=1, captures=0 if move is None else 2):
+        micro_batch(graphs, 0, pack(FITTING[0]))
+    assert sum(line.startswith("WARNING: ") for line in said) == (move is not None)
