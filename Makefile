@@ -6,10 +6,12 @@ PYTHON := $(shell for p in $$(ls -d "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1
 STAMP := $(VENV)/.installed-for-analysis
 TEST_STAMP := $(VENV)/.installed-for-tests
 DOCS_STAMP := $(VENV)/.installed-for-docs
+NEWEST := .venv-newest
+NEWEST_STAMP := $(NEWEST)/.installed
 
-.PHONY: help setup demo test lint format bench docs clean
+.PHONY: help setup demo test test-newest lint format bench docs clean
 help:            ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 setup: $(STAMP)  ## create .venv with thdprof and what analysis needs
 $(VENV)/bin/python:
@@ -34,6 +36,18 @@ demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml and its 
 test: $(TEST_STAMP)  ## run all tests, spread over cores (GPU tests are skipped without a GPU)
 	$(PY) -m pytest -q -n logical --maxprocesses 16 --dist worksteal $(ARGS)
 
+# No constraints: the newest versions that pyproject.toml allows, with the tests that need no Megatron.
+$(NEWEST_STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python 3.12 found: install one with pyenv (pyenv install 3.12)" >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --disable-pip-version-check -q -e '.[transformers]' pytest pytest-xdist hypothesis
+	@touch $@
+
+test-newest: $(NEWEST_STAMP)  ## run the tests of runtime and Trainers with the newest versions that are allowed
+	$(NEWEST)/bin/python -m pip list --disable-pip-version-check | grep -E '^(accelerate|datasets|peft|torch|transformers|trl) '
+	$(NEWEST)/bin/python -m pytest -q -n logical --maxprocesses 16 --dist worksteal --ignore tests/runtime/megatron \
+		tests/runtime tests/transformers tests/examples/test_trl_example.py $(ARGS)
+
 lint: $(TEST_STAMP)  ## format check, lint, types, boundaries
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -51,4 +65,4 @@ docs: $(DOCS_STAMP)  ## build the site into build/site; a broken link or an undo
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 clean:           ## remove what the targets above made
-	rm -rf $(VENV) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) demo build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -100,10 +100,17 @@ def test_rows_that_trl_has_packed_are_neither_packed_nor_shuffled_again(thdprof,
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "option", "recomputed"), [(True, None, True), (False, None, False), (True, "none", False)]
+    ("checkpointing", "option", "recomputed"),
+    [
+        ({"gradient_checkpointing": True}, None, True),
+        ({"gradient_checkpointing": False}, None, False),
+        ({"gradient_checkpointing": True}, "none", False),
+        ({"gradient_checkpointing": None, "activation_checkpointing": True}, None, True),
+        ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2}}, None, False),
+    ],
 )
 def test_checkpointing_is_taken_from_the_arguments(thdprof, tmp_path, arguments, checkpointing, option, recomputed):
-    fields = {**json.loads(arguments.read_text()), "gradient_checkpointing": checkpointing}
+    fields = {**json.loads(arguments.read_text()), **checkpointing}
     arguments.write_text(json.dumps(fields))
     config = {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
               "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip

@@ -281,6 +281,7 @@ def test_plans_of_megatron_are_refused(plan, changes, reason):
         ({"n_gpu": 2}, "DataParallel copies the model"),
         ({"torch_compile": True}, "torch_compile is set"),
         ({"activation_offloading": True}, "activation_offloading is set"),
+        ({"activation_checkpointing_kwargs": {"offload": True}}, "activation_checkpointing_kwargs has offload"),
         ({"parallelism_config": object()}, "parallelism_config is set"),
         ({"accelerator_config": SimpleNamespace(dispatch_batches=True)}, "dispatch_batches"),
         ({"per_device_train_batch_size": 2}, "padding_free is False with several rows"),

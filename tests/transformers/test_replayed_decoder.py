@@ -18,6 +18,7 @@ from support.trl_training import small_model
 from thdprof.errors import UsageError
 from thdprof.transformers import attention, refusals
 from thdprof.transformers.boundaries import BATCH_KEY, HostBoundaries
+from thdprof.transformers.checkpointing import without_random_states
 from thdprof.transformers.decoder import GraphedDecoder
 
 TOKENS = 48
@@ -133,6 +134,33 @@ def test_a_replay_that_is_switched_off_pads_as_the_graphs_do():
             loss = model(**with_boundaries(batch_of(lengths), lengths)).loss
             assert loss.item() == pytest.approx(plain(**batch_of(lengths)).loss.item(), rel=1e-5)
     assert seen == [(48, 4, 48), (48, 12, 38), (48, 7, 48)]
+
+
+def test_layers_get_boundaries_and_lengths_as_their_kernels_need_them_to_read_nothing_back():
+    model = small_model().train()
+    decoder, seen = followed(model), []
+    for layer in decoder.graphed.module.layers:
+        layer.register_forward_pre_hook(lambda layer, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    with decoder.following():
+        model(**with_boundaries(batch_of([20, 22]), [20, 22]))
+    assert len(seen) == len(decoder.graphed.module.layers)
+    for kwargs in seen:
+        assert {type(kwargs[name]) for name in ("max_length_q", "max_length_k")} == {int}
+        assert {kwargs[name].dtype for name in ("cu_seq_lens_q", "cu_seq_lens_k")} == {torch.int32}
+
+
+def test_checkpoints_leave_random_states_alone_inside_a_capture(monkeypatch):
+    model = small_model().train()
+    name = "activation_checkpointing_enable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")()
+    own, read = torch.get_rng_state, []
+    monkeypatch.setattr(torch, "get_rng_state", lambda: read.append(1) or own())
+    inner = refusals.decoder_of(model)
+    with without_random_states(inner):
+        model(**batch_of([20, 22]))
+    assert read == []
+    model(**batch_of([20, 22]))
+    assert len(read) == len(inner.layers)
 
 
 def test_a_model_that_changes_hidden_states_between_layers_is_refused():

@@ -140,8 +140,12 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
 
 def trainer_model(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the run's arguments say of the model, by the names of `thdprof.training.Model`."""
-    if arguments.get("gradient_checkpointing") is not True:
+    names = ("activation_checkpointing", "gradient_checkpointing")  # transformers 5.23 has both, 5.12 the second
+    if True not in [arguments.get(name) for name in names]:
         return {}
+    options = arguments.get("activation_checkpointing_kwargs")
+    if isinstance(options, Mapping) and options.get("every_n_layers", 1) != 1:
+        return {}  # some layers keep their activations: the memory of all of them is the safe side
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 

@@ -78,7 +78,7 @@ def of_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, 
     yield from _of_hooks(decoder)
     yield from _of_adapters(model)
     dropout = _dropout(decoder)
-    if dropout and getattr(model, "is_gradient_checkpointing", False):
+    if dropout and any(getattr(module, "gradient_checkpointing", False) for module in decoder.modules()):
         yield (
             f"gradient checkpointing together with dropout ({dropout}): a graph cannot recompute with the same random "
             "numbers; set the dropout to 0, or gradient_checkpointing to False"
@@ -201,6 +201,9 @@ def of_arguments(args: Any) -> Iterator[str]:
         )
     if getattr(args, "activation_offloading", False):
         yield "activation_offloading is set: a graph cannot wait for copies to the host; set it to False"
+    checkpointing = getattr(args, "activation_checkpointing_kwargs", None)  # transformers 5.12 has no such thing
+    if isinstance(checkpointing, Mapping) and checkpointing.get("offload"):
+        yield "activation_checkpointing_kwargs has offload: a graph cannot wait for copies to the host; leave it out"
     if getattr(args, "use_cache", False) and not hasattr(args, "packing"):  # SFTTrainer turns it off by itself
         yield "use_cache is True: layers then write to a cache, which a graph does not take; leave it at False"
     parallelism = getattr(args, "parallelism_config", None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections import deque
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
-from packaging.specifiers import SpecifierSet  # noqa: E402
 from support.refusals import config  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -26,7 +24,7 @@ from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
 from thdprof.runtime.graphs.capture import WarmupError  # noqa: E402
 from thdprof.runtime.graphs.graphed_module import GraphedModule, ReplayPass  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings, refuse_half_a_pass  # noqa: E402
-from thdprof.runtime.megatron import surroundings, versions  # noqa: E402
+from thdprof.runtime.megatron import surroundings  # noqa: E402
 from thdprof.runtime.megatron.calibrate import PackedDecoder  # noqa: E402
 from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
@@ -35,54 +33,6 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.padding import Boundaries, boundaries_of, pack, to_device  # noqa: E402
-
-# --- versions -------------------------------------------------------------------------------------------------------
-
-
-def test_versions(monkeypatch):
-    monkeypatch.delenv(versions.OVERRIDE, raising=False)
-    known = {"megatron-core": "0.19.2", "transformer-engine": "2.20.2"}
-    versions.check(lambda names: {name: known[name] for name in names})
-    newer = {**known, "megatron-core": "0.20.0rc1"}
-    with pytest.raises(versions.VersionError) as raised:
-        versions.check(lambda names: newer)
-    assert str(raised.value).startswith("megatron-core 0.20.0rc1: thdprof takes <0.20,>=0.19.1, and relies on ")
-    assert str(raised.value).endswith("Set THDPROF_UNTESTED_VERSIONS=allow to go on all the same")
-    monkeypatch.setenv(versions.OVERRIDE, "allow")
-    versions.check(lambda names: newer)
-    with pytest.raises(
-        versions.VersionError, match=r"transformer-engine is not installed: pip install '\.\[megatron,te\]' in"
-    ):
-        versions.check(lambda names: {**known, "transformer-engine": None})
-
-
-def test_a_checkout_in_front_of_the_installed_package_is_what_is_checked(monkeypatch, tmp_path):
-    monkeypatch.delenv(versions.OVERRIDE, raising=False)
-    checkout = type(sys)("megatron.core")
-    checkout.__version__, checkout.__path__ = "0.18.2+1234567", [str(tmp_path)]
-    monkeypatch.setitem(sys.modules, "megatron.core", checkout)
-    assert versions.installed(["megatron-core"]) == {"megatron-core": "0.18.2"}
-    with pytest.raises(versions.VersionError) as raised:
-        versions.check(lambda names: {**versions.installed(["megatron-core"]), "transformer-engine": "2.20.2"})
-    assert str(raised.value).startswith("megatron-core 0.18.2: thdprof takes <0.20,>=0.19.1")
-    assert f"megatron-core 0.18.2 is imported from {tmp_path}, in front of the installed one" in str(raised.value)
-
-
-def test_what_is_relied_on_says_where_it_was_checked():
-    assert len(versions.RELIED_ON) > 3
-    for reliance in versions.RELIED_ON:
-        assert isinstance(reliance.checked, SpecifierSet)
-        assert reliance.why
-    found = versions.installed(["megatron-core", "no-such-package"])
-    assert found["no-such-package"] is None
-    assert found["megatron-core"] in versions.MEGATRON  # the suite runs on a version that is claimed
-
-
-def test_the_version_of_a_megatron_from_a_checkout_is_the_one_that_counts(monkeypatch):
-    monkeypatch.setattr("megatron.core.__version__", "0.20.0+abc123")
-    assert versions.installed(["megatron-core"]) == {"megatron-core": "0.20.0"}
-    assert versions.installed(["no-such-package"]) == {"no-such-package": None}
-
 
 # --- metadata -------------------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def measure_decoder(
     Raises:
         SettingsError: the model has an installation already, or settings that chunk graphs cannot serve, such as
             dropless experts.
-        VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
+        VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
         RuntimeError: a bucket could not be captured.
     """
     from megatron.core import parallel_state

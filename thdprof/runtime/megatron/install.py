@@ -215,7 +215,7 @@ def install(
 
     Raises:
         SettingsError: settings that graphs cannot serve, each with the value to use.
-        VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
+        VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
     """
     from megatron.core import parallel_state
 

@@ -63,8 +63,7 @@ def run(monkeypatch):
 
     monkeypatch.setattr(bridge, "install", install)
     monkeypatch.setattr(bridge, "Observer", FakeObserver)
-    monkeypatch.setattr(bridge.versions, "check", lambda: None)
-    monkeypatch.setattr(bridge.versions, "check_bridge", lambda: None)
+    monkeypatch.setattr(bridge.versions, "check", lambda *packages: None)
 
     def start(callback: ThdprofCallback) -> CallbackManager:
         of_run.manager = CallbackManager()

@@ -65,7 +65,7 @@ def loop(monkeypatch):
         monkeypatch.setattr(training, name, value)
     monkeypatch.setattr(megatron_lm, "install", install)
     monkeypatch.setattr(megatron_lm, "Observer", FakeObserver)
-    monkeypatch.setattr(megatron_lm.versions, "check", lambda: None)
+    monkeypatch.setattr(megatron_lm.versions, "check", lambda *packages: None)
     return fakes
 
 

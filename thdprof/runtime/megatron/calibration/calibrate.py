@@ -96,11 +96,11 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
     for name, value in request.environment.items():
         os.environ.setdefault(name, value)
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    _require("megatron-core", "megatron.training.training", "megatron")
+    _require(versions.MEGATRON, "megatron.training.training", "megatron")
     asked = _read(request, say)
     if asked.ranks.tensor * asked.ranks.context > 1:  # Megatron asks for it there
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    _require("transformer-engine", "transformer_engine.pytorch", "te")
+    _require(versions.TRANSFORMER_ENGINE, "transformer_engine.pytorch", "te")
     if not torch.cuda.is_available():
         raise MachineError("calibrate needs an NVIDIA GPU, and torch sees none here")
     _check_gpus()
@@ -114,14 +114,14 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
     return table if rank == 0 else None
 
 
-def _require(package: str, module: str, extra: str) -> None:
-    """Refuse to go on without a package of a version that was checked.
+def _require(package: versions.Package, module: str, extra: str) -> None:
+    """Refuse to go on without a package that has what thdprof relies on.
 
     Raises:
-        UsageError: it is missing, cannot be imported or was not checked.
+        UsageError: it is missing, cannot be imported or lacks something.
     """
     try:
-        versions.check(lambda names: versions.installed([name for name in names if name == package]))
+        versions.check(package)
         __import__(module)
     except versions.VersionError as error:
         raise UsageError(f"calibrate --megatron-args: {error}") from error

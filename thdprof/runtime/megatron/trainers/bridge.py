@@ -65,11 +65,10 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
 
         Raises:
             SettingsError: settings that cannot be served, or that the plan was not made for; all of them at once.
-            VersionError: a package is of a version on which thdprof was not checked.
+            VersionError: a package lacks what thdprof relies on.
         """
         self._end()  # of a run that this callback was given to before
-        versions.check()
-        versions.check_bridge()
+        versions.check(*versions.INSTALL, versions.BRIDGE)
         from megatron.bridge.training import gpt_step, pretrain, vlm_step
         from megatron.bridge.training.utils import train_utils
 

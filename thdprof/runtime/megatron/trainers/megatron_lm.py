@@ -44,9 +44,9 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
         stats: file to append the run's counters to; None for none.
 
     Raises:
-        VersionError: megatron-core or Transformer Engine is of a version on which thdprof was not checked.
+        VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
     """
-    versions.check()
+    versions.check(*versions.INSTALL, versions.MEGATRON_LM)
     from megatron.training import training
 
     loop = _Loop(for_megatron(plan), replay=replay, stats=stats, training=training)
