@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 WARMUP_PASSES = 2
 """Passes before a capture: in the first, libraries make their handles and workspaces, and kernels tune themselves."""
 
+WATCHED_BYTES = 128 * 2**20
+"""Bytes of the parameters' gradients that a verified micro-batch compares at a time; one parameter at least."""
+WATCHED_COPIES = 5
+"""Most copies of these gradients at a time: before, first replay, first eager run, the run that is compared with it,
+and what all other parameters share.
+"""
+
 Level = Literal["microbatch", "rank_step", "step"]
 """The unit of which a fallback rate is a share: micro-batches, (rank, step) pairs with an eager one, or steps with one
 on any rank."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support import own_loop_runs
 from support.gpu_process import run_case
 
 torch = pytest.importorskip("torch")
@@ -27,6 +28,14 @@ CASES = [
 IN_PIECES = [*CASES, "reduced_too_early"]
 
 
+FAULTS = ["stale_boundaries", "slot_given_back_early", "moved_weight", "idle_generator"]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found_with_default_kernels(name):
+    run_case("watch_cases.py", f"{name}_by_default")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name):
     run_case("watch_cases.py", name)
@@ -35,3 +44,20 @@ def test_on_a_gpu(name):
 @pytest.mark.parametrize("name", IN_PIECES)
 def test_with_a_layer_a_graph_on_a_gpu(name):
     run_case("watch_cases.py", f"{name}_in_pieces")
+
+
+@pytest.mark.parametrize("case", ["small, bf16@40", "small, fp8 delayed@40", "llama, fp8 current@10"])
+def test_sound_training_with_default_kernels_raises_no_alarm(case):
+    pytest.importorskip("megatron.core")
+    kernels = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
+    assert ", 0 wrong, " in own_loop_runs.run_case("watched_cases.py", case, apex=True, **kernels)
+
+
+@pytest.mark.parametrize("fault", ["gradient x 1.2", "no boundary", "stale layer", "slot given back", "idle generator"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8 current"])
+def test_small_faults_are_found_with_default_kernels(precision, fault):
+    pytest.importorskip("megatron.core")
+    model = "dropout" if fault == "idle generator" else "llama"
+    kernels = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
+    case = f"{model}, {precision}, {fault}@8"
+    assert "10 of 10 faults caught" in own_loop_runs.run_case("watched_cases.py", case, apex=True, **kernels)

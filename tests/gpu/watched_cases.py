@@ -2,7 +2,8 @@
 
 Kernels are the default ones, whose runs differ. A sound case tells how many micro-batches were verified and how many
 were called wrong, which must be none. A case `MODEL, PRECISION, FAULT` makes a fault in the replays of every fourth
-micro-batch, and tells how many of them were caught. THDPROF_WATCHED_LOG names a file for what each comparison saw.
+micro-batch, and tells how many of them were caught. THDPROF_WATCHED_LOG names a file for what each comparison saw,
+THDPROF_WATCHED_SEED is the seed of the data.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
             "num_query_groups": 4,
         },
     ),
+    "dropout": (1024, {"num_layers": 4, "hidden_dropout": 0.1, "attention_dropout": 0.1}),
     "gpt": (1024, {"num_layers": 6, "hidden_size": 768, "num_attention_heads": 12, "add_bias_linear": True}),
 }
 """Tokens of a micro-batch, and the fields of the TransformerConfig. The rule was made by `small` and `qwen3` alone."""
@@ -176,11 +178,47 @@ def _without_input_gradient(lease: Lease) -> Iterator[str]:
         del lease.copied_input_grads
 
 
+@contextmanager
+def _given_back(lease: Lease) -> Iterator[str]:
+    """Another micro-batch overwrites the activations once, between the first forward and its backward."""
+    forwards: list[int] = []
+
+    def overwrite() -> None:
+        if len(forwards) == 1:
+            for static in lease.slot.inputs:
+                static.detach().mul_(-1)
+            own()
+
+    own = lease.captured.forward.replay
+    with (
+        _around(lease.captured.forward, lambda: forwards.append(1), lambda: None),
+        _around(lease.captured.backward, overwrite, lambda: None),
+    ):
+        yield "activations"
+
+
+@contextmanager
+def _idle_generators(lease: Lease) -> Iterator[str]:
+    """The replay leaves the random states where they were."""
+    generators, states = lease.witness._twin._subject.generators, []
+
+    def put_back() -> None:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+    with _around(
+        lease.captured.forward, lambda: states.__setitem__(slice(None), [g.get_state() for g in generators]), put_back
+    ):
+        yield "generators"
+
+
 FAULTS: dict[str, Callable[[Lease, random.Random, State], Any]] = {
     "gradient x 1.2": lambda lease, chosen, state: _scaled(lease, chosen, 1.2),
     "gradient's sign": lambda lease, chosen, state: _scaled(lease, chosen, -1.0),
     "no gradient": lambda lease, chosen, state: _scaled(lease, chosen, 0.0),
     "no input gradient": lambda lease, chosen, state: _without_input_gradient(lease),
+    "slot given back": lambda lease, chosen, state: _given_back(lease),
+    "idle generator": lambda lease, chosen, state: _idle_generators(lease),
     "no boundary": lambda lease, chosen, state: _without_boundary(lease, chosen),
     "stale layer": lambda lease, chosen, state: _stale(lease, chosen, state, of="weights"),
     "stale quantized weight": lambda lease, chosen, state: _stale(lease, chosen, state, of="workspaces"),
@@ -380,7 +418,8 @@ class Data(Iterator[dict[str, Any]]):
     """Micro-batches of documents that follow one of several tables, named by the first token."""
 
     def __init__(self, tokens: int) -> None:
-        self._random, self._tokens, self._number = np.random.default_rng(5), tokens, 0
+        seed = int(os.environ.get("THDPROF_WATCHED_SEED", "5"))
+        self._random, self._tokens, self._number = np.random.default_rng(seed), tokens, 0
         self._next = self._random.integers(TABLES, VOCABULARY, (TABLES, VOCABULARY, SUCCESSORS))
 
     def __next__(self) -> dict[str, Any]:

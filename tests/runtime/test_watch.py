@@ -463,6 +463,14 @@ def test_a_copy_that_fails_before_the_eager_run_ends_the_watch_and_not_the_train
     assert "no more micro-batches are verified" in caplog.text
 
 
+def test_a_bug_in_an_eager_run_ends_training():
+    model = graphed(Fails())
+    y = model(draw().requires_grad_(), pack(BOUNDS[0]))
+    model.module.error = AttributeError("no such attribute")
+    with pytest.raises(AttributeError, match="no such attribute"):
+        y.sum().backward()
+
+
 def test_an_eager_run_that_fails_among_ranks_ends_training():
     model = graphed(Fails(), around={"communicates": True, "agreed": lambda mine: mine})
     y = model(draw().requires_grad_(), pack(BOUNDS[0]))

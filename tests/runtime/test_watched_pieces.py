@@ -13,10 +13,11 @@ from support import recorded_graphs  # noqa: E402
 from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
+from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES  # noqa: E402
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, pack  # noqa: E402
 from thdprof.runtime.graphs import bank, slots, static_metadata  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
-from thdprof.runtime.graphs.watch.twin import COPIES, PARAMETER_BYTES, Twin  # noqa: E402
+from thdprof.runtime.graphs.watch.twin import Twin  # noqa: E402
 
 TOKENS, HIDDEN, LAYERS = 12, 4, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS)
@@ -328,7 +329,7 @@ def test_the_copy_of_what_pieces_complete_counts_as_memory_that_is_needed(monkey
     monkeypatch.setattr(bank, "missing_bytes", lambda device, *, slot_bytes, others: asked.append(others) or 0)
     for layers_per_piece in (1, LAYERS):
         train(graphed(layers_per_piece), 1)
-    assert asked == [(COPIES + 1) * PARAMETER_BYTES, COPIES * PARAMETER_BYTES]
+    assert asked == [(WATCHED_COPIES + 1) * WATCHED_BYTES, WATCHED_COPIES * WATCHED_BYTES]
 
 
 def test_micro_batches_that_are_not_verified_keep_nothing(monkeypatch):

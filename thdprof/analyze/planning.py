@@ -143,11 +143,11 @@ def _verify(analysis: Analysis, impl: Impl) -> str | None:
 def verified_every(pipeline_size: int, relative_step_time: float | None) -> int:
     """One in so many micro-batches is verified, so that it costs less than 1% of the step time; a power of two.
 
-    A verified micro-batch makes two eager passes besides its own, one where algorithms are deterministic. Every
-    pipeline stage verifies the same micro-batch, in its backward, for which the stages before it wait: at worst all
-    their eager passes come one after the other. That is `2 * pipeline_size` eager micro-batches, each of them
-    `1 / relative_step_time` times the step's share of one micro-batch, and half as much again for the copies and the
-    comparison.
+    A verified micro-batch makes an eager pass besides its own; a second one stands for suspicions, each of which makes
+    up to 30 passes. Every pipeline stage verifies the same micro-batch, in its backward, for which the stages before it
+    wait: at worst all their eager passes come one after the other. That is `2 * pipeline_size` eager micro-batches,
+    each of them `1 / relative_step_time` times the step's share of one micro-batch, and half as much again for the
+    copies and the comparison.
 
     Args:
         pipeline_size: number of pipeline stages.

@@ -17,10 +17,14 @@ def memory_sentence(memory: Memory) -> str:
         "outside the decoder": memory.outside_bytes,
     }
     shown = [f"{memory_size(size / 2**30)} {name}" for name, size in parts.items() if size]
-    moment = "in the worst step" if memory.moment == "training" else "at the last capture, before the optimizer's step"
+    moments = {
+        "training": "in the worst step",
+        "capture": "at the last capture, before the optimizer's step",
+        "verification": "where a micro-batch is verified",
+    }
     return (
         f"peak memory: about {memory_size(memory.peak_bytes / 2**30)} on pipeline rank {memory.pipeline_rank}, "
-        f"{moment}: {listed(shown)}"
+        f"{moments[memory.moment]}: {listed(shown)}"
     )
 
 
@@ -28,6 +32,8 @@ def beside_slots(memory: Memory) -> str:
     """What runs eagerly beside the slots at the moment of the peak."""
     if memory.moment == "capture":
         return "a warm-up pass"
+    if memory.moment == "verification":
+        return "its eager run and compared gradients"
     return f"{counted(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight"
 
 

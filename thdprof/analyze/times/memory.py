@@ -5,9 +5,10 @@ are reserved whole. Beyond it torch's allocator keeps blocks for reuse, which `t
 it gives them back before a run runs out of memory. Not in it are the CUDA context and NCCL's buffers, about 1 GiB of a
 GPU together.
 
-A run reaches its peak in one of two moments: in the worst step of the schedule, with eager micro-batches beside all
-slots, and with the dropless experts of replayed ones, which run behind their graphs; or at the last capture of the
+A run reaches its peak in one of three moments. One is the worst step of the schedule, with eager micro-batches beside
+all slots, and with the dropless experts of replayed ones, which run behind their graphs. One is the last capture of the
 first step, when one warm-up pass runs beside the graphs that are there and the optimizer has not yet made its moments.
+One is a verified micro-batch, which runs eagerly beside all slots after the loss has had its backward.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from thdprof.analyze.times.transformers_memory import (
     trainer_state_bytes,
     transformers_tensors,
 )
-from thdprof.dispatch import Bucket, Shapes, holds
+from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, Bucket, Shapes, holds
 from thdprof.training import Model, TrainingSettings
 
 LIBRARY_BYTES = 64 * 2**20
@@ -73,6 +74,18 @@ class _Rank:
     warm_up: int
     """One warm-up pass before a capture."""
     outside: int
+    watch: float
+    """The eager run of a verified micro-batch, with the gradients that are compared; 0 where none is verified."""
+
+    @property
+    def verifying(self) -> float:
+        """Memory where a micro-batch is verified."""
+        return self.state + self.graphs + self.static + self.watch + LIBRARY_BYTES if self.watch else 0
+
+    @property
+    def peak(self) -> float:
+        """The largest of all moments."""
+        return max(self.training, self.capturing, self.verifying)
 
     @property
     def training(self) -> float:
@@ -150,24 +163,24 @@ def predict_memory(
         )
         for rank, stage in enumerate(parts)
     ]
-    most = max(range(len(ranks)), key=lambda rank: max(ranks[rank].training, ranks[rank].capturing))
+    most = max(range(len(ranks)), key=lambda rank: ranks[rank].peak)
     return _memory(ranks[most], most, in_flight[most])
 
 
 def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
     """The parts at the moment of the peak."""
-    capturing = rank.capturing > rank.training
+    capturing, verifying = rank.peak == rank.capturing, rank.peak == rank.verifying
     state = rank.state - rank.moments if capturing else rank.state
     parts = {
         "state_bytes": round(state),
         "graph_bytes": rank.graphs - rank.one_graph if capturing else rank.graphs,
         "static_bytes": rank.static + LIBRARY_BYTES,
-        "eager_bytes": rank.warm_up if capturing else rank.eager,
-        "experts_bytes": 0 if capturing else rank.experts,
-        "outside_bytes": 0 if capturing else rank.outside,
+        "eager_bytes": round(rank.watch) if verifying else rank.warm_up if capturing else rank.eager,
+        "experts_bytes": 0 if capturing or verifying else rank.experts,
+        "outside_bytes": 0 if capturing or verifying else rank.outside,
     }
     return Memory(
-        moment="capture" if capturing else "training",
+        moment="verification" if verifying else "capture" if capturing else "training",
         peak_bytes=sum(parts.values()),
         **parts,
         eager_in_flight=in_flight,
@@ -224,6 +237,9 @@ def _rank(
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
         of_chunks = [one.in_pool + (1 + depth) * _GRAPH_WORKSPACE for one, depth in zip(replayed, depths, strict=True)]
+    gradients = 4 * (parameters.dense - parameters.outside + parameters.experts)
+    compared = WATCHED_COPIES * min(gradients, max(WATCHED_BYTES, 4 * parameters.largest))
+    watched = bool(sum(slots)) and not layer_graphs
     graphs = round(sum(count * size * overhead for count, size in zip(slots, of_chunks, strict=True)))
     if sum(slots):
         extra = overhead - 1
@@ -243,6 +259,7 @@ def _rank(
             if of_trainer
             else _outside(model, stage, model.vocab_size, n_tokens)
         ),
+        watch=max(passes, default=0) + compared if watched else 0,
     )
 
 

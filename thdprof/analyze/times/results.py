@@ -74,9 +74,9 @@ class Memory:
     """Peak memory of the pipeline rank that needs most, in bytes: what is allocated outside the pools of graphs,
     and these pools. The parts are those at the moment of the peak."""
 
-    moment: Literal["training", "capture"]
-    """When the peak is: in the worst step of the schedule, or at the last capture, before the optimizer's first step
-    has made its moments."""
+    moment: Literal["training", "capture", "verification"]
+    """When the peak is: in the worst step of the schedule; at the last capture, before the optimizer's first step has
+    made its moments; or where a micro-batch is verified (`graphs.verify`)."""
     peak_bytes: int
     """Most memory that the run holds at once: the sum of the parts below."""
     state_bytes: int
@@ -86,7 +86,8 @@ class Memory:
     static_bytes: int
     """Static inputs, outputs and gradients of the graphs outside these pools, and workspaces of libraries."""
     eager_bytes: int
-    """Activations of eager micro-batches that are in flight beside the slots, or of the warm-up pass of a capture."""
+    """Activations of eager micro-batches that are in flight beside the slots, of the warm-up pass of a capture, or of
+    the eager run of a verified micro-batch, with the gradients that are compared."""
     experts_bytes: int = 0
     """Activations of dropless experts, which run eagerly behind the graphs of replayed micro-batches in flight."""
     outside_bytes: int

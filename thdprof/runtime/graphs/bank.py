@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime import teardown
 from thdprof.runtime.captured import Captured, alone
@@ -23,7 +23,7 @@ from thdprof.runtime.graphs.slots import FreeSlots, Lease, ReplayOrder, Slot
 from thdprof.runtime.graphs.static_metadata import Metadata, sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.graphs.watch.room import missing_bytes
-from thdprof.runtime.graphs.watch.twin import COPIES, PARAMETER_BYTES, Subject
+from thdprof.runtime.graphs.watch.twin import Subject
 from thdprof.runtime.offload.copies import CudaMover
 from thdprof.runtime.offload.passes import EagerOffload, PassOffload
 from thdprof.runtime.padding import Boundaries, PackedSequence
@@ -213,10 +213,8 @@ class Bank:
         """Bytes of GPU memory that are missing to run a micro-batch of `slot` eagerly, and to compare; 0 if it fits."""
         slot_bytes = sum(p.pool_bytes for p in slot.passes.values())
         largest = max((b.nbytes for b in self._gradients.buffers), default=0)
-        copies = COPIES + bool(self._options.cuts)
-        return missing_bytes(
-            slot.inputs[0].device, slot_bytes=slot_bytes, others=copies * max(largest, PARAMETER_BYTES)
-        )
+        copies = WATCHED_COPIES + bool(self._options.cuts)
+        return missing_bytes(slot.inputs[0].device, slot_bytes=slot_bytes, others=copies * max(largest, WATCHED_BYTES))
 
     def metadata_of(self, boundaries: Boundaries, bucket: Bucket) -> PackedSequence:
         """One micro-batch's metadata as the graphs of `bucket` read it, in memory of its own."""

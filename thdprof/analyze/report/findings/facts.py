@@ -33,8 +33,8 @@ def facts(report: Report) -> tuple[Facts, ...]:
         if predicted.worth is not None:
             found.append(Facts(title="Worth over the run", rows=tuple(_worth(predicted.worth))))
         if predicted.memory is not None:
-            when = "in training" if predicted.memory.moment == "training" else "at the last capture"
-            title = f"Peak memory of the pipeline rank that needs most, {when}"
+            moments = {"training": "in training", "capture": "at the last capture", "verification": "in a verification"}
+            title = f"Peak memory of the pipeline rank that needs most, {moments[predicted.memory.moment]}"
             found.append(Facts(title=title, rows=_memory(predicted.memory)))
         if predicted.capture is not None:
             found.append(Facts(title="Capture, once in a run", rows=_capture(predicted.capture)))

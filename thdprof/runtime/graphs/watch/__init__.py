@@ -1,7 +1,7 @@
 """A watch against silent corruption: some replayed micro-batches are also run eagerly, and both must agree.
 
 `graphs.verify: 1/N` of the plan turns it on. Of every N consecutive micro-batches one is verified, and at a run's start
-those with number 0, 1, 2, 4, ... 64. What is compared, where the numbers come from, and what the watch leaves alone:
+those with number 0, 1, 2, 4, ... 64.
 
 - **When.** Which micro-batches are verified depends on their number alone, which counts every call of the module, so
   that ranks which communicate inside the module choose alike (`sampling`). Those ranks also ask each other whether all
@@ -12,44 +12,42 @@ those with number 0, 1, 2, 4, ... 64. What is compared, where the numbers come f
   backward graph and the hooks of parameters (`twin`). So its activations exist for that moment only, and the gradients
   that are compared have not been reduced or moved yet. Parameters do not change between the two forwards, since the
   optimizer's step comes after all backwards. The twin is padded as the graph is, so that it runs the same kernels, with
-  boundaries of its own.
+  boundaries of its own. It quantizes weights for itself, so that stale ones show.
 - **Parameters' gradients.** The twin runs on fresh parameters over the same memory, as a capture does. Hooks of the
   real ones (gradient reduction, fused accumulation into `main_grad`) do not see it; kernels that write to `main_grad`
   write to scratch memory. The scratch of a compared parameter begins with what its gradient was before the replay, and
-  is compared with what it is after the replay: the same additions to the same numbers, so that the sums can be equal
-  bit for bit, which differences of sums could not. Gradients are large: of the parameters a sample that moves on from
-  one verified micro-batch to the next is compared; of outputs and input gradients, all.
-- **Pieces.** Between the graphs of a few layers the hooks of parameters run, and may reduce gradients in place while
-  the backward goes on. The compared gradients that a piece has completed are therefore copied before its hooks. The
-  twin still comes last, after the backward of all pieces, and before the hooks of the piece that ends it, which holds
-  the first layers. So replays, gathering and reductions keep the order that they have without a watch, and what goes
-  wrong by that order is found, such as a reduction that begins before its gradient is complete. Reductions of the other
-  pieces may go on while the twin runs; it reads nothing that they change. Hooks must leave the parameters themselves
-  alone: one that steps the optimizer between the pieces would show as a mismatch.
+  is compared with what it is after the replay: the same additions to the same numbers. Gradients are large: a sample of
+  the parameters is compared, and the next one begins where it ended; of outputs and input gradients, all.
 - **State.** Random states, also Megatron's, are set to those before the replay for the twin, and afterwards to what
   they were. Where the generators stand after the twin's forward must be where they stood after the replay's: a
-  generator that a graph does not advance is found by this alone. Buffers (experts' biases, tokens per expert) and the
-  experts' auxiliary losses are set back likewise, so that nothing is counted twice; what the replay made of them is
-  compared, too.
-- **Equal.** Where torch runs deterministic algorithms, each value must be equal bit for bit. Elsewhere the twin runs
-  twice, and a tensor's largest difference may be four times the largest of two eager runs, in this micro-batch or any
-  verified before it, and one rounding of its largest value; small tensors may differ as much as any (`findings`). NaN
-  equals NaN, and an infinity the same infinity, at the same place.
-- **No waiting.** The differences are reduced on the GPU and copied to the host behind it; they are read at a later
-  micro-batch (`readback`). A mismatch therefore takes effect some micro-batches later: at the next one whose turn comes
-  after the copy, or, where ranks must agree, SETTLED_AFTER micro-batches after the verified one, where all of them ask
-  each other.
-- **Mismatch.** It is logged with its numbers, counted in `Stats.mismatches`, and the bucket is in quarantine: its
-  micro-batches run eagerly from there on, with FallbackReason `quarantined`, until graphs are captured anew. Gradients
-  of the micro-batches up to there are in the weights: go back to a checkpoint before the last verified micro-batch that
-  agreed.
+  generator that a graph does not advance is found by this alone. Buffers, the experts' auxiliary losses and the amax
+  histories of FP8 are set back likewise. What the replay made of them is compared, too. What one side has and the other
+  lacks counts as zeros.
+- **A suspicion, and more runs.** The host waits for the comparison of a verified micro-batch. Where it looks wrong, the
+  micro-batch runs again at once, up to 15 times eagerly and 15 times by its graphs, with everything as it was before
+  (`findings`, `distances`). Nothing is said or refused before that. Gradients are then put back bit for bit, from
+  copies on the GPU or, where it is full, on the host. Ranks that communicate inside the module make these runs
+  together, as many as one of them needs.
+- **Wrong** is what eager runs repeat bit for bit and every replay makes otherwise: outputs, state. Gradients are added
+  up in no fixed order, and eager runs differ. A gradient is wrong where it lies further from the eager one than four
+  rounding errors, and four times further than any other eager run does; or where each replay is the same multiple of
+  it, such as 1.2 times or none of it. A replay that is right the next time, because its memory was overwritten once,
+  say, is wrong by the first of these rules alone. Where torch runs deterministic algorithms, a bit is enough.
+- **Pieces.** Between the graphs of a few layers the hooks of parameters run, and may reduce gradients in place while
+  the backward goes on. The compared gradients that a piece has completed are therefore copied before its hooks. The
+  twin still comes last, after the backward of all pieces. While reductions go on over streams of their own (in the last
+  micro-batch of a step), graphs must not write to the gradients: nothing is replayed again, and only what lies far
+  enough from all eager runs is wrong.
+- **Mismatch.** It is logged with its numbers, counted in `Stats.mismatches`, and the bucket is in quarantine on all
+  ranks: its micro-batches run eagerly from there on, with FallbackReason `quarantined`, until graphs are captured anew.
+  Suspicions that were not confirmed are counted in `Stats.suspicions`, and have no other effect.
 - **Not verified** are passes without gradients or backward, dynamic context parallelism, and graphs of single layers
   (`graphs.impl` local and transformer_engine). The gradients of those reach the parameters through autograd, layer by
   layer; in no one place is a layer's replayed backward over, and its hooks still to come.
 
-A verified micro-batch costs one more eager pass, or two, when algorithms are not deterministic, and the copies of what
-is compared; others cost nothing but a few comparisons of integers on the host. `analyze` derives N (see
+A verified micro-batch costs one more eager pass and the copies of what is compared; a suspicion up to 15 passes and
+replays. Others cost nothing but a few comparisons of integers on the host. `analyze` derives N (see
 `thdprof.analyze.planning.verified_every`). Where there is no memory for an eager micro-batch beside the graphs, the
-micro-batch is not verified. Where the twin fails all the same, the watch ends with a warning; training goes on, unless
-other ranks were in communication with the twin.
+micro-batch is not verified. Where the twin fails for want of memory, the watch ends with a warning; training goes on,
+unless other ranks were in communication with the twin.
 """

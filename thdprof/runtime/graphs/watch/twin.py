@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from thdprof.dispatch import WATCHED_BYTES
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.module_state import aliased_parameters
 from thdprof.runtime.graphs.slots import Lease
@@ -18,13 +19,6 @@ from thdprof.runtime.graphs.watch.findings import APART, FAINT, ROUNDINGS, Evide
 from thdprof.runtime.graphs.watch.sampling import Rotation
 from thdprof.runtime.isolation.state import KeptTensors, states_of
 from thdprof.runtime.padding import Boundaries, PackedSequence
-
-PARAMETER_BYTES = 128 * 2**20
-"""Bytes of the parameters' gradients that are compared at a time; one parameter at least, however large."""
-COPIES = 5
-"""Most copies of the compared gradients at a time: before, first replay, first eager run, the run that is compared with
-it, and what all other parameters share.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +120,7 @@ class Twin:
         self._output_grads = output_grads
         self._for_backward = [(state, state.detach().clone()) for state in self._subject.backward_state()]
         names = {id(p): name for name, p in self._subject.module.named_parameters()}
-        chosen = self._rotation.take([buffer.nbytes for buffer in gradients.buffers], PARAMETER_BYTES)
+        chosen = self._rotation.take([buffer.nbytes for buffer in gradients.buffers], WATCHED_BYTES)
         self._sample = {i: f"gradient of {names.get(id(gradients.parameters[i]), f'parameter {i}')}" for i in chosen}
         self._before = {i: gradients.buffers[i].detach().clone() for i in chosen}
 

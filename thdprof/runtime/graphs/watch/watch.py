@@ -12,6 +12,7 @@ import torch
 from thdprof.dispatch import Bucket
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.slots import Lease
+from thdprof.runtime.graphs.surroundings import is_programming_error
 from thdprof.runtime.graphs.watch.findings import ROUNDS, Evidence, Finding
 from thdprof.runtime.graphs.watch.sampling import Rotation, is_sampled
 from thdprof.runtime.graphs.watch.twin import Run, Subject, Twin
@@ -145,6 +146,7 @@ class Watch:
 
         Raises:
             RuntimeError: other ranks are in communication with that pass.
+            Exception: `error` itself, where it is a bug and not too little memory or the like.
         """
         self._off = True
         if self._agreement.communicates:
@@ -153,6 +155,8 @@ class Watch:
                 f"{error}), while others communicate with it: training cannot go on; with graphs.verify null in the "
                 "plan it could"
             ) from error
+        if is_programming_error(error):
+            raise error
         logger.warning(
             "%sno more micro-batches are verified (graphs.verify): the eager run of one failed: %s: %s",
             self._prefix,
