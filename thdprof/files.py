@@ -177,7 +177,8 @@ def parse_yaml(text: str, *, where: str, unique_keys: bool = True) -> Any:
             self.deepest = 0
 
         def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-            mark, is_alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            is_alias = self.check_event(yaml.AliasEvent)
             before, outside, self.deepest = self.values, self.deepest, self.depth
             if self.depth == _DEEPEST:
                 raise yaml.YAMLError("is nested too deeply")

@@ -237,8 +237,8 @@ def _unread(settings: Any, known: Collection[str]) -> list[str]:
     defaults: dict[str, Any] = {}
     for kind in own:  # the class that declares a field first comes last
         for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-            made = field.default_factory is not dataclasses.MISSING
-            defaults[field.name] = field.default_factory() if made else field.default
+            make = field.default_factory
+            defaults[field.name] = field.default if make is dataclasses.MISSING else make()
     return find_unread_fields({name: getattr(settings, name) for name in defaults}, defaults, known)
 
 

@@ -130,7 +130,8 @@ class Placement:
         """
         if self._is_unchanged():
             return
-        changes = (one.find_change() for one in (*self._parts, *self._parameters, *self._buffers))
+        looked_at: list[_Part | _Placed] = [*self._parts, *self._parameters, *self._buffers]
+        changes = (one.find_change() for one in looked_at)
         if change := next(filter(None, changes), ""):
             raise RuntimeError(
                 f"{change} after its graphs were captured; make such changes before the first micro-batch, or call "
@@ -141,7 +142,7 @@ class Placement:
     def _prepare(self) -> None:
         """Lay out in lists what `_is_unchanged` compares without a loop in Python."""
         modules, parameters = [part.module for part in self._parts], [one.tensor for one in self._parameters]
-        tables = [table for m in modules for table in (m._modules, m._parameters)]
+        tables: list[dict[Any, Any]] = [table for m in modules for table in (m._modules, m._parameters)]
         hooks = [table for m in modules for table in _hook_tables(m)]
         self._filled: list[dict[Any, Any]] = [table for table in (*tables, *hooks) if table]
         self._copies = [dict(table) for table in self._filled]
@@ -153,7 +154,8 @@ class Placement:
         # equal tensors of one element could pass for one another, and tables of buffers may grow
         self._one_by_one = [*self._buffers, *(one for one in self._parameters if one.tensor.numel() == 1)]
         rates = [rate for part in self._parts for rate in part.rates]
-        self._rate_tables, self._rate_keys, self._rates = ([rate[i] for rate in rates] for i in (0, 1, 3))
+        self._rate_tables, self._rate_keys = [rate[0] for rate in rates], [rate[1] for rate in rates]
+        self._rates = [rate[3] for rate in rates]
         self._hooks_made = RemovableHandle.next_id
         self._hooks = empty_hooks, parameters, [*map(_GRADIENT_HOOKS, parameters)]
         turns = -(-max(len(modules), len(parameters)) // _AT_A_TIME)

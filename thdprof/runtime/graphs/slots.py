@@ -81,7 +81,8 @@ class ReplayOrder:
 
     def __init__(self, device: torch.device) -> None:
         """No replay yet on `device`."""
-        self._device, self._last = device, None
+        self._device = device
+        self._last: torch.cuda.Stream | None = None
         self._ended = torch.cuda.Event()
         self._seen: set[tuple[int, int]] = set()
 
@@ -93,7 +94,7 @@ class ReplayOrder:
         """
         current = torch.cuda.current_stream(self._device)
         if self._last is not None and current != self._last and not self._ended.query():
-            self._refuse_race(current)
+            self._refuse_race(self._last, current)
             self._ended.wait(current)
         self._last = current
 
@@ -101,11 +102,11 @@ class ReplayOrder:
         """The replay was queued, with the copies of what it made."""
         self._ended.record(self._last)
 
-    def _refuse_race(self, current: Any) -> None:
+    def _refuse_race(self, last: torch.cuda.Stream, current: torch.cuda.Stream) -> None:
         """Raise where `current` is seen to run ahead of the last replay. The first time for two streams it is given a
         millisecond to get there.
         """
-        streams = self._last.cuda_stream, current.cuda_stream
+        streams = last.cuda_stream, current.cuda_stream
         until = perf_counter() + (0 if streams in self._seen else _RACE_S)
         self._seen.add(streams)
         here = torch.cuda.Event()
