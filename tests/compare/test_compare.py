@@ -319,6 +319,12 @@ def test_bad_statistics_exit_with_1(thdprof, plan, tmp_path, content):
     assert done.stderr.count("\n") == 1
 
 
+def test_statistics_that_cannot_be_read_say_why(tmp_path):
+    for path, reason in ((tmp_path / "nothing", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(DataError, match=f"cannot be read: {reason}"):
+            read_stats(path)
+
+
 def test_missing_files(thdprof, plan, tmp_path):
     done = thdprof("compare", plan, tmp_path / "nothing")
     assert (done.returncode, done.stderr) == (
