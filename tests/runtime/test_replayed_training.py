@@ -518,11 +518,12 @@ def test_a_parameter_that_a_plain_object_keeps_gets_its_gradient(plain):
 @pytest.fixture
 def pools(monkeypatch):
     """The memory pool of every graph that was captured, in order; each handle is another one."""
-    number, used, capture = itertools.count(), [], torch.cuda.graph
+    number, used = itertools.count(), []
 
-    def noted(graph, *, pool, **options):
-        used.append(pool)
-        return capture(graph, pool=pool, **options)
+    class noted(torch.cuda.graph):
+        def __init__(self, graph, *, pool, **options):
+            used.append(pool)
+            super().__init__(graph, pool=pool, **options)
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(number)))
     monkeypatch.setattr(torch.cuda, "graph", noted)

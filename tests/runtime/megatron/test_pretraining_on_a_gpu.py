@@ -126,6 +126,8 @@ def test_training_reads_what_the_plan_was_made_of(plans, config_of, monkeypatch)
     _, args = config_of(plans(1), "dense", impl="chunk")
     monkeypatch.setattr(pretrain, "get_args", lambda: args)
     monkeypatch.setattr(pretrain.groups, "get_tensor_model_parallel_rank", lambda: 0)
+    for place in ("first", "last"):
+        monkeypatch.setattr(pretrain.groups, f"is_pipeline_{place}_stage", lambda **_: True)
     table = plans.analysis.microbatches
     rows, *_ = pretrain.datasets([args.train_iters * args.global_batch_size, 0, 0])
     seen = []
