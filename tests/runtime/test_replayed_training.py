@@ -387,55 +387,59 @@ class FusedProduct(torch.autograd.Function):
     """A product whose backward adds to `main_grad` itself and gives autograd a dummy, as Transformer Engine's."""
 
     @staticmethod
-    def forward(ctx, x, weight, zeroes):
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.zeroes = weight, zeroes
+        ctx.weight = weight
         return x * weight
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        dummy = torch.full_like(ctx.weight, 0.0 if ctx.zeroes else 1000.0)
+        assert ctx.weight.main_grad.dtype == torch.float64  # a kernel is made for one
         ctx.weight.main_grad.add_((grad * x).sum(0))
         ctx.weight.grad_added_to_main_grad = True
-        return grad * ctx.weight, dummy, None
+        return grad * ctx.weight, torch.full_like(ctx.weight, 0.0 if ctx.weight.zero_out_wgrad else 1000.0)
 
 
 class FusedScale(nn.Module):
-    """Scales by a weight whose gradient its kernel adds, and by another one; counts its passes in a buffer."""
+    """Scales by a weight whose gradient its kernel adds, and by another one; counts its passes in a buffer.
 
-    def __init__(self, *, zeroes):
+    A weight that asks for zeros as dummies is used once more, by a kernel that gives its gradient to autograd.
+    """
+
+    def __init__(self):
         super().__init__()
         self.fused, self.other = nn.Parameter(torch.ones(HIDDEN)), nn.Parameter(torch.ones(HIDDEN))
-        self.zeroes = zeroes
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x, packed):
         self.passes += 1
-        return FusedProduct.apply(x, self.fused, self.zeroes) * self.other
+        y = FusedProduct.apply(x, self.fused) * self.other
+        return y + x * self.fused if self.fused.zero_out_wgrad else y
 
 
-@pytest.mark.parametrize("zeroes", [False, True])
-def test_kernels_that_add_to_main_grad_themselves_are_not_added_twice(zeroes):
-    """Captures and the passes before them leave main_grad and buffers as they were."""
-    module = FusedScale(zeroes=zeroes)
+@pytest.mark.parametrize("zero_out_wgrad", [False, True])
+@pytest.mark.parametrize("mark", [False, True])
+def test_kernels_that_add_to_main_grad_themselves_are_not_added_twice(zero_out_wgrad, mark):
+    """Captures and the passes before them leave main_grad and buffers as they were; an old mark means nothing."""
+    module = FusedScale()
     for p in module.parameters():
-        p.main_grad, p.grad_added_to_main_grad = torch.full_like(p, 0.5), False
-        p.zero_out_wgrad = zeroes
+        p.main_grad, p.grad_added_to_main_grad = torch.full_like(p, 0.5, dtype=torch.float64), mark
+        p.zero_out_wgrad = zero_out_wgrad
     graphs = GraphedModule(module, [SMALL, LARGE], sample_every=0, num_slots=2)
     with graphs.ahead_of_training():
         graphs(draw().requires_grad_(), pack(FITTING[0]))
     assert graphs.stats().captures == 4
-    assert all(torch.equal(p.main_grad, torch.full_like(p, 0.5)) for p in module.parameters())
+    assert all((p.main_grad == 0.5).all() for p in module.parameters())
     assert module.passes == 0
-    expected = 0.5
+    total = torch.zeros(HIDDEN)
     for seed in range(3):
         x = draw(seed).requires_grad_()
         graphs(x, pack(FITTING[seed])).sum().backward()
-        expected = expected + x.detach().sum(0)
-        assert torch.equal(x.grad, torch.ones_like(x))
-        for p in module.parameters():
-            torch.testing.assert_close(p.main_grad, expected)
+        total += x.detach().sum(0)
+        assert torch.equal(x.grad, torch.full_like(x, 2.0 if zero_out_wgrad else 1.0))
+        for p, uses in ((module.fused, 1 + zero_out_wgrad), (module.other, 1)):
+            torch.testing.assert_close(p.main_grad, 0.5 + uses * total, check_dtype=False)
             assert p.grad is None
     assert module.passes == 3
     assert graphs.stats().replays.total() == 3
