@@ -21,6 +21,7 @@ from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack  # noqa: E402
+from thdprof.runtime.graphs.slots import Slot  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
@@ -605,3 +606,45 @@ def test_a_module_that_changes_between_captures_and_training_is_captured_anew(pl
     with graphs.stats().expect(replays=1, captures=0 if move is None else 2):
         micro_batch(graphs, 0, pack(FITTING[0]))
     assert sum(line.startswith("WARNING: ") for line in said) == (move is not None)
+
+
+class ByColumns(torch.autograd.Function):
+    """Doubles, with columns one after the other in memory; its backward takes one block of memory, as kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (2 * x).t().contiguous().t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad.view(-1).view(grad.shape)
+
+
+def test_gradients_of_outputs_are_one_block_of_memory_whatever_the_outputs_are():
+    class Columns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x, packed):
+            return ByColumns.apply(self.linear(x))
+
+    plain = Columns()
+    graphs = GraphedModule(copy.deepcopy(plain), [SMALL], sample_every=0)
+    for seed in range(2):
+        for module in (graphs, plain):
+            (module(draw(seed).requires_grad_(), pack(FITTING[1])) * draw(9)).sum().backward()
+    assert_alike(gradients(graphs), gradients(plain))
+    assert graphs.stats().replays.total() == 2
+
+
+def test_buckets_whose_outputs_are_alike_share_their_gradients():
+    slot = Slot([draw()], [SMALL], with_padded=False, with_seq_idx=False, device=torch.device("cpu"))
+    (first,) = slot.output_grads([draw()])
+    (alike,) = slot.output_grads([draw(1)])
+    assert alike is first
+    for other in (draw()[1:], draw().double()):
+        (found,) = slot.output_grads([other])
+        assert found is not first
+        assert (found.shape, found.dtype) == (other.shape, other.dtype)
+    assert [g is first for g in slot.output_grads([draw(), draw()])] == [False, False]
