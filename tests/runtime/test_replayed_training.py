@@ -21,6 +21,7 @@ from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack  # noqa: E402
+from thdprof.runtime.graphs.module_state import unchanged_state  # noqa: E402
 from thdprof.runtime.graphs.slots import Slot  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 
@@ -648,3 +649,33 @@ def test_buckets_whose_outputs_are_alike_share_their_gradients():
         assert found is not first
         assert (found.shape, found.dtype) == (other.shape, other.dtype)
     assert [g is first for g in slot.output_grads([draw(), draw()])] == [False, False]
+
+
+def test_state_is_put_back_after_all_queued_passes(monkeypatch):
+    """The host comes to the end of a capture while the GPU still runs its warm-up passes."""
+    queued, module = [], Reader()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: [run() for run in queued] and queued.clear())
+    given = torch.full((3,), 2.0)
+    with unchanged_state(module, [], lambda: [given]):
+        queued += [lambda: module.shift.add_(1), lambda: given.add_(1)]
+    assert not queued
+    assert (module.shift == 0.25).all()
+    assert (given == 2.0).all()
+
+
+def test_a_module_of_which_nothing_could_be_captured_has_not_changed():
+    said = []
+
+    class Fails(Reader):
+        def forward(self, x, packed, scale=None):
+            if packed.host is None:
+                raise RuntimeError("in no capture")
+            return super().forward(x, packed, scale)
+
+    graphs = GraphedModule(Fails(), [SMALL, LARGE], sample_every=0, say=said.append)
+    with graphs.ahead_of_training():
+        graphs(draw().requires_grad_(), pack(FITTING[0]))
+    for _ in range(2):
+        micro_batch(graphs, 0, pack(FITTING[0]))
+    assert said == []
+    assert graphs.stats().fallbacks == {FallbackReason.capture_failed: 2}
