@@ -97,6 +97,7 @@ def alarm_by_definition(plan, seen, together) -> tuple[float, int, int] | None:
         ({"dataset_format": "bridge", "loader": "cyclic", "data_parallel_size": 2, "global_batch_size": 20}, 1),
         ({"dataset_format": "lengths", "loader": None, "packer": "dynamic_cp", "max_seqlen_per_dp_cp_rank": 256}, 10),
         ({"dataset_format": "megatron", "loader": "batch"}, 1),
+        ({"dataset_format": "bridge", "loader": "cyclic", "packer": "dp_balanced"}, 1),  # rows that are packed already
     ],
 )
 def test_an_alarm_is_given_exactly_where_the_chance_is_less_than_a_comparison_may_spend(rng, settings, together):

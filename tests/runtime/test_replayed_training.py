@@ -21,6 +21,8 @@ from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack  # noqa: E402
+from thdprof.runtime.graphs.module_state import unchanged_state  # noqa: E402
+from thdprof.runtime.graphs.slots import Slot  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
@@ -387,55 +389,59 @@ class FusedProduct(torch.autograd.Function):
     """A product whose backward adds to `main_grad` itself and gives autograd a dummy, as Transformer Engine's."""
 
     @staticmethod
-    def forward(ctx, x, weight, zeroes):
+    def forward(ctx, x, weight):
         ctx.save_for_backward(x)
-        ctx.weight, ctx.zeroes = weight, zeroes
+        ctx.weight = weight
         return x * weight
 
     @staticmethod
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
-        dummy = torch.full_like(ctx.weight, 0.0 if ctx.zeroes else 1000.0)
+        assert ctx.weight.main_grad.dtype == torch.float64  # a kernel is made for one
         ctx.weight.main_grad.add_((grad * x).sum(0))
         ctx.weight.grad_added_to_main_grad = True
-        return grad * ctx.weight, dummy, None
+        return grad * ctx.weight, torch.full_like(ctx.weight, 0.0 if ctx.weight.zero_out_wgrad else 1000.0)
 
 
 class FusedScale(nn.Module):
-    """Scales by a weight whose gradient its kernel adds, and by another one; counts its passes in a buffer."""
+    """Scales by a weight whose gradient its kernel adds, and by another one; counts its passes in a buffer.
 
-    def __init__(self, *, zeroes):
+    A weight that asks for zeros as dummies is used once more, by a kernel that gives its gradient to autograd.
+    """
+
+    def __init__(self):
         super().__init__()
         self.fused, self.other = nn.Parameter(torch.ones(HIDDEN)), nn.Parameter(torch.ones(HIDDEN))
-        self.zeroes = zeroes
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x, packed):
         self.passes += 1
-        return FusedProduct.apply(x, self.fused, self.zeroes) * self.other
+        y = FusedProduct.apply(x, self.fused) * self.other
+        return y + x * self.fused if self.fused.zero_out_wgrad else y
 
 
-@pytest.mark.parametrize("zeroes", [False, True])
-def test_kernels_that_add_to_main_grad_themselves_are_not_added_twice(zeroes):
-    """Captures and the passes before them leave main_grad and buffers as they were."""
-    module = FusedScale(zeroes=zeroes)
+@pytest.mark.parametrize("zero_out_wgrad", [False, True])
+@pytest.mark.parametrize("mark", [False, True])
+def test_kernels_that_add_to_main_grad_themselves_are_not_added_twice(zero_out_wgrad, mark):
+    """Captures and the passes before them leave main_grad and buffers as they were; an old mark means nothing."""
+    module = FusedScale()
     for p in module.parameters():
-        p.main_grad, p.grad_added_to_main_grad = torch.full_like(p, 0.5), False
-        p.zero_out_wgrad = zeroes
+        p.main_grad, p.grad_added_to_main_grad = torch.full_like(p, 0.5, dtype=torch.float64), mark
+        p.zero_out_wgrad = zero_out_wgrad
     graphs = GraphedModule(module, [SMALL, LARGE], sample_every=0, num_slots=2)
     with graphs.ahead_of_training():
         graphs(draw().requires_grad_(), pack(FITTING[0]))
     assert graphs.stats().captures == 4
-    assert all(torch.equal(p.main_grad, torch.full_like(p, 0.5)) for p in module.parameters())
+    assert all((p.main_grad == 0.5).all() for p in module.parameters())
     assert module.passes == 0
-    expected = 0.5
+    total = torch.zeros(HIDDEN)
     for seed in range(3):
         x = draw(seed).requires_grad_()
         graphs(x, pack(FITTING[seed])).sum().backward()
-        expected = expected + x.detach().sum(0)
-        assert torch.equal(x.grad, torch.ones_like(x))
-        for p in module.parameters():
-            torch.testing.assert_close(p.main_grad, expected)
+        total += x.detach().sum(0)
+        assert torch.equal(x.grad, torch.full_like(x, 2.0 if zero_out_wgrad else 1.0))
+        for p, uses in ((module.fused, 1 + zero_out_wgrad), (module.other, 1)):
+            torch.testing.assert_close(p.main_grad, 0.5 + uses * total, check_dtype=False)
             assert p.grad is None
     assert module.passes == 3
     assert graphs.stats().replays.total() == 3
@@ -602,3 +608,75 @@ def test_a_module_that_changes_between_captures_and_training_is_captured_anew(pl
     with graphs.stats().expect(replays=1, captures=0 if move is None else 2):
         micro_batch(graphs, 0, pack(FITTING[0]))
     assert sum(line.startswith("WARNING: ") for line in said) == (move is not None)
+
+
+class ByColumns(torch.autograd.Function):
+    """Doubles, with columns one after the other in memory; its backward takes one block of memory, as kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return (2 * x).t().contiguous().t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad.view(-1).view(grad.shape)
+
+
+def test_gradients_of_outputs_are_one_block_of_memory_whatever_the_outputs_are():
+    class Columns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+        def forward(self, x, packed):
+            return ByColumns.apply(self.linear(x))
+
+    plain = Columns()
+    graphs = GraphedModule(copy.deepcopy(plain), [SMALL], sample_every=0)
+    for seed in range(2):
+        for module in (graphs, plain):
+            (module(draw(seed).requires_grad_(), pack(FITTING[1])) * draw(9)).sum().backward()
+    assert_alike(gradients(graphs), gradients(plain))
+    assert graphs.stats().replays.total() == 2
+
+
+def test_buckets_whose_outputs_are_alike_share_their_gradients():
+    slot = Slot([draw()], [SMALL], with_padded=False, with_seq_idx=False, device=torch.device("cpu"))
+    (first,) = slot.output_grads([draw()])
+    (alike,) = slot.output_grads([draw(1)])
+    assert alike is first
+    for other in (draw()[1:], draw().double()):
+        (found,) = slot.output_grads([other])
+        assert found is not first
+        assert (found.shape, found.dtype) == (other.shape, other.dtype)
+    assert [g is first for g in slot.output_grads([draw(), draw()])] == [False, False]
+
+
+def test_state_is_put_back_after_all_queued_passes(monkeypatch):
+    """The host comes to the end of a capture while the GPU still runs its warm-up passes."""
+    queued, module = [], Reader()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: [run() for run in queued] and queued.clear())
+    given = torch.full((3,), 2.0)
+    with unchanged_state(module, [], lambda: [given]):
+        queued += [lambda: module.shift.add_(1), lambda: given.add_(1)]
+    assert not queued
+    assert (module.shift == 0.25).all()
+    assert (given == 2.0).all()
+
+
+def test_a_module_of_which_nothing_could_be_captured_has_not_changed():
+    said = []
+
+    class Fails(Reader):
+        def forward(self, x, packed, scale=None):
+            if packed.host is None:
+                raise RuntimeError("in no capture")
+            return super().forward(x, packed, scale)
+
+    graphs = GraphedModule(Fails(), [SMALL, LARGE], sample_every=0, say=said.append)
+    with graphs.ahead_of_training():
+        graphs(draw().requires_grad_(), pack(FITTING[0]))
+    for _ in range(2):
+        micro_batch(graphs, 0, pack(FITTING[0]))
+    assert said == []
+    assert graphs.stats().fallbacks == {FallbackReason.capture_failed: 2}

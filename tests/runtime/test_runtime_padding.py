@@ -353,6 +353,22 @@ def staged(monkeypatch):
     return made
 
 
+def test_staging_buffers_are_pinned_integers(monkeypatch):
+    """From other memory a copy would make the host wait."""
+    made, empty = [], torch.empty
+
+    def pinned(size, *, dtype, pin_memory):
+        made.append(pin_memory)
+        return empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    found = static_metadata.StagingBuffer(5)
+    found.array[:] = range(5)
+    assert (found.pinned.dtype, found.pinned.tolist()) == (torch.int32, [0, 1, 2, 3, 4])
+    assert made == [True]
+
+
 def metadata(buckets, **options):
     defaults = {"with_padded": False, "with_seq_idx": False, "device": torch.device("cpu")}
     return Metadata(buckets, **{**defaults, **options})
