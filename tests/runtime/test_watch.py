@@ -250,6 +250,75 @@ def test_a_buffer_that_is_declared_uncompared_is_not_compared(plain, caplog, mon
         caplog.clear()
 
 
+class Halves(nn.Module):
+    """Two products side by side; `both` says whether the second one takes part."""
+
+    both = True
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+
+    def forward(self, x, packed):
+        return self.one(x) + (self.other(x) if self.both else 0.0)
+
+
+def test_what_the_replay_lacks_is_a_mismatch(caplog, monkeypatch):
+    """A parameter that got no gradient at the capture, and an input to which the replay gives none."""
+    model = graphed(Halves(), around={"extra_state": tuple})
+    model.module.both = False
+    x = draw().requires_grad_()
+    model(x, pack(BOUNDS[0])).sum().backward()
+    assert not mismatches(model, caplog)
+    model.module.both = True
+    model.module.other.weight.data.zero_()  # outputs stay as they are
+    captured, gradients = model._bank.slots[0].passes[SMALL], model._bank._gradients
+    assert captured.touched == (True, False)
+    replay = captured.backward.replay  # which runs the module as it is now; a graph would not
+    captured.backward.replay = lambda: (replay(), gradients.buffers[1].zero_())
+    model(x, pack(BOUNDS[0])).sum().backward()
+    assert "in 1 of 5 tensors: gradient of other.weight: 16 of 16" in mismatches(model, caplog)[0]
+    caplog.clear()
+    model = graphed(Halves(), around={"extra_state": tuple})
+    monkeypatch.setattr(slots.Lease, "copied_input_grads", lambda self: [None])
+    model(x, pack(BOUNDS[0])).sum().backward()
+    assert "in 1 of 5 tensors: gradient of input 0: 48 of 48" in mismatches(model, caplog)[0]
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, 1.2])
+def test_a_tiny_gradient_hides_no_fault_of_later_micro_batches(plain, caplog, monkeypatch, factor):
+    noise = np.random.default_rng(1)
+    plain.register_full_backward_pre_hook(
+        lambda module, grads: (grads[0] * torch.from_numpy(1 + 3e-3 * noise.normal(size=grads[0].shape)).float(),)
+    )
+    model = graphed(plain, exact=False)
+    x = draw().requires_grad_()
+    for scale in (1.0, 1e-7):
+        (scale * model(x, pack(BOUNDS[0])).square().sum()).backward()
+    assert not mismatches(model, caplog)
+    lease, backward = slots.Lease, slots.Lease.backward
+    weight = model.module.second.weight
+
+    def wrong(self, output_grads):
+        own = self.captured.backward.replay
+
+        def replay():
+            before = weight.grad.clone()
+            own()
+            weight.grad.copy_(before + factor * (weight.grad - before))
+
+        self.captured.backward.replay = replay
+        try:
+            return backward(self, output_grads)
+        finally:
+            self.captured.backward.replay = own
+
+    monkeypatch.setattr(lease, "backward", wrong)
+    model(x, pack(BOUNDS[0])).square().sum().backward()
+    (line,) = mismatches(model, caplog)
+    assert "gradient of second.weight" in line
+
+
 def wrong_backward(monkeypatch, bucket=LARGE, by=1.0):
     """Let replays of `bucket` give the inputs wrong gradients."""
     backward = slots.Lease.backward

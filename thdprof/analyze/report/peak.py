@@ -33,7 +33,7 @@ def beside_slots(memory: Memory) -> str:
     if memory.moment == "capture":
         return "a warm-up pass"
     if memory.moment == "verification":
-        return "its eager run and compared gradients"
+        return "eager run and compared gradients"
     return f"{counted(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight"
 
 
