@@ -316,6 +316,7 @@ def test_the_host_does_not_wait_for_a_copy_to_the_gpu(monkeypatch):
     assert moved(int32([0, 3]), gpu) == moved(there, gpu) == "copied"
     assert queued == [("cuda", True)] * 2
     assert moved(there, torch.device("cpu")) is there
+    assert moved(int32([0, 3]), torch.device("meta")).is_meta
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
     assert moved(there, gpu) is there  # it is on a GPU already
@@ -384,6 +385,7 @@ def test_a_staging_buffer_is_not_written_to_while_it_is_copied(staged):
         assert found.packed(LONG).cu_seqlens.tolist() == [0, number + 1, number + 1, number + 1]
     assert [one.copies for one in staged] == [3, 3, 2, 2]  # in turns, so that four may be under way
     assert [one.waits for one in staged] == [3, 3, 2, 2]
+    assert all((one.array[4:] == -1).all() for one in staged)  # no more than the bucket's entries
 
 
 @pytest.mark.parametrize("with_padded", [False, True])
