@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 import torch
+from support.gpu_stand_in import OnGpu
 from support.strategies import documents
 from support.unpinned_staging import UnpinnedStaging
 
@@ -287,8 +288,9 @@ def test_boundaries_on_the_device_alone_take_no_tail():
 
 
 def test_boundaries_on_the_device_alone_keep_padding_and_documents_of_tokens():
-    valid, padded = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 4, 10], dtype=torch.int32)
-    number = torch.tensor([0] * 4 + [1] * 6, dtype=torch.int32)
+    values = [0, 3, 7], [0, 4, 10], [0] * 4 + [1] * 6
+    # reading one of these would wait for the GPU
+    valid, padded, number = (torch.tensor(v, dtype=torch.int32).as_subclass(OnGpu) for v in values)
     there = PackedSequence(cu_seqlens=valid, max_seqlen=6, cu_seqlens_padded=padded, seq_idx=number)
     found = boundaries_of(there, 10, "none")
     assert (found.valid is valid, found.padded is padded, found.seq_idx is number) == (True, True, True)
