@@ -115,6 +115,7 @@ def test_a_table_is_decided_on_as_its_micro_batches_are(rng):
         sizes = {name: 1 if shared and name in ("n_tokens", "cp_size") else 20 for name in columns}
         drawn = {name: rng.integers(1, most, sizes[name]) for name, most in columns.items()}
         found = decide_all(buckets, Shapes(**drawn))
+        assert found.buckets == Dispatcher(buckets).buckets
         for index in range(20):
             shape = Shape(**{name: int(np.broadcast_to(values, 20)[index]) for name, values in drawn.items()})
             choice = Dispatcher(buckets).decide(shape)

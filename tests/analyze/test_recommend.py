@@ -318,6 +318,13 @@ def test_memory_budget_and_rate_limit_the_choice():
     assert kept.fallback_rate.step <= 0.01
     with pytest.raises(UsageError, match="no choice of buckets"):
         recommend_for(table, costs, limits=Limits(graph_memory_bytes=10, max_fallback_rate=0.01))
+    for limit, fits in ((1000, True), (999, False)):  # the memory of one bucket
+        found = recommend_for(table, costs, limits=Limits(graph_memory_bytes=limit))
+        assert (len(found.buckets) == 1, found.one_cap is not None) == (fits, fits)
+    unknown = recommend_for(
+        table, make_costs(replay=((1, None, 1.0), (100, None, 90.0))), limits=Limits(graph_memory_bytes=1)
+    )
+    assert (len(unknown.buckets), unknown.graph_memory_bytes) == (3, None)
 
 
 def test_the_limit_is_on_steps_of_which_any_rank_runs_eagerly():
@@ -358,6 +365,26 @@ def test_a_search_that_takes_too_long_looks_at_evenly_spaced_steps(rng, monkeypa
     assert found.eager_step_ms == pytest.approx(brute_force_step_ms(table, costs, ()))
     assert found.relative_step_time == found.step_ms / found.eager_step_ms
     assert (found.unlimited_relative_step_time < found.relative_step_time) == (searched == 10)
+
+
+def test_choices_are_compared_on_the_evenly_spaced_steps_alone(monkeypatch):
+    """Every other step has a single document, where all steps make the larger bucket the quickest."""
+    table = make_table([[100 if step % 2 else 1] * 2 for step in range(10)], ranks=2, num_microbatches=1)
+    costs = make_costs(replay=((1, None, 1.0), (100, None, 40.0)))
+    for stride, cap in ((1, 100), (2, 1)):
+        monkeypatch.setattr("thdprof.analyze.buckets.recommend.search_stride", lambda *_, stride=stride: stride)
+        found = recommend_for(table, costs, limits=Limits(num_buckets=1))
+        assert [b.max_seqs for b in found.buckets] == [cap]
+
+
+def test_ranks_that_decide_together_have_caps_of_what_they_ask_for_together(rng):
+    table = replace(make_table(rng.integers(1, 100, 400), ranks=2, num_microbatches=2), shared_capture_ranks=2)
+    together, alone = (np.unique(np.percentile(v, [50, 90], method="inverted_cdf")) for v in (
+        table.joint(table.n_seqs), table.n_seqs
+    ))  # fmt: skip
+    assert not {*together} <= {*alone}
+    caps = {c.max_seqs for c in recommend_for(table, make_costs()).candidates}
+    assert caps >= {*together, *alone}
 
 
 def test_more_choices_than_are_compared_are_refused(monkeypatch):

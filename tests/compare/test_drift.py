@@ -213,6 +213,12 @@ def test_nothing_is_said_of_no_micro_batches():
     assert DriftTest(plan).moved({}, by_shape=0, undecided=0) is None
 
 
+def test_one_micro_batch_is_enough_where_a_large_plan_has_none_of_its_kind():
+    plan = plan_of_shares((1.0,), count=80_000, steps=10_000)
+    moved = DriftTest(plan).moved({}, by_shape=1, undecided=0)
+    assert (moved.bucket, moved.microbatches, moved.chance) == (None, 1, pytest.approx(1 / 80_001))
+
+
 def test_shares_of_buckets_are_not_compared_while_other_reasons_hide_them():
     """Without a free slot it is not known which bucket a micro-batch would have replayed."""
     plan = plan_of_shares((0.75, 0.125), count=80_000, steps=10_000)

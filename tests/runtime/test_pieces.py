@@ -204,6 +204,16 @@ def test_a_slot_is_held_from_the_first_forward_to_the_last_backward(num_slots):
         held = [graphs(draw(seed).requires_grad_(), pack(BOUNDS[seed])) for seed in range(num_slots)]
 
 
+def test_graphs_that_are_closed_between_two_pieces_are_not_replayed():
+    graphs = graphed(stack(), 2)
+    y = graphs(draw().requires_grad_(), pack(BOUNDS[0]))
+    graphs.module.layers[3].linear.weight.register_post_accumulate_grad_hook(lambda _: graphs.close())
+    replays = sum(graph.replays for graph in RecordedGraph.made)
+    with pytest.raises(RuntimeError, match="closed or dropped before the backward"):
+        y.sum().backward()
+    assert sum(graph.replays for graph in RecordedGraph.made) == replays + 1
+
+
 def test_micro_batches_in_flight_keep_apart():
     plain = stack()
     graphs = graphed(plain, 1, num_slots=2)

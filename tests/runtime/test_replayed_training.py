@@ -129,6 +129,26 @@ def test_a_gradient_that_the_user_made_is_added_to(plain):
     assert graphs.stats().replays.total() == 2
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_moved_in_memory_is_refused_until_graphs_are_captured_anew(plain, set_to_none):
+    """As a trainer's `p.grad.data = p.grad.data / n` moves it: graphs would add to the memory where it was."""
+    graphs = graphed(plain)
+    for _ in range(2):
+        micro_batch(graphs, 0, pack(FITTING[1]))
+        weight = graphs.module.side.weight
+        weight.grad.data = weight.grad.data / 2
+        if set_to_none:
+            graphs.zero_grad()
+        y = graphs(draw().requires_grad_(), pack(FITTING[1]))
+        with pytest.raises(RuntimeError, match=r"^grad of a parameter of shape \(4, 4\).*call recapture\(\)$"):
+            y["side"].sum().backward()
+        graphs.recapture()
+        graphs.zero_grad()
+    for module in (graphs, plain):
+        micro_batch(module, 0, pack(FITTING[1]))
+    assert_alike(gradients(graphs), gradients(plain))
+
+
 @pytest.mark.parametrize("head", ["hidden", "side"])
 def test_an_output_that_no_loss_reads_adds_nothing_to_any_gradient(plain, head):
     """In the micro-batch before, it had a gradient. Parameters that nothing else reads get zeros instead of None."""
@@ -336,8 +356,9 @@ def reduce_main_grads(module, names):
 @pytest.mark.parametrize(
     "names", [{"linear.weight", "linear.bias", "side.weight", "unused"}, {"linear.bias"}, {"side.weight"}, set()]
 )
-def test_gradients_go_to_main_grad_where_there_is_one_and_hooks_run_once(plain, names):
-    graphs = graphed(plain)
+@pytest.mark.parametrize("reduced_by_hooks", [False, True])
+def test_gradients_go_to_main_grad_where_there_is_one_and_hooks_run_once(plain, names, reduced_by_hooks):
+    graphs = graphed(plain, reduced_by_hooks=reduced_by_hooks)
     ours, theirs = reduce_main_grads(graphs, names), reduce_main_grads(plain, names)
     for seed, bounds in enumerate((TOO_MANY, FITTING[0], FITTING[3], TOO_MANY, FITTING[1])):
         assert_alike(micro_batch(graphs, seed, pack(bounds)), micro_batch(plain, seed, pack(bounds)))

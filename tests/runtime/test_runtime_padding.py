@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 import torch
+from support.gpu_stand_in import OnGpu
 from support.strategies import documents
 from support.unpinned_staging import UnpinnedStaging
 
@@ -287,8 +288,9 @@ def test_boundaries_on_the_device_alone_take_no_tail():
 
 
 def test_boundaries_on_the_device_alone_keep_padding_and_documents_of_tokens():
-    valid, padded = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 4, 10], dtype=torch.int32)
-    number = torch.tensor([0] * 4 + [1] * 6, dtype=torch.int32)
+    values = [0, 3, 7], [0, 4, 10], [0] * 4 + [1] * 6
+    # reading one of these would wait for the GPU
+    valid, padded, number = (torch.tensor(v, dtype=torch.int32).as_subclass(OnGpu) for v in values)
     there = PackedSequence(cu_seqlens=valid, max_seqlen=6, cu_seqlens_padded=padded, seq_idx=number)
     found = boundaries_of(there, 10, "none")
     assert (found.valid is valid, found.padded is padded, found.seq_idx is number) == (True, True, True)
@@ -316,6 +318,7 @@ def test_the_host_does_not_wait_for_a_copy_to_the_gpu(monkeypatch):
     assert moved(int32([0, 3]), gpu) == moved(there, gpu) == "copied"
     assert queued == [("cuda", True)] * 2
     assert moved(there, torch.device("cpu")) is there
+    assert moved(int32([0, 3]), torch.device("meta")).is_meta
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: self)
     assert moved(there, gpu) is there  # it is on a GPU already
@@ -384,6 +387,7 @@ def test_a_staging_buffer_is_not_written_to_while_it_is_copied(staged):
         assert found.packed(LONG).cu_seqlens.tolist() == [0, number + 1, number + 1, number + 1]
     assert [one.copies for one in staged] == [3, 3, 2, 2]  # in turns, so that four may be under way
     assert [one.waits for one in staged] == [3, 3, 2, 2]
+    assert all((one.array[4:] == -1).all() for one in staged)  # no more than the bucket's entries
 
 
 @pytest.mark.parametrize("with_padded", [False, True])

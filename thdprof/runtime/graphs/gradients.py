@@ -119,16 +119,17 @@ class GradientBuffers:
             touched: whether the backward graph gives each parameter a gradient.
 
         Raises:
-            RuntimeError: a parameter's `main_grad` was replaced or moved since the captures.
+            RuntimeError: a parameter's `main_grad` was replaced since the captures, or a buffer moved in memory, as
+                `parameter.grad.data = ...` moves it.
         """
         empty, targets, sources = [], [], []
         for parameter, buffer, pointer, main, used in zip(
             self.parameters, self.buffers, self._pointers, self.uses_main_grad, touched, strict=True
         ):
-            if main and (getattr(parameter, "main_grad", None) is not buffer or buffer.data_ptr() != pointer):
+            if buffer.data_ptr() != pointer or (main and getattr(parameter, "main_grad", None) is not buffer):
                 raise RuntimeError(
-                    f"main_grad of a parameter of shape {tuple(parameter.shape)} was replaced or moved after its "
-                    "graphs were captured; call recapture()"
+                    f"{'main_grad' if main else 'grad'} of a parameter of shape {tuple(parameter.shape)} was replaced "
+                    "or moved after its graphs were captured; call recapture()"
                 )
             if main or not used:
                 continue
