@@ -146,6 +146,8 @@ transformer.cuda_graphs:_CudagraphGlobalRecord | _enable_saved_tensors_observer 
 transformer.cuda_graphs:CudaGraphManager.__init__ | cudagraph_runners global_mempool | graphs are counted and freed
 transformer.cuda_graphs:_CudaGraphRunner.__init__ | status fwd_graph bwd_graph _GraphStatus | a backward is to come
 distributed.distributed_data_parallel | _cudagraph_wgrad_ready_event | gradients are reduced without a .grad
+distributed.distributed_data_parallel | bucket_groups expert_parallel_bucket_groups | gradients are being reduced
+distributed.param_and_grad_buffer | is_last_microbatch | as above
 transformer.transformer_block:TransformerBlock.forward | input_tensor pre_process | a pipeline stage's input
 models.hybrid.hybrid_block:HybridStack.forward | input_tensor pre_process layers | as above
 transformer.module:GraphableMegatronModule | _should_call_local_cudagraph cuda_graphs | layers are led to their graphs
