@@ -291,6 +291,7 @@ MALFORMED = [
     ({**line(replays(1)), "microbatches": True}, "line 1: microbatches: Input should be a valid integer (got True)"),
     (line(replays(-1)), "line 1: replays.0.count: Input should be greater than or equal to 0 (got -1)"),
     (line([], fallbacks={"tired": 1}), "line 1: fallbacks.tired"),
+    (line([], eager_ms=-0.5), "line 1: eager_ms: Input should be greater than or equal to 0 (got -0.5)"),
     (line([], replay_ms=float("nan")), "line 1: replay_ms: Input should be a finite number (got nan)"),
     (line([], fallbacks={}), "no micro-batch was dispatched by its shape (none ran): nothing to compare"),
     (

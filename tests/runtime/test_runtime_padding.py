@@ -419,6 +419,8 @@ def test_what_graphs_read_is_the_last_micro_batchs_metadata(staged, with_padded,
         assert view.cu_seqlens.tolist() == [*valid.tolist(), *padding]
         assert view.cu_seqlens.data_ptr() == found.packed(bucket).cu_seqlens.data_ptr() == starts.cu_seqlens.data_ptr()
         assert (view.max_seqlen, view.cp_size, view.host, view.host_padded) == (16, cp_size, None, None)
+        tensors = [t for t in (view.cu_seqlens, view.cu_seqlens_padded, view.seq_idx) if t is not None]
+        assert {(t.dtype, t.is_contiguous()) for t in tensors} == {(torch.int32, True)}
         assert (view.cu_seqlens_padded is not None, view.seq_idx is not None) == (with_padded, with_seq_idx)
         if with_padded:
             assert view.cu_seqlens_padded.tolist() == [*memory.tolist(), *[n_tokens] * (bucket.max_seqs - 3)]
