@@ -33,7 +33,7 @@ from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
 from thdprof.analyze.times.memory import predict_memory, slot_bytes
 from thdprof.analyze.times.parameters import adapted_widths, stage_parameters, stages, state_bytes
-from thdprof.dispatch import Bucket
+from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, Bucket
 from thdprof.plan import load_plan, parse_plan
 from thdprof.training import Model
 from thdprof.training.pipeline_slots import passes, slots
@@ -600,7 +600,7 @@ def test_two_eager_neighbours_are_in_flight_together_only_on_ranks_that_hold_two
 # --- the peak -------------------------------------------------------------------------------------------------------
 
 
-def peak(model, table, *, caps=(), costs=None, slots=((1,),), **given):
+def peak(model, table, *, caps=(), costs=None, slots=((1,),), watched=False, **given):
     """The predicted memory with buckets of `caps` documents."""
     return predict_memory(
         model,
@@ -610,7 +610,29 @@ def peak(model, table, *, caps=(), costs=None, slots=((1,),), **given):
         slots=slots,
         costs=costs or built_in_costs("transformer_engine", 64),
         n_tokens=64,
+        watched=watched,
     )
+
+
+def test_a_verified_micro_batch_runs_eagerly_beside_the_slots_with_copies_of_gradients():
+    table = make_table([1, 2, 9, 2], ranks=1, num_microbatches=4)
+    eager, silent, watched = (
+        peak(DENSE, table),
+        peak(DENSE, table, caps=(9,)),
+        peak(DENSE, table, caps=(9,), watched=True),
+    )
+    (stage,) = stages(DENSE, pipeline_size=1, num_chunks=1)
+    found = stage_parameters(DENSE, stage, DENSE.vocab_size)
+    gradients = 4 * (found.dense - found.outside)
+    assert gradients < WATCHED_BYTES
+    assert (silent.moment, watched.moment, watched.outside_bytes) == ("training", "verification", 0)
+    assert watched.eager_bytes == eager.eager_bytes + WATCHED_COPIES * gradients
+    assert watched.graph_bytes == silent.graph_bytes
+    assert watched.peak_bytes == sum(getattr(watched, part) for part in PARTS)
+    large = like(hidden_size=8192, ffn_hidden_size=8192)
+    most = peak(large, table, caps=(9,), watched=True).eager_bytes - peak(large, table).eager_bytes
+    assert most == WATCHED_COPIES * 4 * 3 * 8192**2  # queries, keys and values: one parameter at least
+    assert peak(DENSE, table, watched=True) == eager  # without graphs nothing is verified
 
 
 def test_a_measured_slot_is_taken_and_further_buckets_add_their_share():

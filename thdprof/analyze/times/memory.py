@@ -110,6 +110,7 @@ def predict_memory(
     n_tokens: int,
     layer_graphs: bool = False,
     freed_bytes: int = 0,
+    watched: bool = False,
 ) -> Memory | None:
     """Peak memory of the pipeline rank that needs most; None where it is not known.
 
@@ -126,6 +127,7 @@ def predict_memory(
         n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
         layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
         freed_bytes: bytes by which activations that wait on the host shrink the graphs of the rank with most slots.
+        watched: whether some replayed micro-batches are verified (`graphs.verify`).
     """
     if model is None or model.vocab_size is None or table.groups is not None:
         return None
@@ -160,6 +162,7 @@ def predict_memory(
             n_tokens=n_tokens,
             layer_graphs=layer_graphs,
             freed_bytes=freed_bytes if rank == 0 else 0,
+            watched=watched and bool(buckets),
         )
         for rank, stage in enumerate(parts)
     ]
@@ -201,6 +204,7 @@ def _rank(
     n_tokens: int,
     layer_graphs: bool,
     freed_bytes: int,
+    watched: bool,
 ) -> _Rank:
     """What a rank of `stage` holds."""
     assert model.vocab_size is not None
@@ -237,9 +241,9 @@ def _rank(
         experts = 0  # which are in the slot: what is measured are layers that are captured whole
     else:
         of_chunks = [one.in_pool + (1 + depth) * _GRAPH_WORKSPACE for one, depth in zip(replayed, depths, strict=True)]
-    gradients = 4 * (parameters.dense - parameters.outside + parameters.experts)
+    trained = parameters.adapters
+    gradients = 4 * (parameters.dense - parameters.outside + parameters.experts if trained is None else trained)
     compared = WATCHED_COPIES * min(gradients, max(WATCHED_BYTES, 4 * parameters.largest))
-    watched = bool(sum(slots)) and not layer_graphs
     graphs = round(sum(count * size * overhead for count, size in zip(slots, of_chunks, strict=True)))
     if sum(slots):
         extra = overhead - 1
