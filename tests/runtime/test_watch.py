@@ -319,6 +319,21 @@ def test_a_tiny_gradient_hides_no_fault_of_later_micro_batches(plain, caplog, mo
     assert "gradient of second.weight" in line
 
 
+def test_gradients_may_differ_by_the_rounding_of_the_coarsest_dtype_of_inputs_and_weights(caplog, monkeypatch):
+    """A module may take its inputs in float32 and multiply in bfloat16."""
+    for dtype, is_wrong in ((torch.float32, True), (torch.bfloat16, False)):
+        model = graphed(Halves(), exact=False, around={"extra_state": tuple})
+        model.module.scale = nn.Parameter(torch.ones(1, dtype=dtype))
+        with monkeypatch.context() as patched:
+            wrong_backward(patched, bucket=SMALL, by=0.01)
+            x = draw().requires_grad_()
+            model(x, pack(BOUNDS[0])).sum().backward()
+        size = (x.grad - 0.01).norm() / 48**0.5
+        assert 4 * 2**-10 < 0.01 / size < 4 * 2**-7
+        assert bool(mismatches(model, caplog)) is is_wrong
+        caplog.clear()
+
+
 def wrong_backward(monkeypatch, bucket=LARGE, by=1.0):
     """Let replays of `bucket` give the inputs wrong gradients."""
     backward = slots.Lease.backward

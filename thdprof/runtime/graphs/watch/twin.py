@@ -49,7 +49,7 @@ class Subject:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What one run made, by the name of each tensor; None counts as zeros. Later runs do not change it."""
+    """What one run made, by the name of each tensor; None counts as zeros."""
 
     results: dict[str, torch.Tensor | None]
     """Outputs, buffers, further state, and states of generators after the forward."""
@@ -145,7 +145,8 @@ class Twin:
             input_grads: copies of the gradients that the replay gave the inputs.
 
         Yields:
-            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again.
+            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again. What the
+            replay and the last of these runs made of gradients changes with the next replay.
         """
         assert self._replay is not None  # a backward comes after its forward
         replay, subject = self._replay, self._subject
@@ -156,7 +157,6 @@ class Twin:
         def run_again() -> Run:
             if not kept:  # the first: the graphs of the backward add to the gradients themselves
                 kept.extend(self._keep_gradients(gradients))
-                replay.gradients |= {self._sample[i]: now[i].clone() for i in now}
             return self._run_graphs(gradients)
 
         random, state = states_of(self._device, subject.generators), KeptTensors(subject.module, subject.extra_state)
@@ -231,14 +231,13 @@ class Twin:
         run = self._keep_results(self._lease.forward(self._inputs, self._boundaries))
         self._put_back_for_backward()
         input_grads = self._lease.backward_again(self._output_grads)
-        run.gradients = self._name_gradients(
-            input_grads, {i: gradients.buffers[i].detach().clone() for i in self._sample}
-        )
+        run.gradients = self._name_gradients(input_grads, {i: gradients.buffers[i].detach() for i in self._sample})
         return run
 
     def _find_rounding(self) -> float:
-        """Relative rounding error of the dtype in which the module computes; that of TF32 for float32."""
-        dtypes = [t.dtype for t in self._inputs if t.is_floating_point()] + ([self._autocast] if self._autocast else [])
+        """Relative rounding error of the coarsest dtype of inputs, weights and autocast; of float32 that of TF32."""
+        dtypes = {t.dtype for t in (*self._inputs, *self._subject.module.parameters()) if t.is_floating_point()}
+        dtypes |= {self._autocast} if self._autocast is not None else set()
         return max([2.0**-10, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def _put_back(self) -> None:
