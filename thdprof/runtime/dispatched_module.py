@@ -39,7 +39,7 @@ class DispatchedModule(nn.Module):
     why_no_rehearsal = ""
     """Why no micro-batch can be replayed that is no part of training; empty if one can."""
 
-    decides_alike = True
+    decides_jointly = True
     """Whether ranks that `agreed` asks run every micro-batch together, and so find the same slots free."""
 
     def __init__(

@@ -54,7 +54,7 @@ class BankOptions:
     """Whether what succeeded here has succeeded on every rank that shares collectives with the module's passes; all of
     them call it together, after every capture.
     """
-    alike: bool = True
+    is_joint: bool = True
     """Whether these ranks run every micro-batch together, so that they take the same slots."""
     surroundings: Surroundings
     """The state that the module's passes change outside the module."""
@@ -99,7 +99,7 @@ class Bank:
             for _ in range(options.num_slots)
         ]
         """The slots; none after `close`."""
-        self._free, self._order = FreeSlots(options.agreed if options.alike else alone), ReplayOrder(device)
+        self._free, self._order = FreeSlots(options.agreed if options.is_joint else alone), ReplayOrder(device)
         self._captures = AgreedCaptures(
             self._make, agreed=options.agreed, surroundings=options.surroundings, on_capture=self._captured
         )

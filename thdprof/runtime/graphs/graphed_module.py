@@ -300,7 +300,7 @@ class GraphedModule(DispatchedModule):
                 with_seq_idx=call.packed.seq_idx is not None,
                 on_capture=told,
                 agreed=self._succeeded_everywhere,
-                alike=self.decides_alike,
+                is_joint=self.decides_jointly,
                 surroundings=self._surroundings,
                 offload=self._offload,
                 cuts=self._cuts,

@@ -18,7 +18,7 @@ class SizedGraphs(DispatchedModule):
     a group communicate in a capture, and the ranks' first micro-batches are of different sizes.
     """
 
-    decides_alike = False  # ranks that capture together run micro-batches of several sizes
+    decides_jointly = False  # ranks that capture together run micro-batches of several sizes
 
     def _opens_at(self, shape: Shape) -> bool:
         return bool(self._buckets) and self._capture == "startup"

@@ -107,7 +107,7 @@ class LayerGraphs(DispatchedModule):
         self._make = make or transformer_engines_own(generators())
         self._offload = offload
         self._slots: list[LayerSlot] = []
-        agreed = self._succeeded_everywhere if self.decides_alike else alone
+        agreed = self._succeeded_everywhere if self.decides_jointly else alone
         self._captures, self._free = self._new_captures(), FreeSlots(agreed)
         self._placement: Placement | None = None
         self._states: RegisteredStates | None = None
