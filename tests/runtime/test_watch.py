@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import math
 
@@ -546,6 +547,18 @@ def test_an_eager_run_that_fails_among_ranks_ends_training():
     model.module.error = ValueError("a broken pass")
     with pytest.raises(RuntimeError, match="others communicate with it: training cannot go on"):
         y.sum().backward()
+
+
+def test_a_verified_micro_batch_whose_outputs_are_dropped_gives_its_slot_back(plain):
+    model = graphed(plain, num_slots=1)
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(3):
+            model(draw(seed).requires_grad_(), pack(BOUNDS[0]))
+    finally:
+        gc.enable()
+    assert model.stats().replays.total() == 3
 
 
 def test_a_proof_of_isolation_is_not_watched(plain):

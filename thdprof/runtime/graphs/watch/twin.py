@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from weakref import proxy
 
 import torch
 from torch import nn
@@ -86,7 +87,8 @@ class Twin:
             rotation: chooses the parameters that are compared.
             exact: whether replays and eager runs must be equal bit for bit.
         """
-        self._subject, self._lease, self._packed, self._boundaries = subject, lease, packed, boundaries
+        self._subject, self._packed, self._boundaries = subject, packed, boundaries
+        self._lease = proxy(lease)  # whose witness leads here: in a cycle, it would hold its slot until it is collected
         self._rotation, self._exact = rotation, exact
         self._device = tensors[0].device
         self._inputs = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
