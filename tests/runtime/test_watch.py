@@ -375,6 +375,24 @@ def test_graphs_that_are_captured_anew_are_tried_again(plain, monkeypatch):
         train(model, 4)
 
 
+def test_a_message_names_the_last_micro_batch_in_which_the_same_tensor_of_the_bucket_agreed(plain, caplog, monkeypatch):
+    model = graphed(plain)
+    train(model, 4)  # 0 and 1 are of the small bucket, 2 and 3 of the large one
+    model.recapture()
+    with monkeypatch.context() as patched:
+        wrong_backward(patched, SMALL)
+        train(model, 1)
+    unseen = graphed(plain)
+    train(unseen, 2)
+    wrong_backward(monkeypatch, LARGE)
+    train(unseen, 3)
+    known, unknown = mismatches(model, caplog)
+    assert "micro-batch 4, replayed" in known
+    assert "in the weights since micro-batch 1, the last one of this bucket in which these tensors agreed" in known
+    assert "micro-batch 4, replayed" in unknown
+    assert "in the weights since the start" in unknown  # others have agreed, but none of the large bucket
+
+
 def test_where_the_plan_forbids_eager_micro_batches_a_quarantine_ends_training(plain, monkeypatch):
     wrong_backward(monkeypatch)
     with pytest.raises(FallbackError, match="quarantined"):
@@ -399,6 +417,32 @@ def test_differences_within_eagers_own_spread_are_no_mismatch(plain, monkeypatch
     model = graphed(Noisy(), exact=False)
     train(model, 8)
     assert model.stats().mismatches[LARGE] == 2
+
+
+def test_the_rounding_of_weights_counts_where_inputs_are_more_precise(monkeypatch):
+    """As with `fp32_residual_connection`: products are rounded to bf16, and gradients with them."""
+
+    class Mixed(Halves):
+        def forward(self, x, packed):
+            return super().forward(x.bfloat16(), packed).float()
+
+    once = []
+    model = graphed(Mixed().bfloat16(), exact=False, around={"extra_state": tuple})
+    x = draw().requires_grad_()
+    y = model(x, pack(BOUNDS[0]))
+    captured = model._bank.slots[0].passes[SMALL]
+    replay = captured.backward.replay
+
+    def rounded():
+        replay()
+        if not once:
+            once.append(captured.input_grads[0].mul_(1 + 1e-2))
+
+    captured.backward.replay = rounded
+    y.sum().backward()
+    assert once
+    assert model.stats().verified.total() == 1
+    assert not model.stats().mismatches
 
 
 def test_nan_and_infinity_equal_themselves_alone(plain, caplog):
@@ -656,7 +700,7 @@ def test_a_gradient_of_rounding_errors_is_not_believed_by_a_single_replay():
 
 def test_a_mismatch_is_described_with_its_numbers():
     wrong = evidence(lies(0.2), [lies(0.05)] * 3, [lies(0.2), EQUAL, lies(0.2)])
-    found = Finding(number=3, bucket=SMALL, slot=1, compared=7, wrong=[wrong] * 5)
+    found = Finding(number=3, bucket=SMALL, slot=1, compared=["x"] * 7, wrong=[wrong] * 5)
     one = (
         "x: 3 of 9 values, by up to 0.5 (largest value 2), together 0.2 of its size, where 4 eager runs differ by 0.05 "
         "of it; 2 of 3 further replays differ more"
@@ -665,5 +709,5 @@ def test_a_mismatch_is_described_with_its_numbers():
         "micro-batch 3, replayed in slot 1 by the graphs for 2 documents of 12 tokens, differs from the same "
         f"micro-batch run eagerly in 5 of 7 tensors: {one}; {one}; {one}; and 2 more"
     )
-    once = Finding(number=3, bucket=SMALL, slot=1, compared=7, wrong=[evidence(lies(0.2), [EQUAL])])
+    once = Finding(number=3, bucket=SMALL, slot=1, compared=["x"] * 7, wrong=[evidence(lies(0.2), [EQUAL])])
     assert once.describe().endswith("where 2 eager runs differ by 0 of it; it is not replayed again")

@@ -89,8 +89,8 @@ class Finding:
     """The bucket that it replayed."""
     slot: int
     """Number of the slot in which it did, from 0."""
-    compared: int
-    """Number of compared tensors."""
+    compared: Sequence[str]
+    """Names of the compared tensors."""
     wrong: Sequence[Evidence]
     """The tensors that are wrong; those of the first steps of the pass come first."""
 
@@ -103,7 +103,7 @@ class Finding:
         return (
             f"micro-batch {self.number}, replayed in slot {self.slot} by the graphs for {bucket.max_seqs} documents of "
             f"{bucket.max_seqlen} tokens{context}, differs from the same micro-batch run eagerly in {len(self.wrong)} "
-            f"of {self.compared} tensors: {named}{more}"
+            f"of {len(self.compared)} tensors: {named}{more}"
         )
 
 

@@ -39,7 +39,7 @@ class Subject:
     uncompared: frozenset[str] = frozenset()
     """Names, without their modules', of buffers that are not compared."""
     rounding: float = 0.0
-    """Relative rounding error of the module's products, where it is larger than that of the inputs' dtype."""
+    """Relative rounding error of the module's products, where it is larger than that of inputs and weights."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for an eager run."""
     around_forward: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda tensors: nullcontext()
@@ -171,9 +171,9 @@ class Twin:
             for buffer, saved in kept:
                 buffer.copy_(saved)
 
-    def examine(self, replay: Run, eager: Run) -> tuple[int, list[Evidence]]:
-        """How many tensors were compared, which are all but those that are declared uncompared, and what a replay and
-        an eager run show about those that are not equal.
+    def examine(self, replay: Run, eager: Run) -> tuple[list[str], list[Evidence]]:
+        """The names of the compared tensors, which are all but those that are declared uncompared; and what a replay
+        and an eager run show about those that look wrong.
         """
         ours, theirs = replay.tensors(), eager.tensors()
         named = [*ours, *(name for name in theirs if name not in ours)]
@@ -194,7 +194,7 @@ class Twin:
         strongest = max((one.replay.size / one.elements for one in gradients), default=0.0)
         for one in gradients:
             one.least = FAINT**2 * strongest * one.elements
-        return len(every), [one for one in found if one.is_open]
+        return every, [one for one in found if one.is_open]
 
     def measure(self, names: Sequence[str], run: Run, eager: Run) -> list[Distance]:
         """How the tensors of these names lie in a run, from where they lie in an eager run."""
@@ -239,8 +239,9 @@ class Twin:
         return run
 
     def _find_rounding(self) -> float:
-        """Relative rounding error of the dtype in which the module computes; that of TF32 for float32."""
-        dtypes = [t.dtype for t in self._inputs if t.is_floating_point()] + ([self._autocast] if self._autocast else [])
+        """Largest relative rounding error of the dtypes in which the module computes; that of TF32 for float32."""
+        tensors = [t for t in (*self._inputs, *self._subject.module.parameters()) if t.is_floating_point()]
+        dtypes = {t.dtype for t in tensors} | ({self._autocast} if self._autocast else set())
         return max([2.0**-10, *(torch.finfo(dtype).eps for dtype in dtypes)])
 
     def _put_back(self) -> None:
