@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import logging
 import math
 
@@ -443,6 +444,59 @@ def test_the_rounding_of_weights_counts_where_inputs_are_more_precise(monkeypatc
     assert once
     assert model.stats().verified.total() == 1
     assert not model.stats().mismatches
+
+
+def make_too_large(model):
+    """Let replays in the first slot give the last parameter 1.2 times its gradient, and later ones more and more."""
+    captured, buffer = model._bank.slots[0].passes[SMALL], model._bank._gradients.buffers[-1]
+    replay, factors = captured.backward.replay, itertools.count(1.2, 0.1)
+
+    def wrong():
+        before = buffer * 1
+        replay()
+        buffer.copy_(before + next(factors) * (buffer - before))
+
+    captured.backward.replay = wrong
+
+
+def test_a_module_that_writes_to_its_input_is_run_again_on_the_same_input(caplog):
+    class Writes(Halves):
+        def forward(self, x, packed):
+            return super().forward(x.mul_(0.5), packed)
+
+    model = graphed(Writes(), exact=False, around={"extra_state": tuple})
+    y = model(draw(), pack(BOUNDS[0]))
+    make_too_large(model)
+    y.sum().backward()
+    assert "gradient of other.weight" in mismatches(model, caplog)[0]
+
+
+def test_gradients_are_kept_on_the_host_where_the_gpu_is_full(plain, monkeypatch):
+    results = []
+    for every in (0, 1):
+        model, refused = graphed(plain, verify_every=every, num_slots=1), []
+        train(model, 2)
+        y = model(draw().requires_grad_(), pack(BOUNDS[0]))
+        make_too_large(model)
+        with monkeypatch.context() as patched:
+            keep = Twin._keep_gradients
+
+            def kept_when_full(self, gradients, keep=keep, refused=refused):
+                def no_room(tensor):
+                    refused.append(tensor.shape)
+                    raise torch.OutOfMemoryError("no memory for a copy")
+
+                with monkeypatch.context() as full:
+                    full.setattr(torch.Tensor, "clone", no_room)
+                    return keep(self, gradients)
+
+            patched.setattr(Twin, "_keep_gradients", kept_when_full)
+            y.sum().backward()
+        assert len(refused) == every
+        assert model.stats().mismatches.total() == every
+        results.append([p.grad for p in model.parameters()])
+    for without, watched in zip(*results, strict=True):
+        assert torch.equal(without, watched)
 
 
 def test_nan_and_infinity_equal_themselves_alone(plain, caplog):

@@ -24,7 +24,7 @@ ROUNDINGS = 4.0
 APART = 0.004
 """Outputs and state are apart by this share. Eager runs repeat them bit for bit with the kernels that were tried."""
 FAINT = 0.01
-"""A gradient whose values are so small beside the largest of all compared ones may be made of rounding errors alone."""
+"""A gradient whose values are so small beside the largest of all that differ may be made of rounding errors alone."""
 _SHOWN = 3
 """Most tensors that a message names."""
 

@@ -50,7 +50,7 @@ class Subject:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What one run made, by the name of each tensor; None counts as zeros. Later runs do not change it."""
+    """What one run made, by the name of each tensor; None counts as zeros."""
 
     results: dict[str, torch.Tensor | None]
     """Outputs, buffers, further state, and states of generators after the forward."""
@@ -147,7 +147,8 @@ class Twin:
             input_grads: copies of the gradients that the replay gave the inputs.
 
         Yields:
-            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again.
+            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again. Examine
+            what the replay made before that: its gradients are the buffers themselves.
         """
         assert self._replay is not None  # a backward comes after its forward
         replay, subject = self._replay, self._subject
@@ -158,7 +159,6 @@ class Twin:
         def run_again() -> Run:
             if not kept:  # the first: the graphs of the backward add to the gradients themselves
                 kept.extend(self._keep_gradients(gradients))
-                replay.gradients |= {self._sample[i]: now[i].clone() for i in now}
             return self._run_graphs(gradients)
 
         random, state = states_of(self._device, subject.generators), KeptTensors(subject.module, subject.extra_state)
@@ -205,9 +205,7 @@ class Twin:
     def _run_eagerly(self, gradients: GradientBuffers) -> Run:
         """One eager pass from the state that the replay began with."""
         self._put_back()
-        inputs = [
-            t.requires_grad_(g) for t, g in zip((t.detach() for t in self._inputs), self._takes_grad, strict=True)
-        ]
+        inputs = [t.requires_grad_(g) for t, g in zip((t.clone() for t in self._inputs), self._takes_grad, strict=True)]
         sums = {i: before.clone() for i, before in self._before.items()}
         with self._subject.around(), aliased_parameters(self._subject.module) as aliases:
             parameters = [aliases[id(p)] for p in gradients.parameters]
@@ -278,7 +276,7 @@ class Twin:
         try:
             return [(buffer, buffer.clone()) for buffer in buffers]
         except torch.OutOfMemoryError:
-            return [(buffer, buffer.cpu()) for buffer in buffers]
+            return [(buffer, buffer.to("cpu", copy=True)) for buffer in buffers]
 
     def _make_scratch(self, gradients: GradientBuffers, sums: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """A gradient buffer for every parameter: `sums` for those that are compared, memory that all others share."""
