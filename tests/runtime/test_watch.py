@@ -499,6 +499,33 @@ def test_gradients_are_kept_on_the_host_where_the_gpu_is_full(plain, monkeypatch
         assert torch.equal(without, watched)
 
 
+def test_gradients_are_put_back_where_a_later_run_fails(caplog):
+    results = []
+    for every in (0, 1):
+        torch.manual_seed(1)
+        model = graphed(Fails(dropout=0.5), verify_every=every, num_slots=1)
+        train(model, 2)
+        y = model(draw().requires_grad_(), pack(BOUNDS[0]))
+        make_too_large(model)
+        replay, runs = model._bank.slots[0].passes[SMALL].backward.replay, []
+
+        def fails(model=model, replay=replay, runs=runs):
+            replay()
+            runs.append(len(runs))
+            if len(runs) == 3:
+                model.module.error = torch.OutOfMemoryError("no memory for another run")
+
+        model._bank.slots[0].passes[SMALL].backward.replay = fails
+        y.sum().backward()
+        assert len(runs) == (3 if every else 1)
+        assert not model.stats().mismatches
+        state = [model.module.passes, model.module.loss, torch.get_rng_state()]
+        results.append([*(p.grad for p in model.parameters()), *state])
+    for without, watched in zip(*results, strict=True):
+        assert torch.equal(without, watched)
+    assert "no more micro-batches are verified" in caplog.text
+
+
 def test_nan_and_infinity_equal_themselves_alone(plain, caplog):
     model = graphed(plain)
     for value in (float("nan"), float("inf"), float("-inf")):
