@@ -20,9 +20,9 @@ WARMUP_PASSES = 2
 
 WATCHED_BYTES = 128 * 2**20
 """Bytes of the parameters' gradients that a verified micro-batch compares at a time; one parameter at least."""
-WATCHED_COPIES = 4
-"""Most copies of these gradients at a time: before, first eager run, the run that is compared with it, and what all
-other parameters share.
+WATCHED_COPIES = 5
+"""Most copies of these gradients at a time: before, first eager run, the run that is compared with it, what all other
+parameters share, and the comparison's own memory.
 """
 
 Level = Literal["microbatch", "rank_step", "step"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
 import logging
 import math
 
@@ -17,6 +19,7 @@ from torch import nn  # noqa: E402
 from thdprof.runtime import Bucket, FallbackError, FallbackReason, GraphedModule, pack  # noqa: E402
 from thdprof.runtime.graphs import bank, slots, static_metadata  # noqa: E402
 from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
+from thdprof.runtime.graphs.watch import twin  # noqa: E402
 from thdprof.runtime.graphs.watch.distances import Distance, find_unequal, measure_distances  # noqa: E402
 from thdprof.runtime.graphs.watch.findings import ROUNDS, Evidence, Finding  # noqa: E402
 from thdprof.runtime.graphs.watch.sampling import EARLY, Rotation, is_sampled  # noqa: E402
@@ -389,6 +392,24 @@ def test_graphs_that_are_captured_anew_are_tried_again(plain, monkeypatch):
         train(model, 4)
 
 
+def test_a_message_names_the_last_micro_batch_in_which_the_same_tensor_of_the_bucket_agreed(plain, caplog, monkeypatch):
+    model = graphed(plain)
+    train(model, 4)  # 0 and 1 are of the small bucket, 2 and 3 of the large one
+    model.recapture()
+    with monkeypatch.context() as patched:
+        wrong_backward(patched, SMALL)
+        train(model, 1)
+    unseen = graphed(plain)
+    train(unseen, 2)
+    wrong_backward(monkeypatch, LARGE)
+    train(unseen, 3)
+    known, unknown = mismatches(model, caplog)
+    assert "micro-batch 4, replayed" in known
+    assert "in the weights since micro-batch 1, the last one of this bucket in which these tensors agreed" in known
+    assert "micro-batch 4, replayed" in unknown
+    assert "in the weights since the start" in unknown  # others have agreed, but none of the large bucket
+
+
 def test_where_the_plan_forbids_eager_micro_batches_a_quarantine_ends_training(plain, monkeypatch):
     wrong_backward(monkeypatch)
     with pytest.raises(FallbackError, match="quarantined"):
@@ -413,6 +434,112 @@ def test_differences_within_eagers_own_spread_are_no_mismatch(plain, monkeypatch
     model = graphed(Noisy(), exact=False)
     train(model, 8)
     assert model.stats().mismatches[LARGE] == 2
+
+
+def test_the_rounding_of_weights_counts_where_inputs_are_more_precise(monkeypatch):
+    """As with `fp32_residual_connection`: products are rounded to bf16, and gradients with them."""
+
+    class Mixed(Halves):
+        def forward(self, x, packed):
+            return super().forward(x.bfloat16(), packed).float()
+
+    once = []
+    model = graphed(Mixed().bfloat16(), exact=False, around={"extra_state": tuple})
+    x = draw().requires_grad_()
+    y = model(x, pack(BOUNDS[0]))
+    captured = model._bank.slots[0].passes[SMALL]
+    replay = captured.backward.replay
+
+    def rounded():
+        replay()
+        if not once:
+            once.append(captured.input_grads[0].mul_(1 + 1e-2))
+
+    captured.backward.replay = rounded
+    y.sum().backward()
+    assert once
+    assert model.stats().verified.total() == 1
+    assert not model.stats().mismatches
+
+
+def make_too_large(model):
+    """Let replays in the first slot give the last parameter 1.2 times its gradient, and later ones more and more."""
+    captured, buffer = model._bank.slots[0].passes[SMALL], model._bank._gradients.buffers[-1]
+    replay, factors = captured.backward.replay, itertools.count(1.2, 0.1)
+
+    def wrong():
+        before = buffer * 1
+        replay()
+        buffer.copy_(before + next(factors) * (buffer - before))
+
+    captured.backward.replay = wrong
+
+
+def test_a_module_that_writes_to_its_input_is_run_again_on_the_same_input(caplog):
+    class Writes(Halves):
+        def forward(self, x, packed):
+            return super().forward(x.mul_(0.5), packed)
+
+    model = graphed(Writes(), exact=False, around={"extra_state": tuple})
+    y = model(draw(), pack(BOUNDS[0]))
+    make_too_large(model)
+    y.sum().backward()
+    assert "gradient of other.weight" in mismatches(model, caplog)[0]
+
+
+def test_gradients_are_kept_on_the_host_where_the_gpu_is_full(plain, monkeypatch):
+    results = []
+    for every in (0, 1):
+        model, refused = graphed(plain, verify_every=every, num_slots=1), []
+        train(model, 2)
+        y = model(draw().requires_grad_(), pack(BOUNDS[0]))
+        make_too_large(model)
+        with monkeypatch.context() as patched:
+            copy_all = twin.copy_gradients
+
+            def copy_when_full(gradients, touched, copy_all=copy_all, refused=refused):
+                def no_room(tensor):
+                    refused.append(tensor.shape)
+                    raise torch.OutOfMemoryError("no memory for a copy")
+
+                with monkeypatch.context() as full:
+                    full.setattr(torch.Tensor, "clone", no_room)
+                    return copy_all(gradients, touched)
+
+            patched.setattr(twin, "copy_gradients", copy_when_full)
+            y.sum().backward()
+        assert len(refused) == every
+        assert model.stats().mismatches.total() == every
+        results.append([p.grad for p in model.parameters()])
+    for without, watched in zip(*results, strict=True):
+        assert torch.equal(without, watched)
+
+
+def test_gradients_are_put_back_where_a_later_run_fails(caplog):
+    results = []
+    for every in (0, 1):
+        torch.manual_seed(1)
+        model = graphed(Fails(dropout=0.5), verify_every=every, num_slots=1)
+        train(model, 2)
+        y = model(draw().requires_grad_(), pack(BOUNDS[0]))
+        make_too_large(model)
+        replay, runs = model._bank.slots[0].passes[SMALL].backward.replay, []
+
+        def fails(model=model, replay=replay, runs=runs):
+            replay()
+            runs.append(len(runs))
+            if len(runs) == 3:
+                model.module.error = torch.OutOfMemoryError("no memory for another run")
+
+        model._bank.slots[0].passes[SMALL].backward.replay = fails
+        y.sum().backward()
+        assert len(runs) == (3 if every else 1)
+        assert not model.stats().mismatches
+        state = [model.module.passes, model.module.loss, torch.get_rng_state()]
+        results.append([*(p.grad for p in model.parameters()), *state])
+    for without, watched in zip(*results, strict=True):
+        assert torch.equal(without, watched)
+    assert "no more micro-batches are verified" in caplog.text
 
 
 def test_nan_and_infinity_equal_themselves_alone(plain, caplog):
@@ -563,6 +690,18 @@ def test_an_eager_run_that_fails_among_ranks_ends_training():
         y.sum().backward()
 
 
+def test_a_verified_micro_batch_whose_outputs_are_dropped_gives_its_slot_back(plain):
+    model = graphed(plain, num_slots=1)
+    gc.collect()
+    gc.disable()
+    try:
+        for seed in range(3):
+            model(draw(seed).requires_grad_(), pack(BOUNDS[0]))
+    finally:
+        gc.enable()
+    assert model.stats().replays.total() == 3
+
+
 def test_a_proof_of_isolation_is_not_watched(plain):
     model = graphed(plain)
     train(model, 2)
@@ -658,7 +797,7 @@ def test_a_gradient_of_rounding_errors_is_not_believed_by_a_single_replay():
 
 def test_a_mismatch_is_described_with_its_numbers():
     wrong = evidence(lies(0.2), [lies(0.05)] * 3, [lies(0.2), EQUAL, lies(0.2)])
-    found = Finding(number=3, bucket=SMALL, slot=1, compared=7, wrong=[wrong] * 5)
+    found = Finding(number=3, bucket=SMALL, slot=1, compared=["x"] * 7, wrong=[wrong] * 5)
     one = (
         "x: 3 of 9 values, by up to 0.5 (largest value 2), together 0.2 of its size, where 4 eager runs differ by 0.05 "
         "of it; 2 of 3 further replays differ more"
@@ -667,5 +806,5 @@ def test_a_mismatch_is_described_with_its_numbers():
         "micro-batch 3, replayed in slot 1 by the graphs for 2 documents of 12 tokens, differs from the same "
         f"micro-batch run eagerly in 5 of 7 tensors: {one}; {one}; {one}; and 2 more"
     )
-    once = Finding(number=3, bucket=SMALL, slot=1, compared=7, wrong=[evidence(lies(0.2), [EQUAL])])
+    once = Finding(number=3, bucket=SMALL, slot=1, compared=["x"] * 7, wrong=[evidence(lies(0.2), [EQUAL])])
     assert once.describe().endswith("where 2 eager runs differ by 0 of it; it is not replayed again")

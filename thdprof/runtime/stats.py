@@ -87,7 +87,7 @@ class Stats:
     @classmethod
     def of_ranks(cls, ranks: Iterable[Stats]) -> Stats:
         """Counters of all ranks that share micro-batches out among them, with each micro-batch counted once;
-        mismatches and suspicions are counted on each rank that found one.
+        mismatches are counted on each rank that found one, suspicions on each that ran the micro-batch again.
 
         Under context parallelism the ranks that share a micro-batch have all counted it, and have decided alike.
         """

@@ -33,7 +33,7 @@ from thdprof.analyze.buckets.saved_tensors import (
 from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.parameters import Stage, stage_parameters, stages, state_bytes
-from thdprof.analyze.times.results import Memory
+from thdprof.analyze.times.results import Memory, Moment
 from thdprof.analyze.times.transformers_memory import (
     is_run_of_trainer,
     trainer_loss_bytes,
@@ -172,7 +172,13 @@ def predict_memory(
 
 def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
     """The parts at the moment of the peak."""
-    capturing, verifying = rank.peak == rank.capturing, rank.peak == rank.verifying
+    moments: dict[Moment, float] = {
+        "training": rank.training,
+        "capture": rank.capturing,
+        "verification": rank.verifying,
+    }
+    moment = max(moments, key=lambda name: moments[name])
+    capturing, verifying = moment == "capture", moment == "verification"
     state = rank.state - rank.moments if capturing else rank.state
     parts = {
         "state_bytes": round(state),
@@ -183,7 +189,7 @@ def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
         "outside_bytes": 0 if capturing or verifying else rank.outside,
     }
     return Memory(
-        moment="verification" if verifying else "capture" if capturing else "training",
+        moment=moment,
         peak_bytes=sum(parts.values()),
         **parts,
         eager_in_flight=in_flight,

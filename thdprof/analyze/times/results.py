@@ -69,12 +69,16 @@ class Worth:
     """gpu_hours_saved times that price; None without a price."""
 
 
+Moment = Literal["training", "capture", "verification"]
+"""When a run reaches its peak memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Peak memory of the pipeline rank that needs most, in bytes: what is allocated outside the pools of graphs,
     and these pools. The parts are those at the moment of the peak."""
 
-    moment: Literal["training", "capture", "verification"]
+    moment: Moment
     """When the peak is: in the worst step of the schedule; at the last capture, before the optimizer's first step has
     made its moments; or where a micro-batch is verified (`graphs.verify`)."""
     peak_bytes: int

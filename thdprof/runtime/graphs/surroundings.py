@@ -74,7 +74,7 @@ class Surroundings:
     deterministic: Callable[[], bool] = torch.are_deterministic_algorithms_enabled
     """Returns whether two passes over the same numbers give the same numbers bit for bit."""
     rounding: float = 0.0
-    """Relative rounding error of the module's products, where it is larger than that of the inputs' dtype."""
+    """Relative rounding error of the module's products, where it is larger than that of inputs and weights."""
     reducing: Callable[[], bool] = lambda: True
     """Returns whether hooks of parameters may reduce gradients, over streams of their own, while a backward in several
     pieces goes on. Such a backward is not replayed again to confirm a suspicion.

@@ -24,7 +24,7 @@ ROUNDINGS = 4.0
 APART = 0.004
 """Outputs and state are apart by this share. Eager runs repeat them bit for bit with the kernels that were tried."""
 FAINT = 0.01
-"""A gradient whose values are so small beside the largest of all compared ones may be made of rounding errors alone."""
+"""A gradient whose values are so small beside the largest of all that differ may be made of rounding errors alone."""
 _SHOWN = 3
 """Most tensors that a message names."""
 
@@ -89,8 +89,8 @@ class Finding:
     """The bucket that it replayed."""
     slot: int
     """Number of the slot in which it did, from 0."""
-    compared: int
-    """Number of compared tensors."""
+    compared: Sequence[str]
+    """Names of the compared tensors."""
     wrong: Sequence[Evidence]
     """The tensors that are wrong; those of the first steps of the pass come first."""
 
@@ -103,7 +103,7 @@ class Finding:
         return (
             f"micro-batch {self.number}, replayed in slot {self.slot} by the graphs for {bucket.max_seqs} documents of "
             f"{bucket.max_seqlen} tokens{context}, differs from the same micro-batch run eagerly in {len(self.wrong)} "
-            f"of {self.compared} tensors: {named}{more}"
+            f"of {len(self.compared)} tensors: {named}{more}"
         )
 
 

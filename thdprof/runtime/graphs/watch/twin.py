@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from weakref import proxy
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class Subject:
     uncompared: frozenset[str] = frozenset()
     """Names, without their modules', of buffers that are not compared."""
     rounding: float = 0.0
-    """Relative rounding error of the module's products, where it is larger than that of the inputs' dtype."""
+    """Relative rounding error of the module's products, where it is larger than that of inputs and weights."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context for an eager run."""
     around_forward: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] = lambda tensors: nullcontext()
@@ -86,7 +87,8 @@ class Twin:
             rotation: chooses the parameters that are compared.
             exact: whether replays and eager runs must be equal bit for bit.
         """
-        self._subject, self._lease, self._packed, self._boundaries = subject, lease, packed, boundaries
+        self._subject, self._packed, self._boundaries = subject, packed, boundaries
+        self._lease = proxy(lease)  # whose witness leads here: in a cycle, it would hold its slot until it is collected
         self._rotation, self._exact = rotation, exact
         self._device = tensors[0].device
         self._inputs = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
@@ -145,8 +147,8 @@ class Twin:
             input_grads: copies of the gradients that the replay gave the inputs.
 
         Yields:
-            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again. What the
-            replay and the last of these runs made of gradients changes with the next replay.
+            What the replay made, a function that runs the micro-batch eagerly, and one that replays it again. Examine
+            what the replay made before that: its gradients are the buffers themselves.
         """
         assert self._replay is not None  # a backward comes after its forward
         replay, subject = self._replay, self._subject
@@ -156,7 +158,7 @@ class Twin:
 
         def run_again() -> Run:
             if not kept:  # the first: the graphs of the backward add to the gradients themselves
-                kept.extend(self._keep_gradients(gradients))
+                kept.extend(copy_gradients(gradients, self._lease.captured.touched))
             return self._run_graphs(gradients)
 
         random, state = states_of(self._device, subject.generators), KeptTensors(subject.module, subject.extra_state)
@@ -169,9 +171,9 @@ class Twin:
             for buffer, saved in kept:
                 buffer.copy_(saved)
 
-    def examine(self, replay: Run, eager: Run) -> tuple[int, list[Evidence]]:
-        """How many tensors were compared, which are all but those that are declared uncompared, and what a replay and
-        an eager run show about those that are not equal.
+    def examine(self, replay: Run, eager: Run) -> tuple[list[str], list[Evidence]]:
+        """The names of the compared tensors, which are all but those that are declared uncompared; and what a replay
+        and an eager run show about those that look wrong.
         """
         ours, theirs = replay.tensors(), eager.tensors()
         named = [*ours, *(name for name in theirs if name not in ours)]
@@ -192,7 +194,7 @@ class Twin:
         strongest = max((one.replay.size / one.elements for one in gradients), default=0.0)
         for one in gradients:
             one.least = FAINT**2 * strongest * one.elements
-        return len(every), [one for one in found if one.is_open]
+        return every, [one for one in found if one.is_open]
 
     def measure(self, names: Sequence[str], run: Run, eager: Run) -> list[Distance]:
         """How the tensors of these names lie in a run, from where they lie in an eager run."""
@@ -203,9 +205,7 @@ class Twin:
     def _run_eagerly(self, gradients: GradientBuffers) -> Run:
         """One eager pass from the state that the replay began with."""
         self._put_back()
-        inputs = [
-            t.requires_grad_(g) for t, g in zip((t.detach() for t in self._inputs), self._takes_grad, strict=True)
-        ]
+        inputs = [t.requires_grad_(g) for t, g in zip((t.clone() for t in self._inputs), self._takes_grad, strict=True)]
         sums = {i: before.clone() for i, before in self._before.items()}
         with self._subject.around(), aliased_parameters(self._subject.module) as aliases:
             parameters = [aliases[id(p)] for p in gradients.parameters]
@@ -267,15 +267,6 @@ class Twin:
         named |= {f"state after the backward, tensor {i}": state for i, state in enumerate(states)}
         return named | {self._sample[i]: value for i, value in sums.items()}
 
-    def _keep_gradients(self, gradients: GradientBuffers) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The gradients that the graphs of the backward change, each with a copy, on the host where the GPU is full."""
-        touched = self._lease.captured.touched
-        buffers = [buffer.detach() for buffer, used in zip(gradients.buffers, touched, strict=True) if used]
-        try:
-            return [(buffer, buffer.clone()) for buffer in buffers]
-        except torch.OutOfMemoryError:
-            return [(buffer, buffer.cpu()) for buffer in buffers]
-
     def _make_scratch(self, gradients: GradientBuffers, sums: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """A gradient buffer for every parameter: `sums` for those that are compared, memory that all others share."""
         others = [b for i, b in enumerate(gradients.buffers) if i not in sums]
@@ -298,6 +289,20 @@ class Twin:
         stack.enter_context(self._subject.as_in_forward())
         stack.enter_context(self._subject.around_forward(inputs))
         return stack
+
+
+def copy_gradients(gradients: GradientBuffers, touched: Sequence[bool]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The gradient buffers that a backward changes, each with a copy, on the host where the GPU is full.
+
+    Args:
+        gradients: the parameters' gradient buffers.
+        touched: whether the backward gives each parameter a gradient.
+    """
+    buffers = [buffer.detach() for buffer, used in zip(gradients.buffers, touched, strict=True) if used]
+    try:
+        return [(buffer, buffer.clone()) for buffer in buffers]
+    except torch.OutOfMemoryError:
+        return [(buffer, buffer.to("cpu", copy=True)) for buffer in buffers]
 
 
 def _contiguous(grad: torch.Tensor | None, *, like: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,7 @@ class Watch:
         self._number, self._due, self._off = -1, False, False
         self._quarantined: set[Bucket] = set()
         self._has_warned_of_memory = False
-        self._last_good: int | None = None
+        self._agreed_in: dict[tuple[Bucket, str], int] = {}  # last micro-batch in which a tensor agreed
         self._rotation = Rotation()
 
     def next_microbatch(self) -> None:
@@ -170,7 +170,7 @@ class Watch:
 
     def judge(
         self, replay: Run, eager: Run, twin: Twin, run_eagerly: Callable[[], Run], run_again: Callable[[], Run]
-    ) -> tuple[int, list[Evidence], bool]:
+    ) -> tuple[Sequence[str], list[Evidence], bool]:
         """Compare a replay with an eager run; where it looks wrong, run the micro-batch again until that is explained.
 
         Ranks that communicate inside the module make the same passes: they go on while one of them has to.
@@ -183,7 +183,7 @@ class Watch:
             run_again: replays it once more.
 
         Returns:
-            The number of compared tensors, the tensors that are wrong, and whether any was suspicious.
+            The names of the compared tensors, the tensors that are wrong, and whether any was suspicious.
         """
         compared, suspects = twin.examine(replay, eager)
         if self._agreement.is_true_everywhere(not suspects):
@@ -209,11 +209,14 @@ class Watch:
             self._quarantined.add(bucket)
         elif was_suspicious:
             stats.suspicions[bucket] += 1
-        if not finding.wrong:
-            self._last_good = finding.number
+        wrong = [one.name for one in finding.wrong]
+        self._agreed_in |= {(bucket, name): finding.number for name in finding.compared if name not in wrong}
+        if not wrong:
             return
         stats.mismatches[bucket] += 1
-        since = "the start" if self._last_good is None else f"micro-batch {self._last_good}, which agreed"
+        last = min(self._agreed_in.get((bucket, name), -1) for name in wrong)
+        agreed = f"micro-batch {last}, the last one of this bucket in which these tensors agreed"
+        since = agreed if last >= 0 else "the start"
         logger.error(
             "%swrong numbers: %s. Its bucket runs eagerly from here on. Wrong gradients may be in the weights since "
             "%s. %s",
