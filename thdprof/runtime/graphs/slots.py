@@ -122,7 +122,7 @@ class ReplayOrder:
 
 
 class FreeSlots:
-    """Finds the slots that no micro-batch holds, alike on all ranks that share collectives.
+    """Finds the slots that no micro-batch holds: the same ones on all ranks that share collectives.
 
     A backward gives a slot back at a moment of the program, which is the same on these ranks. Outputs without a
     backward do so when Python frees them. Those in a cycle are freed by the collector, at another micro-batch on every

@@ -159,7 +159,7 @@ def is_reducing(wrapper: Any) -> bool:
     settings = getattr(wrapper, "ddp_config", None)
     if settings is None:
         return True
-    # a group of buckets reduces in the backward of a step's last micro-batch alone, and only if told to overlap
+    # a group of buckets reduces in the backward of a step's last micro-batch alone, with overlap_grad_reduce
     groups = [*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups] if settings.overlap_grad_reduce else []
     return any(group.is_last_microbatch for group in groups)
 

@@ -41,7 +41,7 @@ those with number 0, 1, 2, 4, ... 64.
 - **Mismatch.** It is logged with its numbers, counted in `Stats.mismatches`, and the bucket is in quarantine on all
   ranks: its micro-batches run eagerly from there on, with FallbackReason `quarantined`, until graphs are captured anew.
   Suspicions that were not confirmed are counted in `Stats.suspicions`, and have no other effect.
-- **Not found** is what both sides read alike, such as a scaling factor of FP8 whose update was left out.
+- **Not found** is what both sides read in the same way, such as a scaling factor of FP8 whose update was left out.
 - **Not verified** are passes without gradients or backward, dynamic context parallelism, and graphs of single layers
   (`graphs.impl` local and transformer_engine). The gradients of those reach the parameters through autograd, layer by
   layer; in no one place is a layer's replayed backward over, and its hooks still to come.

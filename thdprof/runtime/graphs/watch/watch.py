@@ -127,16 +127,7 @@ class Watch:
         boundaries: Boundaries,
         slot: int,
     ) -> Watched:
-        """Verify the micro-batch that is about to be replayed.
-
-        Args:
-            subject: the module.
-            lease: the lease with which it is replayed.
-            tensors: the micro-batch's tensor arguments.
-            packed: its metadata, padded for the bucket, in memory of its own.
-            boundaries: its boundaries.
-            slot: number of the slot.
-        """
+        """Verify the micro-batch that is about to be replayed in the slot of this number; `Twin` takes the others."""
         exact = self._deterministic()
         twin = Twin(subject, lease, tensors, packed, boundaries, rotation=self._rotation, exact=exact)
         return Watched(self, twin, number=self._number, bucket=lease.bucket, slot=slot)
