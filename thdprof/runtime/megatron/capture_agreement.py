@@ -1,6 +1,6 @@
 """Whether a capture succeeded on every rank of this one's tensor- and context-parallel groups.
 
-Their passes share collectives, and their micro-batches are the same, so that they decide the same without asking: shapes,
+Their passes share collectives, and their micro-batches are the same, so that they decide the same unasked: shapes,
 arguments, modes, `enabled` and the slots that backwards give back follow from the program, which is one for all of
 them. Three things a rank sees alone, and asks about when they come up: a capture can fail, as for too little memory;
 weights can have moved between captures and the first micro-batch; and outputs without a backward can be freed late.
