@@ -28,12 +28,16 @@ from trainer_stages import LEARNED, write_learned
 
 from thdprof.plan import load_plan
 
-MODELS: Mapping[str, tuple[str, int, int, int]] = {
-    "Qwen3-0.6B": (SHAPES["qwen3-0.6b"], 8, 1024, 6),
-    "Llama 3.2 1B": (SHAPES["llama3.2-1b"], 4, 1024, 3),
+MODELS: Mapping[str, tuple[str, int, int]] = {
+    "Qwen3-0.6B": (SHAPES["qwen3-0.6b"], 8, 6),
+    "Llama 3.2 1B": (SHAPES["llama3.2-1b"], 4, 3),
 }
-"""Arguments of each shape, micro-batches of a step, tokens of the longest document with deterministic kernels (whose
-memory grows with its square), and how many runs fit a GPU of 141 GB."""
+"""Arguments of each shape, micro-batches of a step, and how many runs fit a GPU of 141 GB; with deterministic kernels
+half as many."""
+EXACT_TOKENS, EXACT_LONGEST = 4096, 1024
+"""Tokens of a micro-batch, and of the longest document, with deterministic kernels. cuDNN's backward takes 16 GiB for
+them (16 heads), and would take 128 GiB for 8,192 tokens and 32 heads; for documents of 4,096 tokens Transformer Engine
+falls to unfused attention, whose memory grows with the square of the longest one."""
 PRECISIONS = {
     "bf16": "",
     "FP8 current": "--fp8-format hybrid --fp8-recipe tensorwise",
@@ -46,6 +50,8 @@ EXACT_STEPS, STEPS, RUNS, LEVEL = 60, 30, 5, 0.05
 VERIFY = "1/64"
 """Rate of verified micro-batches."""
 FAULT = "by the plan, a boundary missing in one micro-batch of 8"
+REPEATED = "its spikes repeated"
+"""Runs that are not compared: each step whose gradient norm is a spike runs again."""
 SPIKE = 3.0
 """A gradient norm so many times the median of the steps around it is called a spike."""
 _NORMS = 4
@@ -63,40 +69,43 @@ def learned_runs(script: Path, directory: Path, kept: Path, *, rows: Sequence[st
         seconds: no run begins after so many.
     """
     until, done = time.monotonic() + seconds, {(one["row"], one["kind"]) for one in runs_in(kept)}
-    for model, (_, _, _, fit) in MODELS.items():
+    for model, (_, _, fit) in MODELS.items():
         queue = []
         for precision in PRECISIONS:
             row = f"{model}, {precision}"
             kinds = ["on", "off", *(f"{kind} {n}" for n in range(RUNS) for kind in ("plan", "eager"))]
             kinds += [f"{FAULT} {n}" for n in range(RUNS) if row == "Qwen3-0.6B, bf16"]
+            kinds += [f"{kind}, {REPEATED} {n}" for n in range(3) for kind in ("eager", "plan")]
             queue += [(row, kind) for kind in kinds if not rows or any(text in f"{row}, {kind}" for text in rows)]
-        queue = sorted((one for one in queue if one not in done), key=lambda one: one[1] not in EXACT_KINDS)
-        plans = {}
-        for row, exact in dict.fromkeys((row, kind in EXACT_KINDS) for row, kind in queue):
-            plans[row, exact] = _plan(_flags(directory, row, exact), directory, row, exact)
-        with ThreadPoolExecutor(fit) as pool:
-            list(pool.map(partial(_run, script, directory, kept, plans, until), queue))
+        for exact in (True, False):
+            runs = [one for one in queue if one not in done and (one[1] in EXACT_KINDS) == exact]
+            plans = {row: _plan(directory, row, exact) for row in dict.fromkeys(row for row, _ in runs)}
+            with ThreadPoolExecutor(max(1, fit // 2) if exact else fit) as pool:
+                list(pool.map(partial(_run, script, directory, kept, plans, until), runs))
 
 
 def _run(
-    script: Path, directory: Path, kept: Path, plans: Mapping[Any, Path], until: float, one: Sequence[str]
+    script: Path, directory: Path, kept: Path, plans: Mapping[str, Path], until: float, one: Sequence[str]
 ) -> None:
     """Make one run, unless it is too late."""
     row, kind = one
     exact, faulty, folder = kind in EXACT_KINDS, kind.startswith(FAULT), directory / _file(f"{row} {kind}")
     if time.monotonic() > until:
         return
-    plan = plans[row, exact].with_suffix(".none.yaml") if faulty else plans[row, exact]
+    plan = plans[row].with_suffix(".none.yaml") if faulty else plans[row]
+    environment, alone, repeats = _environment(exact), kind.startswith("eager"), REPEATED in kind
+    if repeats:
+        environment["REPEATED"] = str(folder.with_suffix(".jsonl"))
     ran = script_run(
-        script,
-        _flags(directory, row, exact),
-        plan=None if kind.startswith("eager") else plan,
+        Path(__file__) if repeats and alone else script,
+        [*[str(script)] * (repeats and alone), *_flags(directory, row, exact)],
+        plan=None if alone else plan,
         replay=kind != "off",
         tensorboard=folder,
-        environment=_environment(exact),
+        environment=environment,
         limit=500,
         log=folder.with_suffix(".log"),
-        by=Path(__file__) if faulty else None,
+        by=Path(__file__) if faulty or repeats else None,
     )
     line = {"row": row, "kind": kind, "code": ran.code, "ms": ran.median_step_ms(after=10)}
     line |= {measure: [v for _, v in sorted(ran.scalars.get(measure, {}).items())] for measure in MEASURES}
@@ -140,7 +149,9 @@ def chance_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     lines = [["shape, precision", "runs", "p", "largest r", "p of losses; of norms", "last losses: by the plan; eager",
               "eager runs differ by: losses; norms", "spikes: by the plan; eager"]]  # fmt: skip
     for row, ours in itertools.product(_rows(runs), ("plan", FAULT)):
-        groups = [[one for one in runs if one["row"] == row and one["kind"].startswith(k)] for k in (ours, "eager")]
+        groups = [
+            [one for one in runs if one["row"] == row and one["kind"].startswith(f"{k} ")] for k in (ours, "eager")
+        ]
         if not all(groups):
             continue
         p, r, where = chance(groups, MEASURES)
@@ -218,28 +229,34 @@ def _rows(runs: Sequence[dict[str, Any]]) -> list[str]:
 def _flags(directory: Path, row: str, exact: bool) -> list[str]:
     """Megatron's arguments of a row; the documents are written where they are missing."""
     model, _, precision = row.partition(", ")
-    shape, each, longest, _ = MODELS[model]
-    longest = longest if exact else 8192
-    data, steps = directory / f"learned-{longest}", EXACT_STEPS if exact else STEPS
+    shape, each, _ = MODELS[model]
+    longest, steps = (EXACT_LONGEST, EXACT_STEPS) if exact else (8192, STEPS)
+    data = directory / f"learned-{longest}"
     if not data.with_suffix(".idx").exists():
         write_learned(data, tokens=3_000_000, lengths=(5.3, 1.1), longest=longest)
-    flags = without(shlex.split(f"{shape} {COMMON} {NO_DROPOUT}"), "--lr", "--min-lr", "--lr-decay-style")
-    flags = [*without(flags, "--global-batch-size"), "--global-batch-size", str(each)]
-    flags += shlex.split(
-        f"{LEARNED} {PRECISIONS[precision]} --train-iters {steps} --log-interval 1 --eval-interval 1000 --eval-iters 1"
+    flags = shlex.split(f"{shape} {COMMON} {NO_DROPOUT}")
+    flags = without(flags, "--lr", "--min-lr", "--lr-decay-style", "--global-batch-size")
+    if exact:
+        flags = [*without(flags, "--seq-length"), "--seq-length", str(EXACT_TOKENS)]
+    flags += shlex.split(f"{LEARNED} {PRECISIONS[precision]} --global-batch-size {each} --train-iters {steps}")
+    return [*flags, *shlex.split("--log-interval 1 --eval-interval 1000 --eval-iters 1"), "--data-path", str(data)]
+
+
+def _plan(directory: Path, row: str, exact: bool) -> Path:
+    """The row's plan: two buckets and fallbacks, or one bucket that holds all; beside it one that verifies nothing."""
+    path = plan_of(
+        _flags(directory, row, exact),
+        directory,
+        _file(f"{row} {exact}"),
+        caps=CAPS if exact else (1.0,),
+        layers_per_graph="all",
     )
-    return [*flags, "--data-path", str(data)]
-
-
-def _plan(flags: Sequence[str], directory: Path, row: str, exact: bool) -> Path:
-    """The row's plan, whose buckets hold documents as long as the data has; beside it one that verifies nothing."""
-    path = plan_of(flags, directory, _file(f"{row} {exact}"), caps=CAPS if exact else (1.0,), layers_per_graph="all")
     loaded = load_plan(path)
-    longest = loaded.microbatches.max_seqlen.max
-    buckets = [one.model_copy(update={"max_seqlen": int(longest)}) for one in loaded.graphs.buckets]
     for name, verify in ((path, VERIFY), (path.with_suffix(".none.yaml"), None)):
-        update = {"verify": verify, **({"buckets": buckets} if exact else {})}
-        graphs = loaded.graphs.model_copy(update=update)
+        buckets = loaded.graphs.buckets
+        if exact:
+            buckets = [one.model_copy(update={"max_seqlen": EXACT_LONGEST}) for one in buckets]
+        graphs = loaded.graphs.model_copy(update={"verify": verify, "buckets": buckets})
         loaded.model_copy(update={"graphs": graphs}).save(name, force=True)
     return path
 
@@ -272,5 +289,94 @@ def _run_with_fault() -> int:
     return run.main()
 
 
+class _Tape:
+    """An iterator over a step's micro-batches that keeps them."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+        self.kept: list[Any] = []
+
+    def __next__(self) -> Any:
+        self.kept.append(next(self._batches))
+        return self.kept[-1]
+
+
+def _repeat_spikes(found: Path) -> None:
+    """Let Megatron's training repeat each step whose gradient norm is a spike, before the optimizer sees it.
+
+    All micro-batches of the step run again, with the same weights: four times as the run does it, four times eagerly,
+    and each micro-batch for itself eagerly. A line of JSON a spike is written to `found`; training goes on with the
+    gradients that it had.
+    """
+    import gc
+
+    import torch
+    from megatron.training import training
+
+    from thdprof.runtime.dispatched_module import DispatchedModule
+
+    own, norms = training.train_step, []
+
+    def measured(model: Any) -> tuple[float, dict[str, float]]:
+        named = [(name, p.main_grad) for name, p in model.named_parameters() if p.requires_grad]
+        each = torch.stack(torch._foreach_norm([grad for _, grad in named])).tolist()
+        largest = sorted(zip(each, (name for name, _ in named), strict=True), reverse=True)[:4]
+        return sum(one**2 for one in each) ** 0.5, {name.removeprefix("module."): one for one, name in largest}
+
+    def again(model: Any, run: Any, batches: Sequence[Any], rest: dict[str, Any]) -> float:
+        model.zero_grad_buffer()
+        run(**{**rest, "data_iterator": iter(batches), "num_microbatches": len(batches)})
+        return measured(model)[0]
+
+    def step(forward: Any, batches: Any, chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        *before, run = args[:4]
+        (model,) = chunks
+
+        def passes(*, data_iterator: Any, **rest: Any) -> Any:
+            tape = _Tape(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
+            result = run(data_iterator=tape, **rest)
+            norm, largest = measured(model)
+            norms.append(norm)
+            usual = float(np.median(norms[-_NORMS - 1 : -1])) if len(norms) > 10 else norm
+            if norm > 1.6 * usual or len(norms) == 20:
+                kept = [buffer.grad_data.clone() for buffer in (*model.buffers, *model.expert_parallel_buffers)]
+                line = {"step": len(norms), "norm": norm, "usual": usual, "largest": largest}
+                graphed = [one for one in gc.get_objects() if issubclass(type(one), DispatchedModule)]
+                line["as the run"] = [again(model, run, tape.kept, rest) for _ in range(4)]
+                for one in graphed:
+                    one.enabled = False
+                line["eagerly"] = [again(model, run, tape.kept, rest) for _ in range(4)]
+                line["each eagerly"] = [again(model, run, [one], rest) for one in tape.kept]
+                for one in graphed:
+                    one.enabled = True
+                for buffer, grads in zip((*model.buffers, *model.expert_parallel_buffers), kept, strict=True):
+                    buffer.grad_data.copy_(grads)
+                with found.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+            return result
+
+        return own(forward, batches, chunks, *before, passes, *args[4:], **kwargs)
+
+    training.train_step = step
+
+
+def main() -> int:
+    """Stand for `thdprof.run`, or run a script: with a fault, or with REPEATED=FILE and spikes that are repeated."""
+    import os
+    import runpy
+
+    from thdprof import run
+
+    if "REPEATED" not in os.environ:
+        return _run_with_fault()
+    _repeat_spikes(Path(os.environ["REPEATED"]))
+    if "--plan" in sys.argv:
+        return run.main()
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.exit(_run_with_fault())
+    sys.exit(main())
