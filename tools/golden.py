@@ -54,7 +54,7 @@ class Case:
     name: str
     """Unique in its group."""
     commands: Sequence[Sequence[str]]
-    """Words of each command; the first is a key of `PROGRAMS`."""
+    """Words of each command: variables of its environment as NAME=value, a key of `PROGRAMS`, arguments."""
     files: dict[str, str] = field(default_factory=dict)
     """Texts of the files that the commands read, by their names."""
 
@@ -77,12 +77,19 @@ def run_case(case: Case) -> list[Output]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, text in case.files.items():
         (folder / name).write_text(text)
-    return [_run(words, folder) for words in case.commands]
+    return [_run(words, folder) for words in case.commands if _has_its_plan(words, folder)]
+
+
+def _has_its_plan(words: Sequence[str], folder: Path) -> bool:
+    """Whether the plan of a run is there: without one there was no analysis to follow."""
+    return "thdprof.run" not in words or (folder / words[words.index("--plan") + 1]).exists()
 
 
 def _run(words: Sequence[str], folder: Path) -> Output:
     before = {path for path in folder.rglob("*") if path.is_file()}
-    done = PROGRAMS[words[0]](*words[1:], cwd=folder)
+    first = next(index for index, word in enumerate(words) if "=" not in word)
+    env = {**ENVIRONMENT, **dict(word.split("=", 1) for word in words[:first])}
+    done = PROGRAMS[words[first]](*words[first + 1 :], cwd=folder, env=env)
     streams = {"stdout": done.stdout, "stderr": done.stderr}
     new = sorted({path for path in folder.rglob("*") if path.is_file()} - before)
     texts = {path.relative_to(folder).as_posix(): _text_of(path) for path in new}
@@ -117,14 +124,14 @@ def _normal(text: str, folder: Path) -> str:
 # --- the programs ---------------------------------------------------------------------------------------------------
 
 
-def _thdprof(*words: str, cwd: Path) -> Any:
+def _thdprof(*words: str, cwd: Path, env: dict[str, str]) -> Any:
     """The command line."""
     from support.command import run_in_process
 
-    return run_in_process(*words, cwd=cwd, env=ENVIRONMENT)
+    return run_in_process(*words, cwd=cwd, env=env)
 
 
-def _run_script(*words: str, cwd: Path) -> Any:
+def _run_script(*words: str, cwd: Path, env: dict[str, str]) -> Any:
     """`python -m thdprof.run` up to the moment in which the training script would begin."""
     from unittest import mock
 
@@ -133,10 +140,10 @@ def _run_script(*words: str, cwd: Path) -> Any:
     from thdprof import run
 
     with mock.patch.object(run, "_train", lambda options, plan: print("training begins") or 0):
-        return call_as_program(partial(run.main, None), ROOT / "thdprof/run.py", *words, cwd=cwd, env=ENVIRONMENT)
+        return call_as_program(partial(run.main, None), ROOT / "thdprof/run.py", *words, cwd=cwd, env=env)
 
 
-def _function(name: str, *words: str, cwd: Path) -> Any:
+def _function(name: str, *words: str, cwd: Path, env: dict[str, str]) -> Any:
     """A function of `golden_refusals.py`, whose arguments are JSON; it returns the lines of what is refused."""
     import golden_refusals
     from support.command import call_as_program
@@ -146,7 +153,7 @@ def _function(name: str, *words: str, cwd: Path) -> Any:
         print("\n".join(lines) or "accepted")
         return 2 if lines else 0
 
-    return call_as_program(main, Path(name), cwd=cwd, env=ENVIRONMENT)
+    return call_as_program(main, Path(name), cwd=cwd, env=env)
 
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
@@ -235,7 +242,7 @@ def _folder() -> Path:
     """This process's folder with the demo data."""
     if not _work:
         _work.append(Path(tempfile.mkdtemp(prefix="golden-", dir=os.environ.get("GOLDEN_PARENT"))).resolve())
-        _thdprof("demo", "demo", cwd=_work[0])
+        _thdprof("demo", "demo", cwd=_work[0], env=ENVIRONMENT)
     return _work[0]
 
 

@@ -64,7 +64,7 @@ def _of_format(name: str, data: list[str]) -> Iterator[Case]:
         "sweep": [
             ["thdprof", "sweep", *data, *_words(more)]
             for more in (
-                "buckets=1,2,3 data-parallel-size=1,2",
+                "buckets=1,2,3 context-parallel-size=1,2",
                 "micro-batch-size=1,2 --json",
                 "buckets=1,2 pipeline-parallel-size=1,2 -o plans",
             )
@@ -86,9 +86,7 @@ def scripts() -> list[Case]:
 def _script(number: int, values: Mapping[str, Any]) -> Case:
     rng = random.Random(f"script {number}")
     model = [*values["models"]][number % len(values["models"])]
-    features, refused = [*values["features"]], [*values["refused"]]
-    chosen = rng.sample(features, 2) + [features[number % len(features)]]
-    chosen += [refused[number // 3 % len(refused)]] if number % 3 == 2 else []
+    chosen = _features(number, values["features"], values["refused"], rng)
     sizes = dict(rng.choice(values["sizes"]))
     ranks = sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes["dp"]
     batch = rng.choice([8, 16, 32]) * sizes["dp"]
@@ -104,20 +102,37 @@ def _script(number: int, values: Mapping[str, Any]) -> Case:
         "DATA_ARGS": "--data-path demo/megatron/documents --split 949,50,1 "
         f"--seq-length {rng.choice([1024, 2048, 4096])} --max-position-embeddings 8192 "
         f"--dataloader-type {rng.choice(['single', 'cyclic'])} --dataloader-inter-document-masking",
-        "EXTRA_ARGS": " ".join({**values["features"], **values["refused"]}[name] for name in dict.fromkeys(chosen)),
+        "EXTRA_ARGS": " ".join(chosen.values()),
     }
     style = [*values["styles"]][number // 2 % len(values["styles"])]
-    pairs = {name: [*_pairs(text.split())] for name, text in groups.items()}
+    instead = {values["instead"].get(name) for name in chosen}
+    pairs = {name: [pair for pair in _pairs(text.split()) if pair[0] not in instead] for name, text in groups.items()}
     text = _written(style, values["styles"][style], pairs, nodes=max(1, ranks // 8), on_node=min(ranks, 8), rng=rng)
-    impl = rng.choice(["", "", "--impl chunk", "--impl transformer_engine", "--impl local"])
+    kinds = ["", "", "--impl transformer_engine", "--impl chunk", "--impl local"]
+    impl = rng.choice(kinds[: 3 if model == "dropless experts" else 4 if sizes["pp"] > 1 else 5])
     analyze = f"thdprof analyze demo/megatron --megatron-args run.sh {impl} {rng.choice(['', '--gpu h200'])}"
     plain = [word.strip("'\"") for pair in sum(pairs.values(), []) for word in pair]
-    own = ["thdprof.run", "--plan", "plan.yaml", "pretrain_gpt.py", *plain]
+    own = [f"WORLD_SIZE={ranks}", "thdprof.run", "--plan", "plan.yaml", "pretrain_gpt.py", *plain]
     return Case(
-        name=f"script {number}: {model}; {', '.join(dict.fromkeys(chosen))}; {style}",
+        name=f"script {number}: {model}; {', '.join(chosen)}; {style}",
         files={"run.sh": text, "pretrain_gpt.py": ""},
         commands=[_words(analyze)] * (number % 10 == 0) + [[*_words(analyze), *_PLAN], own],
     )
+
+
+def _features(
+    number: int, features: Mapping[str, str], refused: Mapping[str, str], rng: random.Random
+) -> dict[str, str]:
+    """Names and flags of a script's features: each in turn, up to two drawn ones, none of which give a flag again."""
+    names = [[*features][number % len(features)], *rng.sample([*features], 2)]
+    if number % 3 == 2:
+        names.insert(0, [*refused][number // 3 % len(refused)])
+    chosen: dict[str, str] = {}
+    for name in names:
+        flags = {**features, **refused}[name]
+        if not {word for word in flags.split() if word.startswith("--")} & {*" ".join(chosen.values()).split()}:
+            chosen[name] = flags
+    return chosen
 
 
 def _pairs(words: Sequence[str]) -> Iterator[list[str]]:
@@ -140,15 +155,14 @@ def _written(
     """
     lines = []
     for line in template.replace("@NODES@", str(nodes)).replace("@ON_NODE@", str(on_node)).splitlines():
-        group = next((name for name in pairs if f"@{name}@" in line), None)
-        if group is None:
-            lines.append(line)
-        elif "\\" in line or line.strip() == f"@{group}@":
-            lines += [line.replace(f"@{group}@", " ".join(_with_variables(pair, style))) for pair in pairs[group]]
-        else:
-            flags = " ".join(" ".join(_with_variables(pair, style)) for pair in pairs[group])
-            lines.append(line.replace(f"@{group}@", flags))
-    if rng.random() < 0.3:
+        alone = line.strip(" \\").strip("@")
+        if alone in pairs:
+            lines += [line.replace(f"@{alone}@", " ".join(_with_variables(pair, style))) for pair in pairs[alone]]
+            continue
+        for group, flags in pairs.items():
+            line = line.replace(f"@{group}@", " ".join(" ".join(_with_variables(pair, style)) for pair in flags))
+        lines.append(line)
+    if lines[0].startswith("#!") and rng.random() < 0.3:
         lines.insert(1, "# Don't forget: export HF_TOKEN before this.")
     return "\n".join(lines) + "\n"
 
