@@ -1,4 +1,4 @@
-"""The golden set: what thdprof prints and writes for fixed cases, recorded in `tests/golden` and compared after a change.
+"""The golden set: what thdprof prints and writes for fixed cases, recorded in `tests/golden` and compared.
 
     python tools/golden.py check [GROUP...]     prints what changed, and exits with 1 if anything did
     python tools/golden.py write [GROUP...]     records anew
@@ -33,6 +33,8 @@ FAST = 12
 """One case in so many runs in the fast check, and the first case of each group."""
 HASHED = (".html", ".ipynb", ".svg", ".parquet")
 """Files that are recorded as a hash: what they show stands in JSON as well."""
+LONG = 200_000
+"""Characters of JSON beyond which its long lines are cut to a hash."""
 ENVIRONMENT = {
     "PATH": os.environ.get("PATH", ""),
     "HOME": os.environ.get("HOME", ""),
@@ -73,7 +75,7 @@ def run_case(case: Case) -> list[Output]:
     """The outputs of the case's commands, with all that the place and the version change taken out."""
     folder = _folder()
     for path in folder.iterdir():
-        if path.name != "demo":
+        if path.name not in ("demo", "chat"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for name, text in case.files.items():
         (folder / name).write_text(text)
@@ -139,12 +141,15 @@ def _run_script(*words: str, cwd: Path, env: dict[str, str]) -> Any:
 
     from thdprof import run
 
-    with mock.patch.object(run, "_train", lambda options, plan: print("training begins") or 0):
+    with mock.patch.object(run, "_train", return_value=0):
         return call_as_program(partial(run.main, None), ROOT / "thdprof/run.py", *words, cwd=cwd, env=env)
 
 
 def _function(name: str, *words: str, cwd: Path, env: dict[str, str]) -> Any:
-    """A function of `golden_refusals.py`, whose arguments are JSON; it returns the lines of what is refused."""
+    """A function of `golden_refusals.py`, whose arguments are JSON; it returns the lines of what is refused.
+
+    What other packages write on stderr is left out.
+    """
     import golden_refusals
     from support.command import call_as_program
 
@@ -153,7 +158,10 @@ def _function(name: str, *words: str, cwd: Path, env: dict[str, str]) -> Any:
         print("\n".join(lines) or "accepted")
         return 2 if lines else 0
 
-    return call_as_program(main, Path(name), cwd=cwd, env=env)
+    done = call_as_program(main, Path(name), cwd=cwd, env=env)
+    if done.returncode != 1:  # with which a traceback ends
+        done.stderr = ""
+    return done
 
 
 PROGRAMS: dict[str, Callable[..., Any]] = {
@@ -181,6 +189,10 @@ def _rendered(output: Output, base: dict[str, list[str]], is_base: bool) -> str:
     parts += [f"exit {output.code}\n"] if output.code else []
     for name, text in output.streams.items():
         value = _structure(text)
+        if isinstance(value, dict) and len(text) > LONG:
+            text = "".join(f"{_cut(line)}\n" for line in flat_lines(value))
+            parts.append(f"--- {name}, a line for each value\n{text}")
+            continue
         kind = value.get("schema", "") if isinstance(value, dict) else ""
         if kind and is_base and kind not in base:
             base[kind] = [*flat_lines(value)]
@@ -226,6 +238,11 @@ def _beside(lines: list[str], base: list[str]) -> Iterator[str]:
         yield "the order of the fields is another"
 
 
+def _cut(line: str) -> str:
+    """A long line as its beginning and a hash."""
+    return line if len(line) <= 200 else f"{line[:120]} ... sha256 {hashlib.sha256(line.encode()).hexdigest()[:16]}"
+
+
 def read_record(group: str) -> dict[str, str]:
     """The recorded text of each case of a group, by name."""
     path = RECORDS / f"{group}.txt"
@@ -239,10 +256,15 @@ _work: list[Path] = []
 
 
 def _folder() -> Path:
-    """This process's folder with the demo data."""
+    """This process's folder with the demo data, and with conversations and their tokenizer."""
     if not _work:
+        import numpy as np
+        from support import conversations
+
         _work.append(Path(tempfile.mkdtemp(prefix="golden-", dir=os.environ.get("GOLDEN_PARENT"))).resolve())
         _thdprof("demo", "demo", cwd=_work[0], env=ENVIRONMENT)
+        conversations.write_tokenizer(_work[0] / "chat" / "tokenizer")
+        conversations.write_lines(_work[0] / "chat" / "chat.jsonl", conversations.lines(np.random.default_rng(5), 60))
     return _work[0]
 
 

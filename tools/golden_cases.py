@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,9 @@ def demo() -> list[Case]:
     values = _load("demo")
     cases = [case for name, words in values["formats"].items() for case in _of_format(name, _words(words))]
     for name, case in values["others"].items():
-        files = {file: text if isinstance(text, str) else json.dumps(text) for file, text in case.get("files", {}).items()}
+        files = {
+            file: text if isinstance(text, str) else json.dumps(text) for file, text in case.get("files", {}).items()
+        }
         cases.append(Case(name=name, files=files, commands=[_words(words) for words in case["commands"]]))
     return cases
 
@@ -111,7 +112,7 @@ def _script(number: int, values: Mapping[str, Any]) -> Case:
     kinds = ["", "", "--impl transformer_engine", "--impl chunk", "--impl local"]
     impl = rng.choice(kinds[: 3 if model == "dropless experts" else 4 if sizes["pp"] > 1 else 5])
     analyze = f"thdprof analyze demo/megatron --megatron-args run.sh {impl} {rng.choice(['', '--gpu h200'])}"
-    plain = [word.strip("'\"") for pair in sum(pairs.values(), []) for word in pair]
+    plain = [word.strip("'\"") for group in pairs.values() for pair in group for word in pair]
     own = [f"WORLD_SIZE={ranks}", "thdprof.run", "--plan", "plan.yaml", "pretrain_gpt.py", *plain]
     return Case(
         name=f"script {number}: {model}; {', '.join(chosen)}; {style}",
@@ -183,35 +184,58 @@ def _with_variables(pair: list[str], style: str) -> list[str]:
 
 
 def settings() -> list[Case]:
-    """200 settings: files and options in which each setting is off its default at least twice, and wrong values."""
+    """Settings of data, batches and limits: each is off its default at least twice; and values that are refused."""
     values = _load("settings")
-    cases = []
-    for data, atoms in values["atoms"].items():
-        words = _words(values["data"][data.partition(",")[0]])
-        drawn = random.Random(f"settings of {data}").sample(atoms, len(atoms))
-        for first, *rest in batched(drawn, values["together"].get(data, 2)):
-            chosen = {**values["model"], **first} if "model" in data else dict(first)
-            for atom in rest:
-                chosen |= {} if {*atom} & {*first} else atom
-            cases.append(_setting(len(cases), f"{data}: {', '.join(chosen)}"[:100], words, chosen))
-    for data, wrong in values["wrong"].items():
-        for case in wrong:
-            words = _words(values["data"][data])
-            cases.append(_setting(len(cases), f"wrong, {data}: {case}"[:100], words, case))
+    cases = _drawn({data: atoms for data, atoms in values["atoms"].items() if "model" not in data}, values)
+    for data, every in values["alone"].items():
+        for number, chosen in enumerate(every):
+            cases.append(_setting(f"{data} {number}, alone: {chosen}", values["data"][data], chosen))
     return cases
 
 
-def _setting(number: int, name: str, data: list[str], chosen: Mapping[str, Any] | str) -> Case:
-    """A case whose settings stand in a file, or, as text, are options."""
-    analyze = ["thdprof", "analyze", *data]
-    files = {} if isinstance(chosen, str) else {"settings.yaml": yaml.safe_dump(dict(chosen), sort_keys=False)}
-    files["costs.yaml"] = (_VALUES / "costs.yaml").read_text()
-    analyze += chosen.split() if isinstance(chosen, str) else ["--settings", "settings.yaml"]
-    return Case(
-        name=f"settings {number}, {name}",
-        files=files,
-        commands=[analyze] * (number % 10 == 0) + [[*analyze, *_PLAN]],
-    )
+def model_settings() -> list[Case]:
+    """Settings of the model, its precision and its parallelism: each is off its default at least twice."""
+    values = _load("settings")
+    return _drawn({data: atoms for data, atoms in values["atoms"].items() if "model" in data}, values)
+
+
+def _drawn(every: Mapping[str, Any], values: Mapping[str, Any]) -> list[Case]:
+    cases = []
+    for data, atoms in every.items():
+        model = values["model"] if "model" in data else {}
+        drawn = _joined(atoms, values["together"].get(data, 2), random.Random(f"settings of {data}"))
+        for number, chosen in enumerate(drawn):
+            words = values["data"][data.partition(",")[0]]
+            cases.append(_setting(f"{data} {number}: {', '.join(chosen)}", words, {**model, **chosen}))
+    return cases
+
+
+def _joined(atoms: Sequence[Mapping[str, Any]], count: int, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """All atoms, up to `count` of them together; those that give the same setting are kept apart."""
+    left = rng.sample([*atoms], len(atoms))
+    while left:
+        chosen = dict(left.pop(0))
+        for _ in range(count - 1):
+            other = next((atom for atom in left if not {*atom} & {*chosen}), None)
+            if other is not None:
+                left.remove(other)
+                chosen |= other
+        yield chosen
+
+
+def _setting(name: str, data: str, chosen: Mapping[str, Any] | str) -> Case:
+    """A case whose settings stand in a file; those with dashes, and all that are text, are options."""
+    analyze = ["thdprof", "analyze", *data.split()]
+    files = {"costs.yaml": (_VALUES / "costs.yaml").read_text()}
+    if isinstance(chosen, str):
+        analyze += chosen.split()
+    else:
+        inside = {key: value for key, value in chosen.items() if not key.startswith("--")}
+        files["settings.yaml"] = yaml.safe_dump(inside, sort_keys=False)
+        analyze += ["--settings", "settings.yaml"]
+        analyze += [word for key in chosen if key not in inside for word in (key, str(chosen[key]))]
+    has_text = " 0:" in name or " 5:" in name
+    return Case(name=name[:110], files=files, commands=[analyze] * has_text + [[*analyze, *_PLAN]])
 
 
 # --- models, recipes and what training refuses ------------------------------------------------------------------------
@@ -222,7 +246,8 @@ def models() -> list[Case]:
     values = _load("models")
     cases = []
     for name, config in values["configs"].items():
-        cases.append(_model(f"config, {name}", "config.json", json.dumps(config)))
+        text = config if isinstance(config, str) else json.dumps(config)
+        cases.append(_model(f"config, {name}", "config.json", text))
     for name, recipe in values["recipes"].items():
         cases.append(_model(f"recipe, {name}", "recipe.yaml", yaml.safe_dump(recipe, sort_keys=False)))
     return cases
@@ -235,7 +260,9 @@ def _model(name: str, file: str, text: str) -> Case:
 
 def recipes() -> list[Case]:
     """The coverage of Megatron-Bridge's performance recipes."""
-    return [Case(name=f"recipes {more}", commands=[_words(f"thdprof recipes {more}")]) for more in ("", "--list")]
+    return [
+        Case(name=f"recipes {more}", commands=[_words(f"thdprof recipes {more}")]) for more in ("", "--list", "--json")
+    ]
 
 
 def training() -> list[Case]:
@@ -252,6 +279,7 @@ GROUPS: dict[str, Callable[[], list[Case]]] = {
     "demo": demo,
     "scripts": scripts,
     "settings": settings,
+    "model_settings": model_settings,
     "models": models,
     "recipes": recipes,
     "training": training,
