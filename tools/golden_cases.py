@@ -226,7 +226,7 @@ def _joined(atoms: Sequence[Mapping[str, Any]], count: int, rng: random.Random) 
 def _setting(name: str, data: str, chosen: Mapping[str, Any] | str) -> Case:
     """A case whose settings stand in a file; those with dashes, and all that are text, are options."""
     analyze = ["thdprof", "analyze", *data.split()]
-    files = {"costs.yaml": (_VALUES / "costs.yaml").read_text()}
+    files = {name: (_VALUES / name).read_text() for name in ("costs.yaml", "steep.yaml")}
     if isinstance(chosen, str):
         analyze += chosen.split()
     else:
