@@ -25,9 +25,8 @@ from thdprof.analyze.buckets.saved_tensors import (
     mtp_around_router,
     mtp_tensors,
 )
-from thdprof.analyze.report.json_ import to_json
-from thdprof.analyze.report.peak import capture_sentence, memory_sentence
-from thdprof.analyze.report.terminal import print_report
+from thdprof.analyze.report.analysis import print_report, to_json
+from thdprof.analyze.report.sentences import capture_sentence, memory_sentence
 from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture

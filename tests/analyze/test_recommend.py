@@ -16,7 +16,7 @@ from thdprof.analyze.buckets.rank_counts import RankCounts
 from thdprof.analyze.buckets.recommend import recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
 from thdprof.analyze.buckets.step_costs import StepCosts
-from thdprof.analyze.report.terminal import sentence
+from thdprof.analyze.report.analysis import sentence
 from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError

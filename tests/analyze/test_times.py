@@ -12,8 +12,7 @@ from support.paths import ROOT
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import HOSTS, HostEnd
-from thdprof.analyze.report.json_ import to_dict
-from thdprof.analyze.report.terminal import sentence, verdict_sentence
+from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
 from thdprof.analyze.times import verdict
 from thdprof.analyze.times.attention import rounded_documents
 from thdprof.analyze.times.decoder import Decoder
