@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.offload_memory import OffloadPrediction
 from thdprof.analyze.buckets.recommend import Recommendation
+from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
 from thdprof.analyze.buckets.statistics import Profile
+from thdprof.analyze.predictions import Capture, Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import DatasetSummary
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.times.overlap import Overlap
-from thdprof.analyze.times.results import Capture, Memory, Times, Verdict, Worth
 from thdprof.plan import Percentiles
 from thdprof.training import Model, TrainingSettings
 

@@ -12,25 +12,22 @@ import numpy as np
 from thdprof.analyze.analysis.result import Analysis, cp_sizes
 from thdprof.analyze.buckets.candidates import longest_captured
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
-from thdprof.analyze.buckets.offload_memory import freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.recommend import recommend
+from thdprof.analyze.buckets.saved_tensors import freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.statistics import Profile
 from thdprof.analyze.caveats import caveats, on_layer_graphs, on_memory, on_the_model, on_the_order
+from thdprof.analyze.predictions import Times
 from thdprof.analyze.schedule.memo import FORGETFUL, Memo
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import DatasetSummary, replay
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.analyze.times.answer import Run, times_of, verdict_of
-from thdprof.analyze.times.capture import predict_capture
+from thdprof.analyze.times.answer import Run, document_tokens, predict_capture, times_of, verdict_of, worth_of
 from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.memory import predict_memory
-from thdprof.analyze.times.modelled_costs import ModelledTimes
-from thdprof.analyze.times.of_run import FOREIGN_TABLE, gpu_of, modelled_times, why_not
+from thdprof.analyze.times.modelled_costs import FOREIGN_TABLE, ModelledTimes, gpu_of, modelled_times, why_not
 from thdprof.analyze.times.overlap import predict_overlap
-from thdprof.analyze.times.results import Times
-from thdprof.analyze.times.worth import document_tokens, worth_of
 from thdprof.dispatch import Bucket
 from thdprof.training import Attention, Model, TrainingSettings
 from thdprof.training.pipeline_slots import slots

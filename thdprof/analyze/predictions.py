@@ -1,4 +1,4 @@
-"""Typed results: times and their origin, the verdict, what graphs are worth, memory and capture."""
+"""What is predicted of a run: its times and their origin, the verdict, what graphs are worth, memory and captures."""
 
 from __future__ import annotations
 
