@@ -12,8 +12,8 @@ from thdprof.analyze.analysis import Progress, analyze_read
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.planning import make_plan
 from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
-from thdprof.analyze.schedule.memo import Memo
 from thdprof.analyze.schedule.replay import DatasetSummary
+from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.settings.sweep_axes import Axis

@@ -167,7 +167,9 @@ def attention_forward(device: Device, shape: Attention, *, tokens: int, squared:
     ]
 
 
-def attention_backward(device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int) -> list[Kernels]:
+def attention_backward(
+    device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int
+) -> list[Kernels]:
     """The kernels of a backward: set-up, zeroed gradients, the product of output and its gradient, the fused kernel,
     the conversion of the queries' gradient and, where heads share keys, the sums over them.
 
@@ -499,8 +501,12 @@ class LayerModel:
         layer = Layer()
         tokens, squared = work.tokens, work.squared / (cp * cp)
         for _ in range(cp):
-            layer.forward += attention_forward(self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs)
-            layer.backward += attention_backward(self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs)
+            layer.forward += attention_forward(
+                self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs
+            )
+            layer.backward += attention_backward(
+                self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs
+            )
         ring = self._links.context_parallel(tokens * shape.groups * (shape.query_dim + shape.value_dim) * 2e-6, cp)
         layer.forward += ring
         layer.backward += [*ring, *ring]

@@ -3,38 +3,152 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from thdprof.analyze.analysis.result import Analysis, cp_sizes
-from thdprof.analyze.buckets.candidates import longest_captured
 from thdprof.analyze.buckets.cost_table import CostTable, built_in_costs, load_costs
-from thdprof.analyze.buckets.recommend import recommend
-from thdprof.analyze.buckets.saved_tensors import freed_bytes, most_slots, predict_offload
+from thdprof.analyze.buckets.recommend import Recommendation, longest_captured, recommend
+from thdprof.analyze.buckets.saved_tensors import OffloadPrediction, freed_bytes, most_slots, predict_offload
 from thdprof.analyze.buckets.statistics import Profile
 from thdprof.analyze.caveats import caveats, on_layer_graphs, on_memory, on_the_model, on_the_order
-from thdprof.analyze.predictions import Times
-from thdprof.analyze.schedule.memo import FORGETFUL, Memo
+from thdprof.analyze.predictions import Capture, Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.schedule.replay import DatasetSummary, replay
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo
 from thdprof.analyze.settings.limits import Limits
+from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.answer import Run, document_tokens, predict_capture, times_of, verdict_of, worth_of
 from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.modelled_costs import FOREIGN_TABLE, ModelledTimes, gpu_of, modelled_times, why_not
-from thdprof.analyze.times.overlap import predict_overlap
+from thdprof.analyze.times.overlap import Overlap, predict_overlap
 from thdprof.dispatch import Bucket
+from thdprof.plan import Percentiles
 from thdprof.training import Attention, Model, TrainingSettings
 from thdprof.training.pipeline_slots import slots
 
 if TYPE_CHECKING:
     from thdprof.offload.plan import Choice
     from thdprof.plan import Impl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpSize:
+    """The micro-batches of one context-parallel size, each counted once, however many ranks share it."""
+
+    cp_size: int
+    """Ranks that share a micro-batch of this size."""
+    share: float
+    """Share of micro-batches that have this size."""
+    n_seqs: Percentiles
+    """Documents of a micro-batch."""
+    max_seqlen: Percentiles
+    """Tokens of a micro-batch's longest document."""
+    n_tokens: int
+    """Tokens that a graph of this size needs, over all its ranks."""
+    n_tokens_max: int
+    """Tokens of the largest micro-batch, over all its ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """Everything that `thdprof analyze` reports and writes."""
+
+    dataset: DatasetSummary
+    """The dataset that was read."""
+    settings: TrainingSettings
+    """The run's settings, complete."""
+    assumptions: tuple[Assumption, ...]
+    """Settings that the user did not give, with the values that were assumed."""
+    microbatches: MicrobatchTable
+    """The micro-batches of the whole run."""
+    profile: Profile
+    """Histograms of the micro-batches."""
+    n_seqs: Percentiles
+    """Documents of a micro-batch."""
+    max_seqlen: Percentiles
+    """Tokens of a micro-batch's longest document."""
+    n_tokens_max: int
+    """Tokens of the largest micro-batch."""
+    share_of_full_size: float
+    """Share of micro-batches that have n_tokens_max tokens (`cp_sizes`: the n_tokens of their size)."""
+    cp_sizes: tuple[CpSize, ...]
+    """The context-parallel sizes under dynamic context parallelism, ascending; else empty."""
+    costs: CostTable
+    """The cost table that the buckets were chosen by; times come from it where it is of the user's own model."""
+    slots: list[list[int]]
+    """Micro-batches in flight for every pipeline rank and model chunk."""
+    recommendation: Recommendation
+    """The buckets to capture, and the fallbacks and the step time under each single cap."""
+    offload: OffloadPrediction | None
+    """Activations that wait on the host and the memory that moving them frees, which the recommendation counted on;
+    None where all activations stay on the device, or nothing is captured."""
+    longest: dict[int, int]
+    """Tokens of the longest document that a single cap is captured for, by context-parallel size."""
+    graph_tokens: int
+    """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
+    model: Model | None
+    """The model that the run trains; None where it is not known."""
+    model_source: str | None
+    """Where the model was read; None where it is not known."""
+    gpu: str | None
+    """Name of the GPU that the times are of, such as h100; None where no times were modelled."""
+    times: Times
+    """Times of the median micro-batch and of a step, and where they come from."""
+    verdict: Verdict
+    """Whether graphs pay."""
+    worth: Worth | None
+    """What the plan is worth over the run; None without times."""
+    memory: Memory | None
+    """Predicted peak memory; None where the model or its memory is not known."""
+    capture: Capture | None
+    """What capturing the plan's graphs takes; None without times or graphs."""
+    overlap: Overlap | None
+    """What cutting model chunks into graphs of a few layers hides of data-parallel communication; None where the run
+    overlaps none, or times are not known."""
+    pack_size_guessed: bool
+    """Whether the files do not tell the pack size, and `settings.seq_length` is the tokens of the fullest row."""
+    packing_efficiency: float | None
+    """Share of the packed rows' tokens that hold documents; None where thdprof did not pack."""
+    packing_efficiency_without_cap: float | None
+    """The packer's share without max_docs_per_pack; None without that cap."""
+    notes: tuple[str, ...]
+    """Sentences on decisions by the data: documents cut or left out, a size taken from the data, an order drawn."""
+    warnings: tuple[str, ...]
+    """Sentences that the user should know before trusting the numbers: settings without effect, the notes, and the
+    conditions under which the figures hold."""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps analysed."""
+        return self.microbatches.num_steps
+
+    @property
+    def drawn(self) -> bool:
+        """Whether micro-batches were drawn, because the order in which training reads rows is not known."""
+        return self.microbatches.drawn
+
+
+def cp_sizes(table: MicrobatchTable, profiles: Mapping[int, Profile], graph_tokens: int) -> tuple[CpSize, ...]:
+    """The micro-batches of each context-parallel size that has a profile."""
+    return tuple(
+        CpSize(
+            cp_size=size,
+            share=profile.n_seqs.total / len(table),
+            n_seqs=profile.n_seqs.percentiles(),
+            max_seqlen=profile.max_seqlen.percentiles(),
+            n_tokens=size * graph_tokens,
+            n_tokens_max=int(table.n_tokens[table.groups.cp_size == size].max()),
+        )
+        for size, profile in profiles.items()
+        if table.groups is not None
+    )
+
 
 Progress = Callable[[str, float, int], None]
 """Called with the stage, the share of the whole work that is done, and the number of documents (0: not known yet)."""

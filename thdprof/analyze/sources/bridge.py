@@ -1,4 +1,8 @@
-"""Checks of rows and the search for the pack size, for both packed formats of Megatron-Bridge."""
+"""Megatron-Bridge's packed rows: parquet, or the legacy `.npy`, a pickled array of dicts.
+
+Of parquet, `seq_start_id` and the lengths of the lists `loss_mask` are read, and no token. A pickle is read without
+executing code in it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources import base
+from thdprof.analyze.sources.base import Dataset, Format, fingerprint
+from thdprof.analyze.sources.readers import arrow, npy, parquet
+from thdprof.analyze.sources.readers.npy import read_header
+from thdprof.analyze.sources.readers.parquet import ParquetFile, open_parquet, parquet_schema
 from thdprof.errors import DataError
 
 KEYS = ("input_ids", "seq_start_id", "loss_mask")
@@ -115,3 +124,101 @@ def _metadata_sizes(directory: Path) -> set[int]:
             named = [entry.get("pack_size") for entry in entries if isinstance(entry, dict)]
             sizes.update(size for size in named if type(size) is int and size > 0)
     return sizes
+
+
+def is_packed_parquet(path: Path) -> bool:
+    """Whether the file is parquet with Bridge's three columns."""
+    schema = parquet_schema(path)
+    return schema is not None and set(KEYS) <= set(schema.names)
+
+
+def read_parquet(paths: Sequence[Path]) -> Dataset:
+    """The rows of `paths`, one file after the other.
+
+    Raises:
+        DataError: a column is missing, has another type or nulls, or a row is such that training could not read it.
+    """
+    parts, digests = [], []
+    for path in paths:
+        with open_parquet(path) as file:
+            parts.append(_rows_of_parquet(file))
+            digests += [str(path.stat().st_size).encode(), file.footer]
+    rows = base.join_rows(parts, "bridge")
+    return Dataset(
+        format=PARQUET.name,
+        uris=tuple(str(path) for path in paths),
+        fingerprint=fingerprint(digests),
+        content=rows,
+        pack_tokens=pack_size(paths, int(rows.num_tokens().max())),
+    )
+
+
+def _rows_of_parquet(file: ParquetFile) -> base.Rows:
+    """Document tokens and row offsets of one file."""
+    path, names = file.path, file.schema.names
+    for name in KEYS:
+        if name not in names:
+            raise DataError(f"{path}: column {name} is missing; it has {', '.join(names)}")
+    kind = file.schema.field("loss_mask").type
+    if not arrow.is_list(kind) or file.leaf("loss_mask") < 0:
+        raise DataError(f"{path}: column loss_mask: is {kind}, not lists of numbers")
+    where = f"{path}: column seq_start_id"
+    starts, offsets = arrow.list_integers(file.read_column("seq_start_id"), where)
+    if len(offsets) == 1:
+        raise DataError(f"{path}: holds no rows; pack it again with data")
+    return document_tokens(starts, offsets, parquet.row_lengths(file, "loss_mask"), str(path)), offsets
+
+
+PARQUET = Format(
+    name="bridge",
+    summary="seq_start_id and the list lengths of loss_mask; no token is read",
+    sign="parquet with columns input_ids, seq_start_id and loss_mask",
+    suffixes=(".parquet", ".pq"),
+    recognises=is_packed_parquet,
+    read=read_parquet,
+)
+
+
+def is_packed_npy(path: Path) -> bool:
+    """Whether the file is a `.npy` of objects with at most one dimension."""
+    with path.open("rb") as file:
+        header = read_header(file)
+    return header is not None and header[1].hasobject and len(header[0]) <= 1
+
+
+def read_npy(paths: Sequence[Path]) -> Dataset:
+    """The rows of `paths`, one file after the other.
+
+    Raises:
+        DataError: a file is no such `.npy`, holds anything but plain data, or has a row that training could not read.
+    """
+    parts = [_rows_of_npy(path) for path in paths]
+    rows = base.join_rows(parts, "bridge")
+    return Dataset(
+        format=NPY.name,
+        uris=tuple(str(path) for path in paths),
+        fingerprint=fingerprint((rows.document_tokens, rows.row_offsets)),
+        content=rows,
+        pack_tokens=pack_size(paths, int(rows.num_tokens().max())),
+    )
+
+
+def _rows_of_npy(path: Path) -> base.Rows:
+    """Document tokens and row offsets of one file."""
+    with path.open("rb", buffering=0) as file:  # the child process reads on where this one stops
+        header = read_header(file)
+        if header is None or not header[1].hasobject or len(header[0]) > 1:
+            raise DataError(f"{path}: not a packed .npy: it holds no one-dimensional array of objects")
+        rows = npy.read_rows(file, header[0], path)
+    offsets = np.concatenate(([0], np.cumsum(rows.num_documents)))
+    return document_tokens(rows.starts, offsets, rows.num_tokens, str(path)), offsets
+
+
+NPY = Format(
+    name="bridge-npy",
+    summary="the whole pickle, as data: seq_start_id and the lengths of input_ids and loss_mask",
+    sign=".npy of a one-dimensional array of objects",
+    suffixes=(".npy",),
+    recognises=is_packed_npy,
+    read=read_npy,
+)
