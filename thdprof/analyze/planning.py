@@ -134,7 +134,8 @@ def make_plan(
 def _verify(analysis: Analysis, impl: Impl) -> str | None:
     """The plan's `graphs.verify`; None for graphs that are not verified."""
     settings = analysis.settings
-    if impl not in ("chunk", "module") or settings.max_seqlen_per_dp_cp_rank is not None:
+    offloaded_layers = impl == "transformer_engine" and analysis.offload is not None
+    if impl == "local" or offloaded_layers or settings.max_seqlen_per_dp_cp_rank is not None:
         return None
     relative = analysis.times.relative_step_time
     return f"1/{verified_every(settings.pipeline_parallel_size, relative[0] if relative else None)}"
