@@ -55,8 +55,6 @@ class Parts:
 
     left: int = 1
     """Number of parts whose backward has not ended."""
-    has_failed: bool = False
-    """Whether a run of one of them failed, so that nothing more is verified."""
     was_suspicious: bool = False
     """Whether any looked wrong at first."""
     compared: list[str] = field(default_factory=list)
@@ -91,9 +89,11 @@ class Watch:
         """
         self.every = every
         """One in so many micro-batches is verified."""
+        self.has_ended = False
+        """Whether an eager pass failed on this rank, so that nothing more is verified."""
         self._agreement, self._deterministic, self._reducing = agreement, deterministic, reducing
         self._stats, self._name = stats, name
-        self._number, self._due, self._off = -1, False, False
+        self._number, self._due = -1, False
         self._quarantined: set[Bucket] = set()
         self._has_warned_of_memory = False
         self._agreed_in: dict[tuple[Bucket, str], int] = {}  # last micro-batch in which a tensor agreed
@@ -102,7 +102,7 @@ class Watch:
     def next_microbatch(self) -> None:
         """Count a micro-batch that begins now."""
         self._number += 1
-        self._due = not self._off and is_sampled(self._number, self.every)
+        self._due = not self.has_ended and is_sampled(self._number, self.every)
 
     def refuses(self, bucket: Bucket) -> bool:
         """Whether micro-batches of `bucket` must run eagerly."""
@@ -166,7 +166,7 @@ class Watch:
             RuntimeError: other ranks are in communication with that pass.
             Exception: `error` itself, where it is a bug and not too little memory or the like.
         """
-        self._off = True
+        self.has_ended = True
         if self._agreement.communicates:
             raise RuntimeError(
                 f"{self._prefix}the eager run of a verified micro-batch failed on this rank ({type(error).__name__}: "
@@ -262,7 +262,7 @@ class Watched:
 
     @property
     def _twin(self) -> Twin | None:
-        return None if self._parts.has_failed else self._own
+        return None if self._watch.has_ended else self._own
 
     def forward_ended(self, outputs: Sequence[torch.Tensor]) -> None:
         """The replay of the forward has returned `outputs`.
@@ -330,5 +330,5 @@ class Watched:
         try:
             yield
         except Exception as error:
-            self._own, self._parts.has_failed = None, True
+            self._own = None
             self._watch.end(error)

@@ -61,13 +61,14 @@ class WatchedLayers:
     def run(self, number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
         """As `LayerLease.run`, for a layer that is called with these `constants` besides its hidden states."""
         lease, replays = self._lease, self._lease.replays
+        if self._watch.has_ended:
+            return lease.run(number, hidden)
         try:
             subject = self._subject_of(number, constants)
             layer = _Layer(replays, number, lease.bucket, self._parameters[number], subject.around)
             given, name = [hidden.detach().requires_grad_()], f"layer {number}: "
             watched = self._watch.begin(subject, layer, given, *self._rest, parts=self._parts, name=name)
         except Exception as error:
-            self._parts.has_failed = True
             self._watch.end(error)
             return lease.run(number, hidden)
         outputs = lease.run(number, hidden)
