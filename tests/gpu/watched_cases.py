@@ -37,7 +37,7 @@ from thdprof.runtime.graphs.watch.twin import Twin  # noqa: E402
 from thdprof.runtime.graphs.watch.watch import Watch  # noqa: E402
 from thdprof.runtime.megatron import install, packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.graphs.layer_slots import LayerLease  # noqa: E402
-from thdprof.runtime.megatron.graphs.layer_watch import WatchedLayers, _Layer  # noqa: E402
+from thdprof.runtime.megatron.graphs.layer_watch import WatchedLayer, WatchedLayers  # noqa: E402
 
 EACH, VOCABULARY, TABLES, SUCCESSORS = 8, 1536, 8, 3
 """Micro-batches of a step; and of the data, from which losses fall: tokens, tables of successors, successors."""
@@ -262,7 +262,12 @@ def _in_layer(
     """Replay the graphs of a layer in the context `around`. `ended` gets the gradients that the first replay of the
     backward gives out, and None after another one.
     """
-    run, attach, forward, backward = LayerLease.run, _Layer.attach, _Layer.forward, _Layer.backward_again
+    run, attach, forward, backward = (
+        LayerLease.run,
+        WatchedLayer.attach,
+        WatchedLayer.forward,
+        WatchedLayer.backward_again,
+    )
     attached: list[Any] = []
 
     def runs(lease: Any, layer: int, hidden: Any) -> Any:
@@ -296,12 +301,17 @@ def _in_layer(
             ended(layer, None)
         return found
 
-    LayerLease.run, _Layer.attach = runs, attaches
-    _Layer.forward, _Layer.backward_again = runs_again, runs_back_again
+    LayerLease.run, WatchedLayer.attach = runs, attaches
+    WatchedLayer.forward, WatchedLayer.backward_again = runs_again, runs_back_again
     try:
         yield f"layer {number}"
     finally:
-        LayerLease.run, _Layer.attach, _Layer.forward, _Layer.backward_again = run, attach, forward, backward
+        LayerLease.run, WatchedLayer.attach, WatchedLayer.forward, WatchedLayer.backward_again = (
+            run,
+            attach,
+            forward,
+            backward,
+        )
 
 
 @contextmanager

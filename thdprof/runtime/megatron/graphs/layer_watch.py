@@ -65,7 +65,7 @@ class WatchedLayers:
             return lease.run(number, hidden)
         try:
             subject = self._subject_of(number, constants)
-            layer = _Layer(replays, number, lease.bucket, self._parameters[number], subject.around)
+            layer = WatchedLayer(replays, number, lease.bucket, self._parameters[number], subject.around)
             given, name = [hidden.detach().requires_grad_()], f"layer {number}: "
             watched = self._watch.begin(subject, layer, given, *self._rest, parts=self._parts, name=name)
         except Exception as error:
@@ -78,7 +78,7 @@ class WatchedLayers:
         return outputs
 
 
-class _Layer:
+class WatchedLayer:
     """The graphs of one layer, as a twin replays them again."""
 
     def __init__(
