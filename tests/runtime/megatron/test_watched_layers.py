@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from support.layer_graphs import (
     MIXED,
     MODULES,
     SMALL,
+    FakeGraph,
     Reduction,
     Replayed,
     forward,
@@ -30,10 +32,12 @@ from support.layer_graphs import (
 
 from thdprof.dispatch import FallbackReason
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.graphs.watch import twin
 from thdprof.runtime.graphs.watch.findings import Evidence
 from thdprof.runtime.graphs.watch.twin import Twin
 from thdprof.runtime.graphs.watch.watch import Watch
 from thdprof.runtime.megatron.graphs import transformer_engine
+from thdprof.runtime.megatron.graphs.layer_watch import WatchedLayer
 from thdprof.runtime.megatron.graphs.split import splits
 from thdprof.runtime.megatron.surroundings import expert_metrics
 
@@ -83,7 +87,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("repeats", [False, True], ids=["clear", "suspicious"])
+@pytest.mark.parametrize("repeats", ["", "same", "noisy"])
 @pytest.mark.parametrize("fused", [True, False], ids=["main_grad", "grad"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_watch_changes_no_number_of_the_run_and_is_silent(kind, fused, repeats, monkeypatch):
@@ -92,24 +96,49 @@ def test_a_watch_changes_no_number_of_the_run_and_is_silent(kind, fused, repeats
     for every in (0, 1):
         block, run = graphed(every=every, **KINDS[kind])
         if repeats:
-            monkeypatch.setattr(Twin, "examine", all_suspected)
+            monkeypatch.setattr(Twin, "examine", all_suspected(seen := []))
+        if repeats == "noisy":
+            monkeypatch.setattr(WatchedLayer, "backward_again", noisy(WatchedLayer.backward_again))
         found.append(numbers(block, fused))
         assert run.stats().replays.total() == REPLAYED
         assert run.stats().verified.total() == every * REPLAYED
-        assert run.stats().suspicions.total() == every * REPLAYED * repeats
+        assert run.stats().suspicions.total() == every * REPLAYED * bool(repeats)
         assert not run.stats().mismatches
     assert len(found[0][0]) > 30
     for without, watched in zip(found[0][0], found[1][0], strict=True):
         assert torch.equal(without, watched)
     assert found[0][1] == found[1][1]
+    if repeats == "same":
+        assert len(seen) > 20 * REPLAYED
+        assert not any(run.unequal for one in seen for run in (one.replay, *one.eager, *one.replayed))
+        assert all(one.eager and one.replayed for one in seen)
 
 
-def all_suspected(twin, replay, eager):
-    """As `Twin.examine`, but that all tensors look wrong."""
-    names = list(replay.tensors())
-    distances = twin.measure(names, replay, eager)
-    assert not any(distance.unequal for distance in distances)
-    return names, [Evidence(name=n, elements=1, replay=d) for n, d in zip(names, distances, strict=True)]
+def all_suspected(seen):
+    """`Twin.examine`, for which all tensors look wrong; what is found of them is added to `seen`."""
+
+    def examine(twin, replay, eager):
+        names = list(replay.tensors())
+        distances = twin.measure(names, replay, eager)
+        suspects = [Evidence(name=n, elements=1, replay=d) for n, d in zip(names, distances, strict=True)]
+        seen.extend(suspects)
+        return names, suspects
+
+    return examine
+
+
+def noisy(own):
+    """Replays a layer's backward again, which gives other gradients and spoils what the graph gave out before."""
+
+    def backward_again(layer, output_grads):
+        found = own(layer, output_grads)
+        for buffer in layer._gradients.buffers:
+            buffer.mul_(1.001)
+        for static in layer._graph.static_grads:
+            static.fill_(torch.nan)
+        return found
+
+    return backward_again
 
 
 def compared(monkeypatch):
@@ -137,6 +166,59 @@ def test_every_graph_is_compared_with_all_that_it_gives_out(monkeypatch):
             assert {"gradient of input 0", "gradient of self_attention.linear_qkv.weight"} < {*of_layer}
             assert ("gradient of mlp.router.weight" in of_layer) == (outputs == 4)
             assert not any("mlp.experts" in name for name in of_layer)
+
+
+def test_every_parameter_has_its_turn_in_its_own_layer(monkeypatch):
+    names = compared(monkeypatch)
+    monkeypatch.setattr(twin, "WATCHED_BYTES", 1)
+    block, _ = graphed(dispatcher="alltoall")
+    Reduction(block).zero(resets_flags=True)
+    for _ in range(9):
+        train(block, BATCHES[:1], one_f_one_b(1))
+    of_parameters = [[n for n in found if "gradient of" in n and "input 0" not in n] for found in names]
+    assert {len(found) for found in of_parameters} == {LAYERS}
+    for number in range(LAYERS):
+        turns = [found[LAYERS - 1 - number] for found in of_parameters]
+        assert len(set(turns)) == len(turns) == 9
+
+
+def test_eager_runs_are_no_part_of_training_and_nor_are_repeated_replays(monkeypatch):
+    """The surroundings are told so, once for each micro-batch."""
+    inside, made = [0], []
+
+    @contextmanager
+    def repeated():
+        inside[0] += 1
+        yield
+        inside[0] -= 1
+
+    def repeating():
+        made.append(1)
+        return repeated
+
+    own = FakeGraph.__call__
+    monkeypatch.setattr(FakeGraph, "__call__", lambda graph, *given: runs.append(inside[0]) or own(graph, *given))
+    monkeypatch.setattr(Twin, "examine", all_suspected([]))
+    block, run = graphed(dispatcher="alltoall", around={"repeating": repeating})
+    Reduction(block).zero(resets_flags=True)
+    runs, eager = [], []
+    monkeypatch.setattr(block.layers[1].mlp, "forward", watched_forward(block.layers[1].mlp, eager, inside))
+    train(block, BATCHES[:2], one_f_one_b(2))
+    assert run.stats().suspicions.total() == 2
+    assert made == [1] * 2
+    assert runs == [0] * LAYERS * 2 + [1] * LAYERS * 2
+    assert eager.count(1) == 6  # for each micro-batch two eager runs, and a replay, which is one on a CPU
+    assert inside == [0]
+
+
+def watched_forward(module, seen, inside):
+    own = module.forward
+
+    def forward(*args, **kwargs):
+        seen.append(inside[0])
+        return own(*args, **kwargs)
+
+    return forward
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -324,14 +406,15 @@ def test_ranks_that_communicate_agree_on_the_micro_batch_and_on_every_layer():
     assert run.stats().verified.total() == 2
 
 
+@pytest.mark.parametrize("step", ["__init__", "forward_ended", "backward_begins", "_run_eagerly"])
 @pytest.mark.parametrize("communicates", [True, False])
-def test_an_eager_run_that_fails_ends_the_watch(communicates, caplog, monkeypatch):
+def test_an_eager_run_that_fails_ends_the_watch(communicates, step, caplog, monkeypatch):
     expected, _ = numbers(graphed(dispatcher="alltoall", every=0)[0])
 
-    def fails(*_):
+    def fails(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Twin, "_run_eagerly", fails)
+    monkeypatch.setattr(Twin, step, fails)
     around = {"communicates": communicates, "agreed": lambda here: here}
     block, run = graphed(dispatcher="alltoall", around=around)
     if communicates:
