@@ -66,7 +66,15 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 """The plan's graphs for models whose graphs hold single layers."""
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "experts": (1024, {**EXPERTS, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}),
+    "experts": (
+        1024,
+        {
+            **EXPERTS,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        },
+    ),
     "exchanged": (1024, {**EXPERTS, "moe_permute_fusion": True}),
     "layers": (1024, {"num_layers": 4, "ffn_hidden_size": 768, "num_query_groups": 2, "hidden_dropout": 0.1, **SWIGLU}),
     "small": (1024, {"num_layers": 4, "ffn_hidden_size": 768, "num_query_groups": 2, **SWIGLU}),
@@ -649,4 +657,5 @@ class Data(Iterator[dict[str, Any]]):
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("THDPROF_UNMEASURED", "allow")
     run_cases(sys.argv[1:], CASES, result_of)
