@@ -15,7 +15,10 @@ from thdprof.runtime.megatron.install import verified_every  # noqa: E402
 
 OVERLAPPED = {"overlap_moe_expert_parallel_comm": True}
 DYNAMIC = {"packer": "dynamic_cp", "context_parallel_size": 2, "max_seqlen_per_dp_cp_rank": 256}
+DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 UNWATCHED = [
+    ("transformer_engine", {"modules": ["attn", "moe_router", "moe_preprocess"]}, {}, "parts that no kernel writes to"),
+    ("transformer_engine", {}, DELAYED, "FP8 with delayed scaling"),
     ("local", {}, {}, "graphs.impl is local, and Megatron replays those graphs itself"),
     ("transformer_engine", {}, OVERLAPPED, "overlap_moe_expert_parallel_comm is True"),
     ("transformer_engine", {"offload": OffloadPart(modules=["mlp"])}, {}, "graphs.offload moves activations of single"),
@@ -23,9 +26,9 @@ UNWATCHED = [
 ]
 
 
-def plan_of(impl="chunk", verify="1/512", offload=None, **training):
+def plan_of(impl="chunk", verify="1/512", offload=None, modules=(), **training):
     plan = plan_of_shares((0.7, 0.2), count=800, steps=100, **training)
-    graphs = plan.graphs.model_copy(update={"impl": impl, "verify": verify, "offload": offload})
+    graphs = plan.graphs.model_copy(update={"impl": impl, "verify": verify, "offload": offload, "modules": [*modules]})
     return plan.model_copy(update={"graphs": graphs})
 
 
