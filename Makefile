@@ -9,7 +9,7 @@ DOCS_STAMP := $(VENV)/.installed-for-docs
 NEWEST := .venv-newest
 NEWEST_STAMP := $(NEWEST)/.installed
 
-.PHONY: help setup demo test test-newest lint format bench docs clean
+.PHONY: help setup demo test golden test-newest lint format bench docs clean
 help:            ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
@@ -35,6 +35,9 @@ demo: $(STAMP)   ## write sample data, analyse it, leave demo/plan.yaml and its 
 
 test: $(TEST_STAMP)  ## run all tests, spread over cores (GPU tests are skipped without a GPU)
 	$(PY) -m pytest -q -n logical --maxprocesses 16 --dist worksteal $(ARGS)
+
+golden: $(TEST_STAMP)  ## compare what thdprof prints and writes for fixed cases with tests/golden
+	$(PY) tools/golden.py check
 
 # No constraints: the newest versions that pyproject.toml allows, with the tests that need no Megatron.
 $(NEWEST_STAMP): pyproject.toml

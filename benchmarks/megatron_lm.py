@@ -34,7 +34,11 @@ LLAMA3_70B_QUARTER = (
     "--num-query-groups 2 --kv-channels 128 --seq-length 4096 --max-position-embeddings 4096"
 )
 """What one of four tensor-parallel ranks computes of six of Llama 3 70B's layers, without its communication."""
-SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama3-70b-quarter": LLAMA3_70B_QUARTER}
+LLAMA32_1B = (
+    "--num-layers 16 --hidden-size 2048 --ffn-hidden-size 8192 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --kv-channels 64 --rotary-base 500000 --seq-length 8192 --max-position-embeddings 8192"
+)
+SHAPES = {"qwen3-0.6b": QWEN3_06B, "llama3.2-1b": LLAMA32_1B, "llama3-70b-quarter": LLAMA3_70B_QUARTER}
 SMALL = (
     "--num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --seq-length 1024 --max-position-embeddings 1024"

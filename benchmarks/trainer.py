@@ -5,6 +5,7 @@
     python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-lives.md
     python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
     python benchmarks/trainer.py stages --megatron-lm ~/Megatron-LM --jobs 3 --steps 100 --out trainer-stages.md
+    python benchmarks/trainer.py learned --megatron-lm ~/Megatron-LM --keep learned --out trainer-learned.md
     python benchmarks/trainer.py watch --megatron-lm ~/Megatron-LM --fused --out trainer-watch.md
     python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
 
@@ -22,6 +23,8 @@ overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer 
         and graphs of 4, 2 and 1 layers; their losses must be equal
 stages  pipelines with middle stages, whose ranks share one GPU, on documents that a model learns: the plan beside
         --replay off, bit for bit, and losses beside those of one stage
+learned Qwen3-0.6B and Llama 3.2 1B on documents that they learn: beside --replay off, bit for bit, and five runs by the
+        plan beside five eager ones; runs begin until --seconds are over, and runs.jsonl in --keep holds the finished
 experts the shape of Qwen3-30B-A3B in 8 layers, dropless, on one GPU and by --gpus 2 with EP 2: eager, layers captured
         up to the router, and up to the exchange of tokens; what of a step graphs hold
 """
@@ -46,6 +49,7 @@ from trainer_exact_runs import WARM as NOT_TIMED
 from trainer_exact_runs import run_rows
 from trainer_experts import RUNS as OF_EXPERTS
 from trainer_experts import experts_lines
+from trainer_learned import chance_lines, exact_lines, learned_runs, runs_in
 from trainer_lives import LIVES, Life
 from trainer_overlap import RUNS as OVERLAPS
 from trainer_overlap import overlap_lines
@@ -277,6 +281,15 @@ def stages(args: argparse.Namespace, directory: Path) -> list[str]:
     return table(stages_lines(script, directory, steps=args.steps, jobs=args.jobs, names=names))
 
 
+def learned(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The tables of `learned`."""
+    kept = directory / "runs.jsonl"
+    rows = [text for text in args.rows.split(";") if text]
+    learned_runs(args.megatron_lm / "pretrain_gpt.py", directory, kept, rows=rows, seconds=args.seconds)
+    runs = runs_in(kept)
+    return [*table(exact_lines(runs)), "", *table(chance_lines(runs))]
+
+
 def experts(args: argparse.Namespace, directory: Path) -> list[str]:
     """The tables of `experts`."""
     script, told = args.megatron_lm / "pretrain_gpt.py", []
@@ -334,19 +347,24 @@ def heading(mode: str) -> list[str]:
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=["speed", "exact", "lives", "overlap", "experts", "stages", "watch", "soak"])
+    parser.add_argument(
+        "mode", choices=["speed", "exact", "lives", "overlap", "experts", "stages", "learned", "watch", "soak"]
+    )
     parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
     parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
     parser.add_argument("--gpus", default="1", help="exact, lives, experts: rows of so many GPUs: 1,2 [1]")
     parser.add_argument(
         "--rows",
         default="",
-        help="exact, lives, overlap, experts, stages: only rows with one of these texts, or =NAME: CP;EP",
+        help="exact, lives, overlap, experts, stages, learned: only rows with one of these texts, or =NAME: CP;EP",
     )
     parser.add_argument("--jobs", type=int, default=6, help="exact, lives, stages: runs, or lives, at once [6]")
     parser.add_argument("--limit", type=float, default=400, help="exact: seconds that one run may take [400]")
     parser.add_argument(
-        "--seconds", type=float, default=7200, help="exact: seconds after which no run begins and all end [7200]"
+        "--seconds",
+        type=float,
+        default=7200,
+        help="exact, learned: seconds after which no run begins and all end [7200]",
     )
     parser.add_argument(
         "--in-turn",
@@ -404,7 +422,7 @@ def main() -> int:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
         modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "experts": experts}
-        modes |= {"watch": watch, "soak": soaked, "stages": stages}
+        modes |= {"watch": watch, "soak": soaked, "stages": stages, "learned": learned}
         told = modes[args.mode](args, directory)
         text = "\n".join([*heading(args.mode), *told]) + "\n"
         args.out.write_text(text)

@@ -32,7 +32,7 @@ PIPELINES: Mapping[str, tuple[int, str]] = {
 """Ranks and arguments of each pipeline. Ranks share one GPU, as if each were on a host of its own."""
 TUNED = ("default kernels", "default kernels, again")
 """Eager runs of one stage with kernels that need not give the same bits: what two eager runs differ by."""
-_LEARNED = "--lr 6e-4 --min-lr 1e-4 --lr-warmup-iters 10 --lr-decay-iters 100 --lr-decay-style cosine --clip-grad 1.0"
+LEARNED = "--lr 6e-4 --min-lr 1e-4 --lr-warmup-iters 10 --lr-decay-iters 100 --lr-decay-style cosine --clip-grad 1.0"
 _TABLES, _WORDS, _NEXT = 8, 1500, 3
 
 
@@ -89,7 +89,7 @@ def stages_lines(script: Path, directory: Path, *, steps: int, jobs: int, names:
 def stages_flags(name: str, data: Path, steps: int) -> list[str]:
     """Megatron's arguments of a pipeline of PIPELINES."""
     flags = without(shlex.split(f"{SMALL} {COMMON}"), "--lr", "--min-lr", "--lr-decay-style")
-    flags += shlex.split(f"{PIPELINES[name][1]} {NO_DROPOUT} {_LEARNED}")
+    flags += shlex.split(f"{PIPELINES[name][1]} {NO_DROPOUT} {LEARNED}")
     evaluated = f"--eval-interval {max(1, steps // 2)} --eval-iters 2"
     return [*flags, *shlex.split(f"--train-iters {steps} --log-interval 10 {evaluated} --data-path {data}")]
 
@@ -120,7 +120,14 @@ def lines_of(ran: Mapping[tuple[str, str], Ran], names: Sequence[str]) -> list[l
     return lines
 
 
-def write_learned(prefix: Path, *, tokens: int = 2_000_000, seed: int = 5) -> None:
+def write_learned(
+    prefix: Path,
+    *,
+    tokens: int = 2_000_000,
+    lengths: tuple[float, float] = (4.0, 1.0),
+    longest: int = 1024,
+    seed: int = 5,
+) -> None:
     """A Megatron dataset of documents whose tokens follow one of a few tables, which the first token names.
 
     Every token has three successors in a table, so that losses fall fast, and fall less where documents attend to each
@@ -129,6 +136,8 @@ def write_learned(prefix: Path, *, tokens: int = 2_000_000, seed: int = 5) -> No
     Args:
         prefix: path without .bin and .idx.
         tokens: least number of tokens in all.
+        lengths: mean and standard deviation of the logarithm of documents' lengths.
+        longest: most tokens of a document.
         seed: of tables, lengths and tokens.
     """
     import numpy as np
@@ -140,7 +149,7 @@ def write_learned(prefix: Path, *, tokens: int = 2_000_000, seed: int = 5) -> No
     tables = random.integers(_TABLES, _WORDS, (_TABLES, _WORDS, _NEXT))
     builder, written = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16), 0
     while written < tokens:
-        length = max(8, min(1024, int(random.lognormal(4.0, 1.0))))
+        length = max(8, min(longest, int(random.lognormal(*lengths))))
         table = int(random.integers(_TABLES))
         document = [table, _TABLES + table]
         for choice in random.integers(_NEXT, size=length - 2):

@@ -90,4 +90,4 @@ def test_what_the_rules_allow():
 def test_every_folder_of_tests_is_that_of_a_package():
     folders = {path.name for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
     packages = {path.name for path in Path(ROOT / "thdprof").iterdir() if path.is_dir()}
-    assert folders - packages == {"docs", "examples", "gpu", "support"}
+    assert folders - packages == {"docs", "examples", "golden", "gpu", "support"}

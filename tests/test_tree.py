@@ -1,4 +1,4 @@
-"""The tree of the package: how many entries a folder has, which way imports go, how long the command line's file is."""
+"""The tree of the package: which way imports go, and how long the command line's file is."""
 
 from __future__ import annotations
 
@@ -10,16 +10,6 @@ import pytest
 from support.paths import ROOT
 
 PACKAGE = ROOT / "thdprof"
-
-
-def entries(folder: Path) -> list[str]:
-    """The rooms of a folder; `py.typed` is a mark on the door."""
-    return sorted(path.name for path in folder.iterdir() if path.name not in ("__pycache__", "py.typed"))
-
-
-def test_folders_are_small_enough_to_be_read():
-    assert len(entries(PACKAGE)) <= 17, entries(PACKAGE)
-    assert len(entries(PACKAGE / "analyze")) <= 15, entries(PACKAGE / "analyze")
 
 
 def test_the_command_lines_file_only_holds_the_app():

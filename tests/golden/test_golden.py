@@ -1,0 +1,53 @@
+"""A part of the golden set is as recorded, and each setting is off its default in it; `make golden` checks it all."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import yaml
+from support.paths import ROOT
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.fixture(autouse=True)
+def tools(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+
+
+def test_every_group_gives_what_is_recorded():
+    from golden import find_changes
+    from golden_cases import GROUPS
+
+    quick = [group for group in GROUPS if group != "training"]  # whose imports take seconds
+    assert find_changes(quick, fast=True, jobs=1) == []
+
+
+def test_a_change_is_shown(monkeypatch, tmp_path):
+    import golden
+
+    text = (golden.RECORDS / "recipes.txt").read_text()
+    assert "accepted" in text
+    (tmp_path / "recipes.txt").write_text(text.replace("accepted", "excepted", 1))
+    monkeypatch.setattr(golden, "RECORDS", tmp_path)
+    changes = golden.find_changes(["recipes"], fast=True, jobs=1)
+    removed, added = ([line for line in changes if line[0] == sign and line[:3] != 3 * sign] for sign in "-+")
+    assert len(removed) == len(added) == 1
+    assert removed[0].replace("excepted", "accepted")[1:] == added[0][1:]
+
+
+def test_each_setting_is_off_its_default_in_two_cases():
+    from golden_cases import model_settings, settings
+
+    from thdprof.analyze.settings.limits import analysis_options
+    from thdprof.training import definitions, model_definitions
+
+    known = {**definitions(), **analysis_options(), **model_definitions()}
+    counted: Counter[str] = Counter()
+    for case in [*settings(), *model_settings()]:
+        given = yaml.safe_load(case.files.get("settings.yaml", "{}"))
+        counted.update(name for name in given if name in known and given[name] != known[name].default)
+    assert len(known) > 100
+    elsewhere = {"world_size", "model"}  # in the groups of demo data and of models
+    assert {name for name in known if counted[name] < 2} == elsewhere
