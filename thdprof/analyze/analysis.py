@@ -300,7 +300,7 @@ def analyze_read(
         n_tokens=graph_tokens,
         layer_graphs=layer_graphs,
         freed_bytes=0 if prediction is None else prediction.device_bytes_freed,
-        watched=not layer_graphs and settings.experts != "dropless",  # the others end at single layers
+        watched=impl != "local" and (offload is None or not (layer_graphs or settings.experts == "dropless")),
     )
     quickest = min(recommendation.candidates, key=lambda c: (c.relative_step_time, c.max_seqs)).max_seqs
     run = Run(

@@ -177,7 +177,7 @@ class GraphsPart(Part):
     """
     verify: Annotated[str, Field(pattern=r"^1/[1-9][0-9]*$")] | None = None
     """Share of the micro-batches that are replayed and also run eagerly to compare the numbers, such as 1/4096; null:
-    none. Graphs of single layers (impl local and transformer_engine) are not verified."""
+    none. Graphs that Megatron replays (impl local) are not verified."""
 
     @property
     def verify_every(self) -> int:

@@ -8,7 +8,8 @@ GPU together.
 A run reaches its peak in one of three moments. One is the worst step of the schedule, with eager micro-batches beside
 all slots, and with the dropless experts of replayed ones, which run behind their graphs. One is the last capture of the
 first step, when one warm-up pass runs beside the graphs that are there and the optimizer has not yet made its moments.
-One is a verified micro-batch, which runs eagerly beside all slots after the loss has had its backward.
+One is a verified micro-batch, which runs eagerly beside all slots after the loss has had its backward; where graphs
+hold single layers, one layer of it at a time.
 
 Under Hugging Face's Trainer, layers are those of transformers 5.17 with root-mean-square norms and a gated MLP,
 unfused. Weights, their gradients and Adam's moments are in the model's precision.
@@ -40,7 +41,7 @@ from thdprof.analyze.buckets.saved_tensors import (
 from thdprof.analyze.predictions import Memory, Moment
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.parameters import Parameters, Stage, stage_parameters, stages, state_bytes
-from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, Bucket, Shapes, holds
+from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket, Shapes, holds
 from thdprof.training import Model, TrainingSettings
 from thdprof.training.pipeline_slots import passes
 
@@ -256,7 +257,8 @@ class _Rank:
     @property
     def verifying(self) -> float:
         """Memory where a micro-batch is verified."""
-        return self.state + self.graphs + self.static + self.watch + LIBRARY_BYTES if self.watch else 0
+        beside = self.graphs + self.static + self.experts
+        return self.state + beside + self.watch + LIBRARY_BYTES if self.watch else 0
 
     @property
     def peak(self) -> float:
@@ -361,7 +363,7 @@ def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
         "graph_bytes": rank.graphs - rank.one_graph if capturing else rank.graphs,
         "static_bytes": rank.static + LIBRARY_BYTES,
         "eager_bytes": round(rank.watch) if verifying else rank.warm_up if capturing else rank.eager,
-        "experts_bytes": 0 if capturing or verifying else rank.experts,
+        "experts_bytes": 0 if capturing else rank.experts,
         "outside_bytes": 0 if capturing or verifying else rank.outside,
     }
     return Memory(
@@ -445,8 +447,22 @@ def _rank(
             if of_trainer
             else _outside(model, stage, model.vocab_size, n_tokens)
         ),
-        watch=max(passes, default=0) + compared if watched else 0,
+        watch=_watched_bytes(model, settings, stage, n_tokens) + compared
+        if watched and (layer_graphs or settings.experts == "dropless")
+        else max(passes, default=0) + compared
+        if watched
+        else 0,
     )
+
+
+def _watched_bytes(model: Model, settings: TrainingSettings, stage: Stage, n_tokens: int) -> int:
+    """Memory of a verified micro-batch of single layers: an eager run of the largest, and what all of them keep."""
+    plain, dropless = replace(model, recompute_granularity=None), settings.experts == "dropless"
+    kinds = {kind for chunk in stage.chunks for kind in chunk}
+    layers = [around_router(model, kind)[0] if dropless else layer_tensors(plain, kind) for kind in kinds]
+    most = max((pass_bytes([layer], n_tokens) for layer in layers), default=0)
+    keys = _keys_of_others(model, settings, [layer_kinds(model)[:1]], 0, n_tokens)
+    return most + keys + WATCHED_HIDDEN * max(map(len, stage.chunks)) * hidden_bytes(model, n_tokens)
 
 
 def _pass_bytes(
