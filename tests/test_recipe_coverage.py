@@ -1,4 +1,4 @@
-"""`thdprof recipes`: recipes are read as text, judged by the table of limits, and counted."""
+"""`tools/recipe_coverage.py` calls the recipes of a Megatron-Bridge, judges them by the table of limits, and counts."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import ast
 import importlib.util
 import json
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from support.paths import ROOT
 
-from thdprof.errors import DataError
-from thdprof.megatron_limits import LIMITS
-from thdprof.megatron_limits.limit import Limit, Words
-from thdprof.megatron_limits.proved import PROVED
-from thdprof.megatron_limits.recipes import counts, coverage_of, find_bridge, missing, reasons
-from thdprof.megatron_limits.served import OUTSIDE, REPLACED
+from thdprof.megatron_limits import Limit, Words
+from thdprof.megatron_limits.known_fields import OUTSIDE, REPLACED
+
+sys.path.insert(0, str(ROOT / "tools"))
+import recipe_coverage
+from proved_settings import PROVED
 
 COMMON = """
 from megatron.bridge.training.mixed_precision import bf16_mixed, bf16_with_fp8_current_scaling_mixed
+from megatron.bridge import AutoBridge
+from megatron.bridge.training.config import ConfigContainer
 from megatron.bridge.training.comm_overlap import CommOverlapConfig
 
 
@@ -45,6 +48,18 @@ def base_config(tensor=1, **named):
     return cfg
 """
 PRECISION = """
+from dataclasses import dataclass
+from typing import Optional
+
+
+def register(function):
+    return function
+
+
+def get_mixed_precision_config(name):
+    return globals()[name]()
+
+
 @dataclass
 class MixedPrecisionConfig:
     bf16: bool = False
@@ -68,6 +83,10 @@ def bf16_with_fp8_current_scaling_mixed() -> MixedPrecisionConfig:
     return cfg
 """
 OVERLAP = """
+from dataclasses import dataclass
+from typing import Optional
+
+
 @dataclass(kw_only=True)
 class CommOverlapConfig:
     tp_comm_overlap: bool
@@ -76,6 +95,8 @@ class CommOverlapConfig:
 RECIPES = """
 from megatron.bridge.perf_recipes.common import CommOverlapConfig, _precision, base_config
 from megatron.bridge.perf_recipes.common import base_config as other_name
+from megatron.bridge.training.config import ConfigContainer
+from megatron.core.quantization.utils import load_quantization_recipe
 
 _SIZE = 2
 
@@ -102,8 +123,6 @@ def six_peft_8gpu_h100_bf16_config() -> ConfigContainer:
 def three_pretrain_8gpu_b200_bf16_config() -> ConfigContainer:
     cfg = base_config(8)
     cfg.model.never_heard_of = [1]
-    if os.environ.get("FLAG"):
-        cfg.model.qk_clip = True
     return cfg
 
 
@@ -134,9 +153,10 @@ def bridge(tmp_path):
     files = {
         "perf_recipes/common.py": COMMON,
         "perf_recipes/llama/h100/llama.py": RECIPES,
-        "perf_recipes/__init__.py": "raise RuntimeError('nothing here is imported')\n",
+        "perf_recipes/__init__.py": "raise RuntimeError('packages of recipes are not imported')\n",
         "training/mixed_precision.py": PRECISION,
         "training/comm_overlap.py": OVERLAP,
+        "training/config.py": "raise RuntimeError('a stand-in takes its place')\n",
     }
     for name, text in files.items():
         file = tmp_path / "megatron" / "bridge" / name
@@ -145,45 +165,67 @@ def bridge(tmp_path):
     return tmp_path / "megatron" / "bridge"
 
 
-def refusing(name, *fields):
+def verdicts_on(bridge, **options):
+    """The verdicts on a package's recipes, by the first word of their names."""
+    recipes = recipe_coverage.load_recipes(bridge).items()
+    return {name.split("_")[0]: recipe_coverage.judge(name, recipe, **options) for name, recipe in recipes}
+
+
+def report_of(bridge, capsys):
+    """What the tool prints of a package, as JSON."""
+    assert recipe_coverage.main([str(bridge)]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def rows_missing(verdict):
+    return tuple(name for name, rows in verdict.settings.items() if not rows)
+
+
+def refusing(reason, *fields):
     """A table of limits that refuses these fields of TransformerConfig."""
     return [
         Limit(
             name=field,
             holds=lambda run, field=field: bool(run.field(field)),
-            reason=name,
+            reason=reason,
             fields=Words(case=lambda run, field=field: field, remedy="x"),
         )
         for field in fields
     ]
 
 
-def test_recipes_are_found_and_followed_through_calls_defaults_and_imports(bridge):
-    coverage = coverage_of(bridge, limits=refusing("no", "fp8", "recompute_granularity"), proved={})
-    assert {verdict.name: tuple(verdict.refusals) for verdict in coverage.verdicts} == {
-        "one_pretrain_8gpu_h100_bf16_config": (),
-        "two_sft_8gpu_h100_fp8cs_config": ("fp8",),
-        "three_pretrain_8gpu_b200_bf16_config": ("recompute_granularity",),
-        "four_pretrain_16gpu_b200_bf16_config": (),
-        "five_pretrain_8gpu_b200_bf16_config": (),
-        "six_peft_8gpu_h100_bf16_config": (),
+def replace_in_recipes(bridge, old, new):
+    assert old in RECIPES
+    (bridge / "perf_recipes" / "llama" / "h100" / "llama.py").write_text(RECIPES.replace(old, new))
+
+
+def test_recipes_are_found_and_called(bridge):
+    before = {name for name in sys.modules if name.partition(".")[0] in recipe_coverage.REPLACED_PACKAGES}
+    found = verdicts_on(bridge, limits=refusing("no", "fp8", "recompute_granularity"), proved={})
+    assert {name: tuple(verdict.refusals) for name, verdict in found.items()} == {
+        "one": (),
+        "two": ("fp8",),
+        "three": ("recompute_granularity",),
+        "four": (),
+        "five": (),
+        "six": (),
     }
-    assert coverage.gpus == ("b200", "h100")
-    fine_tuning = ["six_peft_8gpu_h100_bf16_config", "two_sft_8gpu_h100_fp8cs_config"]
-    assert [verdict.name for verdict in coverage.fine_tuning] == fine_tuning
-    assert sorted(reasons(coverage.verdicts)) == [("fp8", 1, 1), ("recompute_granularity", 1, 1)]
+    assert Counter(verdict.gpu for verdict in found.values()) == {"h100": 3, "b200": 3}
+    assert [name for name, verdict in found.items() if verdict.is_fine_tuning] == ["six", "two"]
+    after = {name for name in sys.modules if name.partition(".")[0] in recipe_coverage.REPLACED_PACKAGES}
+    assert after == before
 
 
 def test_overlap_of_one_rank_is_off_and_of_several_on(bridge):
-    found = {v.name: v for v in coverage_of(bridge, limits=LIMITS, proved={}).verdicts}
-    assert "tp_comm_overlap" not in found["one_pretrain_8gpu_h100_bf16_config"].settings
-    assert "tp_comm_overlap" in found["two_sft_8gpu_h100_fp8cs_config"].settings
-    assert found["two_sft_8gpu_h100_fp8cs_config"].settings["fp8_param_gather"] == ()
+    found = verdicts_on(bridge, proved={})
+    assert "tp_comm_overlap" not in found["one"].settings
+    assert "tp_comm_overlap" in found["two"].settings
+    assert found["two"].settings["fp8_param_gather"] == ()
 
 
 def test_a_recipe_is_proved_only_where_a_row_covers_each_of_its_settings(bridge):
     def kinds(**proved):
-        return {v.name.split("_")[0]: v.kind for v in coverage_of(bridge, limits=(), proved=proved).verdicts}
+        return {name: verdict.kind for name, verdict in verdicts_on(bridge, limits=(), proved=proved).items()}
 
     assert kinds()["one"] == "proved"  # which sets nothing that needs a row
     assert kinds()["two"] == "accepted unmeasured"
@@ -196,98 +238,66 @@ def test_a_recipe_is_proved_only_where_a_row_covers_each_of_its_settings(bridge)
 
 
 def test_a_recipe_for_a_gpu_that_no_row_ran_on_is_never_proved(bridge):
-    file = bridge / "perf_recipes" / "llama" / "h100" / "llama.py"
     one = "one_pretrain_8gpu_{}_bf16_config"
     for gpu, kind in (("b200", "accepted unmeasured"), ("gb300", "accepted unmeasured"), ("h200", "proved")):
-        file.write_text(RECIPES.replace(one.format("h100"), one.format(gpu)))
-        found = next(v for v in coverage_of(bridge, limits=()).verdicts if v.name.startswith("one_"))
-        assert (found.gpu, found.unmeasured, found.unknown, found.kind) == (gpu, (), (), kind)
+        replace_in_recipes(bridge, one.format("h100"), one.format(gpu))
+        found = verdicts_on(bridge, limits=())["one"]
+        assert (found.gpu, rows_missing(found), found.unknown, found.kind) == (gpu, (), (), kind)
 
 
-@pytest.mark.parametrize("options", [(), ("--list",), ("--json",)])
-def test_every_form_of_the_output_says_what_proved_means(bridge, thdprof, options):
-    printed = thdprof("recipes", bridge, *options).stdout
-    meaning = json.loads(printed)["meanings"]["proved"] if options == ("--json",) else printed
-    for part in ("in some row of benchmarks/results", "Hopper GPUs (h100, h200)", "no recipe was run whole"):
-        assert part in meaning, part
-    if options != ("--json",):
-        assert "\nproved: " in printed
-        assert "\naccepted unmeasured: " in printed
-
-
-def test_a_setting_that_nobody_knows_is_never_proved(bridge):
-    coverage = coverage_of(bridge, limits=(), proved=dict.fromkeys(PROVED, ("a.md: b",)))
-    found = {v.name.split("_")[0]: v for v in coverage.verdicts}
-    assert found["five"].unmeasured == ("never_heard_of 3",)
-    assert found["five"].kind == "accepted unmeasured"
-    assert ("never_heard_of 3", 1) in missing(coverage.verdicts)
-
-
-def test_a_setting_whose_value_is_not_known_keeps_a_recipe_from_being_proved(bridge):
-    found = next(v for v in coverage_of(bridge, limits=()).verdicts if v.name.startswith("three_"))
-    rows = dict.fromkeys(found.settings, ("a.md: b",))
-    found = next(v for v in coverage_of(bridge, limits=(), proved=rows).verdicts if v.name.startswith("three_"))
-    assert (found.unmeasured, found.unknown) == ((), ("qk_clip",))
+def test_a_setting_that_nobody_knows_is_never_proved(bridge, capsys):
+    found = verdicts_on(bridge, limits=(), proved=dict.fromkeys(PROVED, ("a.md: b",)))["five"]
+    assert rows_missing(found) == ("never_heard_of 3",)
     assert found.kind == "accepted unmeasured"
+    assert {"setting": "never_heard_of 3", "recipes": 1} in report_of(bridge, capsys)["unmeasured"]
+
+
+def test_a_model_that_nobody_knows_is_never_proved(bridge):
+    common = bridge / "perf_recipes" / "common.py"
+    common.write_text(COMMON.replace("meta-llama/Meta-Llama-3-8B", "somebody/Something"))
+    found = verdicts_on(bridge, limits=())["one"]
+    assert (found.unknown, found.kind) == (("the model",), "accepted unmeasured")
 
 
 def test_a_quantization_that_is_read_from_a_file_is_a_setting_of_its_own(bridge):
-    file = bridge / "perf_recipes" / "llama" / "h100" / "llama.py"
-    made = "cfg.model.quant_recipe = load_quantization_recipe(str(_PATH))"
-    file.write_text(RECIPES.replace("cfg.model.never_heard_of = 3", made))
-    found = next(v for v in coverage_of(bridge).verdicts if v.name.startswith("five_"))
+    made = "cfg.model.quant_recipe = load_quantization_recipe(str(1))"
+    replace_in_recipes(bridge, "cfg.model.never_heard_of = 3", made)
+    found = verdicts_on(bridge)["five"]
     assert (found.kind, tuple(found.refusals)) == ("accepted unmeasured", ())
-    assert "quant_recipe, of a file that is not read" in found.unmeasured  # whatever rows the setting has
+    assert "quant_recipe, of a file that is not read" in rows_missing(found)  # whatever rows the setting has
 
 
 def test_megatrons_own_graphs_are_replaced_and_refuse_nothing(bridge):
-    verdict = next(v for v in coverage_of(bridge).verdicts if v.name.startswith("one_"))
+    verdict = verdicts_on(bridge)["one"]
     assert (verdict.kind, verdict.replaced) == ("proved", ("cuda_graph_impl",))
 
 
 def test_sharded_weights_are_refused_by_the_table_of_install(bridge):
-    verdict = next(v for v in coverage_of(bridge).verdicts if v.name.startswith("four_"))
-    line = verdict.refusals["wrappers other than DistributedDataParallel"]
+    line = verdicts_on(bridge)["four"].refusals["wrappers other than DistributedDataParallel"]
     assert line.startswith("the model is wrapped in FullyShardedDataParallel: it moves parameters")
 
 
-def test_the_command_prints_a_table_a_line_each_or_json(bridge, thdprof):
-    coverage = coverage_of(bridge)
-    verdicts = {verdict.name: verdict.kind for verdict in coverage.verdicts}
-    assert verdicts["six_peft_8gpu_h100_bf16_config"] == verdicts["four_pretrain_16gpu_b200_bf16_config"] == "refused"
-    table = thdprof("recipes", bridge)
-    assert (table.returncode, table.stderr) == (0, "")
-    for name, found in (("h100", coverage.of_gpu("h100")), ("fine-tuning", coverage.fine_tuning)):
-        numbers = " +".join(map(str, [len(found), *counts(found).values()]))
-        assert re.search(rf"^{name} +{numbers}$", table.stdout, re.M)
-    lines = thdprof("recipes", bridge.parents[1], "--list").stdout.splitlines()
-    assert lines[0] == (
-        "five_pretrain_8gpu_b200_bf16_config: accepted unmeasured: never_heard_of 3; no row ran on b200"
-    )
-    assert "one_pretrain_8gpu_h100_bf16_config: proved" in lines
-    told = json.loads(thdprof("recipes", bridge, "--json").stdout)
+def test_the_report_counts_the_verdicts(bridge, capsys):
+    told = report_of(bridge, capsys)
     assert told["schema"] == "thdprof.recipes/1"
-    asked = counts(coverage.verdicts)
-    assert told["counts"]["all"] == {
-        "recipes": 6,
-        "refused": asked["refused"],
-        "accepted": 6 - asked["refused"],
-        "proved": asked["proved"],
-    }
-    assert [recipe["name"] for recipe in told["recipes"]] == sorted(recipe["name"] for recipe in told["recipes"])
+    assert told["counts"]["all"] == {"recipes": 6, "refused": 2, "accepted": 4, "proved": 2}
+    assert told["counts"]["gpus"]["h100"] == {"recipes": 3, "refused": 1, "accepted": 2, "proved": 2}
+    assert told["counts"]["fine_tuning"]["recipes"] == 2
+    refused = {row["limit"]: (row["recipes"], row["alone"]) for row in told["refused_by"]}
+    assert refused == {"qk_clip": (1, 1), "wrappers other than DistributedDataParallel": (1, 1)}
+    names = [recipe["name"] for recipe in told["recipes"]]
+    assert names == sorted(names)
+    for part in ("in some row of benchmarks/results", "Hopper GPUs (h100, h200)", "no recipe was run whole"):
+        assert part in told["meanings"]["proved"], part
 
 
-def test_what_is_no_megatron_bridge_is_said(tmp_path, thdprof):
-    done = thdprof("recipes", tmp_path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        f"thdprof: {tmp_path}: has no perf_recipes: name the folder of the package megatron.bridge (0.6 or later), or "
-        "a checkout\n"
+def test_what_is_no_megatron_bridge_is_refused(tmp_path, capsys):
+    assert recipe_coverage.main([str(tmp_path)]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        f"{tmp_path}: has no perf_recipes: name the folder of megatron.bridge (0.6 or later), or a checkout\n"
     )
-    (tmp_path / "perf_recipes").mkdir()
-    (tmp_path / "perf_recipes" / "broken.py").write_text("def (\n")
-    with pytest.raises(DataError, match=r"broken\.py: cannot be read as Python"):
-        coverage_of(tmp_path)
 
 
 def rows_of(file):
@@ -312,16 +322,17 @@ def test_no_setting_is_proved_that_the_table_refuses_or_leaves_out():
 
 @pytest.fixture(scope="module")
 def installed():
-    """The installed Megatron-Bridge's coverage and folder."""
+    """The verdicts on the installed Megatron-Bridge, and its folder."""
     if importlib.util.find_spec("megatron") is None:
         pytest.skip("needs megatron-bridge")
-    root = find_bridge(None)
-    return coverage_of(root), root
+    root = recipe_coverage.find_bridge(None)
+    recipes = recipe_coverage.load_recipes(root).items()
+    return [recipe_coverage.judge(name, recipe) for name, recipe in recipes], root
 
 
 def test_the_installed_recipes_that_are_proved_are_for_hopper(installed):
-    coverage, _ = installed
-    proved = Counter(verdict.gpu for verdict in coverage.verdicts if verdict.kind == "proved")
+    verdicts, _ = installed
+    proved = Counter(verdict.gpu for verdict in verdicts if verdict.kind == "proved")
     assert {*proved} == {"h100"}
     assert proved["h100"] >= 38
 
@@ -337,19 +348,18 @@ def words_of(root: Path) -> dict[str, str]:
 
 
 def test_the_installed_recipes_are_all_read_and_known(installed):
-    coverage, root = installed
+    verdicts, root = installed
     words = words_of(root)
-    assert {verdict.name for verdict in coverage.verdicts} == set(words)
+    assert {verdict.name for verdict in verdicts} == set(words)
     assert len(words) > 400
-    assert {verdict.name for verdict in coverage.verdicts if verdict.unknown} == set()
-    assert sum(counts(coverage.verdicts).values()) == len(words)
-    assert Counter(v.gpu for v in coverage.verdicts) == Counter(re.search(r"gpu_([a-z0-9]+)_", n)[1] for n in words)
+    assert {verdict.name for verdict in verdicts if verdict.unknown} == set()
+    assert Counter(v.gpu for v in verdicts) == Counter(re.search(r"gpu_([a-z0-9]+)_", n)[1] for n in words)
 
 
 def test_what_a_recipe_plainly_sets_is_found_in_it(installed):
-    coverage, root = installed
+    verdicts, root = installed
     words, checked = words_of(root), Counter()
-    for verdict in coverage.verdicts:
+    for verdict in verdicts:
         text, settings = words[verdict.name], verdict.settings
         plain = re.findall(r"mixed_precision = _perf_precision\('(\w+)'\)", text)
         if plain and "fp8_recipe" not in text:

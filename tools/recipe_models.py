@@ -89,7 +89,7 @@ BY_CLASS: Mapping[str, Mapping[str, Any]] = {
 """The same by the class of a model's provider."""
 
 
-def architecture_of(name: str | None, provider: str) -> Mapping[str, Any] | None:
+def find_architecture(name: str | None, provider: str) -> Mapping[str, Any] | None:
     """The fields of a model, or None where neither its name nor its provider is known.
 
     Args:
