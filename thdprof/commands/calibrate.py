@@ -22,7 +22,7 @@ def calibrate(
             "--megatron-args",
             metavar="<path>",
             parser=lambda path: Launch(script=Path(path)),
-            help="Launch script or argument list: build and measure its model, with its optimizer.",
+            help="Launch script or argument list, or -- COMMAND: build and measure its model, with its optimizer.",
         ),
     ] = None,
     module: Annotated[

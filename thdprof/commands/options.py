@@ -25,7 +25,7 @@ LaunchScript = Annotated[
         "--megatron-args",
         metavar="<path>",
         parser=lambda path: Launch(script=Path(path)),
-        help="Launch script or argument list to take Megatron-LM's flags from.",
+        help="Launch script or argument list to take Megatron-LM's flags from; or -- COMMAND, the command itself.",
         rich_help_panel="Where settings come from",
     ),
 ]
