@@ -376,14 +376,14 @@ def test_shells_complete_commands_options_and_choices(tmp_path):
 
 
 USAGES = {
-    "analyze": "[DATASET]...",
-    "sweep": "[DATASET|NAME=V1,V2]...",
+    "analyze": "[DATASET]... [-- COMMAND]",
+    "sweep": "[DATASET|NAME=V1,V2]... [-- COMMAND]",
     "report": "PLAN [STATS]",
     "merge": "PROFILE...",
     "export": "PLAN",
     "compare": "PLAN STATS|PLAN",
     "check": "PLAN [DATASET]...",
-    "calibrate": "",
+    "calibrate": "[-- COMMAND]",
     "demo": "DIRECTORY",
 }
 
