@@ -14,6 +14,7 @@ from support.sample_files import write_calibrated
 
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.statistics import Histogram
+from thdprof.analyze.predictions import Times
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.analyze.profile.run_profile import load_profile
 from thdprof.analyze.report import figures, open_report
@@ -23,7 +24,6 @@ from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.figures.graphs import cheaper_graph
 from thdprof.analyze.report.figures.microbatches import bin_edges, distribution
 from thdprof.analyze.report.html import to_page
-from thdprof.analyze.times.results import Times
 from thdprof.plan import FallbackRate
 from thdprof.words import amount, ratio, spanned
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from thdprof.analyze.predictions import Capture, Memory, Origin, Ruling, Times, Worth
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, Report
 from thdprof.analyze.report.figures.graphs import bucket_names
 from thdprof.analyze.report.sentences import beside_slots
-from thdprof.analyze.times.results import Capture, Memory, Origin, Ruling, Times, Worth
 from thdprof.words import counted, percent, ratio, shortened, spanned
 
 _NUMBERS = 3

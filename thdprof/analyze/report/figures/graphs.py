@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from thdprof.analyze.buckets.statistics import PERCENTILES
+from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
-from thdprof.analyze.times.results import Range
 from thdprof.compare.statistics import Comparison
 from thdprof.plan import BucketPart, FallbackRate, Plan
 from thdprof.words import counted, listed, memory_size, percent, percentile_name, ratio
