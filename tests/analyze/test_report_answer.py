@@ -15,8 +15,7 @@ from support.sample_files import write_calibrated
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.predictions import Times
-from thdprof.analyze.profile.merge import merge_profiles
-from thdprof.analyze.profile.run_profile import load_profile
+from thdprof.analyze.profile.run_profile import load_profile, merge_profiles
 from thdprof.analyze.report import figures, open_report
 from thdprof.analyze.report.answer import amounts, make_answer
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, TIMES_OF_ONE_RUN, Report
