@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from thdprof.runtime.graphs.redrawn import Repeats
-from thdprof.runtime.megatron.decoder import unfused_rope
-from thdprof.runtime.megatron.trainers.replaced import Shared, replaced
+from thdprof.runtime.megatron import rotary
+from thdprof.runtime.megatron.replacing import Shared, replaced
 
 
 class MegatronTracker:
@@ -67,7 +67,7 @@ def repeats_of(config: Any) -> Repeats | None:
 
 
 @contextmanager
-def kept(config: Any) -> Iterator[None]:
+def keeping_activations(config: Any) -> Iterator[None]:
     """Let passes inside the block keep what they would recompute: graphs of single layers recompute nothing.
 
     A recomputation would draw random numbers that no graph has registered, and megatron-core itself makes none while it
@@ -100,7 +100,7 @@ def is_full(config: Any) -> bool:
 @contextmanager
 def layer_by_layer(config: Any) -> Iterator[None]:
     """Let a decoder call each of its layers once inside the block, also where it recomputes whole layers: those that
-    are graphs keep what they would recompute, and the others are recomputed one by one (`graphs.eager_layers`).
+    are graphs keep what they would recompute, and the others are recomputed one by one (`layer_graphs.EagerLayers`).
 
     Args:
         config: the decoder's configuration, as `repeats_of` takes it.
@@ -132,13 +132,13 @@ def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tenso
 
 
 @contextmanager
-def mended(repeats: Repeats | None) -> Iterator[None]:
+def repeating_random_numbers(repeats: Repeats | None) -> Iterator[None]:
     """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap.
 
     Args:
         repeats: what `repeats_of` returned; None: nothing is changed.
     """
-    with nullcontext() if repeats is None else _MENDING.owned(repeats):
+    with nullcontext() if repeats is None else _REPEATING.owned(repeats):
         yield
 
 
@@ -165,7 +165,7 @@ def _recomputing_through(repeats: Repeats) -> Iterator[None]:
         yield
 
 
-_MENDING = Shared(_recomputing_through)
+_REPEATING = Shared(_recomputing_through)
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., A
 
     if repeats.captured is None and (is_graph_capturing() or is_graph_warmup()):
         return function
-    return repeats.repeated(unfused_rope.as_now(function))
+    return repeats.repeated(rotary.as_now(function))
 
 
 def _default() -> torch.Generator:

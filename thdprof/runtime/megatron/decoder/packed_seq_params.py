@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thdprof.runtime.megatron.decoder.context_groups import context_group
+from thdprof.runtime.megatron.decoder.context_parallel import context_group
 from thdprof.runtime.padding import PackedSequence, document_of_tokens, fill_padded, moved, pack
 from thdprof.training import TailPolicy
 
