@@ -17,21 +17,21 @@ from support.schedules import make_costs, make_table
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
-from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
 from thdprof.analyze.buckets.saved_tensors import (
     around_router,
     layer_kinds,
     layer_tensors,
     mtp_around_router,
     mtp_tensors,
+    pass_bytes,
+    saved_bytes,
 )
 from thdprof.analyze.report.json_ import to_json
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence
 from thdprof.analyze.report.terminal import print_report
-from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.settings.resolve import resolve_settings
-from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
-from thdprof.analyze.times.memory import predict_memory, slot_bytes
+from thdprof.analyze.times.answer import OVERHEAD_SECONDS, predict_capture
+from thdprof.analyze.times.memory import eager_in_flight, predict_memory, slot_bytes
 from thdprof.analyze.times.parameters import adapted_widths, stage_parameters, stages, state_bytes
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket
 from thdprof.plan import load_plan, parse_plan

@@ -74,7 +74,7 @@ def analyze(
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as analyze_files
-    from thdprof.analyze.buckets.stamp_check import note_on_stamp
+    from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.settings.beforehand import refused_runs, unknown_refusals
     from thdprof.analyze.settings.limits import share_of
@@ -87,15 +87,14 @@ def analyze(
     _check_outputs(output, profile=profile, part=part, microbatches=microbatches, json=json, force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = choice_of(offload, share)
-    request = read_request(
-        datasets or [], given, settings=settings, megatron_args=megatron_args, training_args=training_args
-    )
+    request = read_request(datasets or [], given, settings=settings, launch=megatron_args, training_args=training_args)
     check_gpu(request.gpu, measured=request.cost_table is not None)
     _check_captures(request, impl, choice)
     for note in request.notes:
         streams.say(note)
+    script = None if megatron_args is None else megatron_args.script
     outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
-    check_not_inputs(outputs, [settings, megatron_args, training_args, request.model_file, request.cost_table])
+    check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table])
     with streams.progress_bar() as progress:
         analysis = analyze_files(
             request.locations,
@@ -129,8 +128,10 @@ def analyze(
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     for line in refused_runs(plan, script=request.script, model_file=request.model_file):
         streams.say(f"training by this plan would be refused: {line}")
-    if request.script is not None and (
-        reason := unknown_refusals(plan, script=request.script, where=str(megatron_args))
+    if (
+        request.script is not None
+        and megatron_args is not None
+        and (reason := unknown_refusals(plan, script=request.script, where=megatron_args.where))
     ):
         streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
     if to_stdout:

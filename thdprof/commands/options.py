@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.models import ArgumentInfo
 
+from thdprof.analyze.settings.launch import Launch
 from thdprof.analyze.settings.limits import analysis_options
 from thdprof.training import Definition, GraphKind, Panel, definitions, model_definitions
 
@@ -19,10 +20,12 @@ Given = Mapping[str, Any]
 """Values of options by the settings' names; None counts as not given."""
 
 LaunchScript = Annotated[
-    Path | None,
+    Launch | None,
     typer.Option(
         "--megatron-args",
-        help="Launch script or argument list to take Megatron-LM's flags from.",
+        metavar="<path>",
+        parser=lambda path: Launch(script=Path(path)),
+        help="Launch script or argument list to take Megatron-LM's flags from; or -- COMMAND, the command itself.",
         rich_help_panel="Where settings come from",
     ),
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
+from thdprof.analyze.settings.launch import Launch
 from thdprof.analyze.settings.layers_choice import LayersAsked, layers_asked
 from thdprof.analyze.settings.limits import Limits, analysis_options, gbps_of, price_of, read_limits, whole_number
 from thdprof.analyze.settings.model.files import model_file, read_model_file
@@ -16,7 +17,7 @@ from thdprof.analyze.settings.model.resolve import experts_of, read_settings, re
 from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.errors import DataError, UsageError
 from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions, shared_capture_ranks
-from thdprof.training.model_fields import read_field
+from thdprof.training.model import read_field
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
 
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
@@ -60,7 +61,7 @@ def read_request(
     flags: Mapping[str, Any],
     *,
     settings: Path | None,
-    megatron_args: Path | None,
+    launch: Launch | None,
     training_args: Path | None = None,
 ) -> Request:
     """The request that flags, a settings file, and a launch script or a Trainer's arguments make, in this order of
@@ -92,22 +93,22 @@ def read_request(
     global_aux_loss = False
     usual_format = "auto"
     if training_args is not None:
-        if megatron_args is not None:
+        if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
         fields = _read_json("--training-args", training_args)
         given = trainer_settings(fields, where=f"--training-args {training_args}")
         own = {**trainer_model(fields), **own}
         notes.append(f"--training-args {training_args}: {_listed(given)} taken from it")
-    if megatron_args is not None:
+    if launch is not None:
         from thdprof.analyze.settings.launch_script import parse_megatron_args
 
         known = {"data_paths": found} if found else {}
         if command.get("format", "auto") != "auto":
             known["format"] = command["format"]
-        text = _read_text("--megatron-args", megatron_args)
+        text = launch.text()
         script = parse_megatron_args(
             text,
-            where=str(megatron_args),
+            where=launch.where,
             world_size=world_size,
             given={**stronger, **_ranks(file), **own, **known},
         )
@@ -153,7 +154,7 @@ def read_request(
         layers_per_graph=layers_asked(command.get("layers_per_graph")),
         data_parallel_gbps=gbps_of(command["data_parallel_gbps"]) if "data_parallel_gbps" in command else None,
         notes=[*notes, *resolved.notes],
-        usual_impl="module" if megatron_args is None else "chunk",
+        usual_impl="module" if launch is None else "chunk",
     )
 
 
@@ -210,7 +211,7 @@ def check_option(name: str, value: Any) -> None:
     elif name == "world_size":
         whole_number(name, {name: value})
     else:
-        read_request([], {name: value}, settings=None, megatron_args=None)
+        read_request([], {name: value}, settings=None, launch=None)
 
 
 def _override(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from thdprof.analyze.settings.flag_occurrences import SCRIPT_ARGUMENTS, flag_of, is_flag, launches, words_of
@@ -142,6 +142,11 @@ def _settled(words: Sequence[Word], where: str, notes: list[str], passed_over: r
 def _stands_alone(source: str, before: Sequence[str]) -> bool:
     """Whether an unknown word holds flags of its own, and is no value of the flag before it."""
     return source in SCRIPT_ARGUMENTS or not before or not before[-1].startswith("--")
+
+
+def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of the variables that change kernels or communication."""
+    return {name: value for name, value in variables.items() if _ENVIRONMENT.fullmatch(name)}
 
 
 def _environment(variables: dict[str, Value]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from thdprof.analyze.settings.model.layers import expert_layers, hybrid_layers, 
 from thdprof.analyze.settings.model.reading import FP8_FORMATS, VOCAB_MULTIPLE, ModelReading, Vocabulary
 from thdprof.analyze.settings.script_flags import ScriptFlags
 from thdprof.errors import UsageError
-from thdprof.training.model_fields import read_field
+from thdprof.training.model import read_field
 
 _SCRIPT_DEFAULTS = {
     "precision": "fp32",
