@@ -69,12 +69,8 @@ class PassHandler(ChunkOffloadHandler):  # type: ignore[misc]
     """The handler of one pass over the decoder. It finds the pass's groups of tensors while the pass runs."""
 
     def __init__(self, min_size: int, pool: OffloadTensorPool, stays: Stays) -> None:
-        """A handler of a pass that has not begun.
-
-        Args:
-            min_size: elements; smaller tensors stay on the device.
-            pool: host memory for the groups whose sizes are known beforehand.
-            stays: groups that stay on the device.
+        """A pass that has not begun: `pool` is host memory for groups of known sizes, and tensors of fewer elements
+        than `min_size` stay on the device.
         """
         super().__init__(min_size, pool)
         self._stays = stays
@@ -162,12 +158,6 @@ class RehearsalHandler(PassHandler):
     """
 
     def __init__(self, min_size: int, pool: OffloadTensorPool) -> None:
-        """A handler under which no group stays.
-
-        Args:
-            min_size: elements; smaller tensors stay on the device.
-            pool: host memory for the copies.
-        """
         super().__init__(min_size, pool, frozenset())
         self._moved: list[_Moved] = []
         self._known: set[StorageWeakRef] = set()
@@ -192,11 +182,8 @@ class RehearsalHandler(PassHandler):
         super().bulk_offload_group(group_to_offload)
 
     def take_moved(self) -> list[tuple[Group, Copies]]:
-        """The groups that were copied to the host since the last call, in the order in which they ended.
-
-        Returns:
-            Each group, with the bytes of the storages that are free by now, and shape and dtype of the tensors it
-            copied.
+        """The groups copied to the host since the last call, in the order in which they ended, each with the bytes of
+        the storages that are free by now, and shape and dtype of the tensors it copied.
         """
         taken, self._moved = self._moved, []
         return [
@@ -273,10 +260,10 @@ class CoreOffloading:
     hold where some micro-batches replay and others run eagerly; this module replaces them:
 
     - One manager serves the process and hands out its handlers in the order of a first step. Here a slot's captures and
-    every eager micro-batch have a manager of their own, which stands in the other's place while they run. - In a
-    capture, a backward does not wait for the tensors that it reloads in the same graph. Here it waits. - Which groups
-    stay on the device is decided once, in a step at whose end all ranks communicate. Here it is decided by the same
-    rule (`staying`) when a slot's layers are rehearsed.
+      every eager micro-batch have a manager of their own, which stands in the other's place while they run.
+    - In a capture, a backward does not wait for the tensors that it reloads in the same graph. Here it waits.
+    - Which groups stay on the device is decided once, in a step at whose end all ranks communicate. Here it is decided
+      by the same rule (`staying`) when a slot's layers are rehearsed.
 
     Host memory of captures belongs to the slot. Host memory of an eager micro-batch belongs to the micro-batch until
     its backward is over. Host memory of experts is torch's, as in megatron-core, because its sizes are not known
@@ -284,13 +271,10 @@ class CoreOffloading:
     """
 
     def __init__(self, block: nn.Module, *, modules: Sequence[str], fraction: float, min_size: int) -> None:
-        """Offloading that has not begun.
+        """Mark the parameters of `block` so that they are never moved.
 
-        Args:
-            block: the decoder; its parameters are marked so that they are never moved.
-            modules: the parts of layers whose tensors are moved, by megatron-core's names.
-            fraction: share of the groups that is moved.
-            min_size: elements; smaller tensors stay on the device.
+        Of the parts of layers that `modules` names, the share `fraction` of the groups is moved; tensors of fewer
+        elements than `min_size` stay.
         """
         self.modules, self.fraction, self.min_size = tuple(modules), fraction, min_size
         self.experts = tuple(name for name in EXPERT_MODULES if name in modules)

@@ -54,11 +54,8 @@ def surround_decoder(
 ) -> Surroundings:
     """The surroundings of the decoder `block`: the experts' metrics, and the event that gradient reduction waits for.
 
-    Args:
-        block: a TransformerBlock or HybridStack.
-        communicates: whether its passes communicate with other ranks.
-        agreed: returns whether its argument is true on all of those ranks; None: they cannot ask each other.
-        layers: whether graphs hold single layers, and not the whole decoder.
+    `agreed` returns whether its argument is true on all ranks with which the decoder's passes communicate; None: they
+    cannot ask each other. `layers` says that graphs hold single layers, and not the whole decoder.
     """
     ready, config = torch.cuda.Event(), getattr(block, "config", None)
     quantized = find_quantization(block, config, layers=layers)
@@ -122,13 +119,9 @@ def communicates(config: Any, *, data_parallel_size: int) -> bool:
     """Whether passes of a decoder communicate with other ranks, forward or backward.
 
     They do over the ranks that share its tensors (tensor parallelism), its tokens (context parallelism), its experts
-    (expert and expert tensor parallelism); and, where routers are balanced over the global batch, over all
-    data-parallel ranks, which then count tokens together in every forward. Balancing by micro-batch or by sequence
-    counts tokens over tensor and context parallel ranks alone.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        data_parallel_size: number of data-parallel ranks.
+    (expert and expert tensor parallelism); and, where routers are balanced over the global batch, over all data-
+    parallel ranks, which then count tokens together in every forward. Balancing by micro-batch or by sequence counts
+    tokens over tensor and context parallel ranks alone.
     """
     fields = (
         "tensor_model_parallel_size",
@@ -150,10 +143,8 @@ def is_deterministic(config: Any) -> bool:
 
 
 def is_reducing(wrapper: Any) -> bool:
-    """Whether gradients may be reduced, over streams of their own, while the backward that runs now goes on.
-
-    Args:
-        wrapper: megatron-core's DistributedDataParallel around the model; of any other, True.
+    """Whether gradients may be reduced, over streams of their own, while the backward that runs now goes on; True for a
+    `wrapper` other than megatron-core's DistributedDataParallel.
     """
     settings = getattr(wrapper, "ddp_config", None)
     if settings is None:

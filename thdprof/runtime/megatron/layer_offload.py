@@ -40,15 +40,11 @@ class Group:
 
 
 def staying(groups: Sequence[Group], fraction: float) -> Stays:
-    """The groups that stay on the device.
+    """The groups of one pass, given in order, that stay on the device where the share `fraction` of them is moved.
 
     megatron-core 0.19 decides so (`PipelineOffloadManager.post_warmup_callback`): the last group of each name stays,
     because its backward would have to wait for it; and of the other groups that hold any tensor, the last int(count *
     (1 - fraction)) stay.
-
-    Args:
-        groups: all groups of one pass, in order.
-        fraction: share of the groups that is moved.
     """
     numbered = _numbered(groups)
     last = set({name: (name, count) for _, (name, count) in numbered}.values())
@@ -58,14 +54,10 @@ def staying(groups: Sequence[Group], fraction: float) -> Stays:
 
 
 def freed_bytes(layers: Sequence[Sequence[Group]], stays: Stays) -> int:
-    """Bytes by which offloading reduces the memory that graphs of layers reserve.
+    """Bytes by which offloading all groups of each layer but those in `stays` reduces the memory that graphs reserve.
 
     The tensors that a layer moves stay on the device until its graph ends. Those that come back, one group ahead, take
     memory besides all else, because megatron-core allocates it on the stream that copies.
-
-    Args:
-        layers: groups of each layer, in order.
-        stays: groups that stay on the device.
     """
     numbered = iter(_numbered([group for layer in layers for group in layer]))
     passes = [[(group, at in stays) for group, at in itertools.islice(numbered, len(layer))] for layer in layers]
@@ -83,10 +75,8 @@ def _numbered(groups: Sequence[Group]) -> list[tuple[Group, tuple[str, int]]]:
 
 
 def _reserved(layers: Sequence[Sequence[tuple[Group, bool]]]) -> int:
-    """Bytes reserved for the groups' tensors, and for gradients during the backward.
-
-    Args:
-        layers: for each layer, its groups, each with whether it stays on the device.
+    """Bytes reserved for the groups' tensors, and for gradients during the backward; each group comes with whether it
+    stays.
     """
     here, back = Segments(), Segments()
     for number, layer in enumerate(layers):
@@ -236,13 +226,7 @@ class LayerOffload:
     """
 
     def __init__(self, choice: Choice, num_layers: int, mover: Callable[[], Mover]) -> None:
-        """Moves that are not chosen yet.
-
-        Args:
-            choice: which storages may be moved.
-            num_layers: number of captured layers.
-            mover: returns a mover that computes on the current stream.
-        """
+        """Moves that are not chosen yet; `mover` returns one that computes on the current stream."""
         self._choice, self._mover = choice, mover
         self._buffers = [
             HostBuffers() for _ in range(num_layers)
@@ -288,10 +272,8 @@ class LayerOffload:
         self._hosts = [b.reserve(mover, p.slabs) for b, p in zip(self._buffers, self._plans, strict=True)]
 
     def layer(self, number: int) -> Callable[[torch.Tensor, Callable[[torch.Tensor], Any]], Any]:
-        """The function that runs layer `number` in a warm-up or a capture, on the current stream.
-
-        It takes the hidden states and a function that runs the layer on them. It raises OffloadError if the layer saves
-        other tensors than in its rehearsal.
+        """As `LayerMoves.layer`, on the current stream. The function raises OffloadError if the layer saves other
+        tensors than in its rehearsal.
         """
         plan, hosts = self._plans[number], self._hosts[number]
 

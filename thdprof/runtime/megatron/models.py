@@ -15,12 +15,7 @@ from thdprof.runtime.megatron.refusals import settings
 
 
 def decoder_of(chunk: nn.Module, model: Any) -> Decoder:
-    """The decoder of a model chunk, not attached yet.
-
-    Args:
-        chunk: the model chunk, wrapped or not.
-        model: the model in it that has the decoder.
-    """
+    """The decoder of `model`, which a model chunk holds, not attached yet."""
     return Decoder(
         model.decoder,
         rope_of(model),
@@ -59,11 +54,8 @@ def whole(model: nn.Module) -> Any:
 
 
 def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
-    """Everything that the checks of settings must know of the models besides their configuration.
-
-    Args:
-        chunks: this rank's model chunks, wrapped or not.
-        models: the models in them.
+    """Everything that the checks of settings must know of the `models` in this rank's `chunks` besides their
+    configuration.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel

@@ -43,12 +43,7 @@ class PredictionLayer(Decoder):
     def __init__(
         self, layer: Any, rope: Rope | None = None, *, rotary_sample: Rope | None = None, embeds_grad: bool = True
     ) -> None:
-        """A layer that is not attached yet.
-
-        Args:
-            layer: a MultiTokenPredictionLayer.
-            rope, rotary_sample: as `Decoder` takes them.
-            embeds_grad: whether the embedding takes a gradient in training.
+        """A MultiTokenPredictionLayer that is not attached yet; `rope` and `rotary_sample` are as `Decoder` takes them.
 
         Raises:
             SettingsError: what follows the embedding has been replaced, for example by another installation.
@@ -108,22 +103,13 @@ def prediction_layers(model: Any) -> Sequence[Any]:
 
 
 def passes_a_microbatch(config: Any) -> int:
-    """How often a micro-batch passes each of these layers: several times where one layer predicts all further tokens.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-    """
+    """How often a micro-batch passes each of these layers: several times where one layer predicts all tokens."""
     return int(config.mtp_num_layers) if getattr(config, "mtp_use_repeated_layer", False) else 1
 
 
 def find_replayed_predictions(model: Any, config: Any, *, impl: str, offloads: bool = False) -> list[PredictionLayer]:
-    """The layers of multi-token prediction that follow a plan, not attached yet; why others do not is logged.
-
-    Args:
-        model: the model of one chunk.
-        config: the model's TransformerConfig.
-        impl: the kind of graphs, as a plan's `graphs.impl` names it.
-        offloads: whether activations of the decoder wait in host memory.
+    """The layers of multi-token prediction of a chunk's model that follow a plan's `graphs.impl`, not attached yet. The
+    log says why others do not; `offloads` says that activations of the decoder wait in host memory.
 
     Raises:
         SettingsError: layers that cannot be replayed have MambaLayers, which get no `seq_idx` then, so that documents
@@ -149,12 +135,7 @@ def find_replayed_predictions(model: Any, config: Any, *, impl: str, offloads: b
 
 
 def why_eager(found: Sequence[Any], config: Any, *, impl: str, offloads: bool = False) -> str:
-    """Why layers of multi-token prediction cannot be replayed, in one clause; "" if they can.
-
-    Args:
-        found: the layers.
-        config, impl, offloads: as `of_model` takes them.
-    """
+    """Why the layers `found` cannot be replayed, in one clause; "" if they can."""
     chunk = impl == "chunk"
     inner = [part for layer in found for part in inner_layers(layer)]
     if getattr(config, "overlap_moe_expert_parallel_comm", False):

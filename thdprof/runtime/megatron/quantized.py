@@ -81,11 +81,8 @@ class Scales:
 def recompute_copies_aside(state: Callable[[], Any]) -> Iterator[None]:
     """Keep the copies of scales that eager micro-batches have made for their recomputation out of the block's reach.
 
-    Transformer Engine keeps them in queues, first in, first out: the passes of a capture, between the forward and the
-    backward of another micro-batch, would take that one's copies for theirs.
-
-    Args:
-        state: returns Transformer Engine's global state of quantization.
+    Transformer Engine keeps them in queues of its global `state`, first in, first out: the passes of a capture, between
+    the forward and the backward of another micro-batch, would take that one's copies for theirs.
     """
     queues: Sequence[Any] = list(state().fp8_tensors_recompute_buffer)
     waiting = [list(queue) for queue in queues]
@@ -119,23 +116,14 @@ class Updates:
     def __init__(
         self, manager: Any, *, is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
     ) -> None:
-        """No updates are known yet.
-
-        Args:
-            manager: Transformer Engine's FP8GlobalStateManager.
-            is_capturing: whether the current stream is captured.
-        """
+        """No updates of `manager`, Transformer Engine's FP8GlobalStateManager, are known yet."""
         self._manager, self._is_capturing = manager, is_capturing
         self._forward: list[bool] = []
         self._backward: list[bool] = []
 
     @contextmanager
     def held_back(self, *, record: bool = False) -> Iterator[None]:
-        """Make no updates inside the block.
-
-        Args:
-            record: whether to note those that its captured pass would have made.
-        """
+        """Make no updates inside the block; with `record`, note those that its captured pass would have made."""
         own = vars(self._manager)[NAME]
         forward: list[bool] = []
         backward: list[bool] = []
@@ -192,10 +180,8 @@ class Workspaces:
         self._kept: list[tuple[dict[str, Any], str, Any, Mapping[str, torch.Tensor]]] = []
 
     def keep(self, parts: Container[nn.Module]) -> None:
-        """Keep the workspaces that graphs captured now read, and those that earlier graphs read.
-
-        Args:
-            parts: the modules that run inside graphs; others renew their workspaces themselves.
+        """Keep the workspaces that graphs captured now, or earlier, read. Modules outside `parts` renew theirs
+        themselves.
 
         Raises:
             RuntimeError: a workspace is not the one that graphs captured before read.
@@ -306,10 +292,8 @@ class FirstMicrobatch:
 
     @contextmanager
     def held(self, *, first: bool | None) -> Iterator[None]:
-        """Let a pass inside the block be that of a first or a later micro-batch, and put the marks back at its end.
-
-        Args:
-            first: which of the two; None: the pass quantizes weights for itself alone, and keeps none of them.
+        """Let a pass inside the block be that of a first or a later micro-batch, and put the marks back at its end;
+        with None the pass quantizes weights for itself alone, and keeps none of them.
         """
         marks = [part.is_first_microbatch for part in self._marked]
         for part in self._marked:
@@ -338,16 +322,11 @@ class Quantization:
         of_layer: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
         is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
     ) -> None:
-        """Quantization in `block`.
+        """Quantization in `block` by `manager`, Transformer Engine's FP8GlobalStateManager.
 
-        Args:
-            block: a TransformerBlock or HybridStack.
-            manager: Transformer Engine's FP8GlobalStateManager.
-            keeps_weights: whether quantized weights are kept for the micro-batches of a step; if not
-                (`disable_parameter_transpose_cache`), every micro-batch quantizes them anew, also in replays.
-            of_layer: returns the context in which a layer's matrix products are quantized as the block would have them;
-                None: graphs hold whole blocks, which enter it themselves.
-            is_capturing: whether the current stream is captured.
+        Without `keeps_weights` (`disable_parameter_transpose_cache`) every micro-batch quantizes weights anew, also in
+        replays. `of_layer` returns the context in which a layer's matrix products are quantized as the block would have
+        them; None: graphs hold whole blocks, which enter it themselves.
         """
         self._of_layer = of_layer
         self._manager, self._keeps_weights, self._block = manager, keeps_weights, block
@@ -370,10 +349,8 @@ class Quantization:
 
     @contextmanager
     def while_capturing(self) -> Iterator[None]:
-        """A context for warm-up passes and a capture.
-
-        Raises:
-            RuntimeError: a quantized weight that earlier graphs read was made anew.
+        """A context for warm-up passes and a capture; RuntimeError where a weight that earlier graphs read was made
+        anew.
         """
         state = self._state()
         self._workspaces.put_back()
@@ -462,12 +439,8 @@ class Quantization:
 
 
 def find_quantization(block: nn.Module, config: Any, *, layers: bool = False) -> Quantization | None:
-    """Quantization in `block`; None where its matrix products are not quantized.
-
-    Args:
-        block: a TransformerBlock or HybridStack, or a MultiTokenPredictionLayer.
-        config: its TransformerConfig, or an object with some of its fields.
-        layers: whether graphs hold single layers, and not the whole block.
+    """Quantization in `block`; None where its matrix products are not quantized. With `layers` graphs hold single
+    layers.
     """
     if not any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe")):
         return None

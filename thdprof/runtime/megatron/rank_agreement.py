@@ -29,11 +29,8 @@ class Peers:
     """
 
     def __init__(self, ranks: Sequence[int], *, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
-        """Make the group; only its ranks take part.
-
-        Args:
-            ranks: global ranks of the group, this one among them.
-            timeout: after which a call that another rank does not make raises.
+        """Make the group of the global `ranks`; only they take part. A call that another rank does not make raises
+        after `timeout`.
         """
         self.ranks = tuple(ranks)
         """Global ranks of the group."""
@@ -42,11 +39,7 @@ class Peers:
         )
 
     def largest(self, values: Sequence[int]) -> list[int]:
-        """The largest of each value over the ranks of the group.
-
-        Args:
-            values: as many on every rank, each in the range of int64.
-        """
+        """The largest of each value, in the range of int64, over the ranks of the group; every rank gives as many."""
         here = torch.tensor(list(values), dtype=torch.int64)
         distributed.all_reduce(here, op=distributed.ReduceOp.MAX, group=self._group)
         return here.tolist()
@@ -61,13 +54,8 @@ def peers_of(config: Any, plan: Plan, timeout: timedelta | None = DEFAULT_TIMEOU
 
     Call it on every rank of the run: the ranks tell each other their groups, over the default process group.
 
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-        plan: the plan that training is to follow.
-        timeout: of the group; None where no process group may be made on the host.
-
     Raises:
-        SettingsError: such ranks need a group on the host, and none may be made.
+        SettingsError: such ranks need a group on the host, and none may be made (`timeout` is None).
     """
     shared = shared_by(config, plan) if plan.captured else ()
     if not shared:
@@ -100,11 +88,7 @@ def join_neighbours(neighbours: Sequence[Collection[int]], rank: int) -> tuple[i
     """All ranks that `rank` reaches from neighbour to neighbour, ascending, itself among them.
 
     Groups overlap: with tensor and expert parallelism, a rank shares experts with one rank and a tensor with another,
-    and all of them must decide alike.
-
-    Args:
-        neighbours: for every rank, the ranks that it communicates with.
-        rank: the rank to begin with.
+    and all of them must decide as one.
     """
     found, waiting = {rank}, [rank]
     while waiting:
@@ -124,13 +108,8 @@ class Decisions:
     def __init__(
         self, num_chunks: int, *, enabled: bool, across_context: bool = True, peers: Peers | None = None
     ) -> None:
-        """No decisions yet.
-
-        Args:
-            num_chunks: model chunks of this rank.
-            enabled: whether `check` compares the ranks.
-            across_context: whether context-parallel ranks must decide alike, too.
-            peers: ranks with other micro-batches that must decide alike, too; None: there are none.
+        """No decisions yet of `num_chunks` model chunks; `peers` are ranks with other micro-batches that must decide
+        the same.
         """
         self.digests = [0] * num_chunks
         """One digest for each chunk; equal on ranks that decided alike."""
@@ -175,11 +154,7 @@ class Decisions:
             )
 
     def _check_peers(self) -> None:
-        """Compare the digests of all chunks with those of the ranks that share captured collectives.
-
-        Raises:
-            RuntimeError: another rank took other decisions.
-        """
+        """Raise RuntimeError where a rank that shares captured collectives took other decisions in any chunk."""
         if self._peers is None:
             return
         both = self._peers.largest([*self.digests, *(-digest for digest in self.digests)])
@@ -224,9 +199,8 @@ def agree_over_model_parallel_ranks(device: torch.device, *, dynamic: bool = Fal
 def agree_over_groups(groups: Sequence[Any], device: torch.device) -> Callable[[bool], bool]:
     """Tells whether something succeeded on all ranks that `groups` reach, one group after the other.
 
-    Args:
-        groups: process groups that form a grid of ranks, each of more than one rank; none: this rank decides alone.
-        device: where the groups take tensors.
+    They form a grid of ranks, each of more than one rank, and take tensors on `device`; without groups this rank
+    decides alone.
     """
     if not groups:
         return alone

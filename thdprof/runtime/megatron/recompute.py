@@ -58,11 +58,7 @@ _REPEATS = Repeats(MegatronTracker())
 
 
 def repeats_of(config: Any) -> Repeats | None:
-    """The parts that a model recomputes; None: none.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-    """
+    """The parts that a model of this TransformerConfig recomputes; None: none."""
     return _REPEATS if getattr(config, "recompute_granularity", None) else None
 
 
@@ -72,9 +68,6 @@ def keeping_activations(config: Any) -> Iterator[None]:
 
     A recomputation would draw random numbers that no graph has registered, and megatron-core itself makes none while it
     captures layers.
-
-    Args:
-        config: as `repeats_of` takes it.
     """
     from megatron.core.transformer import cuda_graphs
 
@@ -89,11 +82,7 @@ def keeping_activations(config: Any) -> Iterator[None]:
 
 
 def is_full(config: Any) -> bool:
-    """Whether a model recomputes whole layers.
-
-    Args:
-        config: as `repeats_of` takes it.
-    """
+    """Whether a model recomputes whole layers."""
     return getattr(config, "recompute_granularity", None) == "full"
 
 
@@ -101,9 +90,6 @@ def is_full(config: Any) -> bool:
 def layer_by_layer(config: Any) -> Iterator[None]:
     """Let a decoder call each of its layers once inside the block, also where it recomputes whole layers: those that
     are graphs keep what they would recompute, and the others are recomputed one by one (`layer_graphs.EagerLayers`).
-
-    Args:
-        config: the decoder's configuration, as `repeats_of` takes it.
     """
     with replaced(config, "recompute_granularity", None) if is_full(config) else nullcontext():
         yield
@@ -112,10 +98,7 @@ def layer_by_layer(config: Any) -> Iterator[None]:
 def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """`function(*tensors)`, of which only the tensors are kept: it runs again in the backward, as Megatron does it.
 
-    Args:
-        layer: the layer of which `function` is a part, or which it runs.
-        function: takes `tensors`; it may read other tensors that take no gradient.
-        tensors: on the GPU.
+    `function` is a part of `layer`, or runs it; it may read other tensors that take no gradient.
     """
     from megatron.core import tensor_parallel
 
@@ -133,11 +116,7 @@ def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tenso
 
 @contextmanager
 def repeating_random_numbers(repeats: Repeats | None) -> Iterator[None]:
-    """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap.
-
-    Args:
-        repeats: what `repeats_of` returned; None: nothing is changed.
-    """
+    """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap."""
     with nullcontext() if repeats is None else _REPEATING.owned(repeats):
         yield
 

@@ -11,11 +11,7 @@ from torch import nn
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Give the module or class `owner` another `name` inside the block.
-
-    Raises:
-        AttributeError: `owner` has no such name.
-    """
+    """Give `owner` another attribute `name` inside the block; AttributeError where it has no such name."""
     own = vars(owner).get(name, getattr(owner, name))
     setattr(owner, name, value)
     try:
@@ -25,14 +21,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class Shared:
-    """A change of the process that several owners may ask for, and end in any order: the last one takes it back."""
+    """A change of the process, made by a context, that several owners may ask for, and end in any order: the last one
+    takes it back.
+    """
 
     def __init__(self, change: Callable[..., AbstractContextManager[Any]]) -> None:
-        """A change without owners.
-
-        Args:
-            change: returns a context in which the change is made.
-        """
         self._change, self._stack, self._owners = change, ExitStack(), 0
 
     @contextmanager

@@ -208,11 +208,7 @@ class Positions:
 def positions(cu_seqlens: torch.Tensor, num_tokens: int, *, cp_size: int, cp_rank: int) -> Positions:
     """Where a rank's tokens are: of every document, it has the parts `cp_rank` from the front and from the back.
 
-    Args:
-        cu_seqlens: boundaries over all ranks, int32, shape [documents + 1].
-        num_tokens: tokens of this rank.
-        cp_size: number of ranks that share the documents.
-        cp_rank: this rank's number among them.
+    `cu_seqlens` are the boundaries over all ranks, int32, shape [documents + 1]; `num_tokens` are this rank's.
     """
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size  # on this rank
     ends = lengths.cumsum(0)

@@ -37,12 +37,7 @@ def stamp_here() -> dict[str, str | None]:
 
 
 def warn_of_other_surroundings(plan: Plan, here: Mapping[str, str | None] | None = None) -> None:
-    """Log one warning where this run differs from what the plan's times were measured on.
-
-    Args:
-        plan: the plan that training follows; without a stamp there is nothing to compare.
-        here: the run's values by the stamp's fields; None: those of this process.
-    """
+    """Log one warning where this run differs from what the plan's times were measured on, if the plan has a stamp."""
     measured = plan.costs.stamp
     if measured is None:
         return

@@ -79,12 +79,7 @@ def shifted(tensor: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
 
 def shifted_over_ranks(tensor: torch.Tensor, bounds: torch.Tensor, group: Any) -> torch.Tensor:
     """`shifted` of documents that the ranks of a context-parallel group share, each with a front and a mirrored tail
-    chunk of every document.
-
-    Args:
-        tensor: this rank's tokens, as `shifted` takes them.
-        bounds: the boundaries of this rank's tokens, as `shifted` takes them.
-        group: the process group.
+    chunk of every document; tensor and bounds are this rank's.
     """
     rank, ranks = distributed.get_rank(group), distributed.get_process_group_ranks(group)
     begin, end = bounds[:-1], bounds[1:]

@@ -49,15 +49,8 @@ def medians[K: Hashable](
 ) -> tuple[dict[K, float], int]:
     """The median of each variant's times, and the number of rounds; at least one round is made.
 
-    A round is begun only if it is expected to end before the deadline, as the longest one so far did.
-
-    Args:
-        variants: functions that each measure once, and return milliseconds.
-        rounds: most rounds.
-        deadline: when measuring ends, by the clock `now`.
-        progress: called with a line after every round.
-        now: a clock in seconds.
-        agreed: returns rank 0's answer on all ranks.
+    A round is begun only if it is expected to end before the deadline, as the longest one so far did. `deadline` is in
+    seconds of the clock `now`; `agreed` returns rank 0's answer on all ranks.
     """
     times: dict[K, list[float]] = {key: [] for key in variants}
     longest = 0.0
@@ -106,11 +99,7 @@ class Replayable:
     """A model whose decoder and multi-token prediction can be replayed, as `install` has it, or run as without it."""
 
     def __init__(self, training: Training, buckets: Sequence[Bucket]) -> None:
-        """Refuse settings that graphs cannot serve, and prepare captures of `buckets`.
-
-        Raises:
-            SettingsError: the model cannot be captured as a whole.
-        """
+        """Refuse settings that graphs cannot serve (SettingsError), and prepare captures of `buckets`."""
         self.training = training
         config, self.model = training.config, unwrapped(training.chunks[0])
         settings.check_decoder(config, facts_of(training.chunks, [self.model]))
@@ -347,11 +336,7 @@ def calibrate_script(request: Request, *, say: Callable[[str], None]) -> dict[st
 
 
 def _require(package: versions.Package, module: str, extra: str) -> None:
-    """Refuse to go on without a package that has what thdprof relies on.
-
-    Raises:
-        UsageError: it is missing, cannot be imported or lacks something.
-    """
+    """Raise UsageError where a package is missing or lacks what thdprof relies on."""
     try:
         versions.check(package)
         __import__(module)
@@ -587,13 +572,7 @@ def _mean_squared(batches: Sequence[MicroBatch]) -> float:
 
 
 def scale_of(training: Training, layers: int, wanted: int) -> Scale:
-    """The layers and parameters of the stage beside those that were built.
-
-    Args:
-        training: the model, whole as it was built.
-        layers: its layers.
-        wanted: layers of the stage.
-    """
+    """The layers and parameters of a stage of `wanted` layers, beside those of `training`, which has `layers`."""
     chunk = training.chunks[0]
     whole = sum(p.numel() for p in chunk.parameters())
     of_layers = sum(p.numel() for name, p in chunk.named_parameters() if ".layers." in name and "mtp." not in name)

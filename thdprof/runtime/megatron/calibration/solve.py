@@ -19,14 +19,9 @@ _LIVE_PASSES = 2.2
 
 
 def layers_that_fit(args: Any, *, vocabulary: int, memory_bytes: int, data_parallel: int, wanted: int) -> int:
-    """Layers, at least 1 and at most `wanted`, that train on a GPU of `memory_bytes` by an estimate.
+    """Layers, at least 1 and at most `wanted`, that train on a GPU with `memory_bytes` free, by an estimate.
 
-    Args:
-        args: parsed arguments.
-        vocabulary: rows of the embedding.
-        memory_bytes: memory of the GPU that is free.
-        data_parallel: ranks that share the optimizer's state where it is distributed.
-        wanted: layers of the stage.
+    `data_parallel` ranks share the optimizer's state where it is distributed; `vocabulary` is the embedding's rows.
     """
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     tokens = args.seq_length * args.micro_batch_size // context

@@ -119,15 +119,11 @@ ForwardStep = Callable[[Iterator[dict[str, torch.Tensor]], Any], tuple[torch.Ten
 
 
 def forward_step_of(args: Any, *, hybrid: bool) -> ForwardStep:
-    """The function that Megatron's schedules call for each micro-batch.
+    """The function that Megatron's schedules call for each micro-batch, with the waits of Megatron-LM's own scripts.
 
-    Those scripts read the longest document back from the GPU and look at the loss of every micro-batch, so that the
-    host waits for the GPU in places. A step's time depends on these waits as much as on the layers, above all with
-    graphs.
-
-    Args:
-        args: Megatron's arguments.
-        hybrid: whether the model's layers need the document of every token.
+    Those scripts read the longest document back from the GPU and look at the loss of every micro-batch. A step's time
+    depends on these waits as much as on the layers, above all with graphs. Layers of a `hybrid` need the document of
+    every token.
     """
 
     def forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
@@ -273,11 +269,7 @@ class Training:
 
 
 def start(args: Any) -> None:
-    """Start process groups, random states and Megatron's global state.
-
-    Args:
-        args: validated arguments.
-    """
+    """Start process groups, random states and Megatron's global state by validated arguments."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.training.global_vars import set_global_variables
     from megatron.training.initialize import set_jit_fusion_options
@@ -327,11 +319,7 @@ def _start_rerun_state_machine(args: Any) -> None:
 
 
 def build(args: Any, *, where: str) -> Training:
-    """Build the model and its optimizer as Megatron-LM's pretraining scripts do.
-
-    Args:
-        args: validated arguments, which become Megatron's global ones.
-        where: name of the launch script in errors.
+    """Build the model and its optimizer as Megatron-LM's pretraining scripts do; `args` become Megatron's global ones.
 
     Raises:
         UsageError: Megatron refuses the model's settings.

@@ -46,12 +46,7 @@ class ContextGroups:
     """
 
     def __init__(self, groups: Mapping[int, Any], block: nn.Module) -> None:
-        """Groups for the decoder `block`.
-
-        Args:
-            groups: process group by number of ranks; None for one rank, as megatron-core has it.
-            block: a decoder; its attention layers have an attribute `pg_collection`.
-        """
+        """Process groups of `block` by number of ranks; None for one rank, as megatron-core has it."""
         self._groups = dict(groups)
         self._attentions: list[tuple[Any, dict[int, Any]]] = []
         for module in block.modules():
@@ -62,10 +57,8 @@ class ContextGroups:
                 self._attentions.append((module, collections))
 
     def check(self, params: PackedSeqParams) -> None:
-        """Make sure that `params` names its size and has this rank's group of that size.
-
-        Raises:
-            ValueError: it does not. Other ranks would wait for this one, or positions would be wrong.
+        """Raise ValueError where `params` does not name its size, or has not this rank's group of that size: other
+        ranks would wait for this one, or positions would be wrong.
         """
         size = params.local_cp_size
         if size is None:
@@ -216,11 +209,6 @@ class Layout:
 
 def places_of(cu_seqlens_padded: NDArray[np.integer], *, cp_size: int, rank: int) -> NDArray[np.int64]:
     """Positions in memory of the tokens that `rank` of `cp_size` ranks holds, in the rank's order: int64.
-
-    Args:
-        cu_seqlens_padded: positions in memory at which documents begin, shape [documents + 1].
-        cp_size: number of ranks that share the micro-batch.
-        rank: which of them.
 
     Raises:
         ValueError: a document's length in memory is not a multiple of 2 * cp_size, and several ranks share it.

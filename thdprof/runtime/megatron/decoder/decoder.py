@@ -35,13 +35,7 @@ FOR_INFERENCE = frozenset({"inference_context", "inference_params"})
 def find_unknown_arguments(
     arguments: Mapping[str, Any], signature: inspect.Signature, known: frozenset[str] = KNOWN_ARGUMENTS
 ) -> set[str]:
-    """Names of arguments that graphs do not take, and that are not at their default.
-
-    Args:
-        arguments: what a decoder's forward was called with, as `signature` binds it.
-        signature: of that forward.
-        known: names of those that graphs take.
-    """
+    """Names of `arguments`, bound by a forward's `signature`, that no graph takes and that are not at their default."""
     names = {name for name, value in further(arguments, signature).items() if value is not None}
     for name, value in arguments.items():
         parameter = signature.parameters[name]
@@ -52,9 +46,7 @@ def find_unknown_arguments(
 
 
 def further(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
-    """The keyword arguments that a forward takes without naming them (`**kwargs`), of `arguments` as `not_known` has
-    them.
-    """
+    """The keyword arguments that a forward takes without naming them (`**kwargs`)."""
     names = [name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
     return {key: value for name in names for key, value in arguments.get(name, {}).items()}
 
@@ -89,12 +81,7 @@ class DeepStack:
     """
 
     def __init__(self, block: nn.Module, *, num_features: int) -> None:
-        """Nothing replaced yet.
-
-        Args:
-            block: a decoder.
-            num_features: layers of this pipeline stage behind which features are added; 0: it takes none.
-        """
+        """Nothing replaced yet; behind `num_features` layers of this pipeline stage features are added."""
         self._block: Any = block
         self._num = num_features
 
@@ -120,11 +107,8 @@ class DeepStack:
         """Take the features out of a call's arguments; returns the tensors that stand for them.
 
         A micro-batch without images has features of zeros, so that all micro-batches give the same arguments. Features
-        of another number than the model has stay where they are.
-
-        Args:
-            arguments: arguments of the block by name; those of the features are removed.
-            hidden: the first layer's hidden states, shape [tokens of this rank, 1, hidden size].
+        of another number than the model has stay where they are. `hidden` has the shape [tokens of this rank, 1, hidden
+        size].
         """
         mask, rows = arguments.get(_MASK), arguments.get(_ROWS)
         if rows is not None and len(rows) != self._num:
@@ -264,12 +248,7 @@ class Decoder(nn.Module):
             return self.run_block(hidden_states, packed_seq_params=params, **kwargs)
 
     def run_block(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """What the block's own pass returns.
-
-        Args:
-            hidden_states: as `forward` takes them.
-            arguments: the block's other arguments.
-        """
+        """What the block's own pass returns; `hidden_states` as `forward` takes them."""
         with input_given(self.block, hidden_states):
             output: torch.Tensor = self._own_forward(hidden_states=hidden_states, **arguments)
         return output
@@ -366,9 +345,7 @@ class Decoder(nn.Module):
     def call_block(self, hidden: torch.Tensor, params: PackedSeqParams) -> torch.Tensor:
         """Run the block on one packed micro-batch as its model does, through what is attached.
 
-        Args:
-            hidden: hidden states, shape [tokens, 1, hidden size].
-            params: the micro-batch's metadata.
+        `hidden` has the shape [tokens, 1, hidden size].
         """
         rope = self._sampled(hidden)
         if self._rope is not None:
@@ -382,9 +359,7 @@ class Decoder(nn.Module):
     def show(self, hidden: torch.Tensor, params: PackedSeqParams) -> None:
         """Give one packed micro-batch to what is attached, as the model does in training, past the block's hooks.
 
-        Args:
-            hidden: hidden states, shape [tokens of this rank, 1, hidden size].
-            params: the micro-batch's metadata.
+        `hidden` has the shape [tokens of this rank, 1, hidden size].
         """
         rope = self._sampled(hidden)
         if self._rope is not None:
@@ -395,9 +370,7 @@ class Decoder(nn.Module):
     def decide(self, hidden: torch.Tensor, **arguments: Any) -> Any:
         """What is attached returns for one packed micro-batch of a schedule that does not call the block itself.
 
-        Args:
-            hidden: hidden states of the first layer, shape [tokens of this rank, 1, hidden size].
-            arguments: the block's other arguments.
+        `hidden` has the shape [tokens of this rank, 1, hidden size]; `arguments` are the block's others.
         """
         with input_given(self.block, hidden):
             return self.block.forward(hidden_states=hidden, **arguments)
@@ -484,14 +457,9 @@ def is_unfused(block: nn.Module) -> bool:
 
 
 def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, num_tokens: int) -> bool:
-    """Whether unfused RoPE takes the rows of `table` for positions in the whole micro-batch: it does so where there
-    are as many of them as tokens or, from megatron-core 0.20 on, more than the longest document has. Where documents
-    are one or fewer, it makes no difference.
-
-    Args:
-        table: the rotary embeddings of the micro-batch; None: it has none.
-        packed: the micro-batch's documents.
-        num_tokens: tokens of all ranks that share the micro-batch.
+    """Whether unfused RoPE takes the rows of `table` for positions in the whole micro-batch of `num_tokens` tokens over
+    all ranks: it does so where there are as many of them as tokens or, from megatron-core 0.20 on, more than the
+    longest document has. Where documents are one or fewer, it makes no difference.
     """
     if table is None or packed.cu_seqlens.numel() <= 2:
         return False
@@ -500,9 +468,8 @@ def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, n
 
 
 def rope_of(model: Any) -> Rope | None:
-    """The function that returns the rotary embeddings of a GPTModel or HybridModel.
-
-    None where the layers make their own embeddings, or there are none.
+    """The function that returns the rotary embeddings of a GPTModel or HybridModel; None where the layers make their
+    own.
     """
     module, embedding_type = getattr(model, "rotary_pos_emb", None), getattr(model, "position_embedding_type", None)
     if module is None or embedding_type not in ("rope", "yarn") or model.config.multi_latent_attention:

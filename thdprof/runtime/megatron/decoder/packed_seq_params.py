@@ -180,11 +180,8 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_id
 
 
 def constants(params: PackedSeqParams, *, of_size: bool = True) -> str:
-    """The fields that a graph fixes besides the number of boundaries, as one string to compare.
-
-    Args:
-        params: the micro-batch's metadata.
-        of_size: whether to include the fields that differ between context-parallel sizes.
+    """The fields that a graph fixes besides the number of boundaries, as one string to compare; without `of_size`,
+    those that differ between context-parallel sizes are left out.
     """
     fields = {name: _name(getattr(params, name)) for name in _CONSTANT if of_size or name not in _OF_SIZE}
     return " ".join(f"{name}={value}" for name, value in {**fields, "pad_between_seqs": _pads(params)}.items())

@@ -44,13 +44,9 @@ def has_mamba(block: nn.Module) -> bool:
 
 
 def check_covered(packed: PackedSequence, n_tokens: int) -> None:
-    """Make sure that the documents cover all `n_tokens` tokens of a micro-batch under context parallelism.
+    """Raise ValueError where documents cover fewer than `n_tokens` tokens of a micro-batch under context parallelism.
 
-    Megatron puts the tokens of all ranks in order by the boundaries, and leaves tokens after the last boundary
-    unwritten.
-
-    Raises:
-        ValueError: the boundaries on the host end before the last token.
+    Megatron puts the tokens of all ranks in order by the boundaries, and leaves tokens after the last one unwritten.
     """
     memory = packed.host if packed.host_padded is None else packed.host_padded
     if memory is not None and memory[-1] < n_tokens:
@@ -100,11 +96,8 @@ def find_fused_parts(block: nn.Module) -> tuple[str, ...]:
 @contextmanager
 def remaking_fused_operations(block: nn.Module, *, but: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Inside the block, fused operations are made of the parameters that modules have there; at its end, those from
-    before are back. Parameters that stand in for a model's own there get no part in its training.
-
-    Args:
-        block: the decoder's block.
-        but: layers of it whose operations stay.
+    before are back. Operations of the layers `but` stay. Parameters that stand in for a model's own there get no
+    part in its training.
     """
     left = {id(part) for layer in but for part in layer.modules()}
     parts = [vars(part) for part in block.modules() if id(part) not in left]
@@ -146,11 +139,8 @@ def feeds_gradient(model: Any) -> bool:
 
 
 def rotary_sample_of(model: Any) -> Any:
-    """A function that returns rotary embeddings of so many tokens, all at position 0, in the form that they have in
-    training; None where a model's positions have one dimension, so that one table serves all micro-batches.
-
-    Args:
-        model: a GPTModel.
+    """A function that returns rotary embeddings of so many tokens, all at position 0, in the form that they have in the
+    training of a GPTModel; None where positions have one dimension, so that one table serves all micro-batches.
     """
     module = getattr(model, "rotary_pos_emb", None)
     if module is None or getattr(model, "position_embedding_type", None) != "mrope":

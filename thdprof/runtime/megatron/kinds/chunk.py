@@ -37,10 +37,6 @@ WHOLE = LayerGroups()
 def layer_groups(block: Any, layers_per_graph: int) -> LayerGroups:
     """The layers of `block` in groups of `layers_per_graph`; the last group may have fewer.
 
-    Args:
-        block: a TransformerBlock or HybridStack.
-        layers_per_graph: the plan's `graphs.layers_per_graph`.
-
     Raises:
         SettingsError: two groups share a parameter.
     """
@@ -77,17 +73,12 @@ class ChunkGraphs(GraphedModule):
     def __init__(
         self, module: nn.Module, buckets: Sequence[Bucket], *, layers_per_graph: int | None = None, **options: Any
     ) -> None:
-        """Graphs of a decoder.
-
-        Args:
-            module: a Decoder; without `layers_per_graph` also another module that calls a decoder.
-            buckets: the shapes to capture.
-            layers_per_graph: layers of one graph; None: the decoder is one graph.
-            options: further arguments of GraphedModule.
+        """Graphs of a Decoder, with `layers_per_graph` layers each; without it the decoder is one graph, and may be
+        another module that calls a decoder.
 
         Raises:
             SettingsError: layers of two graphs share a parameter.
-            ValueError: as `GraphedModule`.
+            ValueError: as `GraphedModule`, which takes the `options`.
         """
         groups = WHOLE if layers_per_graph is None else layer_groups(module.block, layers_per_graph)
         super().__init__(module, buckets, cuts=groups.cuts, **options)

@@ -25,19 +25,14 @@ AFTER_PREPROCESS = "before_ep_alltoall"
 
 
 class DispatcherSizes:
-    """Sizes that one dispatcher's captured step has set, by the number of tokens of the micro-batch.
+    """Sizes that the captured step of one MoETokenDispatcher has set, by the number of tokens of the micro-batch.
 
     A dispatcher keeps what its steps tell each other in attributes. Where `moe_preprocess` is captured, the graph gives
-    the tensors among them out, and megatron-core puts them back before it goes on; sizes, which are no tensors, are
+    the tensors among them out, and megatron-core puts them back before it goes on. Sizes, which are no tensors, are
     kept here.
     """
 
     def __init__(self, dispatcher: Any) -> None:
-        """Nothing kept yet.
-
-        Args:
-            dispatcher: a MoETokenDispatcher.
-        """
         self._dispatcher = dispatcher
         manager = getattr(dispatcher, "_comm_manager", None)
         self._owners = [owner for owner in (dispatcher, manager) if owner is not None]
@@ -64,8 +59,8 @@ class DispatcherSizes:
 
 
 class ExpertCounts:
-    """The counting of one router: its routing map leaves the graph, and the router's own function counts it, as often
-    and with gradients enabled or not as in eager training.
+    """The counting of one TopKRouter with `enable_expert_bias`: its routing map leaves the graph, and the router's own
+    function counts it, as often and with gradients enabled or not as in eager training.
 
     megatron-core adds a micro-batch's routing map to the router's `local_tokens_per_expert` in a function under
     torch.compile. Its first call without gradients, in an evaluation or in the first pass of recomputed experts, makes
@@ -75,11 +70,6 @@ class ExpertCounts:
     """
 
     def __init__(self, router: Any) -> None:
-        """Nothing counted yet.
-
-        Args:
-            router: a TopKRouter with `enable_expert_bias`.
-        """
         self._router = router
         self._maps: list[torch.Tensor] = []
 
@@ -102,11 +92,7 @@ class ExpertCounts:
         return routing_map
 
     def count(self, routing_map: torch.Tensor) -> None:
-        """Let the router count a routing map that has left its graph, if gradients are enabled.
-
-        Args:
-            routing_map: what `counted` was in the graph.
-        """
+        """Let the router count a routing map that was `counted` in the graph, if gradients are enabled."""
         self._router._apply_expert_bias(routing_map)
 
 
@@ -115,11 +101,7 @@ _DIFFERENTIABLE = ("hidden_states", "probs", "shared_expert_output")
 
 
 def are_recomputed(layer: Any) -> bool:
-    """Whether a layer's experts run again in its backward.
-
-    Args:
-        layer: a TransformerLayer with experts.
-    """
+    """Whether the experts of a TransformerLayer run again in its backward."""
     return bool(getattr(layer.mlp, "moe_layer_recompute", False)) or recompute.is_full(layer.config)
 
 
@@ -132,21 +114,14 @@ class RecomputedExperts:
     """
 
     def __init__(self, layer: Any, around: Callable[[int], AbstractContextManager[None]]) -> None:
-        """Experts behind a graph.
-
-        Args:
-            layer: a TransformerLayer with experts.
-            around: returns the context, for so many tokens, in which megatron-core runs what follows the graph.
-        """
+        """Experts of `layer`; what follows its graph runs in the context that `around` returns for so many tokens."""
         self._layer, self._around = layer, around
 
     def run(self, own: Callable[[torch.Tensor], Any], num_tokens: int, *, begins: Callable[[], None]) -> torch.Tensor:
         """The experts' output, from what the layer's replay has left in its store.
 
-        Args:
-            own: the experts' forward, which takes the rest out of the store.
-            num_tokens: tokens of this rank's hidden states.
-            begins: called when the experts run, in the forward without gradients and in the backward with them.
+        `own`, their forward, takes the rest out of the store. `begins` is called when they run: in the forward without
+        gradients and in the backward with them.
         """
         store = self._layer.mlp.cudagraph_tensor_store
         names = [name for name in _DIFFERENTIABLE if getattr(store, name) is not None]
@@ -194,15 +169,10 @@ class UpToRouter:
     """
 
     def __init__(self, layer: Any, modules: Sequence[str]) -> None:
-        """The split of `layer`.
-
-        Args:
-            layer: a TransformerLayer with experts.
-            modules: the plan's `graphs.modules`.
+        """Split `layer`, a TransformerLayer with experts, by the plan's `graphs.modules`.
 
         Raises:
-            SettingsError: the layer's forward has been replaced; graphs of a part of it would leave the replacement
-                out.
+            SettingsError: the layer's forward has been replaced; graphs of a part of it would leave the replacement out.
         """
         from megatron.core.transformer.enums import CudaGraphModule
 
@@ -306,12 +276,8 @@ class UpToRouter:
 
     @contextmanager
     def standing_for(self, graph: Callable[[torch.Tensor], Any], num_tokens: int) -> Iterator[None]:
-        """Inside the block, megatron-core's own node of the layer, which computes what is captured, takes it from
+        """Inside the block, megatron-core's own node of the layer takes what is captured, of `num_tokens` tokens, from
         `graph`.
-
-        Args:
-            graph: replays the layer's graph: it takes the hidden states and returns the captured outputs.
-            num_tokens: tokens of this rank's hidden states.
         """
         if self._sizes is not None:
             self._sizes.restore(num_tokens)
@@ -326,11 +292,8 @@ class UpToRouter:
 
     @contextmanager
     def _replaying(self, graph: Callable[[torch.Tensor], Any], maps: list[torch.Tensor]) -> Iterator[None]:
-        """Let megatron-core find `graph` as the layer's own inside the block.
-
-        Args:
-            graph: replays the layer's graph.
-            maps: gets the routing map that is to be counted, if there is one.
+        """Let megatron-core find `graph` as the layer's own inside the block; `maps` gets the map that is to be
+        counted.
         """
 
         def replay(hidden: torch.Tensor, **_: Any) -> Any:
@@ -454,14 +417,10 @@ class WholeLayer:
 
 
 def find_splits(layers: Iterable[nn.Module], modules: Sequence[str]) -> tuple[Split, ...]:
-    """How each of `layers` runs around its graph.
+    """How each of `layers` runs around its graph, by the plan's `graphs.modules`.
 
     Dropless experts read on the host how many tokens each of them gets, which a graph cannot. A layer that has them is
     therefore captured up to and including its router, and goes on eagerly from there (`UpToRouter`).
-
-    Args:
-        layers: the layers that are captured.
-        modules: the plan's `graphs.modules`; empty: whole layers.
     """
     to_router = "moe_router" in modules
     return tuple(

@@ -63,17 +63,11 @@ class LayerCapture:
         device: torch.device,
         in_block: bool = True,
     ) -> None:
-        """A capturer for the layers of `decoder`.
+        """A capturer for the layers of `decoder`, which run around their graphs as `splits` says.
 
-        Args:
-            decoder: the `Decoder` whose layers are captured.
-            splits: how each captured layer runs around its graph, in the layers' order.
-            call: a sample call of the decoder, without the tensors' memory.
-            make: `make_graphed_callables`.
-            generators: CUDA generators that the decoder draws from, the default one among them.
-            surroundings: the state outside the decoder that its passes change.
-            device: the GPU.
-            in_block: whether layers draw from the random state that the decoder's own forward chooses.
+        `call` is a sample call of the decoder, without the tensors' memory. `generators` are those that the decoder
+        draws from, the default one among them. With `in_block` layers draw from the random state that the decoder's own
+        forward chooses.
         """
         self._in_block = in_block
         self._decoder, self._splits, self._call = decoder, splits, call
@@ -155,13 +149,8 @@ class LayerCapture:
         cp_size: int,
         repeating: Callable[[], AbstractContextManager[None]],
     ) -> Subject:
-        """The captured part of layer `number`, for eager runs that its replay must agree with.
-
-        Args:
-            number: the layer's place among those that are captured.
-            constants: the arguments that it is called with now, besides its hidden states.
-            cp_size: context-parallel size of the micro-batch.
-            repeating: returns a context for an eager pass, from `Surroundings.repeating`.
+        """The captured part of layer `number`, called with these `constants` now, for eager runs that its replay must
+        agree with; each runs in a context that `repeating` returns.
         """
         split, around = self._splits[number], self._surroundings
         config = getattr(self._decoder.block, "config", None)
@@ -196,10 +185,8 @@ class LayerCapture:
         )
 
     def _rehearse(self, slot: LayerSlot, bucket: Bucket) -> tuple[list[Recorded], set[int]]:
-        """Run the decoder once, forward and backward, on the slot's static tensors, over scratch gradients.
-
-        Returns:
-            The arguments of every layer, in order, and the ids of the parameters that get a gradient.
+        """Run the decoder once, forward and backward, on the slot's static tensors, over scratch gradients; returns the
+        arguments of every layer, in order, and the ids of the parameters that get a gradient.
         """
         hidden = self._call.tensors[0]
         first = torch.zeros(hidden.shape, dtype=hidden.dtype, device=self._device, requires_grad=hidden.requires_grad)
@@ -290,7 +277,7 @@ def transformer_engines_own(generators: Sequence[torch.Generator]) -> Make:
     """Transformer Engine's `make_graphed_callables`.
 
     Raises:
-        SettingsError: one of `generators` is not of Transformer Engine's RNG tracker; its graphs would not register it.
+        SettingsError: one of `generators` is not of its RNG tracker; its graphs would not register it.
     """
     from transformer_engine.pytorch import make_graphed_callables
     from transformer_engine.pytorch.distributed import get_all_rng_states
@@ -316,11 +303,7 @@ def _give_main_grads(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None
 
 
 def tidy_after_failure(collecting: bool) -> None:
-    """Undo the marks that `make_graphed_callables` leaves behind when it raises.
-
-    Args:
-        collecting: whether garbage collection was enabled before; it is enabled again then.
-    """
+    """Undo what `make_graphed_callables` leaves behind when it raises; garbage is collected again if `collecting`."""
     if collecting:
         gc.enable()
     LayerPass.__call__ = nn.Module.__call__  # type: ignore[method-assign]

@@ -64,12 +64,7 @@ class EagerLayers:
     """
 
     def __init__(self, decoder: Decoder, graphed: Sequence[nn.Module]) -> None:
-        """The recomputed layers of `decoder` that are not `graphed`; none where the model recomputes no whole layers.
-
-        Args:
-            decoder: the decoder.
-            graphed: its layers that are captured.
-        """
+        """The recomputed layers of `decoder` that are not `graphed`; none where it recomputes no whole layers."""
         self._layers = tuple(layer for layer in recomputed_whole(decoder) if layer not in graphed)
         self._own: tuple[Callable[..., Any], ...] = tuple(layer.forward for layer in self._layers)
 
@@ -118,16 +113,10 @@ class WatchedLayers:
         boundaries: Boundaries,
         slot: int,
     ) -> None:
-        """Verify the micro-batch that is about to be replayed.
+        """Verify the micro-batch that is about to be replayed in slot number `slot`.
 
-        Args:
-            watch: the watch of the layers' decoder.
-            subject_of: returns what is verified of a layer.
-            parameters: for each layer, the trainable parameters of what is captured.
-            lease: the micro-batch's lease.
-            packed: its metadata, padded for its bucket, in memory that no other micro-batch writes to.
-            boundaries: its boundaries.
-            slot: number of its slot.
+        `parameters` are, for each layer, the trainable ones of what is captured. `packed` is padded for the bucket, in
+        memory that no other micro-batch writes to.
         """
         self._watch, self._subject_of, self._parameters, self._lease = watch, subject_of, parameters, lease
         self._rest = packed, boundaries, slot
@@ -519,11 +508,7 @@ class LayerGraphs(WatchedModule):
         self._states.check(with_default(self._device, self._find_generators()))
 
     def _refuse_megatrons_own(self) -> None:
-        """Make sure that megatron-core has not captured the layers, too.
-
-        Raises:
-            RuntimeError: it has; its graphs do not take packed input.
-        """
+        """Raise RuntimeError where megatron-core has captured the layers, too: its graphs do not take packed input."""
         if any(getattr(layer, "cuda_graphs", None) for layer in self._layers):
             raise RuntimeError(
                 "megatron-core's TECudaGraphHelper has captured these layers too: do not call its create_cudagraphs"
@@ -550,12 +535,7 @@ class LayerGraphs(WatchedModule):
 
 
 def between_layers(call: Call, decoder: Decoder) -> list[bool]:
-    """Whether each of a call's tensors, but for the first, the hidden states, is read by no layer, but between them.
-
-    Args:
-        call: a call of the decoder.
-        decoder: the decoder, which knows them by their names.
-    """
+    """Whether each of a call's tensors, but for the first, the hidden states, is read by no layer, but between them."""
     named = [decoder.is_between_layers(name) for name, value in call.kwargs.items() if isinstance(value, torch.Tensor)]
     return [*[False] * (len(call.tensors) - 1 - len(named)), *named][: len(call.tensors) - 1]
 
@@ -569,11 +549,7 @@ def capturable(layers: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
 
 
 def _graphed_layers(of_decoder: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """The layers that are captured.
-
-    Raises:
-        SettingsError: no layer can be captured, or two of them share a parameter.
-    """
+    """The layers that are captured; SettingsError where none can be, or two of them share a parameter."""
     layers = capturable(of_decoder)
     if not layers:
         raise SettingsError(

@@ -39,13 +39,8 @@ class LayerPass(nn.Module):
         moves: Moves | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """A layer to capture.
-
-        Args:
-            captured: runs the part of the layer that is captured.
-            constants: the layer's other arguments, over static tensors.
-            moves: moves the tensors that the layer saves to the host; None: they stay on the device.
-            around: returns a context for every pass.
+        """What `captured` runs of a layer, with `constants` over static tensors; `around` returns a context for every
+        pass.
         """
         super().__init__()
         self._captured, self._constants, self._moves, self._around = captured, constants, moves, around
@@ -103,15 +98,10 @@ class LayerSlot(SlotMemory):
         device: torch.device,
         outside: Sequence[bool] = (),
     ) -> None:
-        """A slot without graphs.
+        """A slot without graphs, for micro-batches whose tensor arguments are like `tensors`; the first is the hidden
+        states.
 
-        Args:
-            tensors: the tensor arguments of one micro-batch; the first is the hidden states.
-            buckets: the shapes whose graphs the slot will hold.
-            with_padded: whether micro-batches come with `cu_seqlens_padded`.
-            with_seq_idx: whether layers read the document of every token.
-            device: the GPU on which the buffers are allocated.
-            outside: whether each tensor besides the hidden states is read between layers alone; empty: none is.
+        `outside` says whether each of the others is read between layers alone; empty: none is.
         """
         super().__init__(buckets, with_padded=with_padded, with_seq_idx=with_seq_idx, device=device)
         self._outside = tuple(outside) or (False,) * (len(tensors) - 1)
@@ -175,13 +165,10 @@ class LayerLease(SlotLease):
     """The slot that is held."""
 
     def __init__(self, slot: LayerSlot, bucket: Bucket, anchor: torch.Tensor, order: ReplayOrder) -> None:
-        """Hold `slot` for a micro-batch that fits `bucket`.
+        """Hold the free `slot` for a micro-batch that fits `bucket`, which has been captured in it.
 
-        Args:
-            slot: a free slot in which `bucket` has been captured.
-            bucket: the shape to replay.
-            anchor: a scalar that takes a gradient, so that there is a backward even if the hidden states take none.
-            order: keeps the replays of all leases one after the other.
+        `anchor` is a scalar that takes a gradient, so that there is a backward even if the hidden states take none.
+        `order` keeps the replays of all leases one after the other.
         """
         self.order, self.bucket = order, bucket
         self.replays = slot.replays[bucket]
@@ -227,10 +214,7 @@ class LayerLease(SlotLease):
 
 
 class _Enter(torch.autograd.Function):
-    """Runs before the first layer. Its backward runs after those of all layers, and gives the slot back.
-
-    The anchor takes a gradient, so that there is a backward even if the hidden states take none.
-    """
+    """Runs before the first layer. Its backward runs after those of all layers, and gives the slot back."""
 
     @staticmethod
     def forward(ctx: Any, lease: LayerLease, anchor: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

@@ -55,13 +55,9 @@ class LocalGraphs(DispatchedModule):
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
         **options: Any,
     ) -> None:
-        """A decoder over `buckets`.
+        """A decoder over `buckets` whose layers were built with cuda_graph_impl "local".
 
-        Args:
-            decoder: a decoder whose layers were built with cuda_graph_impl "local".
-            buckets: the shapes to record.
-            generators: returns the CUDA generators of Megatron's tracker, which Megatron registers with its graphs.
-            options: further arguments of DispatchedModule.
+        `generators` returns the CUDA generators of Megatron's tracker, which Megatron registers with its graphs.
 
         Raises:
             SettingsError: the layers have no graph managers, or Megatron has recorded graphs already.
@@ -219,17 +215,12 @@ class LocalGraphs(DispatchedModule):
 
 
 def bucket_to_record(shape: Shape, buckets: Sequence[Bucket], recorded: Collection[Bucket]) -> Bucket:
-    """The bucket that a micro-batch of the recording step is padded to; at least one of `buckets` must hold the
-    micro-batch.
+    """The bucket that a micro-batch of the recording step is padded to; at least one of `buckets`, in ascending order,
+    must hold it.
 
     Among the buckets that hold it, first come those that no recorded bucket could stand in for, the largest first; then
     the smallest that is not recorded; then the smallest. The choice follows from the shapes alone, so that ranks that
-    communicate inside a layer record alike.
-
-    Args:
-        shape: the micro-batch's shape.
-        buckets: the plan's buckets, in ascending order.
-        recorded: buckets that have been recorded.
+    communicate inside a layer record the same.
     """
     holding = [b for b in buckets if _holds(b, shape)]
     new = [b for b in holding if b not in recorded]

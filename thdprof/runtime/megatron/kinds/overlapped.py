@@ -34,15 +34,10 @@ def predicts(layer: Any) -> bool:
 
 
 def taking_packed_input(layer: Any, own: Callable[..., Any]) -> Callable[..., Any]:
-    """The first node of a prediction layer, which takes packed input.
+    """The first node of a MultiTokenPredictionLayer around `own`, megatron-core's node, so that it takes packed input.
 
-    The first node of a prediction layer shifts tokens by the documents' boundaries, and runs its attention by them.
-    Between the two megatron-core 0.19 asserts that there are no boundaries. Here it finds none at that place, and only
-    there.
-
-    Args:
-        layer: a MultiTokenPredictionLayer.
-        own: what megatron-core's node runs.
+    The node shifts tokens by the documents' boundaries, and runs its attention by them. Between the two megatron-core
+    0.19 asserts that there are no boundaries. Here it finds none at that place, and only there.
     """
 
     def submodule(node: Any, hidden: Any) -> Any:
@@ -79,12 +74,7 @@ class CapturedWeightGradients:
     """
 
     def __init__(self, block: nn.Module, captured: Iterable[nn.Module]) -> None:
-        """Nothing is changed yet.
-
-        Args:
-            block: the decoder.
-            captured: modules whose passes are captured, with all modules inside them.
-        """
+        """The modules in `block`; those inside the `captured` ones have captured passes."""
         inside = {id(module) for part in captured for module in part.modules()}
         delaying = _delaying(block)
         self._captured = [module for module in delaying if id(module) in inside]
@@ -181,14 +171,7 @@ class OverlappedLayerGraphs(LayerGraphs):
             self._deciding = False
 
     def replayed(self, number: int, lease: LayerLease, own: Callable[[], Any], hidden: torch.Tensor) -> Any:
-        """What the first node of layer `number` returns, from its graph.
-
-        Args:
-            number: the layer's place among those that are captured.
-            lease: the micro-batch's lease.
-            own: runs Megatron's own node.
-            hidden: the layer's hidden states.
-        """
+        """What the first node of the captured layer `number` returns, from its graph; `own` runs Megatron's node."""
         split = self._splits[number]
         split.gather()
         last = number == len(self._layers) - 1
@@ -226,12 +209,8 @@ class SchedulePlans:
     """Lets the nodes of a model chunk's schedule replay its graphs, until `detach`."""
 
     def __init__(self, model: Any, decoder: Decoder, run: OverlappedLayerGraphs | None) -> None:
-        """Nodes of a model chunk.
-
-        Args:
-            model: a GPTModel, whose `build_schedule_plan` makes the nodes of a micro-batch.
-            decoder: its decoder, to which `run` is attached.
-            run: decides about micro-batches, and holds the graphs; None: no layer of the chunk is captured.
+        """The nodes that `build_schedule_plan` of a GPTModel makes, and `run`, to which its decoder is attached; None:
+        no layer of the chunk is captured.
         """
         self._model, self._decoder, self._run = model, decoder, run
 

@@ -166,10 +166,8 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             self._installation.recapture()
 
     def _end(self, *, together: bool = False) -> None:
-        """Tell what was observed, free the graphs and give Bridge's functions back; a second call does nothing.
-
-        Args:
-            together: whether all ranks end here.
+        """Report what was observed, free the graphs and give Bridge's functions back; a second call does nothing. All
+        ranks end here `together`, or this one alone.
         """
         installation, observer = self._installation, self._observer
         self._installation = self._observer = None

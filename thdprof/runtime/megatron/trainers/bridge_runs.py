@@ -46,12 +46,7 @@ FIELDS: Mapping[str, str] = {
 
 
 def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
-    """Every difference between the run that `plan` was made for and the run of `config`.
-
-    Args:
-        config: Bridge's ConfigContainer after its validation, so that its data-parallel size is set.
-        plan: the plan that the run is to follow.
-    """
+    """Every difference between the run that `plan` was made for and that of a validated ConfigContainer of Bridge."""
     settings = settings_of(config)
     if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
         settings.pop("shared_capture_ranks", None)
@@ -59,11 +54,7 @@ def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
 
 
 def settings_of(config: Any) -> dict[str, Any]:
-    """The run's settings; those that the configuration does not tell are missing.
-
-    Args:
-        config: Bridge's ConfigContainer after its validation.
-    """
+    """The run's settings; those that Bridge's validated ConfigContainer does not tell are missing."""
     model, train, dataset = config.model, config.train, config.dataset
     settings: dict[str, Any] = {
         "seq_length": model.seq_length,
@@ -261,11 +252,7 @@ def _without_end(on_host: dict[str, Any], name: str) -> NDArray[np.int32] | None
 
 
 def num_filled(in_memory: NDArray[np.integer]) -> int:
-    """Number of boundaries up to the end of the last document that has tokens; at least 2.
-
-    Args:
-        in_memory: positions in memory at which documents begin and the last one ends, then that end again and again.
-    """
+    """Number of boundaries up to the end of the last document with tokens; at least 2. The last one repeats."""
     return max(2, int(np.searchsorted(in_memory, in_memory[-1])) + 1)
 
 

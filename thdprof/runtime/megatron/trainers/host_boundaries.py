@@ -78,12 +78,7 @@ class HostKnown(torch.Tensor):
 
 
 def attach_host_values(tensor: torch.Tensor, on_host: torch.Tensor) -> HostKnown:
-    """`tensor`, of which the host knows the values.
-
-    Args:
-        tensor: an ordinary tensor on any device; the result shares its memory.
-        on_host: the same values on the host, same shape; nobody may change them from now on.
-    """
+    """`tensor`, whose memory the result shares, with its values on the host, which nobody may change from now on."""
     result = tensor.as_subclass(HostKnown)
     result.plain, result._on_host, result._changes = tensor, on_host, _changes_of(tensor)
     return result
@@ -131,26 +126,18 @@ class TensorParallelPeers:
     """
 
     def __init__(self, timeout: Callable[[], timedelta | None]) -> None:
-        """No groups yet.
-
-        Args:
-            timeout: gives the timeout of a group on the host, or None where none may be made; alike on all ranks.
+        """No groups yet; `timeout` gives that of a group on the host, or None where none may be made, the same on all
+        ranks.
         """
         self._timeout = timeout
         self._on_host: dict[Any, Any] = {}
 
     def share(self, boundaries: RowBoundaries | None, group: Any, source: int) -> RowBoundaries | None:
-        """What the rank `source` gives, on every rank of `group`; call it on all of them.
+        """The micro-batch's boundaries that the global rank `source` gives, on every rank of `group`; call it on all of
+        them.
 
-        The first call for a group makes a gloo group of its ranks, which only they take part in.
-
-        Args:
-            boundaries: the micro-batch's boundaries, read on the rank `source` alone.
-            group: the process group whose ranks share the micro-batch.
-            source: global rank that has the boundaries.
-
-        Returns:
-            The boundaries; None where the source does not know them, or no group may be made.
+        The first call for a group makes a gloo group of its ranks, which only they take part in. None where the source
+        does not know the boundaries, or no group may be made.
         """
         if distributed.get_world_size(group) == 1:
             return boundaries
@@ -356,12 +343,7 @@ def _post_init(owner: Any) -> Callable[[Any], None]:
 
 
 def _of_batch(batch: Any, values: Callable[[Any], torch.Tensor | None]) -> RowBoundaries | None:
-    """The boundaries of a batch on the host; None if it has none, or not all of them are there.
-
-    Args:
-        batch: what a data iterator gave.
-        values: gives the values of one entry on the host, or None.
-    """
+    """The boundaries of a batch by `values` of its entries on the host; None if it has none, or not all are there."""
     if not isinstance(batch, dict) or batch.get("local_cp_size") is not None:
         return None
     cu_seqlens, padded, longest = (values(batch.get(name)) for name in _BOUNDARIES)

@@ -30,12 +30,9 @@ if TYPE_CHECKING:
 def left_to_the_plan(args: Any) -> Iterator[None]:
     """Inside the block, Megatron's loop finds no graphs to capture among its arguments.
 
-    With `--cuda-graph-impl transformer_engine` the model is built for graphs of layers, which the plan captures; the
+    With `--cuda-graph-impl transformer_engine` the model is built for graphs of layers, which the plan captures. The
     loop would capture them again, of whichever boundaries it meets, after its own warm-up steps. The model's
     TransformerConfig keeps its value.
-
-    Args:
-        args: Megatron's global arguments.
     """
     asked = getattr(args, "cuda_graph_impl", "none")
     if asked != "transformer_engine":
@@ -211,10 +208,8 @@ class _Loop:
             self._installation.recapture()
 
     def end(self, *, together: bool = False) -> None:
-        """Tell what was observed and free the graphs; the second call does nothing.
-
-        Args:
-            together: whether all ranks end here.
+        """Report what was observed and free the graphs; the second call does nothing. All ranks end here `together`, or
+        this one alone.
         """
         installation, observer = self._installation, self._observer
         self._installation = self._observer = None

@@ -49,11 +49,8 @@ class RankTotals:
         self._copied: torch.cuda.Event | None = None
 
     def begin(self, chunks: Sequence[Stats], *, peak: int = 0) -> None:
-        """Send this rank's counters to all ranks. All ranks call this together.
-
-        Args:
-            chunks: counters of this rank's model chunks; every rank has as many.
-            peak: a number of which `end` returns the largest of all ranks.
+        """Send this rank's counters, of as many model chunks on every rank, to all ranks, which call this together;
+        `end` returns the largest `peak`.
         """
         rank, num_ranks = rank_and_size()
         pipeline_rank, pipeline_size = _pipeline_rank_and_size()
@@ -349,12 +346,7 @@ class Observer:
 
 
 def compared(totals: Stats, plan: Plan) -> str:
-    """Observed shares beside the plan's, in one line.
-
-    Args:
-        totals: counters of all ranks, each micro-batch once.
-        plan: the plan that the run follows.
-    """
+    """Observed shares of all ranks, each micro-batch counted once, beside the plan's, in one line."""
     prediction, asked = Prediction.of(plan), totals.dispatched
     evaluated = totals.fallbacks.get(FallbackReason.not_training, 0)
     trained = f"{totals.microbatches - evaluated:,} micro-batches"

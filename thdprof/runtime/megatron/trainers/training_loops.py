@@ -35,9 +35,6 @@ def is_agreed(error: BaseException | None) -> bool:
 
     An exit that begins anywhere else, such as in a script's own signal handler or forward step, may be that of one rank
     alone, which must not wait for others.
-
-    Args:
-        error: what ended the loop, as it was caught.
     """
     if not isinstance(error, SystemExit) or error.__traceback__ is None:
         return False
