@@ -139,11 +139,11 @@ def analyze(
     elif output is not None:
         plan.save(output, force=force)
     if json:
-        from thdprof.analyze.report.json_ import to_json
+        from thdprof.analyze.report.analysis import to_json
 
         streams.write(to_json(analysis) + "\n")
         return
-    from thdprof.analyze.report.terminal import print_report
+    from thdprof.analyze.report.analysis import print_report
 
     console = streams.console(stderr=to_stdout)
     print_report(analysis, console)
