@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thdprof.analyze.times.overlap import Overlap
+from thdprof.analyze.predictions import Overlap
 
 
 def overlap_sentence(overlap: Overlap) -> str:
