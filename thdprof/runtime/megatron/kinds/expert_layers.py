@@ -172,7 +172,7 @@ class UpToRouter:
         """Split `layer`, a TransformerLayer with experts, by the plan's `graphs.modules`.
 
         Raises:
-            SettingsError: the layer's forward has been replaced; graphs of a part of it would leave the replacement out.
+            SettingsError: the layer's forward has been replaced, which graphs of a part of it would leave out.
         """
         from megatron.core.transformer.enums import CudaGraphModule
 
