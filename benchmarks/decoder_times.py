@@ -922,7 +922,7 @@ def compared(row: dict[str, Any], gpu: str) -> Compared:
     """The model of times for one row."""
     from thdprof.analyze.times.decoder import Decoder
     from thdprof.analyze.times.gpus import find_gpu
-    from thdprof.analyze.times.host import STATED
+    from thdprof.analyze.times.modelled_costs import STATED
 
     fields = {f.name for f in dataclasses.fields(Model)}
     model = Model(**{k: tuple(v) if isinstance(v, list) else v for k, v in row["model"].items() if k in fields})

@@ -42,11 +42,11 @@ from megatron_lm import environment_here, launcher, run, write_documents
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
 from thdprof.analyze.buckets.statistics import fallback_rate
+from thdprof.analyze.predictions import Memory
 from thdprof.analyze.settings.experts import captured
 from thdprof.analyze.settings.model.resolve import experts_of
-from thdprof.analyze.times.capture import predict_capture
+from thdprof.analyze.times.answer import predict_capture
 from thdprof.analyze.times.memory import predict_memory
-from thdprof.analyze.times.results import Memory
 from thdprof.plan import Plan
 from thdprof.training import Model
 

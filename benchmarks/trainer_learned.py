@@ -47,6 +47,8 @@ EXACT_KINDS = ("on", "off")
 """Runs with deterministic kernels: the plan, and the plan with --replay off."""
 EXACT_STEPS, STEPS, RUNS, LEVEL = 60, 30, 5, 0.05
 """Steps beside --replay off; steps of a run by chance; runs of each kind; level of the test."""
+COUNTERS = ("replayed", "verified", "mismatches", "suspicions")
+"""What is kept of a run's counters, beside its eager micro-batches."""
 VERIFY = "1/64"
 """Rate of verified micro-batches."""
 FAULT = "by the plan, a boundary missing in one micro-batch of 8"
@@ -108,9 +110,13 @@ def _run(
         log=folder.with_suffix(".log"),
         by=Path(__file__) if faulty or repeats else None,
     )
-    line = {"row": row, "kind": kind, "code": ran.code, "ms": ran.median_step_ms(after=10)}
-    line |= {measure: [v for _, v in sorted(ran.scalars.get(measure, {}).items())] for measure in MEASURES}
-    line |= {name: max(v.values()) for name, v in ran.scalars.items() if name.startswith("thdprof/")}
+    line: dict[str, Any] = {"row": row, "kind": kind}
+    for measure in MEASURES:
+        line[measure] = [float(f"{value:.7g}") for _, value in sorted(ran.scalars.get(measure, {}).items())]
+    if "thdprof/replayed" in ran.scalars:
+        totals = {name: int(max(values.values())) for name, values in ran.scalars.items()}
+        line |= {name: totals.get(f"thdprof/{name}", 0) for name in COUNTERS}
+        line["eager"] = sum(n for name, n in totals.items() if name.startswith("thdprof/eager/"))
     print(row, kind, ran.code, f"{ran.seconds:.0f} s", ran.error, flush=True)
     if not ran.code:
         with kept.open("a") as file:
@@ -131,15 +137,14 @@ def exact_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
         if len(found) == 2:
             on, off = found["on"], found["off"]
             differ = [sum(a != b for a, b in zip(on[m], off[m], strict=True)) for m in MEASURES]
-            counts = [on.get("thdprof/replayed", 0), sum(v for k, v in on.items() if k.startswith("thdprof/eager/"))]
-            counts += [on.get(f"thdprof/{name}", 0) for name in ("verified", "mismatches")]
+            counts = [on[name] for name in ("replayed", "eager", "verified", "mismatches")]
             lines.append(
                 [
                     row,
                     *(f"{n} of {len(on['lm loss'])}" for n in differ),
                     f"{on['lm loss'][0]:.3f} to {on['lm loss'][-1]:.3f}",
                     f"{max(on['grad-norm'][10:]):.3f}",
-                    ", ".join(f"{n:.0f}" for n in counts),
+                    ", ".join(map(str, counts)),
                 ]
             )
     return lines

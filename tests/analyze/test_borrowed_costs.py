@@ -91,7 +91,7 @@ def test_modelled_times_say_how_near_they_were_on_this_gpu(gpu, near):
 
 
 def test_modelled_times_name_the_hosts_of_their_range(monkeypatch):
-    monkeypatch.setattr("thdprof.analyze.times.of_run.local_gpu", lambda: None)
+    monkeypatch.setattr("thdprof.analyze.times.modelled_costs.local_gpu", lambda: None)
     basis = analyze_dataset(LENGTHS, model=MODEL, gpu="h200").times.basis
     assert basis.endswith(" on H200, launched by server processors of 2021 to 2025")
 

@@ -21,8 +21,7 @@ from thdprof.analyze.buckets.statistics import Profile, fallback_rate
 from thdprof.analyze.buckets.step_costs import StepCosts
 from thdprof.analyze.report.terminal import print_report
 from thdprof.analyze.schedule import dynamic_cp
-from thdprof.analyze.schedule.dynamic_cp import deal
-from thdprof.analyze.schedule.dynamic_cp_rounds import Group, StoppedError, aligned
+from thdprof.analyze.schedule.dynamic_cp import Group, StoppedError, aligned, deal
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.sources.base import UnpackedDocuments
@@ -663,7 +662,7 @@ def test_limits_hold_over_all_sizes(documents, monkeypatch):
     assert tight.recommendation.buckets == ()
     assert tight.recommendation.relative_step_time == 1
     assert free.recommendation.relative_step_time < 1
-    monkeypatch.setattr("thdprof.analyze.buckets.search._MOST_CHOICES", 12)
+    monkeypatch.setattr("thdprof.analyze.buckets.recommend._MOST_CHOICES", 12)
     with pytest.raises(UsageError, match=r"--buckets 1: .* choices for 4 context-parallel sizes are more than the 12"):
         analysed(documents, buckets=1)
 

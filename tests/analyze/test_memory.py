@@ -17,23 +17,23 @@ from support.schedules import make_costs, make_table
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
-from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
 from thdprof.analyze.buckets.saved_tensors import (
     around_router,
     layer_kinds,
     layer_tensors,
     mtp_around_router,
     mtp_tensors,
+    pass_bytes,
+    saved_bytes,
 )
 from thdprof.analyze.report.json_ import to_json
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence
 from thdprof.analyze.report.terminal import print_report
-from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
 from thdprof.analyze.settings.resolve import resolve_settings
-from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
-from thdprof.analyze.times.memory import predict_memory, slot_bytes
+from thdprof.analyze.times.answer import OVERHEAD_SECONDS, predict_capture
+from thdprof.analyze.times.memory import eager_in_flight, predict_memory, slot_bytes
 from thdprof.analyze.times.parameters import adapted_widths, stage_parameters, stages, state_bytes
-from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, Bucket
+from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket
 from thdprof.plan import load_plan, parse_plan
 from thdprof.training import Model
 from thdprof.training.pipeline_slots import passes, slots
@@ -269,7 +269,7 @@ LARGE = like(
 """Experts whose tensors are larger than the pieces in which torch takes memory, with shared experts in the graphs."""
 
 
-def dropless_peak(model=LARGE, *, caps=(9,), slots=((1,),), counts=(1, 2, 9, 2), costs=None, **given):
+def dropless_peak(model=LARGE, *, caps=(9,), slots=((1,),), counts=(1, 2, 9, 2), costs=None, watched=False, **given):
     """The predicted memory of micro-batches of 4,096 tokens in dropless experts."""
     table = make_table(counts, ranks=1, num_microbatches=len(counts))
     return predict_memory(
@@ -280,6 +280,7 @@ def dropless_peak(model=LARGE, *, caps=(9,), slots=((1,),), counts=(1, 2, 9, 2),
         slots=slots,
         costs=costs or built_in_costs("transformer_engine", 4096),
         n_tokens=4096,
+        watched=watched,
     )
 
 
@@ -633,6 +634,19 @@ def test_a_verified_micro_batch_runs_eagerly_beside_the_slots_with_copies_of_gra
     most = peak(large, table, caps=(9,), watched=True).eager_bytes - peak(large, table).eager_bytes
     assert most == WATCHED_COPIES * 4 * 3 * 8192**2  # queries, keys and values: one parameter at least
     assert peak(DENSE, table, watched=True) == eager  # without graphs nothing is verified
+
+
+def test_a_verified_layer_runs_eagerly_beside_copies_of_what_all_layers_got_and_gave():
+    watched, silent = dropless_peak(watched=True), dropless_peak()
+    assert watched.moment == "verification"
+    (stage,) = stages(LARGE, pipeline_size=1, num_chunks=1)
+    found = stage_parameters(LARGE, stage, LARGE.vocab_size)
+    largest = 4 * max(found.largest, WATCHED_BYTES // 4)
+    compared = WATCHED_COPIES * min(4 * (found.dense - found.outside + found.experts), largest)
+    inside, _ = layers_around_router(LARGE, 1)
+    copies = WATCHED_HIDDEN * LARGE.num_layers * 4096 * LARGE.hidden_size * 2
+    assert watched.eager_bytes == pass_bytes(inside, 4096) + copies + compared
+    assert (watched.graph_bytes, watched.experts_bytes) == (silent.graph_bytes, silent.experts_bytes)
 
 
 def test_a_measured_slot_is_taken_and_further_buckets_add_their_share():

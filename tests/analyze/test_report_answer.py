@@ -14,6 +14,7 @@ from support.sample_files import write_calibrated
 
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.statistics import Histogram
+from thdprof.analyze.predictions import Times
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.analyze.profile.run_profile import load_profile
 from thdprof.analyze.report import figures, findings, open_report
@@ -24,7 +25,6 @@ from thdprof.analyze.report.findings.facts import facts
 from thdprof.analyze.report.findings.shapes import bin_edges, distribution
 from thdprof.analyze.report.html import to_page
 from thdprof.analyze.report.words import amount, ratio, spanned
-from thdprof.analyze.times.results import Times
 from thdprof.plan import FallbackRate
 
 OF_TIME = re.compile(r"eager time|step time|graphs pay|quick|slow|\d ms\b|\bms\b|GPU-hour|tokens per second|GiB", re.I)

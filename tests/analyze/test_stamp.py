@@ -9,7 +9,7 @@ import pytest
 import yaml
 from support.command import run_in_process
 
-from thdprof.analyze.buckets.stamp_check import installed_here, note_on_stamp
+from thdprof.analyze.buckets.cost_table import installed_here, note_on_stamp
 from thdprof.plan import load_plan
 from thdprof.training.stamp import Stamp, warning
 

@@ -339,7 +339,7 @@ def test_help_names_every_option_in_its_panel(thdprof):
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_command_has_help(thdprof, flag):
-    commands = ("analyze", "sweep", "report", "merge", "export", "compare", "check", "calibrate", "demo", "recipes")
+    commands = ("analyze", "sweep", "report", "merge", "export", "compare", "check", "calibrate", "demo")
     done = thdprof(flag)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^│ ([a-z]+)  ", done.stdout, re.M) == [*commands]
@@ -385,7 +385,6 @@ USAGES = {
     "check": "PLAN [DATASET]...",
     "calibrate": "[-- COMMAND]",
     "demo": "DIRECTORY",
-    "recipes": "[BRIDGE_DIR]",
 }
 
 
@@ -414,6 +413,10 @@ ERRORS = [
     (["analyze", "x", "--seqlength", "8"], "--seqlength: no such option; did you mean --seq-length?"),
     (["analyze", "x", "--zzz"], "--zzz: no such option; see thdprof analyze --help"),
     (["analyze", "x", "--zzz\n\x1b"], "--zzz \ufffd: no such option; see thdprof analyze --help\n"),
+    (
+        ["recipes", "x", "--json"],
+        "recipes: this command went to a checkout of thdprof: python tools/recipe_coverage.py",
+    ),
     (["analize"], "analize: no such command; did you mean analyze?\n"),
     (["zz"], "zz: no such command; see thdprof --help\n"),
     (["analyze", "x", "--seq-length", "many"], "--seq-length many: must be a whole number\n"),

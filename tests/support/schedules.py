@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
-from thdprof.analyze.schedule.build import build_schedule
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.schedule.replay import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.sources.base import Dataset, PackedRows
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
+from thdprof.analyze.predictions import Memory, Times
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.times.gpus import Gpu, find_gpu, known_gpu
-from thdprof.analyze.times.results import Memory, Times
-from thdprof.analyze.times.transformers_memory import is_run_of_trainer
+from thdprof.analyze.times.memory import is_run_of_trainer
 from thdprof.megatron_limits.quantization import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent, with_article

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -90,7 +91,7 @@ def make_plan(
                 else {"max_seqs": one_cap.max_seqs, "fallback_rate": one_cap.fallback_rate},
                 "slots": analysis.slots,
                 "tail_policy": settings.tail_policy,
-                "verify": _verify(analysis, resolved_impl) if chosen.buckets else None,
+                "verify": _verify(analysis, resolved_impl, modules) if chosen.buckets else None,
                 "offload": None
                 if offload is None
                 else {
@@ -131,10 +132,12 @@ def make_plan(
     return plan
 
 
-def _verify(analysis: Analysis, impl: Impl) -> str | None:
+def _verify(analysis: Analysis, impl: Impl, modules: Sequence[str]) -> str | None:
     """The plan's `graphs.verify`; None for graphs that are not verified."""
     settings = analysis.settings
-    if impl not in ("chunk", "module") or settings.max_seqlen_per_dp_cp_rank is not None:
+    offloaded_layers = impl == "transformer_engine" and analysis.offload is not None
+    unwatched = impl == "local" or offloaded_layers or "moe_preprocess" in modules
+    if unwatched or settings.max_seqlen_per_dp_cp_rank is not None:
         return None
     relative = analysis.times.relative_step_time
     return f"1/{verified_every(settings.pipeline_parallel_size, relative[0] if relative else None)}"

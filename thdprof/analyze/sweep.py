@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from thdprof.analyze.analysis import Progress, analyze_read
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.planning import make_plan
-from thdprof.analyze.schedule.memo import Memo
+from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.replay import DatasetSummary
+from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.settings.sweep_axes import Axis
@@ -20,7 +21,6 @@ from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.times.gpus import check_gpu
 from thdprof.analyze.times.ranking import Ranking, Rate, rank, why_unranked
-from thdprof.analyze.times.results import Memory, Times, Verdict, Worth
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import Plan

@@ -74,7 +74,7 @@ def analyze(
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as analyze_files
-    from thdprof.analyze.buckets.stamp_check import note_on_stamp
+    from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of

@@ -89,7 +89,8 @@ class PanelGroup(TyperGroup):
         for title, rows in _panels(self.get_params(ctx), ctx).items():
             formatter.write(_drawn(title, rows))
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        formatter.write(_drawn("Commands", [(n, c.get_short_help_str(200)) for n, c in commands.items() if c]))
+        shown = [(n, c.get_short_help_str(200)) for n, c in commands.items() if c and not c.hidden]
+        formatter.write(_drawn("Commands", shown))
 
 
 @contextlib.contextmanager

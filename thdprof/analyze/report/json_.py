@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from thdprof.analyze.analysis import Analysis, CpSize
-from thdprof.analyze.buckets.cap_curve import Candidate
+from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.report.model import model_dict
 from thdprof.files import json_text
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER

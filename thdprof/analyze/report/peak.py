@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from thdprof.analyze.predictions import Capture, Memory
 from thdprof.analyze.report.words import counted, listed, memory_size
-from thdprof.analyze.times.results import Capture, Memory
 
 
 def memory_sentence(memory: Memory) -> str:

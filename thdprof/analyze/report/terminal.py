@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
-from thdprof.analyze.buckets.cap_curve import Candidate
-from thdprof.analyze.buckets.offload_memory import OffloadPrediction
+from thdprof.analyze.buckets.recommend import Candidate
+from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
 from thdprof.analyze.report.model import model_line
 from thdprof.analyze.report.overlap import overlap_sentence
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence

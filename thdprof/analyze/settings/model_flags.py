@@ -12,7 +12,7 @@ from thdprof.analyze.settings.model import flag_names as names
 from thdprof.analyze.settings.model.layers import expert_layers, hybrid_layers, read_frequency
 from thdprof.analyze.settings.model.reading import FP8_FORMATS, VOCAB_MULTIPLE, ModelReading, Vocabulary
 from thdprof.errors import UsageError
-from thdprof.training.model_fields import read_field
+from thdprof.training.model import read_field
 
 _SCRIPT_DEFAULTS = {
     "precision": "fp32",

@@ -17,7 +17,7 @@ from thdprof.analyze.settings.settings_file import load_settings_file
 from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
 from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions, shared_capture_ranks
-from thdprof.training.model_fields import read_field
+from thdprof.training.model import read_field
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
 
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))

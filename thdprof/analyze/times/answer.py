@@ -1,7 +1,8 @@
-"""The answer of an analysis: times, verdict and worth, from a cost table and the buckets that were chosen by it."""
+"""The answer of an analysis: times, verdict, worth and captures, from a cost table and the chosen buckets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,12 +10,214 @@ import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.step_costs import StepCosts
+from thdprof.analyze.predictions import Capture, Range, Ruling, Times, Verdict, Worth
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.times.memory import is_run_of_trainer
 from thdprof.analyze.times.modelled_costs import ModelledTimes
-from thdprof.analyze.times.results import Range, Times, Verdict
-from thdprof.analyze.times.verdict import measured_verdict, modelled_verdict
-from thdprof.dispatch import Bucket
-from thdprof.training import TrainingSettings
+from thdprof.dispatch import WARMUP_PASSES, Bucket
+from thdprof.training import STEP_PACKERS, Kind, Model, TrainingSettings
+from thdprof.words import amount
+
+OVERHEAD_SECONDS = (0.02, 0.2)
+"""Time of one capture besides its passes: memory is given back and asked for again, and the graph is instantiated. The
+range was set by the eleven runs of several GPUs in benchmarks/results/megatron.jsonl, whose libraries were loaded: all
+lie in it or within 1% of it."""
+
+
+def predict_capture(*, num_buckets: int, slots: Sequence[Sequence[int]], costs: CostTable) -> Capture | None:
+    """What the captures of the pipeline rank that has most take; None without graphs, or without times of the model.
+
+    Each bucket is captured in each slot of each model chunk: WARMUP_PASSES eager passes, forward and backward, and one
+    that is captured, which takes the host as long. What libraries and kernels need at their first use is not counted:
+    an eager run needs it too.
+
+    Args:
+        num_buckets: shapes that are captured.
+        slots: slots of each model chunk, for every pipeline rank.
+        costs: the cost table, whose times are of all layers of one rank.
+    """
+    graphs, chunks = max((num_buckets * sum(rank), len(rank)) for rank in slots)
+    if not graphs or costs.origin == "none":
+        return None
+    passes = graphs * (WARMUP_PASSES + 1)
+    ranges = [point.range_ms or (point.ms, point.ms) for point in costs.eager]
+    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+    low, high = (
+        passes * ms / chunks / 1000 + graphs * overhead
+        for ms, overhead in zip((lowest, highest), OVERHEAD_SECONDS, strict=True)
+    )
+    return Capture(graphs=graphs, passes=passes, seconds=(low, high))
+
+
+PAYS_BELOW = 0.95
+"""Share of an eager micro-batch's time below which a replay pays, on every host of the range."""
+NO_GAIN_ABOVE = 0.97
+"""Share above which it does not, on a host in the middle of the range."""
+LITTLE_GAIN_ABOVE = 0.9
+"""Share above which it then has to be on the slowest host."""
+MEASURED_GAIN_BELOW = 0.98
+"""Share of the eager step time below which graphs pay where both were measured: measured times vary by as much."""
+
+
+def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
+    """The verdict on modelled times, with the reason that launching and computing a layer give."""
+    assert times.decoder_replay_ms is not None
+    time = modelled.at(modelled.shapes.typical)
+    mtp, replay = modelled.mtp_gpu_ms, times.decoder_replay_ms
+    low, high = modelled.replay_range(time) or (replay, replay)
+    replay, low, high = replay + mtp, low + mtp, high + mtp
+    least, middle, most = (ms + mtp for ms in modelled.eager_ms(time))
+    slower = modelled.slower_kernels
+    quickest = max(low / least, slower * low / max(slower * low, least))
+    ruling = rule(high / most, replay / middle, quickest)
+    layers = modelled.decoder.num_layers
+    low, high = (ms / layers for ms in modelled.host.launch_ms(time))
+    gpu = f"{_digits(time.gpu_ms / layers)} ms"
+    launching = f"{_digits(low)} to {_digits(high)} ms"
+    if modelled.replay_range(time) is not None:
+        left = modelled.host.partly_replayed_ms(time)[2] / layers
+        return Verdict(
+            ruling=ruling,
+            reason=f"launching a layer takes the host {launching}, computing it the GPU {gpu}; dropless experts stay "
+            f"with the host, so that a replayed layer takes up to {_digits(left)} ms",
+        )
+    decides = (
+        "the processor decides; run thdprof calibrate on it"
+        if slower == 1
+        else "the processor decides, and whether PlanCallback(compile=True) fuses the layers; train some steps by the "
+        "plan and some without"
+    )
+    reason = {
+        "graphs pay": f"launching a layer takes the host {launching}, computing it the GPU {gpu}",
+        "graphs do not pay": f"computing a layer takes the GPU {gpu}, and launching it the host {launching}: eager "
+        "training hides it",
+        "measure first": f"launching a layer takes the host {launching}, computing it the GPU {gpu}: {decides}",
+    }[ruling]
+    return Verdict(ruling=ruling, reason=reason)
+
+
+def rule(slowest: float, middle: float, quickest: float) -> Ruling:
+    """The verdict on shares of eager time that a replay takes, on the slowest, the middle and the quickest host."""
+    if quickest <= PAYS_BELOW:
+        return "graphs pay"
+    if middle >= NO_GAIN_ABOVE and slowest >= LITTLE_GAIN_ABOVE:
+        return "graphs do not pay"
+    return "measure first"
+
+
+def measured_verdict(times: Times) -> Verdict:
+    """The verdict on measured times."""
+    assert times.relative_step_time is not None
+    assert times.step_ms is not None
+    assert times.eager_step_ms is not None
+    pays = times.relative_step_time[1] <= MEASURED_GAIN_BELOW
+    planned, eager = times.step_ms[1], times.eager_step_ms[1]
+    reason = (
+        "by the measured times none of the graphs that may be captured makes a step clearly quicker"
+        if planned == eager
+        else f"by the measured times a step takes {amount(planned)} ms, eagerly {amount(eager)} ms"
+    )
+    return Verdict(ruling="graphs pay" if pays else "graphs do not pay", reason=reason)
+
+
+def _digits(ms: float) -> str:
+    """`ms` with two significant digits, and never in exponents."""
+    if ms <= 0:
+        return "0"
+    return f"{ms:.{max(0, 1 - math.floor(math.log10(ms)))}f}"
+
+
+def num_gpus(settings: TrainingSettings, model: Model | None) -> int:
+    """GPUs of the run: data x context x pipeline x tensor parallel sizes."""
+    tensor = 1 if model is None else model.tensor_model_parallel_size
+    sizes = settings.data_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size
+    return sizes[0] * sizes[1] * sizes[2] * tensor
+
+
+def document_tokens(
+    table: MicrobatchTable,
+    settings: TrainingSettings,
+    *,
+    kind: Kind,
+    row_tokens: float,
+    packing_efficiency: float | None,
+) -> float:
+    """Tokens of documents that the run trains on: those of its micro-batches without the padding of rows.
+
+    Padding takes time and trains nothing, so that settings which pad more must not count as quicker. Where rows are
+    padded, the documents' tokens are those of the mean row.
+
+    Args:
+        table: the run's micro-batches.
+        settings: the run.
+        kind: what the dataset holds.
+        row_tokens: tokens of the mean row of the dataset, for rows that were packed before.
+        packing_efficiency: share of the packed rows' tokens that hold documents; None where thdprof did not pack.
+    """
+    total = float(table.n_tokens.sum())
+    tail = settings.tail_policy != "none"
+    if packing_efficiency is not None and settings.packer in STEP_PACKERS:
+        return total * packing_efficiency if tail else total
+    padded = {
+        "streams": False,
+        "conversations": True,
+        "bridge": True,
+        "trl": settings.pad_seq_to_mult > 1,
+        "packs": tail,
+        "documents": tail or settings.packer.startswith("first_fit"),
+    }[kind]
+    if not padded:
+        return total
+    in_row = row_tokens if packing_efficiency is None else packing_efficiency * settings.seq_length
+    return min(total, in_row * settings.global_batch_size * table.num_steps)
+
+
+def worth_of(
+    times: Times,
+    settings: TrainingSettings,
+    model: Model | None,
+    table: MicrobatchTable,
+    *,
+    price: float | None,
+    tokens: float | None = None,
+) -> Worth | None:
+    """What the plan is worth; None without times.
+
+    Args:
+        times: the step times, with the plan and eagerly.
+        settings: the run.
+        model: the model, for its tensor-parallel size.
+        table: the run's micro-batches.
+        price: price of a GPU-hour; None: not given.
+        tokens: tokens that the run trains on; None: all those of its micro-batches.
+    """
+    if times.step_ms is None or times.eager_step_ms is None:
+        return None
+    gpus, steps = num_gpus(settings, model), table.num_steps
+    in_step = (float(table.n_tokens.sum()) if tokens is None else tokens) / steps
+    hours = gpus * steps / 3.6e6
+    saved = (
+        (times.eager_step_ms[0] - times.step_ms[0]) * hours,
+        (times.eager_step_ms[1] - times.step_ms[1]) * hours,
+    )
+    if is_run_of_trainer(settings) and times.relative_step_time is not None and times.step_ms != times.eager_step_ms:
+        # Kernels may be slower than modelled, on any host: the ends of the step times do not belong together.
+        least, most = times.relative_step_time
+        saved = times.eager_step_ms[0] * (1 - most) * hours, times.eager_step_ms[1] * (1 - least) * hours
+    return Worth(
+        gpus=gpus,
+        steps=steps,
+        tokens_per_second=_rates(in_step, times.step_ms),
+        eager_tokens_per_second=_rates(in_step, times.eager_step_ms),
+        gpu_hours=(times.step_ms[0] * hours, times.step_ms[1] * hours),
+        gpu_hours_saved=(min(saved), max(saved)),
+        gpu_hour_price=price,
+        saved=None if price is None else (min(saved) * price, max(saved) * price),
+    )
+
+
+def _rates(tokens: float, step_ms: Range) -> Range:
+    return tokens * 1000 / step_ms[1], tokens * 1000 / step_ms[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

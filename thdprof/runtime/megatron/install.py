@@ -226,7 +226,7 @@ def install(
         settings.check(config, plan, facts_of(chunks, models))
     else:
         settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
-    every = verified_every(plan, say) if replay else 0
+    every = verified_every(plan, config, say) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")
     if replay and plan.captured and plan.graphs.impl == "transformer_engine" and recompute.repeats_of(config):
@@ -338,15 +338,24 @@ def _run_of(
     return run
 
 
-def verified_every(plan: Plan, say: Callable[[str], None]) -> int:
+def verified_every(plan: Plan, config: Any, say: Callable[[str], None]) -> int:
     """One in so many micro-batches is verified; 0 where the plan's graphs cannot be, which rank 0 then reports.
 
-    It is a warning where the plan has `graphs.verify`. Plans that `analyze` writes for such graphs have none.
+    It is a warning where the plan has `graphs.verify`.
     """
+    of_layers = plan.graphs.impl == "transformer_engine"
     if is_dynamic(plan):
         why = "ranks run micro-batches of several context-parallel sizes"
-    elif plan.graphs.impl in ("local", "transformer_engine"):
-        why = f"graphs.impl is {plan.graphs.impl}, and only graphs of model chunks (chunk) are verified"
+    elif plan.graphs.impl == "local":
+        why = "graphs.impl is local, and Megatron replays those graphs itself: chunk or transformer_engine is verified"
+    elif of_layers and getattr(config, "overlap_moe_expert_parallel_comm", False):
+        why = "overlap_moe_expert_parallel_comm is True, and its schedule runs other micro-batches inside a backward"
+    elif "moe_preprocess" in plan.graphs.modules:
+        why = "graphs.modules has moe_preprocess, whose table of rows has parts that no kernel writes to"
+    elif of_layers and getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed":
+        why = "graphs hold single layers in FP8 with delayed scaling, for which no GPU has tried the watch"
+    elif of_layers and plan.graphs.offload is not None:
+        why = "graphs.offload moves activations of single layers, and an eager run of a layer would move its own"
     else:
         return plan.graphs.verify_every
     if plan.captured and _global_rank() == 0:

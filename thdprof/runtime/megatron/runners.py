@@ -82,7 +82,7 @@ def runner_of(
         config: the model's TransformerConfig.
         slots: number of slots of this model chunk.
         common: arguments that every kind of DispatchedModule takes.
-        verify_every: one in so many micro-batches of chunk graphs, whole or in groups of layers, is verified; 0: none.
+        verify_every: one in so many micro-batches is verified, but for graphs that Megatron replays (local); 0: none.
         name: the model chunk's name in what is logged of verified micro-batches.
         wrapper: what reduces the model chunk's gradients, megatron-core's DistributedDataParallel.
 
@@ -124,6 +124,8 @@ def runner_of(
                 generators=surroundings.generators,
                 surroundings=around,
                 offload=_layer_offloading(decoder, plan, config),
+                verify_every=verify_every,
+                name=name,
                 **common,
             )
         case other:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thdprof.megatron_limits.served import unread_fields
+from thdprof.megatron_limits.known_fields import unread_fields
 from thdprof.runtime.megatron.versions import installed
 from thdprof.training.stamp import warning
 

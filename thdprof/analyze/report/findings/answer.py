@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from thdprof.analyze.predictions import Memory, Origin, Ruling, Times, Worth
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, Report
 from thdprof.analyze.report.findings.caps import bucket_names
 from thdprof.analyze.report.words import counted, percent, ratio, shortened, spanned
-from thdprof.analyze.times.results import Memory, Origin, Ruling, Times, Worth
 
 _NUMBERS = 3
 """Numbers at the head of a report."""

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.statistics import PERCENTILES
+from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.words import counted, listed, percent, percentile_name, ratio
-from thdprof.analyze.times.results import Range
 from thdprof.plan import FallbackRate
 
 _ALIKE = 5e-4

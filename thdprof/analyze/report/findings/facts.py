@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from thdprof.analyze.predictions import Capture, Memory, Times, Worth
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.peak import beside_slots
 from thdprof.analyze.report.words import counted, spanned
-from thdprof.analyze.times.results import Capture, Memory, Times, Worth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

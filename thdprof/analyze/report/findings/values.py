@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from thdprof.analyze.predictions import Range
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.report.findings.caps import CapCurve, Choice
 from thdprof.analyze.report.findings.graphs import Memory
 from thdprof.analyze.report.findings.run import Drift, Parts, Steps
 from thdprof.analyze.report.findings.shapes import Distribution, Joint, Shapes
-from thdprof.analyze.times.results import Range
 
 Values = dict[str, Any]
 

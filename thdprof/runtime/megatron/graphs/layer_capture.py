@@ -24,12 +24,15 @@ from thdprof.runtime.graphs.gradients import spare_main_grads
 from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
 from thdprof.runtime.graphs.static_metadata import sample_boundaries
 from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.graphs.watch.twin import Subject
 from thdprof.runtime.megatron import recompute
-from thdprof.runtime.megatron.decoder import operations, unfused_rope
+from thdprof.runtime.megatron.decoder import operations, packed_seq_params, unfused_rope
 from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.graphs.attributes import same_attributes
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
 from thdprof.runtime.megatron.graphs.split import Split
 from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.padding import PackedSequence
 
 _WARMUP_PASSES = 1
 """Warm-up passes of `make_graphed_callables`, after the rehearsal."""
@@ -143,6 +146,53 @@ class LayerCapture:
                 if (main_grad := getattr(p, "main_grad", None)) is not None
                 and getattr(alias, "grad_added_to_main_grad", False)
             },
+        )
+
+    def subject(
+        self,
+        number: int,
+        constants: dict[str, Any],
+        cp_size: int,
+        repeating: Callable[[], AbstractContextManager[None]],
+    ) -> Subject:
+        """The captured part of layer `number`, for eager runs that its replay must agree with.
+
+        Args:
+            number: the layer's place among those that are captured.
+            constants: the arguments that it is called with now, besides its hidden states.
+            cp_size: context-parallel size of the micro-batch.
+            repeating: returns a context for an eager pass, from `Surroundings.repeating`.
+        """
+        split, around = self._splits[number], self._surroundings
+        config = getattr(self._decoder.block, "config", None)
+
+        def run(tensors: Sequence[torch.Tensor], packed: PackedSequence) -> Any:
+            like = constants.get("packed_seq_params")
+            own = {} if like is None else {"packed_seq_params": packed_seq_params.write(packed, like)}
+            with (
+                self._decoder.around(cp_size),
+                recompute.kept(config),
+                recompute.layer_by_layer(config),
+                unfused_rope.on_the_device(),
+                around.inside_graph(split.layer),
+            ):
+                return split.captured(tensors[0], **{**constants, **own})
+
+        @contextmanager
+        def apart() -> Iterator[None]:
+            with repeating(), self._blocks_rng(), same_attributes(split.layer):
+                yield
+
+        return Subject(
+            module=split.layer,
+            call=run,
+            generators=self._generators,
+            extra_state=around.extra_state,
+            backward_state=around.backward_state,
+            compares_backward_state=False,  # the first layer's backward has updated them all, by Transformer Engine
+            uncompared=around.uncompared,
+            rounding=around.rounding,
+            around=apart,
         )
 
     def _rehearse(self, slot: LayerSlot, bucket: Bucket) -> tuple[list[Recorded], set[int]]:

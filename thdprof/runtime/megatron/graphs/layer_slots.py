@@ -183,7 +183,7 @@ class LayerLease(SlotLease):
             anchor: a scalar that takes a gradient, so that there is a backward even if the hidden states take none.
             order: keeps the replays of all leases one after the other.
         """
-        self.order = order
+        self.order, self.bucket = order, bucket
         self.replays = slot.replays[bucket]
         self._anchor = anchor
         super().__init__(slot)

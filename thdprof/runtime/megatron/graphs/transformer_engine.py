@@ -22,17 +22,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket, FallbackReason
 from thdprof.runtime import teardown
 from thdprof.runtime.call import Call
 from thdprof.runtime.captured import Captured, alone
-from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
 from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
 from thdprof.runtime.graphs.module_state import Placement, changes_since
 from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.graphs.slots import FreeSlots, ReplayOrder
-from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.graphs.static_metadata import Metadata
+from thdprof.runtime.graphs.watch.room import missing_bytes
+from thdprof.runtime.graphs.watch.watched_module import WatchedModule
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.mamba import has_gated_delta_net, is_mamba
@@ -46,6 +47,7 @@ from thdprof.runtime.megatron.graphs.layer_capture import (
     transformer_engines_own,
 )
 from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerSlot
+from thdprof.runtime.megatron.graphs.layer_watch import WatchedLayers
 from thdprof.runtime.megatron.graphs.split import splits
 from thdprof.runtime.megatron.offload.layers import Offloading
 from thdprof.runtime.megatron.refusals.settings import SettingsError
@@ -53,7 +55,7 @@ from thdprof.runtime.megatron.surroundings import gather_parameters, without_gat
 from thdprof.runtime.padding import to_device
 
 
-class LayerGraphs(DispatchedModule):
+class LayerGraphs(WatchedModule):
     """A decoder whose layers are replayed one by one, through Transformer Engine's graphed callables.
 
     Gradients reach the model's parameters through autograd, so that Megatron's hooks on their accumulation run as they
@@ -72,7 +74,6 @@ class LayerGraphs(DispatchedModule):
         num_slots: int,
         modules: Sequence[str] = (),
         generators: Callable[[], Sequence[torch.Generator]] = tuple,
-        surroundings: Surroundings | None = None,
         make: Make | None = None,
         offload: Offloading | None = None,
         **options: Any,
@@ -85,10 +86,9 @@ class LayerGraphs(DispatchedModule):
             num_slots: number of slots: micro-batches that can be between forward and backward at a time.
             modules: the parts of a layer that are captured, by megatron-core's names; empty: whole layers.
             generators: returns the CUDA generators of Megatron's tracker.
-            surroundings: the state that the decoder's passes change outside it.
             make: `make_graphed_callables`; None: Transformer Engine's.
             offload: moves activations to the host; None: all stay on the device.
-            options: further arguments of DispatchedModule.
+            options: further arguments of WatchedModule.
 
         Raises:
             SettingsError: no layer can be captured, two layers share a parameter, or the tracker of random states is
@@ -103,7 +103,6 @@ class LayerGraphs(DispatchedModule):
         self._eager_layers = EagerLayers(decoder, self._layers)
         self._all_graphed = len(self._layers) == len(decoder.layers)
         self._num_slots, self._find_generators = num_slots, generators
-        self._surroundings = surroundings or Surroundings()
         self._make = make or transformer_engines_own(generators())
         self._offload = offload
         self._slots: list[LayerSlot] = []
@@ -182,9 +181,12 @@ class LayerGraphs(DispatchedModule):
 
     def _replay(self, bucket: Bucket, call: Call) -> Any:
         self._refuse_megatrons_own()
+        if self._watch is not None and self._watch.refuses(bucket):
+            return FallbackReason.quarantined
         lease = self._leased(bucket, call)
         if isinstance(lease, FallbackReason):
             return lease
+        watched = self._watched(lease, call)
         packed = lease.slot.metadata.packed(bucket)
         if not self._all_graphed:  # layers that run eagerly may keep the metadata beyond the lease
             n_tokens = call.shape.n_tokens * call.packed.cp_size
@@ -194,7 +196,11 @@ class LayerGraphs(DispatchedModule):
         def replayed(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
             split = self._splits[number]
             split.gather()
-            output = split.replay(partial(lease.run, number), hidden)
+
+            def graph(inputs: torch.Tensor) -> Any:
+                return lease.run(number, inputs) if watched is None else watched.run(number, inputs, constants)
+
+            output = split.replay(graph, hidden)
             if number == len(self._layers) - 1:
                 output = lease.leave(output)
             return output if is_mamba(split.layer) else (output, None)  # the layer's own return type
@@ -231,6 +237,48 @@ class LayerGraphs(DispatchedModule):
             lease.order.begin()
             lease.slot.stage(call, bucket)
         return lease
+
+    def _watched(self, lease: LayerLease, call: Call) -> WatchedLayers | None:
+        """What verifies the layers of the micro-batch that is about to be replayed; None: it is not verified."""
+        watch, capture = self._watch, self._layer_capture
+        if watch is None or capture is None or not watch.is_due:
+            return None
+        trains = torch.is_grad_enabled()
+        if not watch.verifies(replays=trains, missing_bytes=self._missing_for_eager(lease.slot, call) if trains else 0):
+            return None
+        try:
+            metadata = Metadata(
+                [lease.bucket],
+                with_padded=call.packed.cu_seqlens_padded is not None,
+                with_seq_idx=call.packed.seq_idx is not None,
+                device=self._device,
+            )
+            metadata.stage(call.boundaries, lease.bucket)
+            parameters = [
+                [p for part in split.parts() for p in part.parameters() if p.requires_grad] for split in self._splits
+            ]
+            return WatchedLayers(
+                watch,
+                partial(capture.subject, cp_size=lease.bucket.cp_size, repeating=self._surroundings.repeating()),
+                parameters,
+                lease,
+                metadata.packed(lease.bucket),
+                call.boundaries,
+                self._slots.index(lease.slot),
+            )
+        except Exception as error:
+            watch.end(error)
+            return None
+
+    def _missing_for_eager(self, slot: LayerSlot, call: Call) -> int:
+        """Bytes of GPU memory that are missing to run a layer eagerly, and to compare; 0 if it fits."""
+        count = len(self._layers)
+        largest = max(4 * p.numel() for split in self._splits for part in split.parts() for p in part.parameters())
+        return missing_bytes(
+            self._device,
+            slot_bytes=pool_bytes(self._device, slot.pool) // count,
+            others=WATCHED_COPIES * max(largest, WATCHED_BYTES) + WATCHED_HIDDEN * count * call.tensors[0].nbytes,
+        )
 
     def _lease(self, bucket: Bucket, slot: int | None = None) -> LayerLease | FallbackReason:
         assert self._anchor is not None
