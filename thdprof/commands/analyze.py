@@ -77,10 +77,10 @@ def analyze(
     from thdprof.analyze.analysis import check_gpu
     from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
-    from thdprof.analyze.settings.beforehand import refused_runs, unknown_refusals
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
+    from thdprof.analyze.settings.training_command import refused_runs, unknown_refusals
     from thdprof.files import check_not_inputs
 
     to_stdout = output is not None and str(output) == "-"
@@ -92,7 +92,7 @@ def analyze(
     _check_captures(request, impl, choice)
     for note in request.notes:
         streams.say(note)
-    script = None if megatron_args is None else megatron_args.script
+    script = None if megatron_args is None else megatron_args.file
     outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
     check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table])
     with streams.progress_bar() as progress:
@@ -113,11 +113,7 @@ def analyze(
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     for line in refused_runs(plan, script=request.script, model_file=request.model_file):
         streams.say(f"training by this plan would be refused: {line}")
-    if (
-        request.script is not None
-        and megatron_args is not None
-        and (reason := unknown_refusals(plan, script=request.script, where=megatron_args.where))
-    ):
+    if request.script is not None and (reason := unknown_refusals(plan, request.script)):
         streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
     if to_stdout:
         streams.write(plan.to_yaml())
