@@ -468,8 +468,8 @@ class Runner:
     def __init__(self, built: Any, batch: Batch, *, cap: int | None) -> None:
         import torch
 
-        from thdprof.runtime.megatron.calibrate import PackedDecoder
-        from thdprof.runtime.megatron.decoder.mamba import has_mamba
+        from thdprof.runtime.megatron.decoder.parts import has_mamba
+        from thdprof.runtime.megatron.decoder_costs import PackedDecoder
         from thdprof.runtime.padding import pack
 
         self.stream = side_stream()
@@ -510,7 +510,7 @@ class Runner:
         import torch
         from megatron.core.tensor_parallel.random import get_all_rng_states
 
-        from thdprof.runtime.megatron.surroundings import capturing
+        from thdprof.runtime.megatron.decoder_surroundings import marked_as_capturing
 
         side = self.stream
         torch.cuda.synchronize()
@@ -521,7 +521,7 @@ class Runner:
         for generator in get_all_rng_states().values():
             forward.register_generator_state(generator)
             backward.register_generator_state(generator)
-        with capturing() if told else contextlib.nullcontext():
+        with marked_as_capturing() if told else contextlib.nullcontext():
             with torch.cuda.graph(forward, stream=side, capture_error_mode="thread_local"):
                 y = self.decoder(self.x, self.packed)
             with torch.cuda.graph(backward, pool=forward.pool(), stream=side, capture_error_mode="thread_local"):
@@ -628,8 +628,8 @@ def time_case(name: str, case: Case, out: Path) -> None:
     import torch
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-    from thdprof.runtime.megatron.decoder.rotary import keep_tables
-    from thdprof.runtime.megatron.surroundings import prepare_experts
+    from thdprof.runtime.megatron.decoder_surroundings import prepare_experts
+    from thdprof.runtime.megatron.rotary import keep_tables
 
     for way, changes in WAYS.items():
         model = replace(case.model, **changes)

@@ -41,7 +41,7 @@ from megatron_lm import environment_here, launcher, run, write_documents
 
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
-from thdprof.analyze.buckets.statistics import fallback_rate
+from thdprof.analyze.buckets.statistics import fallback_rate, make_run
 from thdprof.analyze.predictions import Memory
 from thdprof.analyze.settings.experts import captured
 from thdprof.analyze.settings.model.resolve import experts_of
@@ -217,15 +217,8 @@ def plan_of(setting: Setting, analysis: Analysis) -> Plan:
 
 def prediction_of(setting: Setting, analysis: Analysis, plan: Plan) -> Memory:
     """The predicted peak."""
-    found = predict_memory(
-        setting.model,
-        analysis.settings,
-        analysis.microbatches,
-        buckets=plan.captured,
-        slots=analysis.slots,
-        costs=built_in_costs("transformer_engine", setting.tokens),
-        n_tokens=setting.tokens,
-    )
+    run = make_run(analysis.settings, analysis.microbatches, model=setting.model, layer_graphs=False)
+    found = predict_memory(run, built_in_costs("transformer_engine", setting.tokens), plan.captured)
     assert found is not None
     return found
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from trainer import table
 
-from thdprof.runtime.megatron.decoder import token_shift
-from thdprof.runtime.megatron.stamp import stamp_here
+from thdprof.runtime.megatron import token_shift
+from thdprof.runtime.megatron.run_stamp import stamp_here
 
 TOKENS = 4096
 DOCUMENTS = (4, 16, 64, 256)
@@ -68,7 +68,7 @@ def main() -> None:
     lines = [["documents", "megatron-core, ms", "together, ms", "equal"]]
     for documents in DOCUMENTS:
         run, found, ms = shifted(documents), [], []
-        for around in (nullcontext(), token_shift.together()):
+        for around in (nullcontext(), token_shift.shifting_together()):
             with around:
                 found.append(run())
                 ms.append(ms_of(run))

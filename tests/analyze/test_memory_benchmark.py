@@ -12,7 +12,8 @@ import pytest
 from support.command import load_script
 from support.paths import ROOT
 
-from thdprof.analyze.settings.launch_script import parse_megatron_args
+from thdprof.analyze.settings.launch_script import read_launch
+from thdprof.analyze.settings.shell import read_script
 from thdprof.training import Model
 
 
@@ -26,7 +27,9 @@ def benchmark():
 def test_megatrons_arguments_of_every_setting_are_of_the_predicted_model(benchmark, tmp_path):
     for setting in benchmark.SETTINGS:
         words = shlex.join(benchmark.flags_of(setting, tmp_path / "documents"))
-        read = parse_megatron_args(f"torchrun --nproc-per-node {setting.pp} pretrain_gpt.py {words}", where="train.sh")
+        read = read_launch(
+            read_script(f"torchrun --nproc-per-node {setting.pp} pretrain_gpt.py {words}", where="train.sh")
+        )
         assert not read.model.unsettled
         made = asdict(Model(**read.model.values))
         made["vocab_size"] = read.model.vocabulary.rows(1)

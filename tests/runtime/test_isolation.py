@@ -25,14 +25,7 @@ from support.leaky_modules import (  # noqa: E402
 )
 from torch import nn  # noqa: E402
 
-from thdprof.runtime import (  # noqa: E402
-    Bucket,
-    FallbackReason,
-    GraphedModule,
-    PackedSequence,
-    pack,
-    verify_isolation,
-)
+from thdprof.runtime import Bucket, FallbackReason, GraphedModule, PackedSequence, pack, verify_isolation  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
 from thdprof.runtime.isolation.result import Region  # noqa: E402
 from thdprof.runtime.isolation.verify import regions_of, rounds  # noqa: E402

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from thdprof.analyze.predictions import Capture, Memory
-from thdprof.analyze.times.overlap import Overlap
+from thdprof.analyze.predictions import Capture, Memory, Overlap
 from thdprof.training import Model
 from thdprof.words import counted, listed, memory_size
 
