@@ -292,11 +292,10 @@ def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSet
     A part has times for the caps on its grid, for those below it (all micro-batches run eagerly) and, where costs do
     not depend on max_seqlen, for those above it (all micro-batches replay a larger graph).
     """
-    step_times = [_StepTimes(part, costs, training) for part in parts]
     total = sum(part.steps for part in parts)
     combined = []
     for cap in sorted({c.max_seqs for part in parts for c in part.caps}):
-        times = [part_times.at(cap) for part_times in step_times]
+        times = [_step_ms(part, cap, costs, training) for part in parts]
         known = [ms for ms in times if ms is not None]
         if len(known) == len(parts):
             mean = sum(ms * part.steps for ms, part in zip(known, parts, strict=True)) / total
@@ -304,24 +303,17 @@ def combine_caps(parts: list[PartOfRun], costs: CostTable, training: TrainingSet
     return combined
 
 
-class _StepTimes:
-    """Mean times of a step of one part, by cap."""
-
-    def __init__(self, part: PartOfRun, costs: CostTable, training: TrainingSettings) -> None:
-        self._part, self._costs = part, costs
-        self._replays = replays_per_step(training, part.microbatches, part.steps)
-        self._by_cap = {c.max_seqs: c.step_ms for c in part.caps}
-
-    def at(self, cap: int) -> float | None:
-        """Milliseconds under `cap`; None where the part has no time for it."""
-        first, last = self._part.caps[0].max_seqs, self._part.caps[-1]
-        if cap in self._by_cap:
-            return self._by_cap[cap]
-        if cap < first:
-            return self._part.eager_step_ms
-        if cap > last.max_seqs and not self._costs.needs_max_seqlen:
-            return larger_cap_step_ms(self._costs, last, cap, 1, self._replays)
-        return None
+def _step_ms(part: PartOfRun, cap: int, costs: CostTable, training: TrainingSettings) -> float | None:
+    """Mean milliseconds of a step of one part under `cap`; None where the part has no time for it."""
+    known = {c.max_seqs: c.step_ms for c in part.caps}
+    if cap in known:
+        return known[cap]
+    if cap < part.caps[0].max_seqs:
+        return part.eager_step_ms
+    if cap > part.caps[-1].max_seqs and not costs.needs_max_seqlen:
+        replays = replays_per_step(training, part.microbatches, part.steps)
+        return larger_cap_step_ms(costs, part.caps[-1], cap, 1, replays)
+    return None
 
 
 def merge_profiles(profiles: Sequence[RunProfile], *, names: Sequence[str]) -> RunProfile:
