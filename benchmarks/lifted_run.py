@@ -9,9 +9,9 @@ import sys
 
 from thdprof import run
 from thdprof.megatron_limits import command_line
-from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron import refusals
 
 if __name__ == "__main__":
     command_line.refused_arguments = lambda *args, **kwargs: []
-    settings.check = lambda *args, **kwargs: None
+    refusals.check = lambda *args, **kwargs: None
     sys.exit(run.main())

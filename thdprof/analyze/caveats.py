@@ -11,7 +11,7 @@ from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.times.gpus import Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.results import Memory, Times
 from thdprof.analyze.times.transformers_memory import is_run_of_trainer
-from thdprof.megatron_limits.quantization import UNMEASURED
+from thdprof.megatron_limits import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent, with_article
 

@@ -10,7 +10,7 @@ from thdprof import __version__
 from thdprof.analyze.settings.experts import captured
 from thdprof.analyze.settings.layers_choice import LayersAsked, layers_of_plan
 from thdprof.analyze.settings.offload_choice import check_choice
-from thdprof.megatron_limits import check_plan, check_recompute, check_settings
+from thdprof.megatron_limits import check_options
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
@@ -42,8 +42,9 @@ def make_plan(
     from thdprof.plan import Plan
 
     resolved_impl, modules = captured(analysis.settings.experts, impl, usual=usual)
-    check_settings(asdict(analysis.settings), resolved_impl)
     chosen, settings, costs, offload = analysis.recommendation, analysis.settings, analysis.costs, analysis.offload
+    packer, pipeline_size = settings.packer, settings.pipeline_parallel_size
+    check_options(resolved_impl, pipeline_parallel_size=pipeline_size, packer=packer, experts=settings.experts)
     if offload is not None:
         check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
     recompute = None if analysis.model is None else analysis.model.recompute_granularity
@@ -53,9 +54,10 @@ def make_plan(
         None if uncut or analysis.overlap is None else analysis.overlap.layers_per_graph,
         impl=resolved_impl,
         offloads=offload is not None,
-        packer=settings.packer,
+        packer=packer,
     )
-    check_recompute(recompute, impl=resolved_impl, packer=settings.packer, layers_per_graph=layers)
+    if recompute is not None:
+        check_options(resolved_impl, recompute=recompute, packer=packer, layers_per_graph=layers)
     one_cap, timed = chosen.one_cap, analysis.times.origin != "none"
     plan = Plan.model_validate(
         {
@@ -127,7 +129,13 @@ def make_plan(
             },
         }
     )
-    check_plan(plan)
+    check_options(
+        plan.graphs.impl,
+        context_parallel_size=settings.context_parallel_size,
+        packer=packer,
+        max_seqlen_per_dp_cp_rank=settings.max_seqlen_per_dp_cp_rank,
+        bucket_cp_sizes=tuple(bucket.cp_size for bucket in plan.graphs.buckets),
+    )
     return plan
 
 

@@ -25,7 +25,7 @@ from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
 from thdprof.runtime.megatron.graphs.layer_groups import layer_groups  # noqa: E402
-from thdprof.runtime.megatron.refusals.settings import SettingsError  # noqa: E402
+from thdprof.runtime.megatron.refusals import SettingsError  # noqa: E402
 from thdprof.runtime.megatron.runners import runner_of  # noqa: E402
 
 TOKENS, HIDDEN, LAYERS = 8, 4, 4

@@ -18,7 +18,7 @@ from thdprof.runtime.megatron.decoder.context_groups import context_group, mispl
 from thdprof.runtime.megatron.decoder.layout import Layout, lay_out
 from thdprof.runtime.megatron.decoder.packed_seq_params import packed_seq_params
 from thdprof.runtime.megatron.install import Installation, install
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.versions import VersionError
 
 if TYPE_CHECKING:

@@ -16,7 +16,15 @@ from torch import nn
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
-from thdprof.runtime.megatron import capture_agreement, isolation, predictions, recompute, surroundings, versions
+from thdprof.runtime.megatron import (
+    capture_agreement,
+    isolation,
+    predictions,
+    recompute,
+    refusals,
+    surroundings,
+    versions,
+)
 from thdprof.runtime.megatron.decisions import Decisions
 from thdprof.runtime.megatron.decoder import token_shift, vision
 from thdprof.runtime.megatron.decoder.context_groups import groups_of
@@ -24,8 +32,7 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped, whole
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead, takes_gradient
 from thdprof.runtime.megatron.peers import DEFAULT_TIMEOUT, peers_of
-from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.runners import PaddedEager, runner_of, schedule_plans
 from thdprof.runtime.megatron.stamp import warn_of_other_surroundings, warn_of_unread_fields
 from thdprof.runtime.stats import Prediction, Stats
@@ -223,9 +230,9 @@ def install(
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     models = [unwrapped(model) for model in chunks]
     if replay:
-        settings.check(config, plan, facts_of(chunks, models))
+        refusals.check(config, plan, facts_of(chunks, models))
     else:
-        settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
+        refusals.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
     every = verified_every(plan, say) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")

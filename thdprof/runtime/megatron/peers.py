@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.refusals.shared_captures import (
+from thdprof.runtime.megatron.refusals import (
+    SettingsError,
     averages_over_all_ranks,
     experts_communicate,
     shared_by,

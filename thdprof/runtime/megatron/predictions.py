@@ -16,7 +16,7 @@ from thdprof.runtime.megatron.decoder import adapters, mamba, operations, vision
 from thdprof.runtime.megatron.decoder.decoder import rope_of
 from thdprof.runtime.megatron.decoder.prediction import PredictionLayer, inner_layers
 from thdprof.runtime.megatron.graphs.transformer_engine import capturable
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 logger = logging.getLogger(__name__)
 

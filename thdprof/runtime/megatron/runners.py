@@ -11,7 +11,7 @@ from thdprof.dispatch import Bucket
 from thdprof.runtime.call import Call
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.of_plan import offload_of
-from thdprof.runtime.megatron import surroundings
+from thdprof.runtime.megatron import refusals, surroundings
 from thdprof.runtime.megatron.decoder import packed_seq_params, unfused_rope
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
@@ -19,8 +19,7 @@ from thdprof.runtime.megatron.graphs import chunk, local
 from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs
 from thdprof.runtime.megatron.offload import groups
 from thdprof.runtime.megatron.offload.layers import Offloading, SavedTensors
-from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.refusals import is_dynamic
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -127,7 +126,7 @@ def runner_of(
                 **common,
             )
         case other:
-            raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
+            raise refusals.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:

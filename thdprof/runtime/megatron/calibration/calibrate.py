@@ -24,7 +24,7 @@ from thdprof.runtime.megatron.calibration.micro_batches import MicroBatch, Shape
 from thdprof.runtime.megatron.calibration.rounds import LEAST_ROUNDS, by_rank_zero, medians
 from thdprof.runtime.megatron.calibration.solve import Measured, Scale, Solved, solve
 from thdprof.runtime.megatron.calibration.variants import Replayable
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.stamp import stamp_here
 from thdprof.words import install_line
 

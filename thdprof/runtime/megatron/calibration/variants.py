@@ -12,7 +12,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.calibrate import slot_costs
-from thdprof.runtime.megatron import predictions, surroundings
+from thdprof.runtime.megatron import predictions, refusals, surroundings
 from thdprof.runtime.megatron.calibration.micro_batches import MicroBatch
 from thdprof.runtime.megatron.calibration.rounds import timed
 from thdprof.runtime.megatron.calibration.session import Training
@@ -20,7 +20,6 @@ from thdprof.runtime.megatron.decoder import token_shift
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
 from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped
-from thdprof.runtime.megatron.refusals import settings
 
 _QUEUED = 4
 """Passes of the decoder alone that are queued before the host waits."""
@@ -37,7 +36,7 @@ class Replayable:
         """
         self.training = training
         config, self.model = training.config, unwrapped(training.chunks[0])
-        settings.check_decoder(config, facts_of(training.chunks, [self.model]))
+        refusals.check_decoder(config, facts_of(training.chunks, [self.model]))
         surroundings.prepare_experts(config, next(self.model.parameters()).device)
         self._shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._buckets = list(buckets)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from thdprof.runtime.megatron.refusals.dynamic_cp import group_sizes, is_dynamic
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError, group_sizes, is_dynamic
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -20,7 +20,7 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron.decoder import adapters, deepstack, mamba, packed_seq_params, unfused_rope
 from thdprof.runtime.megatron.decoder.arguments import FOR_INFERENCE, KNOWN_ARGUMENTS, further, not_known
 from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.padding import PackedSequence
 from thdprof.training import TailPolicy
 

@@ -29,7 +29,7 @@ from thdprof.runtime.megatron.decoder import operations, unfused_rope
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
 from thdprof.runtime.megatron.graphs.split import Split
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 _WARMUP_PASSES = 1
 """Warm-up passes of `make_graphed_callables`, after the rehearsal."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

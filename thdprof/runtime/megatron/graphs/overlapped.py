@@ -27,7 +27,7 @@ from thdprof.runtime.megatron.graphs.packed_prediction import predicts, taking_p
 from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
 from thdprof.runtime.megatron.graphs.up_to_router import UpToRouter
 from thdprof.runtime.megatron.graphs.weight_gradients import CapturedWeightGradients
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 
 class OverlappedLayerGraphs(LayerGraphs):

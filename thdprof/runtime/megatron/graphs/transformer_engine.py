@@ -48,7 +48,7 @@ from thdprof.runtime.megatron.graphs.layer_capture import (
 from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerSlot
 from thdprof.runtime.megatron.graphs.split import splits
 from thdprof.runtime.megatron.offload.layers import Offloading
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.surroundings import gather_parameters, without_gathering
 from thdprof.runtime.padding import to_device
 

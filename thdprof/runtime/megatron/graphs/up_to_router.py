@@ -19,7 +19,7 @@ from thdprof.runtime.megatron.graphs.attributes import attributes
 from thdprof.runtime.megatron.graphs.dispatchers import AFTER_PREPROCESS, DispatcherSizes
 from thdprof.runtime.megatron.graphs.expert_counts import ExpertCounts
 from thdprof.runtime.megatron.graphs.recomputed_experts import RecomputedExperts, are_recomputed
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.surroundings import capturing, gather_parameters
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from thdprof.dispatch import FallbackReason
-from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
