@@ -21,9 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron_lm import COMMON, EXACT, NO_DROPOUT, SHAPES, environment_here, plan_of, script_run, without
-from trainer_exact import CAPS, UNTUNED
-from trainer_exact_runs import FEW_THREADS, MEASURES
+from megatron_lm import (
+    COMMON,
+    EXACT,
+    FEW_THREADS,
+    MEASURES,
+    NO_DROPOUT,
+    SHAPES,
+    UNTUNED,
+    environment_here,
+    file_name,
+    plan_of,
+    script_run,
+    without,
+)
+from trainer_cases import CAPS
 from trainer_stages import LEARNED, write_learned
 
 from thdprof.plan import load_plan
@@ -47,6 +59,8 @@ EXACT_KINDS = ("on", "off")
 """Runs with deterministic kernels: the plan, and the plan with --replay off."""
 EXACT_STEPS, STEPS, RUNS, LEVEL = 60, 30, 5, 0.05
 """Steps beside --replay off; steps of a run by chance; runs of each kind; level of the test."""
+COUNTERS = ("replayed", "verified", "mismatches", "suspicions")
+"""What is kept of a run's counters, beside its eager micro-batches."""
 VERIFY = "1/64"
 """Rate of verified micro-batches."""
 FAULT = "by the plan, a boundary missing in one micro-batch of 8"
@@ -90,7 +104,7 @@ def _run(
 ) -> None:
     """Make one run, unless it is too late."""
     row, kind = one
-    exact, faulty, folder = kind in EXACT_KINDS, kind.startswith(FAULT), directory / _file(f"{row} {kind}")
+    exact, faulty, folder = kind in EXACT_KINDS, kind.startswith(FAULT), directory / file_name(f"{row} {kind}")
     if time.monotonic() > until:
         return
     plan = plans[row].with_suffix(".none.yaml") if faulty else plans[row]
@@ -99,7 +113,7 @@ def _run(
         environment["REPEATED"] = str(folder.with_suffix(".jsonl"))
     ran = script_run(
         Path(__file__) if repeats and alone else script,
-        [*[str(script)] * (repeats and alone), *_flags(directory, row, exact)],
+        [*[str(script)] * (repeats and alone), *flags_of(directory, row, exact)],
         plan=None if alone else plan,
         replay=kind != "off",
         tensorboard=folder,
@@ -108,9 +122,13 @@ def _run(
         log=folder.with_suffix(".log"),
         by=Path(__file__) if faulty or repeats else None,
     )
-    line = {"row": row, "kind": kind, "code": ran.code, "ms": ran.median_step_ms(after=10)}
-    line |= {measure: [v for _, v in sorted(ran.scalars.get(measure, {}).items())] for measure in MEASURES}
-    line |= {name: max(v.values()) for name, v in ran.scalars.items() if name.startswith("thdprof/")}
+    line: dict[str, Any] = {"row": row, "kind": kind}
+    for measure in MEASURES:
+        line[measure] = [float(f"{value:.7g}") for _, value in sorted(ran.scalars.get(measure, {}).items())]
+    if "thdprof/replayed" in ran.scalars:
+        totals = {name: int(max(values.values())) for name, values in ran.scalars.items()}
+        line |= {name: totals.get(f"thdprof/{name}", 0) for name in COUNTERS}
+        line["eager"] = sum(n for name, n in totals.items() if name.startswith("thdprof/eager/"))
     print(row, kind, ran.code, f"{ran.seconds:.0f} s", ran.error, flush=True)
     if not ran.code:
         with kept.open("a") as file:
@@ -131,15 +149,14 @@ def exact_lines(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
         if len(found) == 2:
             on, off = found["on"], found["off"]
             differ = [sum(a != b for a, b in zip(on[m], off[m], strict=True)) for m in MEASURES]
-            counts = [on.get("thdprof/replayed", 0), sum(v for k, v in on.items() if k.startswith("thdprof/eager/"))]
-            counts += [on.get(f"thdprof/{name}", 0) for name in ("verified", "mismatches")]
+            counts = [on[name] for name in ("replayed", "eager", "verified", "mismatches")]
             lines.append(
                 [
                     row,
                     *(f"{n} of {len(on['lm loss'])}" for n in differ),
                     f"{on['lm loss'][0]:.3f} to {on['lm loss'][-1]:.3f}",
                     f"{max(on['grad-norm'][10:]):.3f}",
-                    ", ".join(f"{n:.0f}" for n in counts),
+                    ", ".join(map(str, counts)),
                 ]
             )
     return lines
@@ -227,7 +244,7 @@ def _rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     return [row for model in MODELS for precision in PRECISIONS if (row := f"{model}, {precision}") in made]
 
 
-def _flags(directory: Path, row: str, exact: bool) -> list[str]:
+def flags_of(directory: Path, row: str, exact: bool) -> list[str]:
     """Megatron's arguments of a row; the documents are written where they are missing."""
     model, _, precision = row.partition(", ")
     shape, each, _ = MODELS[model]
@@ -246,9 +263,9 @@ def _flags(directory: Path, row: str, exact: bool) -> list[str]:
 def _plan(directory: Path, row: str, exact: bool) -> Path:
     """The row's plan: two buckets and fallbacks, or one bucket that holds all; beside it one that verifies nothing."""
     path = plan_of(
-        _flags(directory, row, exact),
+        flags_of(directory, row, exact),
         directory,
-        _file(f"{row} {exact}"),
+        file_name(f"{row} {exact}"),
         caps=CAPS if exact else (1.0,),
         layers_per_graph="all",
     )
@@ -265,10 +282,6 @@ def _plan(directory: Path, row: str, exact: bool) -> Path:
 def _environment(exact: bool) -> dict[str, str]:
     here = {**FEW_THREADS, "PYTHONPATH": environment_here(*[UNTUNED] * exact, Path(__file__).parent)["PYTHONPATH"]}
     return {**EXACT, **here, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"} if exact else here
-
-
-def _file(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name)
 
 
 def _run_with_fault() -> int:

@@ -23,7 +23,7 @@ from thdprof.commands.check import check
 from thdprof.commands.compare import compare
 from thdprof.commands.demo import demo
 from thdprof.commands.export import export
-from thdprof.commands.help import PanelCommand, PanelGroup
+from thdprof.commands.help import LaunchCommand, PanelCommand, PanelGroup
 from thdprof.commands.merge import merge
 from thdprof.commands.report import report
 from thdprof.commands.sweep import sweep
@@ -39,7 +39,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo):
-    app.command(cls=PanelCommand)(_command)
+    app.command(cls=LaunchCommand if _command in (analyze, sweep, calibrate) else PanelCommand)(_command)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 

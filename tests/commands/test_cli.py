@@ -300,7 +300,7 @@ def test_analysis_needs_no_torch():
 
 def test_python_and_command_give_the_same(thdprof, packs):
     from thdprof.analyze import analyze_dataset
-    from thdprof.analyze.report.json_ import to_json
+    from thdprof.analyze.report.analysis import to_json
 
     done = analyze(thdprof, packs, "--json", "--buckets", 1)
     assert to_json(analyze_dataset(packs, loader="single", seq_length=8, buckets=1)) + "\n" == done.stdout
@@ -376,14 +376,14 @@ def test_shells_complete_commands_options_and_choices(tmp_path):
 
 
 USAGES = {
-    "analyze": "[DATASET]...",
-    "sweep": "[DATASET|NAME=V1,V2]...",
+    "analyze": "[DATASET]... [-- COMMAND]",
+    "sweep": "[DATASET|NAME=V1,V2]... [-- COMMAND]",
     "report": "PLAN [STATS]",
     "merge": "PROFILE...",
     "export": "PLAN",
     "compare": "PLAN STATS|PLAN",
     "check": "PLAN [DATASET]...",
-    "calibrate": "",
+    "calibrate": "[-- COMMAND]",
     "demo": "DIRECTORY",
 }
 

@@ -17,7 +17,7 @@ from thdprof.megatron_limits.command_line import refused_allocator
 from thdprof.megatron_limits.run import is_dynamic
 from thdprof.offload.plan import EXPERT_MODULES, MODULES
 from thdprof.runtime.graphs.hooks import describe_hooked_modules
-from thdprof.runtime.megatron.offload.groups import uses_core
+from thdprof.runtime.megatron.layer_offload import uses_core
 
 if TYPE_CHECKING:
     from thdprof.plan import OffloadPart, Plan
@@ -123,9 +123,11 @@ def _of_planned_run(config: Any, plan: Plan, facts: Facts) -> Iterator[str]:
 def _of_groups(config: Any, plan: Plan) -> Iterator[str]:
     """A line where the interleaved schedule groups micro-batches so that the plan has too few slots."""
     training = plan.training
+    if (training.virtual_pipeline_size or 1) == 1 or not plan.captured:
+        return
     group = getattr(config, "microbatch_group_size_per_vp_stage", None) or training.pipeline_parallel_size
     planned = training.microbatch_group
-    if (training.virtual_pipeline_size or 1) == 1 or not plan.captured or group == planned:
+    if group == planned:
         return
     case = f"microbatch_group_size_per_vp_stage is {group}, the plan was made for {planned}"
     try:
