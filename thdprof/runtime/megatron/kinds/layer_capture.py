@@ -30,7 +30,7 @@ from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.expert_layers import Split
 from thdprof.runtime.megatron.kinds.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import same_attributes
 from thdprof.runtime.padding import PackedSequence
 

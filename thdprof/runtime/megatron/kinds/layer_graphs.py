@@ -51,7 +51,7 @@ from thdprof.runtime.megatron.kinds.layer_capture import (
 )
 from thdprof.runtime.megatron.kinds.layer_slots import LayerLease, LayerReplays, LayerSlot
 from thdprof.runtime.megatron.layer_offload import Offloading
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.padding import Boundaries, PackedSequence, to_device
 
 
