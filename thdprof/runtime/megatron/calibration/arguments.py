@@ -9,11 +9,12 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thdprof.errors import UsageError
+from thdprof.runtime.megatron.replacing import replaced
 
 _OFF: dict[str, Any] = {
     **dict.fromkeys(("save", "load", "pretrained_checkpoint", "data_path", "train_data_path", "valid_data_path")),
@@ -93,7 +94,7 @@ def parse(words: Sequence[str], *, where: str) -> tuple[Any, list[str]]:
     told = io.StringIO()
     parser = add_megatron_arguments(argparse.ArgumentParser(prog="megatron", allow_abbrev=False))
     try:
-        with contextlib.redirect_stderr(told), _as_command_line(words):
+        with contextlib.redirect_stderr(told), replaced(sys, "argv", [*(sys.argv[:1] or ["megatron"]), *words]):
             _, unknown = parser.parse_known_args(list(words))
             args = parse_args(ignore_unknown_args=True)
     except SystemExit as error:
@@ -251,17 +252,6 @@ def _pattern(args: Any) -> str:
 def _main_pattern(args: Any) -> str:
     text = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
     return str(text).partition("/")[0]
-
-
-@contextlib.contextmanager
-def _as_command_line(words: Sequence[str]) -> Iterator[None]:
-    """Let Megatron's parser, which reads sys.argv, read `words` inside the block."""
-    before = sys.argv
-    sys.argv = [before[0] if before else "megatron", *words]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def world_size() -> int:

@@ -41,15 +41,18 @@ from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.parts import has_fused_operations, has_gated_delta_net, is_mamba
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, without_gathering
+from thdprof.runtime.megatron.kinds.chunk import SizedGraphs
 from thdprof.runtime.megatron.kinds.expert_layers import find_splits
 from thdprof.runtime.megatron.kinds.layer_capture import (
     LayerCapture,
+    LayerLease,
+    LayerReplays,
+    LayerSlot,
     Make,
     layers_run,
     tidy_after_failure,
     transformer_engines_own,
 )
-from thdprof.runtime.megatron.kinds.layer_slots import LayerLease, LayerReplays, LayerSlot
 from thdprof.runtime.megatron.layer_offload import Offloading
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.padding import Boundaries, PackedSequence, to_device
@@ -532,6 +535,10 @@ class LayerGraphs(WatchedModule):
         super().close()
         if self._offload is not None:
             self._offload.close()
+
+
+class SizedLayerGraphs(SizedGraphs, LayerGraphs):
+    """Graphs of single layers for several context-parallel sizes."""
 
 
 def between_layers(call: Call, decoder: Decoder) -> list[bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,23 +26,16 @@ if TYPE_CHECKING:
     from thdprof.plan import Plan
 
 
-@contextmanager
-def left_to_the_plan(args: Any) -> Iterator[None]:
-    """Inside the block, Megatron's loop finds no graphs to capture among its arguments.
+def left_to_the_plan(args: Any) -> AbstractContextManager[None]:
+    """A context in which Megatron's loop finds no graphs to capture among its arguments.
 
     With `--cuda-graph-impl transformer_engine` the model is built for graphs of layers, which the plan captures. The
     loop would capture them again, of whichever boundaries it meets, after its own warm-up steps. The model's
     TransformerConfig keeps its value.
     """
-    asked = getattr(args, "cuda_graph_impl", "none")
-    if asked != "transformer_engine":
-        yield
-        return
-    args.cuda_graph_impl = "none"
-    try:
-        yield
-    finally:
-        args.cuda_graph_impl = asked
+    if getattr(args, "cuda_graph_impl", "none") != "transformer_engine":
+        return nullcontext()
+    return replaced(args, "cuda_graph_impl", "none")
 
 
 READ_BY_ALL = (
