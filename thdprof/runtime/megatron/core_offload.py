@@ -50,8 +50,6 @@ _MARKS = ("_TE_do_not_offload", "_do_not_offload")
 
 @dataclass(slots=True)
 class _Moved:
-    """One group that a rehearsal copied to the host."""
-
     name: str
     """The group's name."""
     copies: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)

@@ -160,8 +160,8 @@ def runner_of(
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
     """The offloading in graphs of single layers: megatron-core's own if the model was built with it; None without."""
-    asked = plan.graphs.offload
-    if asked is None:
+    wanted = plan.graphs.offload
+    if wanted is None:
         return None
     if not layer_offload.uses_core(config):
         choice = offload_of(plan)
@@ -169,7 +169,7 @@ def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading |
     from thdprof.runtime.megatron.core_offload import CoreOffloading
 
     return CoreOffloading(
-        decoder.block, modules=asked.modules, fraction=asked.fraction, min_size=config.min_offloaded_tensor_size
+        decoder.block, modules=wanted.modules, fraction=wanted.fraction, min_size=config.min_offloaded_tensor_size
     )
 
 
@@ -200,7 +200,6 @@ class Installation:
         _CHANGES.add(self._changes)
 
     def _take_back(self) -> None:
-        """Leave the contexts that `close` leaves."""
         _CHANGES.discard(self._changes)
         self._changes.close()
 
@@ -231,10 +230,10 @@ class Installation:
         return sum(run.offload_freed_bytes() for run in self._runs)
 
     def check_decisions(self) -> None:
-        """With `debug`, make sure that all ranks of the model-parallel group decided alike; costs one all-reduce.
+        """With `debug`, make sure that all ranks of the model-parallel group decided the same; costs one all-reduce.
 
         So must ranks with other micro-batches whose captured passes share collectives, as with expert parallelism; they
-        are asked from host to host.
+        are compared from host to host.
 
         Call it on every rank, for example once a step.
 
@@ -409,8 +408,8 @@ def install(
         passes, offloads = prediction.passes_a_microbatch(config), plan.graphs.offload is not None
         layers = prediction.find_replayed_predictions(model, config, impl=plan.graphs.impl, offloads=offloads)
         for depth, layer in enumerate(layers, start=1):
-            told = f"multi-token prediction {depth}, {name}"
-            predicting.append((layer, run_of(layer, slots=slots * passes, name=told, common=common)))
+            label = f"multi-token prediction {depth}, {name}"
+            predicting.append((layer, run_of(layer, slots=slots * passes, name=label, common=common)))
     for run in (*runs, *(run for _, run in predicting)):
         run.stats().prediction = Prediction.of(plan)
     cp_size = config.context_parallel_size

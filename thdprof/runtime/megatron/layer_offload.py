@@ -217,7 +217,6 @@ class LayerOffload(LayerMoves):
     """
 
     def __init__(self, choice: Choice, num_layers: int, mover: Callable[[], Mover]) -> None:
-        """Moves that are not chosen yet; `mover` returns one that computes on the current stream."""
         self._choice, self._mover = choice, mover
         self._buffers = [
             HostBuffers() for _ in range(num_layers)

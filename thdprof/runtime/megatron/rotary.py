@@ -194,7 +194,6 @@ class Positions:
     """Where the tokens of one rank are, each an int64 tensor of shape [tokens of this rank], on the device."""
 
     def __init__(self, in_document: torch.Tensor, begins: torch.Tensor) -> None:
-        """Positions in documents that begin at `begins`, counted over all ranks."""
         self.in_document = in_document
         """Place of every token in its document."""
         self.in_microbatch = in_document + begins

@@ -365,7 +365,7 @@ class Decoder(nn.Module):
         """
         rope = self._sampled(hidden)
         if self._rope is not None:
-            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only asked whether it is there
+            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only its presence counts
         with input_given(self.block, hidden):
             self.block.forward(hidden_states=hidden, attention_mask=None, packed_seq_params=params, **rope)
 

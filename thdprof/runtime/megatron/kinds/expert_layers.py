@@ -314,7 +314,6 @@ class UpToRouter:
             yield
 
     def _count(self, maps: Sequence[torch.Tensor]) -> None:
-        """Count the tokens of a replay for the experts' bias."""
         for routing_map in maps:
             assert self._counts is not None  # or there was no map
             self._counts.count(routing_map)

@@ -138,7 +138,6 @@ class OverlappedLayerGraphs(LayerGraphs):
     in_block = False
 
     def __init__(self, decoder: Decoder, *args: Any, **options: Any) -> None:
-        """As `LayerGraphs`."""
         super().__init__(decoder, *args, **options)
         self.holds_preprocessing = "moe_preprocess" in options.get("modules", ())
         """Whether the dispatcher's preprocessing is captured, so that what it sends is memory of the graph."""
@@ -198,8 +197,6 @@ class OverlappedLayerGraphs(LayerGraphs):
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """One micro-batch of the schedule."""
-
     lease: LayerLease | None = None
     """Its slot; None where it runs eagerly, and before its first layer."""
 

@@ -173,13 +173,12 @@ class _Loop:
             own_print(message + observer.log_text() if is_line else message)
 
         with replaced(self._training, "print_rank_last", with_counters):
-            told = self._own_log(*args, **kwargs)
+            result = self._own_log(*args, **kwargs)
         self._write(observer, iteration)
         observer.after_step(iteration)
-        return told
+        return result
 
     def _write(self, observer: Observer, iteration: int) -> None:
-        """Write the counters where Megatron's TensorBoard and W&B writers are, as often as they write."""
         training = self._training
         writer, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
         if writer is None or iteration % training.get_args().tensorboard_log_interval:
