@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from thdprof.analyze.settings.launch import Launch
+from thdprof.analyze.settings.shell import Launch
 from thdprof.commands import streams
 from thdprof.errors import UsageError
 from thdprof.words import install_line
@@ -21,7 +21,7 @@ def calibrate(
         typer.Option(
             "--megatron-args",
             metavar="<path>",
-            parser=lambda path: Launch(script=Path(path)),
+            parser=lambda path: Launch(file=Path(path)),
             help="Launch script or argument list, or -- COMMAND: build and measure its model, with its optimizer.",
         ),
     ] = None,
@@ -84,7 +84,7 @@ def calibrate(
 
     began = time.monotonic()
     check_targets([output], force=force)
-    check_not_inputs([output], [None if megatron_args is None else megatron_args.script])
+    check_not_inputs([output], [None if megatron_args is None else megatron_args.file])
     eager = counts_of("--n-seqs", n_seqs) if n_seqs else None
     caps = counts_of("--max-seqs", max_seqs) if max_seqs else None
     if megatron_args is not None:
@@ -142,10 +142,10 @@ def _measure_script(launch: Launch, asked: Mapping[str, Any], *, began: float) -
     import os
     import warnings
 
-    from thdprof.analyze.settings.training_command import environment_of, microbatches_of, training_command
+    from thdprof.analyze.settings.training_command import count_microbatches, read_training_command
 
-    text = launch.text()
-    command = training_command(text, where=launch.where)
+    script = launch.read()
+    command = read_training_command(script)
     if os.environ.get("RANK", "0") == "0":
         for note in command.notes:
             streams.say(note)
@@ -158,9 +158,9 @@ def _measure_script(launch: Launch, asked: Mapping[str, Any], *, began: float) -
 
         request = Request(
             words=command.words,
-            where=launch.where,
-            environment={**command.environment, **environment_of(launch.environment)},
-            microbatches=microbatches_of(text, where=launch.where),
+            where=script.where,
+            environment=command.environment,
+            microbatches=count_microbatches(script),
             began=began,
             **asked,
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
-from thdprof.analyze.settings.launch import Launch
+from thdprof.analyze.settings.shell import Launch
 from thdprof.errors import UsageError
 
 _NARROWEST, _WIDEST = 60, 120
@@ -59,7 +59,7 @@ class LaunchCommand(PanelCommand):
         if not words:
             raise UsageError("--: no command behind it; write the command that trains there, such as torchrun ...")
         if ctx.params["megatron_args"] is not None:
-            raise UsageError(f"--megatron-args {ctx.params['megatron_args'].script}: not beside a command behind --")
+            raise UsageError(f"--megatron-args {ctx.params['megatron_args'].file}: not beside a command behind --")
         ctx.params["megatron_args"] = Launch(command=words, environment=dict(os.environ))
         return rest
 

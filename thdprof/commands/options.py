@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args
 import typer
 from typer.models import ArgumentInfo
 
-from thdprof.analyze.settings.launch import Launch
 from thdprof.analyze.settings.limits import analysis_options
+from thdprof.analyze.settings.shell import Launch
 from thdprof.training import Definition, GraphKind, Panel, definitions, model_definitions
 
 PANELS: tuple[str, ...] = get_args(Panel)
@@ -24,7 +24,7 @@ LaunchScript = Annotated[
     typer.Option(
         "--megatron-args",
         metavar="<path>",
-        parser=lambda path: Launch(script=Path(path)),
+        parser=lambda path: Launch(file=Path(path)),
         help="Launch script or argument list to take Megatron-LM's flags from; or -- COMMAND, the command itself.",
         rich_help_panel="Where settings come from",
     ),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.isolation.passes import Subject
 from thdprof.runtime.isolation.result import Isolation
-from thdprof.runtime.isolation.subject import Subject
 from thdprof.runtime.isolation.verify import Settings, verify
 from thdprof.runtime.megatron import decoder_surroundings
 from thdprof.runtime.megatron.decoder import packed_seq_params

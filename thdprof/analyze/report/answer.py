@@ -1,4 +1,4 @@
-"""The finding that opens a report: the verdict, the three numbers that matter, and the caveat."""
+"""What a report answers first: verdict, three numbers, caveat, and the amounts known of the user's own model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 
-from thdprof.analyze.predictions import Memory, Origin, Ruling, Times, Worth
+from thdprof.analyze.predictions import Capture, Memory, Origin, Ruling, Times, Worth
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, Report
-from thdprof.analyze.report.findings.caps import bucket_names
-from thdprof.analyze.report.words import counted, percent, ratio, shortened, spanned
+from thdprof.analyze.report.figures.graphs import bucket_names
+from thdprof.analyze.report.sentences import beside_slots
+from thdprof.words import counted, percent, ratio, shortened, spanned
 
 _NUMBERS = 3
 """Numbers at the head of a report."""
@@ -75,11 +76,10 @@ class Answer:
     """All other warnings of the analysis."""
 
 
-def answer(report: Report) -> Answer:
+def make_answer(report: Report) -> Answer:
     """The verdict, the numbers and the caveat of a report."""
     times, profile = report.times, report.profile
-    predicted = profile.predicted
-    warnings = _warnings(report)
+    predicted, warnings = profile.predicted, _warnings(report)
     reason = ""
     if times.origin != "none" and predicted is not None and predicted.verdict.ruling is not None:
         reason = _sentence(predicted.verdict.reason)
@@ -207,3 +207,70 @@ def _peak(memory: Memory) -> Number:
 def _sentence(text: str) -> str:
     """`text` with a capital and a full stop."""
     return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else ""
+
+
+def amounts(report: Report) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Labelled amounts of the user's own model by their kind and origin; empty where its times are not known.
+
+    Each amount is a label and text with its unit.
+    """
+    times, predicted = report.times, report.profile.predicted
+    if times.origin == "none":
+        return {}
+    model = None if predicted is None or predicted.model is None else predicted.model
+    found = {f"Times, {times.origin}" + (f", of {model}" if model else ""): tuple(_times(times))}
+    if predicted is not None:
+        if predicted.worth is not None:
+            found["Worth over the run"] = tuple(_worth(predicted.worth))
+        if predicted.memory is not None:
+            moments = {"training": "in training", "capture": "at the last capture", "verification": "in a verification"}
+            title = f"Peak memory of the pipeline rank that needs most, {moments[predicted.memory.moment]}"
+            found[title] = _memory(predicted.memory)
+        if predicted.capture is not None:
+            found["Capture, once in a run"] = _capture(predicted.capture)
+    return {title: rows for title, rows in found.items() if rows}
+
+
+def _times(times: Times) -> Iterator[tuple[str, str]]:
+    if times.decoder_replay_ms is not None:
+        replay = (times.decoder_replay_ms, times.decoder_replay_ms)
+        yield "decoder, median micro-batch on one rank, replayed", spanned(replay, "ms")
+    if times.decoder_eager_ms is not None:
+        yield "the same, eagerly", spanned(times.decoder_eager_ms, "ms")
+    if times.outside_decoder_ms is not None:
+        yield "outside the decoder", spanned((times.outside_decoder_ms, times.outside_decoder_ms), "ms")
+    if times.step_ms is not None:
+        yield "a step under the plan", spanned(times.step_ms, "ms")
+    if times.eager_step_ms is not None:
+        yield "a step, all eager", spanned(times.eager_step_ms, "ms")
+
+
+def _worth(worth: Worth) -> Iterator[tuple[str, str]]:
+    yield "the run", f"{counted(worth.gpus, 'GPU')}, {counted(worth.steps, 'step')}"
+    yield "tokens per second under the plan", spanned(worth.tokens_per_second)
+    yield "tokens per second, all eager", spanned(worth.eager_tokens_per_second)
+    yield "GPU-hours under the plan", spanned(worth.gpu_hours)
+    yield "GPU-hours saved", spanned(worth.gpu_hours_saved)
+    if worth.saved is not None and worth.gpu_hour_price is not None:
+        yield f"saved at {worth.gpu_hour_price:g} a GPU-hour", spanned(worth.saved)
+
+
+def _memory(memory: Memory) -> tuple[tuple[str, str], ...]:
+    parts = {
+        "weights, gradients and the optimizer's state": memory.state_bytes,
+        "slots of the graphs": memory.graph_bytes,
+        "static inputs, outputs and gradients": memory.static_bytes,
+        beside_slots(memory): memory.eager_bytes,
+        "experts behind graphs": memory.experts_bytes,
+        "outside the decoder": memory.outside_bytes,
+        f"in all, on pipeline rank {memory.pipeline_rank}": memory.peak_bytes,
+    }
+    return tuple((label, f"{size / 2**30:.1f} GiB") for label, size in parts.items() if size)
+
+
+def _capture(capture: Capture) -> tuple[tuple[str, str], ...]:
+    return (
+        ("graphs", f"{capture.graphs:,}"),
+        ("forward and backward passes for them", f"{capture.passes:,}"),
+        ("time", spanned(capture.seconds, "s")),
+    )

@@ -1,23 +1,28 @@
-"""Prints an analysis on a terminal: the micro-batches, the cost of each cap, the recommendation, and warnings."""
+"""An analysis as text for a terminal, and as one JSON object of schema `thdprof.analysis/1`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.analysis import Analysis, CpSize
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
-from thdprof.analyze.report.model import model_line
-from thdprof.analyze.report.overlap import overlap_sentence
-from thdprof.analyze.report.peak import capture_sentence, memory_sentence
-from thdprof.analyze.report.words import counted, percent, percentile_name, saved, spanned
-from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY
+from thdprof.analyze.report.console import name_dataset, plain_table, print_parts
+from thdprof.analyze.report.sentences import capture_sentence, memory_sentence, model_sentence, overlap_sentence
+from thdprof.files import json_text
+from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.training import shown
+from thdprof.words import counted, listed, percent, percentile_name, saved, spanned
 
+SCHEMA = "thdprof.analysis/1"
+_DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
+"""Sizes of a model that follow from others."""
 _BAR = 20
 """Characters of the bar of a step as long as an eager one."""
 
@@ -25,8 +30,7 @@ _BAR = 20
 def print_report(analysis: Analysis, console: Console) -> None:
     """Write the report of `analysis` to `console`."""
     block = "█" if console.encoding.lower().startswith("utf") else "#"
-    for part in _parts(analysis, block):
-        console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))
+    print_parts(_parts(analysis, block), console)
 
 
 def _offloaded(offload: OffloadPrediction) -> str:
@@ -50,11 +54,10 @@ def _offloaded(offload: OffloadPrediction) -> str:
 
 def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     data, table = analysis.dataset, analysis.microbatches
-    source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
     amounts = (
         counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
     )
-    yield Text(f"{source} ({data.format}): {', '.join(amounts)}")
+    yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
     origin = (
         "replayed exactly"
         if table.exact
@@ -66,9 +69,8 @@ def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
     )
     count = counted(len(table), "micro-batch", "micro-batches")
     yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
-    model = model_line(analysis)
-    if model is not None:
-        yield Text(model)
+    if analysis.model is not None:
+        yield Text(model_sentence(analysis.model, gpu=analysis.gpu, source=analysis.model_source))
     for assumption in analysis.assumptions:
         yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
     for note in analysis.notes:
@@ -110,10 +112,7 @@ def _packing(analysis: Analysis) -> str:
 
 
 def _percentiles(analysis: Analysis) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("micro-batch")
-    for name in ("mean", "P50", "P90", "P95", "P99", "P99.9", "max"):
-        table.add_column(name, justify="right")
+    table = plain_table(["micro-batch"], ["mean", "P50", "P90", "P95", "P99", "P99.9", "max"])
     for label, p in (("documents", analysis.n_seqs), ("longest document", analysis.max_seqlen)):
         values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
         table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
@@ -121,19 +120,13 @@ def _percentiles(analysis: Analysis) -> Table:
 
 
 def _cp_sizes(analysis: Analysis) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in (
-        "ranks",
-        "micro-batches",
-        "documents P50",
-        "P99",
-        "max",
-        "longest document P50",
-        "P99",
-        "max",
-        "tokens",
-    ):
-        table.add_column(name, justify="right")
+    table = plain_table(
+        [],
+        [
+            *("ranks", "micro-batches", "documents P50", "P99", "max"),
+            *("longest document P50", "P99", "max", "tokens"),
+        ],
+    )
     for size in analysis.cp_sizes:
         numbers = [getattr(p, n) for p in (size.n_seqs, size.max_seqlen) for n in ("p50", "p99", "max")]
         table.add_row(
@@ -147,12 +140,12 @@ def _cp_sizes(analysis: Analysis) -> Table:
 
 def _caps(analysis: Analysis, block: str) -> Table:
     chosen = {b.max_seqs for b in analysis.recommendation.buckets}
+    timed = analysis.times.origin != "none"
     table = Table(box=None, pad_edge=False)
     table.add_column("one cap", justify="right")
     table.add_column("")
     for name in ("replayed", "steps with an\neager micro-batch"):
         table.add_column(name, justify="right")
-    timed = analysis.times.origin != "none"
     if timed:
         table.add_column("step time, eager = 1")
     for candidate in analysis.recommendation.candidates:
@@ -199,14 +192,13 @@ def sentence(analysis: Analysis) -> str:
         f"{b.max_seqs} ({f'{_ranks(b.cp_size)}, ' if analysis.cp_sizes else ''}{percent(share)})"
         for b, share in zip(chosen.buckets, chosen.shares, strict=True)
     ]
-    listed = caps[0] if len(caps) == 1 else ", ".join(caps[:-1]) + " and " + caps[-1]
     documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
     fallbacks = (
         "no micro-batch seen falls back"
         if chosen.fallback_rate.microbatch == 0
         else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
     )
-    return f"Capture graphs for {listed} {documents}: {fallbacks}."
+    return f"Capture graphs for {listed(caps)} {documents}: {fallbacks}."
 
 
 def verdict_sentence(analysis: Analysis) -> str:
@@ -310,3 +302,103 @@ def _coverage_of_run(analysis: Analysis) -> str:
     if analysis.steps == wanted:
         return "the table is the whole run, so only a change of its data brings any"
     return f"the table covers {percent(analysis.steps / wanted)} of the run's steps"
+
+
+def to_dict(analysis: Analysis) -> dict[str, Any]:
+    """The JSON object as a dict; it has the key `offload` if activations are moved to the host, and `overlap` if
+    data-parallel communication overlaps.
+    """
+    chosen, offload, timed = analysis.recommendation, analysis.offload, analysis.times.origin != "none"
+    return {
+        "schema": SCHEMA,
+        "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
+        "training": asdict(analysis.settings),
+        "assumptions": [asdict(a) for a in analysis.assumptions],
+        "model": _model(analysis),
+        "gpu": analysis.gpu,
+        "exact": analysis.microbatches.exact,
+        "microbatches": len(analysis.microbatches),
+        "steps": analysis.steps,
+        "n_seqs": analysis.n_seqs.model_dump(),
+        "max_seqlen": analysis.max_seqlen.model_dump(),
+        "n_tokens_max": analysis.n_tokens_max,
+        "cp_sizes": [_cp_size(size) for size in analysis.cp_sizes],
+        "packing_efficiency": analysis.packing_efficiency,
+        "packing_efficiency_without_cap": analysis.packing_efficiency_without_cap,
+        "verdict": analysis.verdict.ruling,
+        "verdict_reason": analysis.verdict.reason,
+        "times": asdict(analysis.times),
+        "worth": None if analysis.worth is None else asdict(analysis.worth),
+        "candidates": [_candidate(c, timed=timed) for c in chosen.candidates],
+        "recommendation": {
+            "max_packed_seqs": max((b.max_seqs for b in chosen.buckets), default=None),
+            "buckets": [
+                {
+                    "max_seqs": b.max_seqs,
+                    "max_seqlen": b.max_seqlen,
+                    "cp_size": b.cp_size,
+                    "share": share,
+                }
+                for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+            ],
+            "captures": _captures(analysis),
+            "slots": analysis.slots,
+            "fallback_rate": chosen.fallback_rate.model_dump(),
+            "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
+            "relative_step_time": chosen.relative_step_time if timed else None,
+            "step_ms": chosen.step_ms if timed else None,
+            "eager_step_ms": chosen.eager_step_ms if timed else None,
+            "graph_memory_bytes": chosen.graph_memory_bytes if timed else None,
+            "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap, timed=timed),
+        },
+        **({} if offload is None else {"offload": asdict(offload)}),
+        "memory": None if analysis.memory is None else asdict(analysis.memory),
+        "capture": None if analysis.capture is None else asdict(analysis.capture),
+        **({} if (cut := analysis.overlap) is None else {"overlap": {**asdict(cut), "gained_ms": cut.gained_ms}}),
+        "costs": {
+            "name": analysis.costs.name,
+            "calibrated": analysis.costs.calibrated,
+            "modelled": analysis.costs.modelled,
+            "hardware": analysis.costs.hardware,
+            "attention": analysis.costs.attention,
+            "n_tokens": analysis.costs.n_tokens,
+        },
+        "notes": list(analysis.notes),
+        "warnings": list(analysis.warnings),
+    }
+
+
+def to_json(analysis: Analysis) -> str:
+    """The analysis as JSON text, indented."""
+    return json_text(to_dict(analysis))
+
+
+def _model(analysis: Analysis) -> dict[str, Any] | None:
+    """All fields of the model, the sizes that follow from them, and where it was read; None where it is not known."""
+    model = analysis.model
+    if model is None:
+        return None
+    derived = {name: getattr(model, name) for name in _DERIVED}
+    return {**asdict(model), **derived, "gpu": analysis.gpu, "source": analysis.model_source}
+
+
+def _candidate(candidate: Candidate, *, timed: bool) -> dict[str, Any]:
+    """One cap; its times are null unless `timed`, because they are of another model then."""
+    return {
+        "max_seqs": candidate.max_seqs,
+        "coverage": candidate.coverage,
+        "fallback_rate": candidate.fallback_rate.model_dump(),
+        "relative_step_time": candidate.relative_step_time if timed else None,
+        "padding_ms": candidate.padding_ms if timed else None,
+    }
+
+
+def _cp_size(size: CpSize) -> dict[str, Any]:
+    return {**asdict(size), "n_seqs": size.n_seqs.model_dump(), "max_seqlen": size.max_seqlen.model_dump()}
+
+
+def _captures(analysis: Analysis) -> dict[str, Any] | None:
+    """The parts of the model to capture where dropless experts decide them; None where `--impl` does."""
+    if not analysis.recommendation.buckets or analysis.settings.experts != "dropless":
+        return None
+    return {"impl": "transformer_engine", "modules": [*UP_TO_ROUTER], "why": DROPLESS_EXPERTS_RUN_EAGERLY}

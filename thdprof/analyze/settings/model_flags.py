@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from thdprof.analyze.settings.flag_occurrences import Occurrence
+from thdprof.analyze.settings.launch_flags import BlockError, LaunchFlags, Occurrence
 from thdprof.analyze.settings.megatron_flags import EXPERTS, LAYERS, PADDED_EXPERTS, TENSOR_PARALLEL_SIZE
 from thdprof.analyze.settings.model import flag_names as names
 from thdprof.analyze.settings.model.layers import expert_layers, hybrid_layers, read_frequency
 from thdprof.analyze.settings.model.reading import FP8_FORMATS, VOCAB_MULTIPLE, ModelReading, Vocabulary
-from thdprof.analyze.settings.script_flags import ScriptFlags
 from thdprof.errors import UsageError
 from thdprof.training.model import read_field
 
@@ -27,7 +26,7 @@ _KV_LORA_RANK = 32
 _RECIPES = {"delayed": "delayed", "tensorwise": "tensorwise", "blockwise": "blockwise", "mxfp8": "mxfp8"}
 
 
-def read_model_flags(flags: ScriptFlags) -> ModelReading:
+def read_model_flags(flags: LaunchFlags) -> ModelReading:
     """What the script says of the model.
 
     A flag that the text does not settle is no error, since only times are lost without it: its field is in the
@@ -42,7 +41,7 @@ def read_model_flags(flags: ScriptFlags) -> ModelReading:
 class _ModelFlags:
     """Collects the fields of one script."""
 
-    def __init__(self, flags: ScriptFlags) -> None:
+    def __init__(self, flags: LaunchFlags) -> None:
         self.flags = flags
         self.values: dict[str, Any] = {}
         self.origins: dict[str, str] = {}
@@ -72,7 +71,7 @@ class _ModelFlags:
         self._experts()
         self._fp8()
         if (modules := self._one(names.RECOMPUTED, "recompute_modules")) is not None:
-            self._set("recompute_modules", tuple(word.text for word in modules.values), modules)
+            self._set("recompute_modules", tuple(modules.texts), modules)
         vocabulary = self._vocabulary()
         self._elsewhere()
         return ModelReading(
@@ -93,6 +92,8 @@ class _ModelFlags:
         """The occurrence of `flag`; None where it is absent, the caller has `field`, or the text does not settle it."""
         try:
             return self.flags.one(flag, field, f"{field} in --settings")
+        except BlockError:
+            raise
         except UsageError as error:
             self.unsettled.setdefault(field, str(error))
             return None
@@ -102,8 +103,8 @@ class _ModelFlags:
         if found is None:
             self.values[field] = value
             return
-        given = " ".join([found.flag, *(word.text for word in found.values)])
-        place = f"{self.flags.where}, line {found.line}: {given}"
+        given = " ".join([found.flag, *found.texts])
+        place = f"{self.flags.script.place(found.line)}: {given}"
         try:
             self.values[field] = read_field(field, value)
         except UsageError as error:
@@ -113,18 +114,18 @@ class _ModelFlags:
     def _field(self, flag: str, field: str, parse: Callable[[str], Any]) -> None:
         found = self._one(flag, field)
         if found is not None:
-            self._set(field, parse(found.values[0].text), found)
+            self._set(field, parse(found.text), found)
 
     def _parsed(self, flag: str, field: str, parse: Callable[[str], Any]) -> Any:
         """The value of `flag` by `parse`, whose ValueError becomes an error with the place; None where absent."""
         found = self._one(flag, field)
         if found is None:
             return None
-        text = found.values[0].text
+        text = found.text
         try:
             return parse(text)
         except ValueError as error:
-            raise UsageError(f"{self.flags.where}, line {found.line}: {flag} {text}: {error}") from error
+            raise UsageError(f"{self.flags.script.place(found.line)}: {flag} {text}: {error}") from error
 
     @staticmethod
     def _whole(text: str) -> int | str:
@@ -136,17 +137,17 @@ class _ModelFlags:
         found = self._one(names.MAIN_GRADS, "grad_reduce_in_fp32")
         in_bf16 = self.values["precision"] == "bf16"
         if found is not None and in_bf16 and "grad_reduce_in_fp32" not in self.values:
-            self._set("grad_reduce_in_fp32", found.values[0].text == "fp32", found)
+            self._set("grad_reduce_in_fp32", found.text == "fp32", found)
 
     def _attention(self) -> None:
         grouped = self._one(names.GROUPED, "num_query_groups")
         if grouped is not None:
             found = self._one(names.GROUPS, "num_query_groups")
-            text = "1" if found is None else found.values[0].text
+            text = "1" if found is None else found.text
             self._set("num_query_groups", self._whole(text), found or grouped)
         positions = self._one(names.POSITIONS, "rotary")
         if positions is not None and "rotary" not in self.origins:
-            self._set("rotary", positions.values[0].text in ("rope", "yarn", "mrope"), positions)
+            self._set("rotary", positions.text in ("rope", "yarn", "mrope"), positions)
 
     def _hybrid(self) -> None:
         field = "hybrid_layer_pattern"
@@ -176,9 +177,9 @@ class _ModelFlags:
 
     def _experts(self) -> None:
         found = self._one(EXPERTS, "num_experts")
-        if found is None or found.values[0].text == "0":
+        if found is None or found.text == "0":
             return
-        self._set("num_experts", self._whole(found.values[0].text), found)
+        self._set("num_experts", self._whole(found.text), found)
         if "num_moe_layers" not in self.values and "hybrid_layer_pattern" not in self.values:
             self._expert_layers()
         factor = self._parsed(names.CAPACITY, "moe_expert_capacity_factor", float)
@@ -196,19 +197,19 @@ class _ModelFlags:
             self._set("num_moe_layers", expert_layers(frequency, layers), found)
         except ValueError as error:
             line = 0 if found is None else found.line
-            raise UsageError(f"{self.flags.where}, line {line}: {names.EXPERT_LAYERS}: {error}") from error
+            raise UsageError(f"{self.flags.script.place(line)}: {names.EXPERT_LAYERS}: {error}") from error
 
     def _fp8(self) -> None:
         if self._parsed(names.FP8, "fp8_recipe", _fp8_format) is None:
             return
         found = self._one(names.FP8_RECIPE, "fp8_recipe")
-        recipe = "delayed" if found is None else found.values[0].text
+        recipe = "delayed" if found is None else found.text
         if recipe in _RECIPES or found is None:
             self._set("fp8_recipe", recipe, found or self._one(names.FP8, "fp8_recipe"))
         else:
             self.unsettled.setdefault(
                 "fp8_recipe",
-                f"{self.flags.where}, line {found.line}: {names.FP8_RECIPE} {recipe}: this recipe is not known",
+                f"{self.flags.script.place(found.line)}: {names.FP8_RECIPE} {recipe}: this recipe is not known",
             )
 
     def _vocabulary(self) -> Vocabulary | None:
@@ -238,10 +239,10 @@ class _ModelFlags:
         """Note flags that say that the model is another one than the other flags do, or that is not followed."""
         for flag, (_, reason) in names.ELSEWHERE.items():
             for found in self.flags.occurrences.get(flag, [])[-1:]:
-                self.unsettled.setdefault(flag, f"{self.flags.where}, line {found.line}: {flag}: {reason}")
+                self.unsettled.setdefault(flag, f"{self.flags.script.place(found.line)}: {flag}: {reason}")
         for flag, taken in names.LEFT_OUT.items():
             for found in self.flags.occurrences.get(flag, [])[-1:]:
-                self.notes.append(f"{self.flags.where}, line {found.line}: {flag}: {taken}")
+                self.notes.append(f"{self.flags.script.place(found.line)}: {flag}: {taken}")
 
 
 def _fp8_format(text: str) -> str:
