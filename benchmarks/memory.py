@@ -43,8 +43,8 @@ from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint, built_in_costs
 from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.predictions import Memory
-from thdprof.analyze.settings.experts import captured
-from thdprof.analyze.settings.model.resolve import experts_of
+from thdprof.analyze.settings.captures import captured
+from thdprof.analyze.settings.resolved_model import experts_of
 from thdprof.analyze.times.answer import predict_capture
 from thdprof.analyze.times.memory import predict_memory
 from thdprof.plan import Plan
