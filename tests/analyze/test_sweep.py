@@ -19,7 +19,7 @@ from support.sample_files import write_bridge, write_index, write_lines
 from thdprof.analyze import analyze_dataset, make_plan, sources
 from thdprof.analyze import sweep as sweeping
 from thdprof.analyze.report.sweep import plan_cells
-from thdprof.analyze.schedule import packers, samples
+from thdprof.analyze.schedule import gpt_dataset, packers
 from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import read_axes, read_request, split_arguments, swept_settings
 from thdprof.analyze.sweep import Sweep, sweep
@@ -217,8 +217,8 @@ def test_the_source_is_read_once_and_sequences_are_shuffled_once(tmp_path, rng, 
         monkeypatch.setattr(module, name, call)
 
     counted(sweeping, "read_dataset", "read")
-    counted(samples, "_shuffled_ends", "shuffle")
-    counted(samples, "_count", "samples")
+    counted(gpt_dataset, "_shuffled_ends", "shuffle")
+    counted(gpt_dataset, "_count", "samples")
     counted(packers, "pack_rows", "pack")
     index = write_index(tmp_path / "a.idx", rng.integers(1, 60, 400))
     found = swept([index], ["micro-batch-size=1,2,4", "seq-length=16,32", "buckets=1,2"])

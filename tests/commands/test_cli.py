@@ -300,7 +300,7 @@ def test_analysis_needs_no_torch():
 
 def test_python_and_command_give_the_same(thdprof, packs):
     from thdprof.analyze import analyze_dataset
-    from thdprof.analyze.report.json_ import to_json
+    from thdprof.analyze.report.analysis import to_json
 
     done = analyze(thdprof, packs, "--json", "--buckets", 1)
     assert to_json(analyze_dataset(packs, loader="single", seq_length=8, buckets=1)) + "\n" == done.stdout

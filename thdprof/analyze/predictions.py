@@ -8,6 +8,13 @@ from typing import Literal
 Origin = Literal["measured", "modelled", "none"]
 """Where times come from: a cost table of this model, a model of its kernels, or nowhere."""
 Ruling = Literal["graphs pay", "graphs do not pay", "measure first"]
+UNKNOWN_MODEL = (
+    "the model is not known: --megatron-args with the launch script, or --model with its config.json, gives times"
+)
+FOREIGN_TABLE = (
+    "the times of the cost table are of another model (calibrated: false): thdprof calibrate measures yours, and "
+    "without --cost-table times are modelled where the model is known"
+)
 Range = tuple[float, float]
 """The lowest and the highest value that is expected; equal where the value was measured."""
 
@@ -112,3 +119,59 @@ class Capture:
     """Forward and backward passes run for them, warm-up included."""
     seconds: Range
     """Time that they take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """What cutting model chunks into graphs of a few layers saves, per step."""
+
+    layers_per_graph: int | None
+    """Layers of one graph; None where whole chunks are as good."""
+    graphs: int
+    """Graphs of a chunk in each direction."""
+    communication_ms: float
+    """Milliseconds of gathers and reductions of the first pipeline stage's first chunk. If it is one graph, it hides
+    the output layer's alone.
+    """
+    hidden_ms: tuple[float, float]
+    """Milliseconds of them that a step with these graphs does not wait for, less what they slow kernels beside them:
+    with CUDA_DEVICE_MAX_CONNECTIONS=1, and with several connections.
+    """
+    cost_ms: float
+    """Milliseconds of a step that launching these graphs costs more than launching whole chunks."""
+    gbps: float
+    """Bandwidth of one GPU in these collectives that was taken, in GB/s and one direction."""
+    gbps_given: bool
+    """Whether the user gave that bandwidth; else it is assumed by the GPU's data sheet or of the network."""
+    across_hosts: bool
+    """Whether the ranks were taken to be on several hosts."""
+
+    @property
+    def gained_ms(self) -> tuple[float, float]:
+        """Milliseconds that a step becomes shorter: with CUDA_DEVICE_MAX_CONNECTIONS=1, and with several of them."""
+        least, most = self.hidden_ms
+        return least - self.cost_ms, most - self.cost_ms
+
+    @property
+    def expected_ms(self) -> float:
+        """The middle of `gained_ms`, by which graphs are chosen."""
+        return sum(self.gained_ms) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictions:
+    """What is predicted of a run under the chosen buckets."""
+
+    times: Times
+    """Times of the median micro-batch and of a step, and where they come from."""
+    verdict: Verdict
+    """Whether graphs pay."""
+    worth: Worth | None = None
+    """What the plan is worth over the run; None without times."""
+    memory: Memory | None = None
+    """Predicted peak memory; None where the model or its memory is not known."""
+    capture: Capture | None = None
+    """What capturing the plan's graphs takes; None without times or graphs."""
+    overlap: Overlap | None = None
+    """What cutting model chunks into graphs of a few layers hides of data-parallel communication; None where the run
+    overlaps none, or times are not known."""

@@ -366,6 +366,11 @@ class TrainingSettings:
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
+    def is_of_trainer(self) -> bool:
+        """Whether Hugging Face's Trainer runs the training, with models of transformers."""
+        return self.loader == "trainer"
+
+    @property
     def microbatch_group(self) -> int:
         """Micro-batches that a virtual pipeline runs in a group; 1 without one, or with one of a single chunk."""
         if (self.virtual_pipeline_size or 1) == 1:

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from thdprof.megatron_limits import known_fields
-from thdprof.runtime.megatron.stamp import warn_of_unread_fields
+from thdprof.runtime.megatron.run_stamp import warn_of_unread_fields
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "add_bias_linear": False}

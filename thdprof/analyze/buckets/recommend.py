@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram, Profile, upper_bound
-from thdprof.analyze.buckets.step_costs import StepCosts
+from thdprof.analyze.buckets.statistics import PERCENTILES, AnalyzedRun, Histogram, Profile, upper_bound
+from thdprof.analyze.buckets.step_costs import StepCosts, costs_of_run
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
@@ -297,68 +297,42 @@ class Recommendation:
     """Number of steps on which choices were compared; the figures of the chosen buckets are of all steps."""
 
 
-def recommend(
-    table: MicrobatchTable,
-    profile: Profile,
-    costs: CostTable,
-    *,
-    longest_possible: Mapping[int, int],
-    pipeline_size: int,
-    num_slots: float,
-    n_tokens_per_rank: int,
-    independent: int,
-    limits: Limits,
-    cp_size: int | None = None,
-) -> Recommendation:
+def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: Limits) -> Recommendation:
     """Choose the buckets that make a mean step quickest within the limits.
 
     Several buckets also hold every micro-batch, where that keeps to the limits and to most of what graphs save
     (`Limits.cover_largest`).
 
     Args:
-        table: the micro-batches of the run.
-        profile: histograms of these micro-batches.
-        costs: the cost table.
-        longest_possible: tokens of the longest document that a micro-batch of each context-parallel size can hold; the
-            run's size alone without dynamic context parallelism.
-        pipeline_size: pipeline-parallel size, for the bubble.
-        num_slots: slots of the pipeline rank that needs most, in whole models, for the memory.
-        n_tokens_per_rank: tokens of a graph's micro-batches on one context-parallel rank.
-        independent: number of micro-batches of `table` that are independent draws, for the confidence bound.
+        run: the run.
+        costs: the cost table, of the run's context-parallel size.
+        independent: number of the run's micro-batches that are independent draws, for the confidence bound.
         limits: limits that the buckets must keep to.
-        cp_size: the run's context-parallel size, which the cost table is of; None: the least of `longest_possible`.
 
     Raises:
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
-    run_cp_size = min(longest_possible)
+    table, profile = run.table, run.profile
     asked = _asked(table, profile)
     caps = sorted({*curve_caps(profile, costs), *curve_caps(asked, costs)})
+    run_cp_size = min(run.longest_possible)
     profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
     shapes = {
         cp_size: [
-            Bucket(n, s, n_tokens_per_rank, cp_size)
+            Bucket(n, s, run.n_tokens, cp_size)
             for n in candidate_caps(part, costs)
-            for s in candidate_lengths(part, costs, longest_possible[cp_size])
+            for s in candidate_lengths(part, costs, run.longest_possible[cp_size])
         ]
         for cp_size, part in profiles.items()
     }
     every = [bucket for part in shapes.values() for bucket in part]
     lengths = sorted({b.max_seqlen for b in every})
-    step_costs = StepCosts(
-        table,
-        costs,
-        sorted({*caps, *(b.max_seqs for b in every)}),
-        lengths,
-        pipeline_size,
-        n_tokens=n_tokens_per_rank,
-        cp_size=cp_size or run_cp_size,
-    )
+    step_costs = costs_of_run(run, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths)
     eager_ms = float(step_costs.step_ms([()])[0])
     least = 1 - costs.least_gain
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
-        return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
+        return costs.graph_memory_bytes(num_slots=run.num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
 
     for part in shapes.values():
         refuse_long_search(len(part), limits.num_buckets)
@@ -372,8 +346,8 @@ def recommend(
         quickest_ms = float(step_costs.step_ms([chosen])[0])
         most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
         chosen = quickest_covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
-    longest = longest_captured(profiles, longest_possible)
-    options = [tuple(Bucket(n, longest[size], n_tokens_per_rank, size) for size in shapes) for n in caps]
+    longest = longest_captured(profiles, run.longest_possible)
+    options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in shapes) for n in caps]
     curve = cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate

@@ -440,15 +440,6 @@ def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
     return storages
 
 
-def freed_bytes(costs: CostTable, choice: Choice, *, n_tokens: int, num_slots: float) -> int:
-    """Bytes by which the graph memory of `num_slots` slots of the whole model shrinks under `choice`.
-
-    Raises:
-        UsageError: the cost table does not give the sizes of the model that it was measured on.
-    """
-    return round(num_slots * _planned(costs, choice, n_tokens).device_bytes_freed)
-
-
 def predict_offload(
     costs: CostTable, choice: Choice, *, n_tokens: int, num_slots: float, graph_memory_bytes: int | None
 ) -> OffloadPrediction:
@@ -458,7 +449,7 @@ def predict_offload(
         costs: the cost table, with the sizes of its model.
         choice: the activations that are moved.
         n_tokens: tokens of a micro-batch on one context-parallel rank.
-        num_slots: slots of the pipeline rank that needs most, in whole models (`most_slots`).
+        num_slots: slots of the pipeline rank that needs most, in whole models (`AnalyzedRun.num_slots`).
         graph_memory_bytes: graph memory of this rank in bytes with all activations on the device; None where it is not
             known.
 
@@ -489,12 +480,3 @@ def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
     for number, storage in enumerate(storages):
         at[storage.first] = at[storage.last] = number
     return plan_offload(at, storages, choice)
-
-
-def most_slots(slots: Sequence[Sequence[int]]) -> float:
-    """Slots of the pipeline rank that needs most, in whole models: a slot of one of n model chunks counts 1 / n.
-
-    Args:
-        slots: slots of each model chunk, for every pipeline rank.
-    """
-    return max(sum(rank) / (len(slots) * len(rank)) for rank in slots)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.statistics import fallback_rate
+from thdprof.analyze.buckets.statistics import AnalyzedRun, fallback_rate
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.dispatch import Bucket, Shapes, holds
 from thdprof.plan import FallbackRate
@@ -365,6 +365,12 @@ def _slowest(ms: NDArray[np.float64], row: NDArray[np.int32], more: NDArray[np.f
             of_rank += more[:, rank, None]
         np.maximum(slowest, of_rank, out=slowest)
     return slowest
+
+
+def costs_of_run(run: AnalyzedRun, costs: CostTable, caps: Sequence[int], lengths: Sequence[int]) -> StepCosts:
+    """The step costs of `run` for buckets made of `caps` and `lengths`, both ascending."""
+    pipeline, cp_size = run.settings.pipeline_parallel_size, run.settings.context_parallel_size
+    return StepCosts(run.table, costs, caps, lengths, pipeline, n_tokens=run.n_tokens, cp_size=cp_size)
 
 
 def one_cap_step_ms(

@@ -7,7 +7,7 @@ import glob
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -44,31 +44,35 @@ _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
 class Request:
     """The arguments of `thdprof.analyze.analysis.analyze`, and what the user should know about them."""
 
-    locations: list[str]
     given: dict[str, Any]
     """Training settings by name."""
-    format: str
-    cost_table: Path | None
-    attention: Attention
-    limits: Limits
-    model: Model | None
+    locations: list[str] = field(default_factory=list)
+    """Files, globs, directories or Megatron prefixes of the dataset."""
+    format: str = "auto"
+    """Name of the dataset's format, or "auto"."""
+    cost_table: Path | None = None
+    """Measured costs; None: costs are modelled where the model is known, else built-in ones rank the choices."""
+    attention: Attention = "transformer_engine"
+    limits: Limits = field(default_factory=Limits)
+    """Limits that the recommendation must keep to."""
+    model: Model | None = None
     """The model that the run trains; None where it is not known."""
-    model_source: str | None
+    model_source: str | None = None
     """Where the model was read; None where it is not known."""
-    model_file: Path | None
+    model_file: Path | None = None
     """The file of --model that was read; None without one."""
-    script: Script | None
+    script: Script | None = None
     """The launch; None without one."""
-    gpu: str | None
-    """Name of the GPU that times are of; None: not given."""
-    gpu_hour_price: float | None
+    gpu: str | None = None
+    """Name of the GPU that times are of; None: this machine's, else the one that is assumed."""
+    gpu_hour_price: float | None = None
     """Price of a GPU-hour, in the user's currency; None: not given."""
-    layers_per_graph: LayersAsked
+    layers_per_graph: LayersAsked = None
     """Layers of one graph of a model chunk; None: as predicted."""
-    data_parallel_gbps: float | None
-    """GB/s of one GPU in collectives of its data-parallel group; None: not given."""
-    notes: list[str]
-    usual_impl: GraphKind
+    data_parallel_gbps: float | None = None
+    """GB/s of one GPU in collectives of its data-parallel group; None: by the GPU's data sheet."""
+    notes: list[str] = field(default_factory=list)
+    usual_impl: GraphKind = "module"
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
 
 

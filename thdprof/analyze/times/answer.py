@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.step_costs import StepCosts
-from thdprof.analyze.predictions import Capture, Range, Ruling, Times, Verdict, Worth
+from thdprof.analyze.buckets.recommend import Recommendation
+from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
+from thdprof.analyze.buckets.statistics import AnalyzedRun
+from thdprof.analyze.buckets.step_costs import costs_of_run
+from thdprof.analyze.predictions import Capture, Predictions, Range, Ruling, Times, Verdict, Worth
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.times.memory import is_run_of_trainer
+from thdprof.analyze.times.gpus import known_gpu
+from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.modelled_costs import ModelledTimes
+from thdprof.analyze.times.overlap import predict_overlap
 from thdprof.dispatch import WARMUP_PASSES, Bucket
 from thdprof.training import STEP_PACKERS, Kind, Model, TrainingSettings
 from thdprof.words import amount
@@ -200,7 +205,7 @@ def worth_of(
         (times.eager_step_ms[0] - times.step_ms[0]) * hours,
         (times.eager_step_ms[1] - times.step_ms[1]) * hours,
     )
-    if is_run_of_trainer(settings) and times.relative_step_time is not None and times.step_ms != times.eager_step_ms:
+    if settings.is_of_trainer and times.relative_step_time is not None and times.step_ms != times.eager_step_ms:
         # Kernels may be slower than modelled, on any host: the ends of the step times do not belong together.
         least, most = times.relative_step_time
         saved = times.eager_step_ms[0] * (1 - most) * hours, times.eager_step_ms[1] * (1 - least) * hours
@@ -220,45 +225,91 @@ def _rates(tokens: float, step_ms: Range) -> Range:
     return tokens * 1000 / step_ms[1], tokens * 1000 / step_ms[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """The run that is answered for."""
+def predict(
+    run: AnalyzedRun,
+    costs: CostTable,
+    chosen: Recommendation,
+    *,
+    modelled: ModelledTimes | None,
+    unknown: str,
+    offload: OffloadPrediction | None = None,
+    watched: bool = False,
+    tokens: float | None = None,
+    price: float | None = None,
+    gbps: float | None = None,
+) -> Predictions:
+    """What is predicted of `run` under the chosen buckets, or under the quickest single cap where there are none.
 
-    table: MicrobatchTable
-    """Its micro-batches."""
-    settings: TrainingSettings
-    """Its settings."""
-    buckets: Sequence[Bucket]
-    """The buckets that are captured, ascending."""
-    n_tokens: int
-    """Tokens of a graph's micro-batches on one context-parallel rank."""
-    typical: int
-    """Documents of the median micro-batch."""
-    longest: int
-    """Tokens of the longest document that a graph is captured for."""
+    Args:
+        run: the run, whose model is known, or whose costs were measured.
+        costs: the cost table.
+        chosen: the buckets, chosen by `costs`.
+        modelled: the model of times that `costs` are of; None: they were measured, or are of another model.
+        unknown: how to get times, where `costs` are of another model.
+        offload: activations that wait on the host.
+        watched: whether some replayed micro-batches are verified (`graphs.verify`).
+        tokens: tokens that the run trains on; None: all those of its micro-batches.
+        price: price of a GPU-hour; None: not given.
+        gbps: GB/s of one GPU in collectives of its data-parallel group; None: assumed.
+    """
+    quickest = min(chosen.candidates, key=lambda c: (c.relative_step_time, c.max_seqs)).max_seqs
+    buckets = chosen.buckets or tuple(
+        Bucket(quickest, longest, run.n_tokens, size) for size, longest in run.longest_possible.items()
+    )
+    times = Times(origin="none", basis=unknown)
+    if costs.origin != "none":
+        hosts = "" if modelled is None else f", launched by {modelled.host.basis}"
+        times = times_of(run, costs, buckets, basis=f"{costs.name} on {costs.hardware}{hosts}")
+    overlap = None
+    if chosen.buckets and times.origin != "none":
+        overlap = predict_overlap(
+            run.model,
+            run.settings,
+            known_gpu(costs.hardware),
+            replay_ms=times.decoder_replay_ms,
+            step_ms=chosen.step_ms,
+            num_microbatches=int(run.table.num_microbatches.max()),
+            gbps=gbps,
+        )
+    freed = 0 if offload is None else offload.device_bytes_freed
+    planned = times if chosen.buckets else replace(times, step_ms=times.eager_step_ms)
+    return Predictions(
+        times=times,
+        verdict=verdict_of(times, modelled),
+        worth=worth_of(planned, run.settings, run.model, run.table, price=price, tokens=tokens),
+        memory=predict_memory(run, costs, chosen.buckets, freed_bytes=freed, watched=watched),
+        capture=predict_capture(num_buckets=len(chosen.buckets), slots=run.slots, costs=costs),
+        overlap=overlap,
+    )
 
 
-def times_of(run: Run, costs: CostTable, *, basis: str) -> Times:
+def times_of(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, basis: str) -> Times:
     """Times of the median micro-batch and of a step by `costs`, which are of the user's model.
 
     Args:
         run: the run.
         costs: the cost table, measured or modelled.
+        buckets: the buckets that are captured, ascending.
         basis: the model and the GPU that the times are of.
     """
-    assert costs.origin != "none"
+    typical, longest = run.profile.n_seqs.percentile(50.0), max(run.longest_possible.values())
+    caps = sorted({b.max_seqs for b in buckets}) or [1]
+    lengths = sorted({b.max_seqlen for b in buckets}) or [longest]
     ends = costs.ends()
-    steps = [_step_ms(run, end) for end in ends]
+    steps = [tuple(map(float, costs_of_run(run, end, caps, lengths).step_ms([tuple(buckets), ()]))) for end in ends]
     relative = [planned / eager for planned, eager in steps]
-    fitting = [b for b in run.buckets if b.max_seqs >= run.typical]
-    cap = fitting[0].max_seqs if fitting else costs.rounded_max_seqs(run.typical)
-    eager = [float(end.eager_ms(np.array([run.typical]))[0]) for end in ends]
+    fitting = [b for b in buckets if b.max_seqs >= typical]
+    cap = fitting[0].max_seqs if fitting else costs.rounded_max_seqs(typical)
+    eager = [float(end.eager_ms(np.array([typical]))[0]) for end in ends]
+    outside = costs.outside_ms
+    if outside is not None:  # with a micro-batch's share of the optimizer's step
+        outside += (costs.optimizer_ms or 0.0) / max(1, float(run.table.num_microbatches.mean()))
     return Times(
         origin=costs.origin,
         basis=basis,
-        decoder_replay_ms=costs.replay_ms(cap, fitting[0].max_seqlen if fitting else run.longest),
+        decoder_replay_ms=costs.replay_ms(cap, fitting[0].max_seqlen if fitting else longest),
         decoder_eager_ms=(eager[0], eager[-1]),
-        outside_decoder_ms=_outside(run, costs),
+        outside_decoder_ms=outside,
         relative_step_time=(min(relative), max(relative)),
         step_ms=(steps[0][0], steps[-1][0]),
         eager_step_ms=(steps[0][1], steps[-1][1]),
@@ -270,27 +321,3 @@ def verdict_of(times: Times, modelled: ModelledTimes | None) -> Verdict:
     if times.origin == "none":
         return Verdict(ruling=None, reason=times.basis)
     return measured_verdict(times) if modelled is None else modelled_verdict(modelled, times)
-
-
-def _step_ms(run: Run, costs: CostTable) -> Range:
-    """Mean time of a step with the buckets, and with none, in milliseconds."""
-    caps = sorted({b.max_seqs for b in run.buckets}) or [1]
-    lengths = sorted({b.max_seqlen for b in run.buckets}) or [run.longest]
-    step_costs = StepCosts(
-        run.table,
-        costs,
-        caps,
-        lengths,
-        run.settings.pipeline_parallel_size,
-        n_tokens=run.n_tokens,
-        cp_size=run.settings.context_parallel_size,
-    )
-    planned, eager = step_costs.step_ms([tuple(run.buckets), ()])
-    return float(planned), float(eager)
-
-
-def _outside(run: Run, costs: CostTable) -> float | None:
-    """Milliseconds outside the decoder of a micro-batch, with its share of the optimizer's step."""
-    if costs.outside_ms is None:
-        return None
-    return costs.outside_ms + (costs.optimizer_ms or 0.0) / max(1, float(run.table.num_microbatches.mean()))

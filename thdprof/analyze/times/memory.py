@@ -38,6 +38,7 @@ from thdprof.analyze.buckets.saved_tensors import (
     recomputed_together,
     saved_bytes,
 )
+from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Memory, Moment
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.parameters import Parameters, Stage, stage_parameters, stages, state_bytes
@@ -143,11 +144,6 @@ _ADAPTER_STATE_BYTES = 16
 """Bytes of an adapter's parameter, which peft keeps in float32: weight, gradient and two moments."""
 _TILE = (4096, 32768)
 """Tokens and words of a tile of logits in TRL's loss."""
-
-
-def is_run_of_trainer(settings: TrainingSettings) -> bool:
-    """Whether Hugging Face's Trainer runs the training, with models of transformers."""
-    return settings.loader == "trainer"
 
 
 def trainer_state_bytes(model: Model, parameters: Parameters) -> tuple[float, float]:
@@ -278,17 +274,7 @@ class _Rank:
 
 
 def predict_memory(
-    model: Model | None,
-    settings: TrainingSettings,
-    table: MicrobatchTable,
-    *,
-    buckets: Sequence[Bucket],
-    slots: Sequence[Sequence[int]],
-    costs: CostTable,
-    n_tokens: int,
-    layer_graphs: bool = False,
-    freed_bytes: int = 0,
-    watched: bool = False,
+    run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, freed_bytes: int = 0, watched: bool = False
 ) -> Memory | None:
     """Peak memory of the pipeline rank that needs most; None where it is not known.
 
@@ -296,23 +282,19 @@ def predict_memory(
     dynamic context parallelism, where ranks hold different micro-batches.
 
     Args:
-        model: the model; None: it is not known.
-        settings: the run's settings.
-        table: the micro-batches of the run.
-        buckets: the shapes that are captured; none: all micro-batches run eagerly.
-        slots: slots of each model chunk, for every pipeline rank.
+        run: the run.
         costs: the cost table; a measured one gives the memory of a slot.
-        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
+        buckets: the shapes that are captured; none: all micro-batches run eagerly.
         freed_bytes: bytes by which activations that wait on the host shrink the graphs of the rank with most slots.
         watched: whether some replayed micro-batches are verified (`graphs.verify`).
     """
+    model, settings, table = run.model, run.settings, run.table
     if model is None or model.vocab_size is None or table.groups is not None:
         return None
     shapes = Shapes(
         n_seqs=table.n_seqs,
         max_seqlen=table.max_seqlen,
-        n_tokens=np.array([n_tokens]),
+        n_tokens=np.array([run.n_tokens]),
         cp_size=np.array([settings.context_parallel_size]),
     )
     eager = np.ones(len(table), dtype=np.bool_)
@@ -329,16 +311,14 @@ def predict_memory(
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)
     ranks = [
         _rank(
+            run,
             model,
-            settings,
             stage,
-            slots=slots[rank] if buckets else [0] * chunks,
+            costs,
+            slots=run.slots[rank] if buckets else [0] * chunks,
             in_flight=in_flight[rank],
             num_buckets=len(buckets),
-            costs=costs,
             share_of_model=1 / (len(parts) * chunks),
-            n_tokens=n_tokens,
-            layer_graphs=layer_graphs,
             freed_bytes=freed_bytes if rank == 0 else 0,
             watched=watched and bool(buckets),
         )
@@ -376,23 +356,22 @@ def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
 
 
 def _rank(
+    run: AnalyzedRun,
     model: Model,
-    settings: TrainingSettings,
     stage: Stage,
+    costs: CostTable,
     *,
     slots: Sequence[int],
     in_flight: int,
     num_buckets: int,
-    costs: CostTable,
     share_of_model: float,
-    n_tokens: int,
-    layer_graphs: bool,
     freed_bytes: int,
     watched: bool,
 ) -> _Rank:
     """What a rank of `stage` holds."""
     assert model.vocab_size is not None
-    of_trainer = is_run_of_trainer(settings)
+    settings, n_tokens, layer_graphs = run.settings, run.n_tokens, run.layer_graphs
+    of_trainer = settings.is_of_trainer
     parameters = stage_parameters(model, stage, model.vocab_size)
     state, moments = (
         trainer_state_bytes(model, parameters)
@@ -478,7 +457,7 @@ def _pass_bytes(
         depths: layers of multi-token prediction behind the last chunk.
         n_tokens: tokens of the micro-batch on one context-parallel rank.
     """
-    of_trainer = is_run_of_trainer(settings)
+    of_trainer = settings.is_of_trainer
     layers = [layer for chunk in chunks for layer in _layers(model, chunk, of_trainer=of_trainer)]
     layers += [mtp_tensors(model)] * depths
     return pass_bytes(layers, n_tokens) + _keys_of_others(model, settings, chunks, depths, n_tokens)
@@ -506,7 +485,7 @@ def _replayed(
     layer_graphs: bool,
 ) -> _Replayed:
     """What one replayed micro-batch takes; arguments are those of `_pass_bytes` and `predict_memory`."""
-    if is_run_of_trainer(settings):
+    if settings.is_of_trainer:
         return _Replayed(in_pool=_pass_bytes(model, settings, chunks, depths, n_tokens))
     if settings.experts != "dropless":
         captured = replace(model, recompute_granularity=None) if layer_graphs else model
@@ -547,7 +526,7 @@ def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int, *, layer
     """
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
-    depths = 0 if is_run_of_trainer(settings) else model.mtp_num_layers
+    depths = 0 if settings.is_of_trainer else model.mtp_num_layers
     pools = _replayed(model, settings, chunks, depths, n_tokens, layer_graphs=layer_graphs).in_pool
     return pools + (1 + depths) * _GRAPH_WORKSPACE
 

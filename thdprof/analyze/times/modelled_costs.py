@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
-from thdprof.analyze.buckets.statistics import Profile
+from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.predictions import Range
-from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, rounded_documents
 from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
-from thdprof.analyze.times.memory import is_run_of_trainer, slot_bytes
+from thdprof.analyze.times.memory import slot_bytes
 from thdprof.analyze.times.parameters import stage_parameters, stages
 from thdprof.errors import UsageError
 from thdprof.training import Attention, Model, TrainingSettings
@@ -200,7 +199,7 @@ class ModelledTimes:
     def slower_kernels(self) -> float:
         """Factor by which replays may take longer: under Hugging Face's Trainer the layers are fused only where
         `PlanCallback(compile=True)` compiles them, which the settings do not tell."""
-        return _OWN_LAYERS if is_run_of_trainer(self.settings) else 1.0
+        return _OWN_LAYERS if self.settings.is_of_trainer else 1.0
 
     def at(self, max_seqs: int) -> DecoderTime:
         """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
@@ -320,27 +319,17 @@ def describe(model: Model) -> str:
 
 ASSUMED_GPU = "h100"
 """The GPU that times are of where nobody names one and this machine has none."""
-UNKNOWN_MODEL = (
-    "the model is not known: --megatron-args with the launch script, or --model with its config.json, gives times"
-)
-FOREIGN_TABLE = (
-    "the times of the cost table are of another model (calibrated: false): thdprof calibrate measures yours, and "
-    "without --cost-table times are modelled where the model is known"
-)
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Where NVIDIA's driver describes each GPU of this machine."""
 
 
-def why_not(model: Model | None, settings: TrainingSettings, attention: Attention) -> str | None:
-    """Why times of this run cannot be modelled; None where they can.
+def why_not(settings: TrainingSettings, attention: Attention) -> str | None:
+    """Why times of a run whose model is known cannot be modelled; None where they can.
 
     Args:
-        model: the model; None: not known.
         settings: the run's settings.
         attention: the attention backend.
     """
-    if model is None:
-        return UNKNOWN_MODEL
     if settings.max_seqlen_per_dp_cp_rank is not None:
         return "times under dynamic context parallelism are not modelled: measure them and give --cost-table"
     if attention != "transformer_engine":
@@ -348,42 +337,25 @@ def why_not(model: Model | None, settings: TrainingSettings, attention: Attentio
     return None
 
 
-def modelled_times(
-    model: Model,
-    gpu: Gpu,
-    settings: TrainingSettings,
-    table: MicrobatchTable,
-    profile: Profile,
-    n_tokens: int,
-    *,
-    layer_graphs: bool = False,
-) -> ModelledTimes:
-    """The model of times for the micro-batches of `table`.
-
-    Args:
-        model: the model.
-        gpu: the GPU.
-        settings: the run's settings.
-        table: the micro-batches.
-        profile: their histograms.
-        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        layer_graphs: whether graphs hold single layers, whose memory is that of layers that recompute nothing.
+def modelled_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
+    """The model of times for the micro-batches of a run whose model is known.
 
     Raises:
         UsageError: the model is trained in FP8, which the GPU has not.
     """
-    if model.fp8_recipe is not None and gpu.fp8_tflops is None:
+    assert run.model is not None
+    if run.model.fp8_recipe is not None and gpu.fp8_tflops is None:
         raise UsageError(
             f"--gpu {gpu.name}: {with_article(gpu.label)} has no FP8, and the model is trained with the FP8 recipe "
-            f"{model.fp8_recipe}; name the GPU of the run, or set fp8_recipe to none"
+            f"{run.model.fp8_recipe}; name the GPU of the run, or set fp8_recipe to none"
         )
     shapes = Shapes(
-        tokens=n_tokens,
-        squared=0.0 if table.squared is None else float(table.squared.mean()),
-        typical=profile.n_seqs.percentile(50.0),
-        most=profile.n_seqs.percentile(100.0),
+        tokens=run.n_tokens,
+        squared=0.0 if run.table.squared is None else float(run.table.squared.mean()),
+        typical=run.profile.n_seqs.percentile(50.0),
+        most=run.profile.n_seqs.percentile(100.0),
     )
-    return ModelledTimes(model, gpu, host_of(gpu), settings, shapes, layer_graphs=layer_graphs)
+    return ModelledTimes(run.model, gpu, host_of(gpu), run.settings, shapes, layer_graphs=run.layer_graphs)
 
 
 def host_of(gpu: Gpu) -> HostRate:

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from thdprof.analyze.buckets.saved_tensors import Kind, layer_kinds
+from thdprof.analyze.predictions import Overlap
 from thdprof.analyze.times.decoder import GPUS_A_HOST, data_parallel_gbps, data_parallel_ms
 from thdprof.analyze.times.gpus import Gpu
 from thdprof.analyze.times.parameters import Matrix, Stage, joined_elements, stage_parameters, stages, trained_matrices
@@ -435,43 +436,6 @@ for each layer on one H200, copies between layers included (benchmarks/results/m
 """
 WORTH = 0.02
 """Share of the step below which a gain is not worth it: measured steps vary by as much."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Overlap:
-    """What cutting model chunks into graphs of a few layers saves, per step."""
-
-    layers_per_graph: int | None
-    """Layers of one graph; None where whole chunks are as good."""
-    graphs: int
-    """Graphs of a chunk in each direction."""
-    communication_ms: float
-    """Milliseconds of gathers and reductions of the first pipeline stage's first chunk. If it is one graph, it hides
-    the output layer's alone.
-    """
-    hidden_ms: tuple[float, float]
-    """Milliseconds of them that a step with these graphs does not wait for, less what they slow kernels beside them:
-    with CUDA_DEVICE_MAX_CONNECTIONS=1, and with several connections.
-    """
-    cost_ms: float
-    """Milliseconds of a step that launching these graphs costs more than launching whole chunks."""
-    gbps: float
-    """Bandwidth of one GPU in these collectives that was taken, in GB/s and one direction."""
-    gbps_given: bool
-    """Whether the user gave that bandwidth; else it is assumed by the GPU's data sheet or of the network."""
-    across_hosts: bool
-    """Whether the ranks were taken to be on several hosts."""
-
-    @property
-    def gained_ms(self) -> tuple[float, float]:
-        """Milliseconds that a step becomes shorter: with CUDA_DEVICE_MAX_CONNECTIONS=1, and with several of them."""
-        least, most = self.hidden_ms
-        return least - self.cost_ms, most - self.cost_ms
-
-    @property
-    def expected_ms(self) -> float:
-        """The middle of `gained_ms`, by which graphs are chosen."""
-        return sum(self.gained_ms) / 2
 
 
 def predict_overlap(
