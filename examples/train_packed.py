@@ -56,11 +56,9 @@ def read_steps(plan: Plan, num_steps: int) -> Iterator[Step]:
     dataset = read_dataset(plan.dataset.uris, format="megatron")
     if dataset.fingerprint != plan.dataset.fingerprint:
         raise DataError(f"{dataset.uris[0]}: has changed since the plan was made: analyse it again")
-    streams = dataset.content
-    assert isinstance(streams, tuple | list)
+    streams, extra = dataset.content, int(run.add_extra_token)
     tokens = np.asarray(streams[0].sequence_tokens)
     tokens = tokens[train_share(run.split, len(tokens))].astype(np.int64)
-    extra = int(run.add_extra_token)
     if len(streams) > 1 or (run.train_samples or 0) * run.seq_length + extra > int(tokens.sum()):
         raise UsageError("this plan reads several datasets or more than one epoch: train_megatron_core.py does")
     bounds = shuffle_boundaries(run.seq_length, tokens, extra=extra, seed=run.seed)
