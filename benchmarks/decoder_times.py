@@ -23,7 +23,7 @@ from megatron_lm import table
 
 from thdprof.analyze.times.decoder import Decoder
 from thdprof.analyze.times.gpus import find_gpu
-from thdprof.analyze.times.host import STATED
+from thdprof.analyze.times.modelled_costs import STATED
 from thdprof.training import Model
 
 LATER = ("qwen3-8b", "phi3-mini", "gpt3-1.3b", "qwen2.5-1.5b", "olmoe", "deepseek-v2-lite")

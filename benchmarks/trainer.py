@@ -339,7 +339,7 @@ def heading(mode: str) -> list[str]:
     """Hardware, versions, date and command."""
     import torch
 
-    from thdprof.runtime.megatron.stamp import stamp_here
+    from thdprof.runtime.megatron.run_stamp import stamp_here
 
     here = stamp_here()
     return [

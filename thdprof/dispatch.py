@@ -24,6 +24,10 @@ WATCHED_COPIES = 5
 """Most copies of these gradients at a time: before, first eager run, the run that is compared with it, what all other
 parameters share, and the comparison's own memory.
 """
+WATCHED_HIDDEN = 5
+"""Copies of the hidden states that each layer of a verified micro-batch keeps from its forward to its backward, where
+graphs hold single layers: its input, and what its graph gives out.
+"""
 
 Level = Literal["microbatch", "rank_step", "step"]
 """The unit of which a fallback rate is a share: micro-batches, (rank, step) pairs with an eager one, or steps with one

@@ -22,7 +22,13 @@ def test_two_eager_passes_in_every_stage_one_after_the_other_cost_less_than_one_
 
 @pytest.mark.parametrize(
     ("impl", "stages", "expected"),
-    [("chunk", 1, "1/1024"), ("chunk", 8, "1/8192"), ("module", 1, "1/1024"), ("transformer_engine", 1, None)],
+    [
+        ("chunk", 1, "1/1024"),
+        ("chunk", 8, "1/8192"),
+        ("module", 1, "1/1024"),
+        ("transformer_engine", 1, "1/1024"),
+        ("local", 1, None),
+    ],
 )
 def test_plans_name_the_rate_where_graphs_are_verified(impl, stages, expected):
     analysis = analyze_dataset(

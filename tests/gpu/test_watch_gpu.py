@@ -53,6 +53,34 @@ def test_sound_training_with_default_kernels_raises_no_alarm(case):
     assert ", 0 wrong, " in own_loop_runs.run_case("watched_cases.py", case, apex=True, **kernels)
 
 
+@pytest.mark.parametrize("model", ["experts", "exchanged", "layers"])
+@pytest.mark.parametrize("precision", ["bf16", "fp8 current", "fused"])
+def test_sound_graphs_of_single_layers_raise_no_alarm(model, precision):
+    pytest.importorskip("megatron.core")
+    kernels = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
+    assert ", 0 wrong, " in own_loop_runs.run_case("watched_cases.py", f"{model}, {precision}@20", apex=True, **kernels)
+
+
+LAYER_FAULTS = [
+    "gradient's sign",
+    "gradient x 1.2",
+    "no input gradient",
+    "slot given back",
+    "no boundary",
+    "stale layer",
+]
+
+
+@pytest.mark.parametrize("fault", LAYER_FAULTS)
+@pytest.mark.parametrize("precision", ["bf16", "fp8 current"])
+@pytest.mark.parametrize("model", ["experts", "layers"])
+def test_small_faults_in_graphs_of_single_layers_are_found(model, precision, fault):
+    pytest.importorskip("megatron.core")
+    kernels = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}
+    case = f"{model}, {precision}, {fault}@8"
+    assert "10 of 10 faults caught" in own_loop_runs.run_case("watched_cases.py", case, apex=True, **kernels)
+
+
 @pytest.mark.parametrize("fault", ["gradient x 1.2", "no boundary", "stale layer", "slot given back", "idle generator"])
 @pytest.mark.parametrize("precision", ["bf16", "fp8 current"])
 def test_small_faults_are_found_with_default_kernels(precision, fault):

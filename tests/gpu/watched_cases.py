@@ -2,8 +2,9 @@
 
 Kernels are the default ones, whose runs differ. A sound case tells how many micro-batches were verified and how many
 were called wrong, which must be none. A case `MODEL, PRECISION, FAULT` makes a fault in the replays of every fourth
-micro-batch, and tells how many of them were caught. THDPROF_WATCHED_LOG names a file for what each comparison saw,
-THDPROF_WATCHED_SEED is the seed of the data.
+micro-batch, and tells how many of them were caught. Graphs of `experts` and `exchanged` end at the router of dropless
+experts and at their exchange of tokens, those of `layers` hold whole layers. THDPROF_WATCHED_LOG names a file for what
+each comparison saw, THDPROF_WATCHED_SEED is the seed of the data.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from thdprof.runtime.graphs.slots import Lease  # noqa: E402
 from thdprof.runtime.graphs.watch.twin import Twin  # noqa: E402
 from thdprof.runtime.graphs.watch.watch import Watch  # noqa: E402
 from thdprof.runtime.megatron import install, packed_seq_params  # noqa: E402
+from thdprof.runtime.megatron.kinds.layer_graphs import WatchedLayer, WatchedLayers  # noqa: E402
+from thdprof.runtime.megatron.kinds.layer_slots import LayerLease  # noqa: E402
 
 EACH, VOCABULARY, TABLES, SUCCESSORS = 8, 1536, 8, 3
 """Micro-batches of a step; and of the data, from which losses fall: tokens, tables of successors, successors."""
@@ -44,7 +47,36 @@ EVERY = 4
 """One in so many micro-batches has the fault of a case that has one, never the first of a step: that one quantizes
 weights anew."""
 SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "normalization": "RMSNorm"}
+EXPERTS = {
+    **SWIGLU,
+    "num_layers": 4,
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 256,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+}
+ROUTER = ["attn", "moe_router"]
+LAYERS: dict[str, dict[str, Any]] = {
+    "experts": {"impl": "transformer_engine", "modules": ROUTER},
+    "exchanged": {"impl": "transformer_engine", "modules": [*ROUTER, "moe_preprocess"]},
+    "layers": {"impl": "transformer_engine"},
+}
+"""The plan's graphs for models whose graphs hold single layers."""
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts": (
+        1024,
+        {
+            **EXPERTS,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_score_function": "sigmoid",
+        },
+    ),
+    "exchanged": (1024, {**EXPERTS, "moe_permute_fusion": True}),
+    "layers": (1024, {"num_layers": 4, "ffn_hidden_size": 768, "num_query_groups": 2, "hidden_dropout": 0.1, **SWIGLU}),
     "small": (1024, {"num_layers": 4, "ffn_hidden_size": 768, "num_query_groups": 2, **SWIGLU}),
     "qwen3": (
         4096,
@@ -226,6 +258,165 @@ FAULTS: dict[str, Callable[[Lease, random.Random, State], Any]] = {
 }
 
 
+# --- faults of graphs of single layers: each is in all replays of one layer, or of all, inside its block -------------
+
+
+@contextmanager
+def _in_layer(
+    number: int,
+    around: Callable[[Any], Any] = lambda layer: nullcontext(),
+    ended: Callable[[Any, Any], None] = lambda layer, grads: None,
+) -> Iterator[str]:
+    """Replay the graphs of a layer in the context `around`. `ended` gets the gradients that the first replay of the
+    backward gives out, and None after another one.
+    """
+    run, attach, forward, backward = (
+        LayerLease.run,
+        WatchedLayer.attach,
+        WatchedLayer.forward,
+        WatchedLayer.backward_again,
+    )
+    attached: list[Any] = []
+
+    def runs(lease: Any, layer: int, hidden: Any) -> Any:
+        with around(None) if layer == number else nullcontext():
+            return run(lease, layer, hidden)
+
+    def attaches(layer: Any, watched: Any, node: Any) -> None:
+        attached.append(layer)
+        if len(attached) - 1 == number:
+            stack = ExitStack()
+
+            def begins(_: Any) -> None:
+                stack.enter_context(around(layer))
+
+            def ends(grads: Any, _: Any) -> None:
+                stack.close()
+                ended(layer, grads)
+
+            node.register_prehook(begins)
+            node.register_hook(ends)
+        attach(layer, watched, node)
+
+    def runs_again(layer: Any, *given: Any) -> Any:
+        with around(None) if layer is attached[number] else nullcontext():
+            return forward(layer, *given)
+
+    def runs_back_again(layer: Any, *given: Any) -> Any:
+        with around(layer) if layer is attached[number] else nullcontext():
+            found = backward(layer, *given)
+        if layer is attached[number]:
+            ended(layer, None)
+        return found
+
+    LayerLease.run, WatchedLayer.attach = runs, attaches
+    WatchedLayer.forward, WatchedLayer.backward_again = runs_again, runs_back_again
+    try:
+        yield f"layer {number}"
+    finally:
+        LayerLease.run, WatchedLayer.attach, WatchedLayer.forward, WatchedLayer.backward_again = (
+            run,
+            attach,
+            forward,
+            backward,
+        )
+
+
+@contextmanager
+def _scaled_in_layer(lease: Any, chosen: random.Random, factor: float) -> Iterator[str]:
+    """One parameter's gradient is `factor` times what it should be."""
+    number, place = chosen.randrange(len(lease.replays.graphs)), chosen.random()
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @contextmanager
+    def keep(layer: Any) -> Iterator[None]:
+        if layer is not None:
+            i = int(place * len(layer._own))
+            first = not layer._gradients.buffers
+            if layer._fused[i] or not first:
+                buffer = layer._own[i].main_grad if first else layer._gradients.buffers[i]
+                kept[:] = [(buffer, buffer.clone())]
+        yield
+
+    def scale(layer: Any, grads: Any) -> None:
+        for buffer, before in kept:
+            buffer.copy_(before + (buffer - before) * factor)
+        if not kept:
+            grads[len(grads) - len(layer._own) + int(place * len(layer._own))].mul_(factor)
+        kept.clear()
+
+    with _in_layer(number, keep, scale) as told:
+        yield f"{told}, parameter at {place:.2f}"
+
+
+@contextmanager
+def _stale_layer(lease: Any, chosen: random.Random, state: State, *, of: str) -> Iterator[str]:
+    """The graphs of a layer read its tensors as they were a step ago."""
+    number = chosen.choice([*state.old[of]])
+    pairs = state.old[of][number]
+
+    @contextmanager
+    def stale(_: Any) -> Iterator[None]:
+        now = [tensor.detach().clone() for tensor, _ in pairs]
+        for tensor, old in pairs:
+            tensor.data.copy_(old)  # by their data: experts, which run eagerly, have saved their weights
+        yield
+        for (tensor, _), fresh in zip(pairs, now, strict=True):
+            tensor.data.copy_(fresh)
+
+    with _in_layer(number, stale) as told:
+        yield told
+
+
+@contextmanager
+def _without_boundary_in_layers(lease: Any, chosen: random.Random, boundaries: Any) -> Iterator[str]:
+    """One boundary between two documents is missing in the slot."""
+    missing = 1 + int(chosen.random() * (len(boundaries.valid) - 2))
+    lease.slot.metadata.stage(replace(boundaries, valid=np.delete(boundaries.valid, missing)), lease.bucket)
+    yield f"boundary {missing} of {boundaries.valid.tolist()}"
+
+
+@contextmanager
+def _overwritten_layer(lease: Any, chosen: random.Random) -> Iterator[str]:
+    """Another micro-batch overwrites a layer's input once, between the first forward and its backward."""
+    number, left = chosen.randrange(len(lease.replays.graphs)), [1]
+
+    @contextmanager
+    def overwrite(layer: Any) -> Iterator[None]:
+        if layer is not None and left:
+            lease.slot.hidden[number].data.mul_(-left.pop())
+        yield
+
+    with _in_layer(number, overwrite) as told:
+        yield told
+
+
+@contextmanager
+def _zero_input_gradient(lease: Any, chosen: random.Random) -> Iterator[str]:
+    """The first replay of a layer's backward gives its input no gradient."""
+
+    def zero(layer: Any, grads: Any) -> None:
+        if grads is not None:
+            grads[len(grads) - len(layer._own) - 1].zero_()
+
+    with _in_layer(chosen.randrange(len(lease.replays.graphs)), ended=zero) as told:
+        yield told
+
+
+LAYER_FAULTS: dict[str, Callable[[Any, random.Random, State, Any], Any]] = {
+    "gradient x 1.2": lambda lease, chosen, state, boundaries: _scaled_in_layer(lease, chosen, 1.2),
+    "gradient's sign": lambda lease, chosen, state, boundaries: _scaled_in_layer(lease, chosen, -1.0),
+    "no gradient": lambda lease, chosen, state, boundaries: _scaled_in_layer(lease, chosen, 0.0),
+    "no input gradient": lambda lease, chosen, state, boundaries: _zero_input_gradient(lease, chosen),
+    "slot given back": lambda lease, chosen, state, boundaries: _overwritten_layer(lease, chosen),
+    "no boundary": lambda lease, chosen, state, boundaries: _without_boundary_in_layers(lease, chosen, boundaries),
+    "stale layer": lambda lease, chosen, state, boundaries: _stale_layer(lease, chosen, state, of="weights"),
+    "stale quantized weight": lambda lease, chosen, state, boundaries: _stale_layer(
+        lease, chosen, state, of="workspaces"
+    ),
+}
+
+
 @dataclass(slots=True)
 class State:
     """Tensors of each layer with copies of what they were a step ago; those that have not changed are left out."""
@@ -250,7 +441,7 @@ def _weights(layer: Any) -> list[torch.Tensor]:
 
 
 def _workspaces(layer: Any) -> list[torch.Tensor]:
-    from thdprof.runtime.megatron.quantized.weights import inner_tensors
+    from thdprof.runtime.megatron.quantized import inner_tensors
 
     spaces = [space for part in layer.modules() for space in (getattr(part, "_fp8_workspaces", None) or {}).values()]
     return [tensor for space in spaces if space is not None for tensor in inner_tensors(space).values()]
@@ -279,7 +470,7 @@ CASES = {
     ", ".join(part for part in (model, precision, fault) if part): Case(model=model, precision=precision, fault=fault)
     for model in MODELS
     for precision in PRECISIONS
-    for fault in (None, *FAULTS)
+    for fault in (None, *(LAYER_FAULTS if model in LAYERS else FAULTS))
 }
 
 
@@ -303,31 +494,39 @@ class Seen:
             self._arm(lease)
             return watched
 
+        def begins_layers(watched: WatchedLayers, watch: Watch, *rest: Any) -> None:
+            begin_layers(watched, watch, *rest)
+            *_, lease, _, boundaries, _ = rest
+            self._arm(lease, boundaries)
+
         def examined(twin: Twin, *runs: Any) -> Any:
             found = examine(twin, *runs)
-            evidence[:] = found[1]
+            evidence.extend(found[1])  # of all layers of the micro-batch
             return found
 
         def notes(watch: Watch, finding: Any, *, was_suspicious: bool) -> None:
             note(watch, finding, was_suspicious=was_suspicious)
             self._note(finding, evidence)
+            evidence.clear()
             watch._quarantined.clear()
 
-        Watch.begin, Watch.note, Twin.examine = begins, notes, examined
+        of_layers, begin_layers = self.case.model in LAYERS, WatchedLayers.__init__
+        Watch.begin = begin if of_layers else begins
+        Watch.note, Twin.examine, WatchedLayers.__init__ = notes, examined, begins_layers
         try:
             yield
         finally:
-            Watch.begin, Watch.note, Twin.examine = begin, note, examine
+            Watch.begin, Watch.note, Twin.examine, WatchedLayers.__init__ = begin, note, examine, begin_layers
 
-    def _arm(self, lease: Lease) -> None:
+    def _arm(self, lease: Any, *more: Any) -> None:
         self._what = ""
-        fault = FAULTS.get(self.case.fault or "")
+        fault: Any = (LAYER_FAULTS if more else FAULTS).get(self.case.fault or "")
         if fault is None or self.verified % EVERY != 2 or self.verified < EACH * 3:
             return
         if "stale" in (self.case.fault or "") and not any(self.state.old.values()):
             return
         try:
-            self._what = self._fault.enter_context(fault(lease, random.Random(self.verified), self.state))
+            self._what = self._fault.enter_context(fault(lease, random.Random(self.verified), self.state, *more))
         except IndexError:  # nothing has changed in a step
             self._what = ""
 
@@ -373,7 +572,11 @@ def result_of(case: Case) -> str:
     config = config_of(**shape, **PRECISIONS[case.precision])
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm),
+        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=tokens,
         position_embedding_type="rope",
@@ -390,9 +593,14 @@ def result_of(case: Case) -> str:
     losses, data, state = [], Data(tokens), State()
     seen = Seen(case, state)
     plan = plan_of_shares(
-        [4 / 7, 3 / 7], count=case.steps * EACH, steps=case.steps, seq_length=tokens, global_batch_size=EACH
+        [4 / 7, 3 / 7],
+        count=case.steps * EACH,
+        steps=case.steps,
+        seq_length=tokens,
+        global_batch_size=EACH,
+        experts="dropless" if config.num_moe_experts else "none",
     )
-    plan = fitted(plan, {"verify": "1/1"}, tokens=tokens)
+    plan = fitted(plan, {"verify": "1/1", **LAYERS.get(case.model, {})}, tokens=tokens)
     with install(model, plan, config, say=lambda line: None) as installation, seen.noted():
         for rate in rates:
             for group in optimizer.param_groups:
@@ -449,4 +657,5 @@ class Data(Iterator[dict[str, Any]]):
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("THDPROF_UNMEASURED", "allow")
     run_cases(sys.argv[1:], CASES, result_of)

@@ -19,8 +19,8 @@ from thdprof.runtime import Bucket
 from thdprof.runtime.graphs.module_state import parameter_homes
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
+from thdprof.runtime.megatron.kinds.layer_slots import LayerPass
 
 TOKENS, HIDDEN, LAYERS = 16, 8, 3
 BUCKETS = [Bucket(3, TOKENS, TOKENS), Bucket(6, TOKENS, TOKENS)]
@@ -201,6 +201,52 @@ def make_block(num_layers=LAYERS, **settings):
     spec = get_gpt_layer_local_spec()
     spec.submodules.self_attention.submodules.core_attention = Attention
     return TransformerBlock(config, spec).train()
+
+
+MODULES = ["attn", "moe_router"]
+"""The parts of layers with dropless experts that are captured."""
+
+
+def make_experts(
+    *, dispatcher="allgather", graphs=True, shared=None, every=2, balancing="aux_loss", bias=False, **more
+):
+    """A dense layer between two with dropless experts."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        ffn_hidden_size=16,
+        use_cpu_initialization=True,
+        cuda_graph_impl="transformer_engine" if graphs else "none",
+        cuda_graph_modules=MODULES if graphs else [],
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        add_bias_linear=False,
+        num_moe_experts=4,
+        moe_layer_freq=[int(n % every == 0) for n in range(LAYERS)],
+        moe_router_topk=2,
+        moe_token_dispatcher_type=dispatcher,
+        moe_router_load_balancing_type=balancing,
+        moe_aux_loss_coeff=0.1,
+        moe_shared_expert_intermediate_size=shared,
+        moe_router_enable_expert_bias=bias,
+        moe_router_score_function="sigmoid" if bias else "softmax",
+        **more,
+    )
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Attention
+    block = TransformerBlock(config, spec).train()
+    for layer in block.layers:
+        if layer.is_moe_layer:
+            torch.nn.init.normal_(layer.mlp.router.weight)  # tokens go to all experts
+    return block
 
 
 class Reduction:

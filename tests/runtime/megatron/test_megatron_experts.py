@@ -19,70 +19,27 @@ from support.layer_graphs import (
     LARGE,
     LAYERS,
     MIXED,
+    MODULES,
     OVER,
     SMALL,
     TOKENS,
-    Attention,
     FakeEngine,
     Reduction,
     described,
     forward,
     graphs_of,
     inputs,
+    make_experts,
     one_f_one_b,
     train,
 )
 
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import packed_seq_params
-from thdprof.runtime.megatron.graphs.up_to_router import UpToRouter
+from thdprof.runtime.megatron.kinds.expert_layers import UpToRouter
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
-
-MODULES = ["attn", "moe_router"]
-
-
-def make_experts(
-    *, dispatcher="allgather", graphs=True, shared=None, every=2, balancing="aux_loss", bias=False, **more
-):
-    """A dense layer between two with dropless experts."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.transformer_block import TransformerBlock
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=2,
-        ffn_hidden_size=16,
-        use_cpu_initialization=True,
-        cuda_graph_impl="transformer_engine" if graphs else "none",
-        cuda_graph_modules=MODULES if graphs else [],
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bias_dropout_fusion=False,
-        add_bias_linear=False,
-        num_moe_experts=4,
-        moe_layer_freq=[int(n % every == 0) for n in range(LAYERS)],
-        moe_router_topk=2,
-        moe_token_dispatcher_type=dispatcher,
-        moe_router_load_balancing_type=balancing,
-        moe_aux_loss_coeff=0.1,
-        moe_shared_expert_intermediate_size=shared,
-        moe_router_enable_expert_bias=bias,
-        moe_router_score_function="sigmoid" if bias else "softmax",
-        **more,
-    )
-    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    for layer in spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = Attention
-    block = TransformerBlock(config, spec).train()
-    for layer in block.layers:
-        if layer.is_moe_layer:
-            torch.nn.init.normal_(layer.mlp.router.weight)  # tokens go to all experts
-    return block
 
 
 @pytest.mark.parametrize(

@@ -5,27 +5,27 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from thdprof.dispatch import Bucket, FallbackReason, Shape
+from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
 from thdprof.runtime.agreement import Largest
 from thdprof.runtime.call import Call, FallbackError
 from thdprof.runtime.captured import Captured, alone
-from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
 from thdprof.runtime.graphs.piecewise import replay_in_pieces
 from thdprof.runtime.graphs.random_states import with_default
 from thdprof.runtime.graphs.slots import Lease
 from thdprof.runtime.graphs.surroundings import Surroundings
-from thdprof.runtime.graphs.watch.watch import Agreement, Watch, Watched
+from thdprof.runtime.graphs.watch.watch import Watched
+from thdprof.runtime.graphs.watch.watched_module import WatchedModule
 from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.training import TailPolicy
 
@@ -59,7 +59,7 @@ class ReplayPass(torch.autograd.Function):
         return (None, None, None, *grads, *[None] * (ctx.num_inputs - len(grads)))
 
 
-class GraphedModule(DispatchedModule):
+class GraphedModule(WatchedModule):
     """Runs `module` through a bank of padded CUDA graphs, and eagerly where no bucket fits.
 
     Call it as you would call the module: with tensors, and one `PackedSequence` from `thdprof.runtime.pack`. Dimension
@@ -136,8 +136,8 @@ class GraphedModule(DispatchedModule):
                 gradient of a parameter that two pieces use is added up in another order than eagerly, which a verified
                 micro-batch tells.
             agree_on: returns the largest of each value over the ranks whose captured passes share collectives, such as
-                `thdprof.runtime.megatron.peers.Peers.largest`: they decide alike about every micro-batch. None: this
-                rank decides by its own micro-batch.
+                `thdprof.runtime.megatron.rank_agreement.Peers.largest`: they decide alike about every micro-batch.
+                None: this rank decides by its own micro-batch.
             verify_every: one in so many micro-batches is also run eagerly, and compared; 0: none.
             name: the module's name in what is logged of verified micro-batches.
             reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay, as those
@@ -170,73 +170,18 @@ class GraphedModule(DispatchedModule):
             agreed=agreed,
             say=say,
             agree_on=agree_on,
+            surroundings=surroundings,
+            verify_every=verify_every,
+            name=name,
         )
         self._num_slots, self._generators = num_slots, tuple(generators)
-        self._surroundings, self._offload, self._cuts = surroundings or Surroundings(), offload, tuple(cuts)
+        self._offload, self._cuts = offload, tuple(cuts)
         self._reduced_by_hooks = reduced_by_hooks
         self._bank: Bank | None = None
         self._anchor: torch.Tensor | None = None
-        self._watch = self._watch_of(verify_every, name)
 
-    def _watch_of(self, verify_every: int, name: str) -> Watch | None:
-        around = self._surroundings
-        # a rank that communicates with none can refuse a bucket at once
-        agreement = Agreement(communicates=around.communicates, agreed=around.agreed if around.communicates else None)
-        if not verify_every or not self._buckets:
-            return None
-        if not agreement.is_possible:
-            logger.warning(
-                "no micro-batch is verified (graphs.verify): ranks communicate inside the module, and have no way to "
-                "agree on which ones"
-            )
-            return None
-        return Watch(
-            verify_every,
-            agreement=agreement,
-            deterministic=around.deterministic,
-            reducing=around.reducing if self._cuts else lambda: False,
-            stats=lambda: self._stats,
-            name=name,
-        )
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one micro-batch, replayed or eagerly; returns the module's own output.
-
-        Raises:
-            TypeError, ValueError, FallbackError: as `DispatchedModule.forward`.
-            RuntimeError: the eager run of a verified micro-batch failed while other ranks communicated with it.
-        """
-        if self._watch is not None and not self._opening_ahead:
-            self._watch.next_microbatch()
-        return super().forward(*args, **kwargs)
-
-    def unpacked(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As `DispatchedModule.unpacked`. The watch counts the micro-batch, as it does on ranks to which it came with
-        metadata: all of them must choose the same micro-batches.
-        """
-        if self._watch is not None:
-            self._watch.next_microbatch()
-        return super().unpacked(function, *args, **kwargs)
-
-    def _run_alike_without_boundaries(self) -> None:
-        super()._run_alike_without_boundaries()
-        if self._watch is not None:
-            self._watch.verifies(replays=False)  # after the agreement, as `_note_fallback` does on other ranks
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """As `DispatchedModule.rehearsal`; the micro-batches are not verified."""
-        watch, self._watch = self._watch, None
-        try:
-            with super().rehearsal():
-                yield
-        finally:
-            self._watch = watch
-
-    def _note_fallback(self, reason: FallbackReason, shape: Shape) -> None:
-        if self._watch is not None:
-            self._watch.verifies(replays=False)  # ranks that replay it must know, before this one runs it
-        super()._note_fallback(reason, shape)
+    def _is_reducing(self) -> bool:
+        return bool(self._cuts) and self._surroundings.reducing()
 
     def pool_bytes(self) -> int:
         """Bytes of GPU memory in the graphs' memory pools and in their static inputs."""
@@ -381,8 +326,6 @@ class GraphedModule(DispatchedModule):
         """Drop all graphs; the next micro-batch captures anew. Needed after parameters moved in memory."""
         if self._bank is not None:
             self._bank.close()
-        if self._watch is not None:
-            self._watch.graphs_dropped()
         self._bank = None
         super().recapture()
 

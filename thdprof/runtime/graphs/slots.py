@@ -328,6 +328,11 @@ class Lease(SlotLease):
         """Who verifies the micro-batch; None: nobody."""
         super().__init__(slot)
 
+    @property
+    def touched(self) -> Sequence[bool]:
+        """Whether the backward gives each parameter a gradient."""
+        return self.captured.touched
+
     def forward(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> tuple[torch.Tensor, ...]:
         """Replay the forward graph; the outputs are copies, which the caller may keep."""
         self.stage(tensors, boundaries)

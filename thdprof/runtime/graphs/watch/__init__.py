@@ -42,9 +42,14 @@ those with number 0, 1, 2, 4, ... 64.
   ranks: its micro-batches run eagerly from there on, with FallbackReason `quarantined`, until graphs are captured anew.
   Suspicions that were not confirmed are counted in `Stats.suspicions`, and have no other effect.
 - **Not found** is what both sides read in the same way, such as a scaling factor of FP8 whose update was left out.
-- **Not verified** are passes without gradients or backward, dynamic context parallelism, and graphs of single layers
-  (`graphs.impl` local and transformer_engine). The gradients of those reach the parameters through autograd, layer by
-  layer; in no one place is a layer's replayed backward over, and its hooks still to come.
+- **Single layers.** Gradients of such graphs reach the parameters through autograd. Each layer is a part of the
+  micro-batch with a twin of its own (`Parts`), which runs inside that layer's backward, before autograd hands its
+  gradients on. The part of the layer that is captured is compared, from the replay's input on; what runs eagerly
+  between two graphs is not. What is found of all layers is one finding. The states of FP8 that a backward writes are
+  not compared: Transformer Engine updates those of all layers at the end of the first one's backward.
+- **Not verified** are passes without gradients or backward, dynamic context parallelism, graphs that Megatron replays
+  (`graphs.impl` local), and graphs of single layers that move activations to the host or overlap the exchange of
+  tokens with other micro-batches.
 
 A verified micro-batch costs one more eager pass and the copies of what is compared; a suspicion up to 15 passes and
 replays. Others cost nothing but a few comparisons of integers on the host. `analyze` derives N (see

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 from weakref import proxy
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.dispatch import WATCHED_BYTES
+from thdprof.dispatch import WATCHED_BYTES, Bucket
 from thdprof.runtime.graphs.gradients import GradientBuffers
 from thdprof.runtime.graphs.module_state import aliased_parameters
-from thdprof.runtime.graphs.slots import Lease
 from thdprof.runtime.graphs.watch.distances import Distance, find_unequal, measure_distances
 from thdprof.runtime.graphs.watch.findings import APART, FAINT, ROUNDINGS, Evidence
 from thdprof.runtime.graphs.watch.sampling import Rotation
@@ -36,6 +36,8 @@ class Subject:
     """Returns the tensors that a pass changes besides the module's buffers and gradients."""
     backward_state: Callable[[], Sequence[torch.Tensor]] = tuple
     """Returns those of them that a backward reads, and that other micro-batches may change before it."""
+    compares_backward_state: bool = True
+    """Whether what the backward makes of them is compared."""
     uncompared: frozenset[str] = frozenset()
     """Names, without their modules', of buffers that are not compared."""
     rounding: float = 0.0
@@ -46,6 +48,31 @@ class Subject:
     """Returns a context for an eager forward of these tensors."""
     as_in_forward: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context in which the module runs the micro-batch that it ran when this was made."""
+
+
+class Replayable(Protocol):
+    """Graphs that can be replayed once more in the backward of the micro-batch that they replayed."""
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket of the graphs."""
+
+    @property
+    def touched(self) -> Sequence[bool]:
+        """Whether the backward gives each parameter a gradient."""
+
+    def forward(self, tensors: Sequence[torch.Tensor], boundaries: Boundaries) -> Sequence[torch.Tensor]:
+        """Replay the forward; the outputs are copies."""
+
+    def backward_again(self, output_grads: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """Replay the backward after another forward, add to the gradients, and run no hook.
+
+        Args:
+            output_grads: the gradient of every output; None counts as zeros.
+
+        Returns:
+            Copies of the gradients of the inputs.
+        """
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,7 +95,7 @@ class Twin:
     def __init__(
         self,
         subject: Subject,
-        lease: Lease,
+        lease: Replayable,
         tensors: Sequence[torch.Tensor],
         packed: PackedSequence,
         boundaries: Boundaries,
@@ -158,7 +185,7 @@ class Twin:
 
         def run_again() -> Run:
             if not kept:  # the first: the graphs of the backward add to the gradients themselves
-                kept.extend(copy_gradients(gradients, self._lease.captured.touched))
+                kept.extend(copy_gradients(gradients, self._lease.touched))
             return self._run_graphs(gradients)
 
         random, state = states_of(self._device, subject.generators), KeptTensors(subject.module, subject.extra_state)
@@ -263,8 +290,9 @@ class Twin:
             for i, (grad, takes) in enumerate(zip(input_grads, self._takes_grad, strict=True))
             if takes
         }
-        states = (state.detach().clone() for state, _ in self._for_backward)
-        named |= {f"state after the backward, tensor {i}": state for i, state in enumerate(states)}
+        if self._subject.compares_backward_state:
+            states = (state.detach().clone() for state, _ in self._for_backward)
+            named |= {f"state after the backward, tensor {i}": state for i, state in enumerate(states)}
         return named | {self._sample[i]: value for i, value in sums.items()}
 
     def _make_scratch(self, gradients: GradientBuffers, sums: dict[int, torch.Tensor]) -> list[torch.Tensor]:

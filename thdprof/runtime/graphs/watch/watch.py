@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.graphs.gradients import GradientBuffers
-from thdprof.runtime.graphs.slots import Lease
 from thdprof.runtime.graphs.surroundings import is_programming_error
 from thdprof.runtime.graphs.watch.findings import ROUNDS, Evidence, Finding
 from thdprof.runtime.graphs.watch.sampling import Rotation, is_sampled
-from thdprof.runtime.graphs.watch.twin import Run, Subject, Twin
+from thdprof.runtime.graphs.watch.twin import Replayable, Run, Subject, Twin
 from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.runtime.stats import Stats
 
@@ -49,6 +49,20 @@ class Agreement:
         return here if self.agreed is None else self.agreed(here)
 
 
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """What was found so far of one verified micro-batch, each of whose parts has graphs and a backward of its own."""
+
+    left: int = 1
+    """Number of parts whose backward has not ended."""
+    was_suspicious: bool = False
+    """Whether any looked wrong at first."""
+    compared: list[str] = field(default_factory=list)
+    """Names of the compared tensors."""
+    wrong: list[Evidence] = field(default_factory=list)
+    """The tensors that are wrong, those of the first part first; the last part's backward comes first."""
+
+
 class Watch:
     """Verifies one in `every` micro-batches of a module, and refuses the buckets that gave wrong numbers."""
 
@@ -75,18 +89,20 @@ class Watch:
         """
         self.every = every
         """One in so many micro-batches is verified."""
+        self.has_ended = False
+        """Whether an eager pass failed on this rank, so that nothing more is verified."""
         self._agreement, self._deterministic, self._reducing = agreement, deterministic, reducing
         self._stats, self._name = stats, name
-        self._number, self._due, self._off = -1, False, False
+        self._number, self._due = -1, False
         self._quarantined: set[Bucket] = set()
         self._has_warned_of_memory = False
         self._agreed_in: dict[tuple[Bucket, str], int] = {}  # last micro-batch in which a tensor agreed
-        self._rotation = Rotation()
+        self._rotations: defaultdict[str, Rotation] = defaultdict(Rotation)
 
     def next_microbatch(self) -> None:
         """Count a micro-batch that begins now."""
         self._number += 1
-        self._due = not self._off and is_sampled(self._number, self.every)
+        self._due = not self.has_ended and is_sampled(self._number, self.every)
 
     def refuses(self, bucket: Bucket) -> bool:
         """Whether micro-batches of `bucket` must run eagerly."""
@@ -121,16 +137,27 @@ class Watch:
     def begin(
         self,
         subject: Subject,
-        lease: Lease,
+        lease: Replayable,
         tensors: Sequence[torch.Tensor],
         packed: PackedSequence,
         boundaries: Boundaries,
         slot: int,
+        *,
+        parts: Parts | None = None,
+        name: str = "",
     ) -> Watched:
-        """Verify the micro-batch that is about to be replayed in the slot of this number; `Twin` takes the others."""
+        """Verify the micro-batch that is about to be replayed, or one of its parts; `Twin` takes the other arguments.
+
+        Args:
+            slot: number of the slot.
+            parts: what all parts of the micro-batch share; None: it has one.
+            name: the part's name, which its tensors' names begin with.
+        """
         exact = self._deterministic()
-        twin = Twin(subject, lease, tensors, packed, boundaries, rotation=self._rotation, exact=exact)
-        return Watched(self, twin, number=self._number, bucket=lease.bucket, slot=slot)
+        twin = Twin(subject, lease, tensors, packed, boundaries, rotation=self._rotations[name], exact=exact)
+        return Watched(
+            self, twin, number=self._number, bucket=lease.bucket, slot=slot, parts=parts or Parts(), name=name
+        )
 
     def end(self, error: Exception) -> None:
         """End the watch, because an eager pass failed on this rank.
@@ -139,7 +166,7 @@ class Watch:
             RuntimeError: other ranks are in communication with that pass.
             Exception: `error` itself, where it is a bug and not too little memory or the like.
         """
-        self._off = True
+        self.has_ended = True
         if self._agreement.communicates:
             raise RuntimeError(
                 f"{self._prefix}the eager run of a verified micro-batch failed on this rank ({type(error).__name__}: "
@@ -225,10 +252,17 @@ class Watch:
 class Watched:
     """A replay that is verified: it hands what the replay does to the twin, and what was found to the watch."""
 
-    def __init__(self, watch: Watch, twin: Twin, *, number: int, bucket: Bucket, slot: int) -> None:
+    def __init__(
+        self, watch: Watch, twin: Twin, *, number: int, bucket: Bucket, slot: int, parts: Parts, name: str
+    ) -> None:
         self._watch = watch
-        self._twin: Twin | None = twin  # None: it has ended, or failed
+        self._own: Twin | None = twin  # None: it has ended, or failed
         self._number, self._bucket, self._slot = number, bucket, slot
+        self._parts, self._name = parts, name
+
+    @property
+    def _twin(self) -> Twin | None:
+        return None if self._watch.has_ended else self._own
 
     def forward_ended(self, outputs: Sequence[torch.Tensor]) -> None:
         """The replay of the forward has returned `outputs`.
@@ -236,7 +270,7 @@ class Watched:
         Raises:
             RuntimeError: as `backward_ended`.
         """
-        with self._failing_alone():
+        with self.failing_alone():
             if self._twin is not None:
                 self._twin.forward_ended(outputs)
 
@@ -246,7 +280,7 @@ class Watched:
         Raises:
             RuntimeError: as `backward_ended`.
         """
-        with self._failing_alone():
+        with self.failing_alone():
             if self._twin is not None:
                 self._twin.backward_begins(gradients, output_grads)
 
@@ -256,7 +290,7 @@ class Watched:
         Raises:
             RuntimeError: as `backward_ended`.
         """
-        with self._failing_alone():
+        with self.failing_alone():
             if self._twin is not None:
                 self._twin.gradients_complete(gradients, complete)
 
@@ -266,24 +300,35 @@ class Watched:
         Raises:
             RuntimeError: the eager run failed while other ranks communicated with it.
         """
-        with self._failing_alone():
+        with self.failing_alone():
+            parts = self._parts
             if self._twin is None:
                 return
             with self._twin.repeated(gradients, input_grads) as (replay, run_eagerly, run_again):
                 compared, wrong, suspicious = self._watch.judge(
                     replay, run_eagerly(), self._twin, run_eagerly, run_again
                 )
-            finding = Finding(
-                number=self._number, bucket=self._bucket, slot=self._slot, compared=compared, wrong=tuple(wrong)
-            )
-            self._watch.note(finding, was_suspicious=suspicious)
-        self._twin = None
+            for one in wrong:
+                one.name = self._name + one.name
+            parts.compared += (self._name + name for name in compared)
+            parts.wrong[:0], parts.was_suspicious = wrong, parts.was_suspicious or suspicious
+            parts.left -= 1
+            if parts.left == 0:
+                finding = Finding(
+                    number=self._number,
+                    bucket=self._bucket,
+                    slot=self._slot,
+                    compared=parts.compared,
+                    wrong=tuple(parts.wrong),
+                )
+                self._watch.note(finding, was_suspicious=parts.was_suspicious)
+        self._own = None
 
     @contextmanager
-    def _failing_alone(self) -> Iterator[None]:
+    def failing_alone(self) -> Iterator[None]:
         """Let an error inside the block, such as too little memory for a copy, end the watch and not the training."""
         try:
             yield
         except Exception as error:
-            self._twin = None
+            self._own = None
             self._watch.end(error)
