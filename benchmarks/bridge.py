@@ -9,8 +9,6 @@ Bridge's own dataset, sampler and collate_fn; nothing is downloaded. Every varia
     eager            pretrain(config, forward_step): Bridge alone
     replayed         the same line with callbacks=[ThdprofCallback(plan)]
     padded eager     with ThdprofCallback(plan, replay=False): what the replayed losses must equal
-    resumed          replayed, ended in the middle by train.exit_interval with an asynchronous checkpoint, and resumed
-                     in a second process: what an uninterrupted replayed run must equal; only if --variants names it
 
 Bridge imports packages for images that this training does not use; where they are missing, bridge_standins.py stands
 in for them.
@@ -130,8 +128,8 @@ def write_plan(data: Path, plan: Path, *, shape: Shape, steps: int) -> str:
 # --- one variant: Bridge's own recipe and loop ----------------------------------------------------------------------
 
 
-def recipe(work: Path, arguments: argparse.Namespace, shape: Shape, until: int | None) -> Any:
-    """The ConfigContainer that every variant trains by; with `until` it saves there, and resumes what was saved."""
+def recipe(work: Path, arguments: argparse.Namespace, shape: Shape) -> Any:
+    """The ConfigContainer that every variant trains by."""
     import torch.nn.functional as F
     from megatron.bridge.data.builders.gpt_sft import GPTSFTDatasetConfig
     from megatron.bridge.data.packing.config import PackedSequenceSpecs
@@ -167,9 +165,7 @@ def recipe(work: Path, arguments: argparse.Namespace, shape: Shape, until: int |
             cross_entropy_loss_fusion=not arguments.deterministic,
             use_te_rng_tracker=True,
         ),
-        train=config.TrainingConfig(
-            train_iters=arguments.steps, global_batch_size=MICROBATCHES, micro_batch_size=1, exit_interval=until
-        ),
+        train=config.TrainingConfig(train_iters=arguments.steps, global_batch_size=MICROBATCHES, micro_batch_size=1),
         validation=config.ValidationConfig(
             eval_interval=max(1, arguments.steps // 2) if evaluate else None, eval_iters=2 if evaluate else 0
         ),
@@ -193,13 +189,7 @@ def recipe(work: Path, arguments: argparse.Namespace, shape: Shape, until: int |
         tokenizer=config.TokenizerConfig(
             tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(work / "tokenizer")
         ),
-        checkpoint=config.CheckpointConfig(
-            save=str(work / "checkpoints") if until else None,
-            load=str(work / "checkpoints") if until else None,
-            save_interval=until,
-            async_save=until is not None,
-            ckpt_format="torch_dist",
-        ),
+        checkpoint=config.CheckpointConfig(save=None, load=None, ckpt_format="torch_dist"),
         rng=config.RNGConfig(seed=1234, te_rng_tracker=True),
         mixed_precision="bf16_mixed",
     )
@@ -220,8 +210,7 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    resumes, kept = variant == "resumed", work / f"steps {variant}.json"
-    steps: list[dict[str, float]] = json.loads(kept.read_text()) if resumes and kept.exists() else []
+    steps: list[dict[str, float]] = []
 
     class Recorder(Callback):
         """Keeps every step's loss and gradient norm, exactly."""
@@ -237,26 +226,21 @@ def train(variant: str, work: Path, arguments: argparse.Namespace) -> None:
 
         stats = work / f"stats {variant}.jsonl"
         callbacks.append(ThdprofCallback(work / "plan.yaml", replay=variant != "padded eager", stats=stats))
-    until = max(1, arguments.steps // 2) if resumes else None
     try:
-        pretrain(recipe(work, arguments, shape_of(arguments), until), forward_step, callbacks=callbacks)
+        pretrain(recipe(work, arguments, shape_of(arguments)), forward_step, callbacks=callbacks)
     finally:
-        kept.write_text(json.dumps(steps), encoding="utf-8")
+        (work / f"steps {variant}.json").write_text(json.dumps(steps), encoding="utf-8")
 
 
 # --- all variants, and the report -----------------------------------------------------------------------------------
 
 
 def run_variant(variant: str, work: Path, argv: Sequence[str], *, deterministic: bool) -> Ran:
-    """One process for one variant, two for a resumed one."""
+    """One process for one variant."""
     start, rank = launcher(1)
     environment = {**environment_here(), **rank, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {**EXACT, "NCCL_ALGO": "Ring"} if deterministic else {}
-    command, log, code = [*start, __file__, "--variant", variant, "--work", str(work), *argv], "", 0
-    for _ in range(2 if variant == "resumed" else 1):
-        if not code:
-            printed, code = run(command, environment, limit=1800)
-            log += printed
+    log, code = run([*start, __file__, "--variant", variant, "--work", str(work), *argv], environment, limit=1800)
     kept = work / f"steps {variant}.json"
     steps = json.loads(kept.read_text()) if kept.exists() else []
     scalars = {name: {n: step[name] for n, step in enumerate(steps, 1)} for name in ("loss", "grad_norm")}
@@ -297,7 +281,6 @@ def report(ran: Mapping[str, Ran], work: Path, arguments: argparse.Namespace, an
     said = []
     for one, other, words in (
         ("replayed", "padded eager", "Losses and gradient norms, replayed beside padded eager"),
-        ("resumed", "replayed", "Resumed beside uninterrupted"),
         ("padded eager", "eager", "Padded eager beside eager"),
     ):
         if {one, other} <= {*ran}:

@@ -3,17 +3,14 @@
     python benchmarks/calibrated.py --megatron-lm ~/Megatron-LM --out benchmarks/results/calibrated.md
 
 For each model a launch script is written. `thdprof calibrate --megatron-args` measures its model, `thdprof analyze`
-makes a plan of demo data with that table, and Megatron-LM's own pretrain_gpt.py, unchanged, trains the script: first by
-the plan, then eagerly in the same process. Predicted and measured step times stand side by side. No table was tuned on
-any of the models. One GPU; about two minutes a model.
+makes a plan of demo data with that table, and Megatron-LM's own pretrain_gpt.py, unchanged, trains the script by the
+plan, and then without it. Predicted and measured step times stand side by side. No table was tuned on any model.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import runpy
 import shlex
 import statistics
 import sys
@@ -31,14 +28,13 @@ from megatron_lm import (
     file_name,
     launcher,
     run,
+    script_run,
     table,
     without,
 )
 
-REPLAYED, EAGER = 26, 11
-"""Steps by the plan, and eager steps after them."""
-WARM = 4
-"""First steps of each kind that are not counted: they compile, capture, or begin anew."""
+STEPS, WARM = 26, 4
+"""Steps of a run, and first steps that are not counted: they compile, capture, or begin anew."""
 TOKENS = 4096
 MICROBATCHES = 8
 _DENSE = "--seq-length 4096 --max-position-embeddings 4096"
@@ -52,86 +48,6 @@ MODELS: Mapping[str, str] = {
     f"--group-query-attention --num-query-groups 8 --vocab-size 128256 {_DENSE}",
 }
 """Megatron-LM's flags of each model."""
-
-
-# --- training, in a process of its own ------------------------------------------------------------------------------
-
-
-class Clock:
-    """Counts the training steps of Megatron's loop, installs the plan before them, and times both kinds of step."""
-
-    def __init__(self, plan: Path, replayed: int, eager: int) -> None:
-        self.plan, self.replayed, self.eager = plan, replayed, eager
-        self.step = 0
-        self.marks: dict[str, float] = {}
-        self.installation: Any = None
-        self.counts: dict[str, int] = {}
-
-    def mark(self, name: str) -> None:
-        """Note the time after the GPU has ended all that was queued."""
-        import torch
-
-        torch.cuda.synchronize()
-        self.marks[name] = time.perf_counter()
-
-    def before_step(self) -> None:
-        """Called before every step."""
-        if self.step == WARM:
-            self.mark("replayed from")
-        if self.step == self.replayed:
-            self.mark("replayed to")
-            stats = self.installation.stats()
-            self.counts = {"replays": stats.replays.total(), "fallbacks": stats.fallbacks.total()}
-            self.counts["pool_bytes"] = self.installation.pool_bytes()
-            self.installation.close()
-        if self.step == self.replayed + WARM:
-            self.mark("eager from")
-        self.step += 1
-
-    def result(self) -> dict[str, Any]:
-        """Milliseconds of a step of each kind, and counts."""
-        self.mark("eager to")
-        at = self.marks
-        return {
-            "replayed_ms": (at["replayed to"] - at["replayed from"]) * 1000 / (self.replayed - WARM),
-            "eager_ms": (at["eager to"] - at["eager from"]) * 1000 / (self.eager - WARM),
-            **self.counts,
-        }
-
-
-def train(plan: Path, result: Path, script: Path, arguments: Sequence[str]) -> int:
-    """Run the pretraining script with its own arguments, by the plan first and then eagerly."""
-    sys.path[:0] = [str(script.parent)]
-    from megatron.core.utils import get_model_config
-    from megatron.training import training
-
-    from thdprof.plan import load_plan
-    from thdprof.runtime.megatron import install
-
-    clock = Clock(plan, REPLAYED, EAGER)
-    own_setup, own_step, own_train = training.setup_model_and_optimizer, training.train_step, training.train
-
-    def setup(*args: Any, **kwargs: Any) -> Any:
-        model, optimizer, scheduler = own_setup(*args, **kwargs)
-        clock.installation = install(model, load_plan(plan), get_model_config(model[0]))
-        return model, optimizer, scheduler
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        clock.before_step()
-        return own_step(*args, **kwargs)
-
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        told = own_train(*args, **kwargs)
-        result.write_text(json.dumps(clock.result()))
-        return told
-
-    training.setup_model_and_optimizer, training.train_step, training.train = setup, step, whole
-    sys.argv = [str(script), *arguments]
-    runpy.run_path(str(script), run_name="__main__")
-    return 0
-
-
-# --- the benchmark --------------------------------------------------------------------------------------------------
 
 
 def run_logged(command: Sequence[str], log: Path, *, limit: float) -> float:
@@ -157,11 +73,9 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
     from thdprof.plan import load_plan
 
     stem = file_name(name)
-    script, costs, plan, result, log = (
-        directory / f"{stem}{end}" for end in (".sh", ".costs.yaml", ".yaml", ".json", ".log")
-    )
+    script, costs, plan, log = (directory / f"{stem}{end}" for end in (".sh", ".costs.yaml", ".yaml", ".log"))
     flags = [*without(shlex.split(COMMON), "--vocab-size"), *shlex.split(f"{MODELS[name]} {NO_DROPOUT}")]
-    flags += shlex.split(f"--train-iters {REPLAYED + EAGER} --eval-interval 1000 --eval-iters 1 --log-interval 10")
+    flags += shlex.split(f"--train-iters {STEPS} --eval-interval 1000 --eval-iters 1 --log-interval 1")
     flags += ["--data-path", str(directory / "demo" / "megatron" / "documents")]
     script.write_text(f"torchrun --nproc-per-node 1 pretrain_gpt.py {shlex.join(flags)}\n")
     thdprof, given = [sys.executable, "-m", "thdprof"], ["--megatron-args", str(script)]
@@ -174,8 +88,15 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
     if not chosen.graphs.buckets:  # analyze says that graphs do not pay: the table is tried with a bucket all the same
         chunked = with_bucket(chunked)
     chunked.save(plan, force=True)
-    command = [sys.executable, "-W", "ignore", __file__, "--train", str(plan), str(result)]
-    run_logged([*command, str(args.megatron_lm.resolve() / "pretrain_gpt.py"), *flags], log, limit=240)
+    own, measured = args.megatron_lm.resolve() / "pretrain_gpt.py", {}
+    for kind, followed in (("replayed", plan), ("eager", None)):
+        folder = directory / f"{stem}-{kind}"
+        ran = script_run(own, flags, plan=followed, tensorboard=folder, log=log)
+        if ran.code:
+            raise RuntimeError(f"{kind}: exit code {ran.code}: {ran.error}")
+        measured[f"{kind}_ms"] = ran.step_ms(after=WARM)
+        if followed:
+            measured |= {"replays": ran.replayed, "fallbacks": ran.eager}
     costs_table = yaml.safe_load(costs.read_text())
     said = {"replayed_ms": chosen.predictions.step_ms, "eager_ms": chosen.predictions.eager_step_ms}
     return {
@@ -183,7 +104,7 @@ def row_of(name: str, args: argparse.Namespace, directory: Path) -> dict[str, An
         "table": costs_table,
         "calibrated_in_s": seconds,
         "predicted": said if chosen.graphs.buckets else predicted(chunked, costs_table),
-        "measured": json.loads(result.read_text()),
+        "measured": measured,
         "caps": [bucket.max_seqs for bucket in chunked.graphs.buckets],
     }
 
@@ -248,7 +169,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
         f"`python benchmarks/calibrated.py {shlex.join(sys.argv[1:])}`",
         "",
         f"Megatron-LM's own pretrain_gpt.py, {TOKENS} tokens, {MICROBATCHES} micro-batches a step, demo data; mean of "
-        f"{REPLAYED - WARM} replayed and {EAGER - WARM} eager steps of one process.",
+        f"{STEPS - WARM} steps of each kind, in a process of its own.",
     ]
     return "\n".join([*lines, "", *table(steps), "", *table(parts)]) + "\n"
 
@@ -266,9 +187,6 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     """Run the models, and write the report after each; a model that fails does not end the others."""
-    if sys.argv[1:2] == ["--train"]:
-        plan, result, script, *flags = sys.argv[2:]
-        return train(Path(plan), Path(result), Path(script), flags)
     args = arguments()
     names = [name for name in MODELS if args.models in name]
     rows = []

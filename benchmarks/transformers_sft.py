@@ -6,7 +6,7 @@ Modes are `eager`; `compile` (SFTConfig's torch_compile); `plan`; `padded`, whic
 nothing; `fused-plan` and `fused-padded`, the same two with `PlanCallback(compile=True)`. Each runs in a process of its
 own, or in one of each GPU of --gpus, on the same made-up documents and random weights; nothing is downloaded. A line of
 JSON for each has the median seconds of a step without the first four, the peak of GPU memory, what captures took, what
-`thdprof analyze` had predicted, and the losses. `--limit` ends a mode in time.
+`thdprof analyze` had predicted, and the losses.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     gpu = torch.cuda.is_available()
     with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    clock = _clock_class()(options.limit)
+    clock = _clock_class()()
     callbacks: list[TrainerCallback] = [clock]
     plan_callback = None
     if mode in PLANNED:
@@ -164,28 +164,15 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
     }
 
 
-def any_rank(flag: bool) -> bool:
-    """Whether `flag` holds on any rank: all must stop after the same step, or one waits for the others for ever."""
-    import torch
-
-    if not torch.distributed.is_initialized():
-        return flag
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = torch.tensor(float(flag), device=device)
-    torch.distributed.all_reduce(found)
-    return bool(found > 0)
-
-
 def _clock_class():
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
         """Seconds of every step, the GPU waited for at its end."""
 
-        def __init__(self, limit: float | None) -> None:
+        def __init__(self) -> None:
             self.seconds: list[float] = []
             self._began = 0.0
-            self._until = None if limit is None else time.perf_counter() + limit
 
         def on_step_begin(self, *args, **kwargs) -> None:
             self._began = self._began or self._now()
@@ -194,8 +181,6 @@ def _clock_class():
             now = self._now()
             self.seconds.append(now - self._began)
             self._began = now
-            if self._until is not None and len(self.seconds) > WARMUP and any_rank(now > self._until):
-                control.should_training_stop = True
 
         @staticmethod
         def _now() -> float:
@@ -246,7 +231,6 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, default=8)
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--limit", type=float, help="seconds after which a mode ends with the step that it is in")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--gpus", type=int, default=1, help="ranks that train together [1]")
