@@ -2,7 +2,7 @@
 
     python benchmarks/runtime.py [SECTION ...]
 
-Sections: equal, host, mixed. Stack "te" is Transformer Engine's TransformerLayer,
+Sections: equal, mixed. Stack "te" is Transformer Engine's TransformerLayer,
 whose eager passes are bound by the host; "torch" is thdprof.runtime.stack over torch's varlen attention.
 """
 
@@ -166,30 +166,6 @@ def section_mixed(kinds) -> None:
     print("\n".join(table(lines)))
 
 
-def section_host(kinds) -> None:
-    print("\n## Host time of dispatch and padding, microseconds a micro-batch (median of 2,000)\n")
-    stack = make("torch", layers=1)
-    graphs = GraphedModule(stack, buckets(), sample_every=0)
-    x = make_input()
-    packs = distribution(2000, seed=5)
-    graphs(x, packs[0]).backward(x.detach())
-    bank = graphs._bank
-    decide, stage = [], []
-    slot = bank.slots[0]
-    for packed in packs:
-        torch.cuda.synchronize()
-        t0 = time.perf_counter()
-        call = graphs._describe((x, packed), {})
-        bucket = graphs._decide(call)
-        t1 = time.perf_counter()
-        slot.metadata.stage(call.boundaries, bucket)
-        t2 = time.perf_counter()
-        decide.append((t1 - t0) * 1e6)
-        stage.append((t2 - t1) * 1e6)
-    print(f"dispatch {statistics.median(decide):.1f}, padding with its copies queued {statistics.median(stage):.1f}")
-    graphs.close()
-
-
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """Norm of the difference over the norm."""
     return float((a.float() - b.float()).norm() / a.float().norm().clamp_min(1e-30))
@@ -241,7 +217,7 @@ def section_equal(kinds, steps: int = 200) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", default=["equal", "host", "mixed"])
+    parser.add_argument("sections", nargs="*", default=["equal", "mixed"])
     parser.add_argument("--stacks", default="te,torch")
     parser.add_argument("--deterministic", action="store_true", help="deterministic kernels; slower")
     options = parser.parse_args()

@@ -159,7 +159,6 @@ def run_mode(options: argparse.Namespace, mode: str) -> dict:
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
         "stats": None if plan_callback is None else stats_of(plan_callback),
         "predicted": None if plan_callback is None else predictions(plan),
-        "weights": checksums(trainer.model),
         "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
     }
 
@@ -196,18 +195,6 @@ def _clock_class():
 def without_watch(plan):
     """The plan without verified micro-batches, which also run eagerly."""
     return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"verify": None})})
-
-
-def checksums(model) -> list[float]:
-    """The sum of all trained weights on each rank, which are equal where gradients were reduced."""
-    import torch
-
-    own = sum(p.detach().double().sum() for p in model.parameters() if p.requires_grad)
-    if not torch.distributed.is_initialized():
-        return [float(own)]
-    each = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(each, own)
-    return [float(one) for one in each]
 
 
 def stats_of(callback) -> dict | None:
