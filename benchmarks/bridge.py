@@ -37,7 +37,7 @@ VOCABULARY = 32_000
 MICROBATCHES = 8
 """Of a step."""
 VARIANTS = ("eager", "replayed", "padded eager")
-PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers", "nvidia-modelopt")
+PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformer-engine", "transformers")
 WARM_UP = 5
 """First steps that are left out of the times: kernels are chosen and graphs are captured in them."""
 
@@ -268,7 +268,7 @@ def report(ran: Mapping[str, Ran], work: Path, arguments: argparse.Namespace, an
     import torch
 
     shape = shape_of(arguments)
-    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     lines = [["Variant", "Steps", "Median ms a step", "Fastest", "First step", "Last loss"]]
     for name, one in ran.items():
@@ -299,13 +299,6 @@ def report(ran: Mapping[str, Ran], work: Path, arguments: argparse.Namespace, an
         *(f"Counters of {path.stem}: `{path.read_text().strip().splitlines()[-1]}`" for path in counters),
     ]
     return "\n".join(page) + "\n"
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ import pytest
 from support.command import run_script
 from support.paths import ROOT
 
-COMMANDS = ("agreement", "analyze", "bridge", "calibrated", "decoder_times", "report", "runtime", "trainer",
+COMMANDS = ("analyze", "bridge", "calibrated", "decoder_times", "report", "runtime", "trainer",
             "transformers_sft")  # fmt: skip
 needs_megatron = pytest.mark.usefixtures("megatron_parser")
 
