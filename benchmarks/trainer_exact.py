@@ -63,8 +63,10 @@ class _Gpus:
     """The GPUs of this host, of which a run of one GPU gets the one with the fewest runs."""
 
     def __init__(self) -> None:
+        import torch
+
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        self.names = [name for name in visible.split(",") if name] or [str(n) for n in range(_device_count())]
+        self.names = [name for name in visible.split(",") if name] or [str(n) for n in range(torch.cuda.device_count())]
         self._runs = Counter(dict.fromkeys(self.names, 0))
         self._lock = threading.Lock()
 
@@ -79,12 +81,6 @@ class _Gpus:
         finally:
             with self._lock:
                 self._runs.subtract(mine)
-
-
-def _device_count() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def run_rows(
@@ -234,7 +230,7 @@ def _line(work: _Work) -> list[str]:
 def cells(ran: Mapping[str, Ran]) -> list[str]:
     """Exit codes, differing steps, and milliseconds of a step, of the runs by name."""
     on, off, unchanged = ran["on"], ran["off"], ran.get("unchanged", Ran(code=-1, log="", seconds=0.0))
-    found = [", ".join(_code(one) for one in (on, off, unchanged))]
+    found = [", ".join(NOT_RUN if one.code == -1 else str(one.code) for one in (on, off, unchanged))]
     for name in (*MEASURES, "lm loss validation"):
         differ, steps = different_steps(on, off, name)
         found.append(f"{differ} of {steps}" if steps else f"none logged: {on.error or off.error}")
@@ -243,10 +239,6 @@ def cells(ran: Mapping[str, Ran]) -> list[str]:
     found.append(f"{on.replayed}, {on.eager - evaluated}, {evaluated}")
     times = [one.median_step_ms(after=WARM) for one in (on, off)]
     return [*found, *(f"{ms:.1f}" if ms else "-" for ms in times)]
-
-
-def _code(ran: Ran) -> str:
-    return str(ran.code) if ran.code != -1 else NOT_RUN
 
 
 def _apart(off: Ran, unchanged: Ran) -> str:
