@@ -41,7 +41,7 @@ from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.model_flags import read_model_flags
 from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
-from thdprof.megatron_limits.experts import ends_at_router
+from thdprof.megatron_limits import ends_at_router
 from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions, shared_capture_ranks
 
 _FORMAT, _SFT_TOKENIZER = "megatron-sft", "SFTTokenizer"
