@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Interval
 
 from thdprof.errors import UsageError
-from thdprof.training.definition import Definition, Setting, definitions_of
+from thdprof.training.settings import Definition, Setting, definitions_of
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Literal
 
 from thdprof.analyze.buckets.cost_table import CostTable, MeasuredModel
+from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.errors import UsageError
 from thdprof.offload.allocator import Gradients, Segments, reserved
 from thdprof.offload.plan import Choice, OffloadPlan, SavedStorage, plan_offload
@@ -379,24 +380,6 @@ def _reserved(layers: Sequence[Sequence[tuple[int, bool]]], shared: bool) -> int
             gradients.take(layers[number][place][0])
             segments.give_back((number, place))
     return segments.reserved_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadPrediction:
-    """Host and device memory of the pipeline rank with most slots when the chosen activations wait on the host."""
-
-    choice: Choice
-    """The activations that are moved."""
-    offloaded_bytes: int
-    """Bytes that one micro-batch moves to the host, and back, over all layers of the model."""
-    host_bytes: int
-    """Pinned host memory of the rank's slots; chunk graphs pin as much again for each eager micro-batch in flight."""
-    device_bytes_freed: int
-    """Bytes by which the rank's graph memory shrinks."""
-    graph_memory_bytes: int | None
-    """The rank's remaining graph memory in bytes; None where the cost table does not give graph memory."""
-    model: str
-    """Name of the cost table, which describes the model that these figures are of."""
 
 
 def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.recommend import Candidate
-from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
+from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.analyze.report.model import model_line
 from thdprof.analyze.report.overlap import overlap_sentence
 from thdprof.analyze.report.peak import capture_sentence, memory_sentence

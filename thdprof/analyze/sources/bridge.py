@@ -209,9 +209,9 @@ def _rows_of_npy(path: Path) -> base.Rows:
         header = read_header(file)
         if header is None or not header[1].hasobject or len(header[0]) > 1:
             raise DataError(f"{path}: not a packed .npy: it holds no one-dimensional array of objects")
-        rows = npy.read_rows(file, header[0], path)
-    offsets = np.concatenate(([0], np.cumsum(rows.num_documents)))
-    return document_tokens(rows.starts, offsets, rows.num_tokens, str(path)), offsets
+        starts, num_documents, num_tokens = npy.read_rows(file, header[0], path)
+    offsets = np.concatenate(([0], np.cumsum(num_documents)))
+    return document_tokens(starts, offsets, num_tokens, str(path)), offsets
 
 
 NPY = Format(

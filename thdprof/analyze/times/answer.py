@@ -10,10 +10,9 @@ import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
-from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.buckets.step_costs import costs_of_run
-from thdprof.analyze.predictions import Capture, Predictions, Range, Ruling, Times, Verdict, Worth
+from thdprof.analyze.predictions import Capture, OffloadPrediction, Predictions, Range, Ruling, Times, Verdict, Worth
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.memory import predict_memory
