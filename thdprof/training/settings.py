@@ -242,6 +242,11 @@ PromptFormat = Literal["nemotron-h-aligned", "nemotron-nano-v2", "identity", "de
 DEFAULT_PROMPT_FORMAT: PromptFormat = "nemotron-h-aligned"
 """The form where Megatron-LM's `--sft-tokenizer-prompt-format` is not given."""
 
+_BATCH = functools.partial(Setting, panel="Batch and parallelism")
+_LOADER = functools.partial(Setting, panel="Data loader")
+_PACKING = functools.partial(Setting, panel="Packing and padding")
+_DATASET = functools.partial(Setting, panel="Dataset")
+_CAPTURE = functools.partial(Setting, panel="What to capture")
 _ANY = Interval(ge=1, le=2**63 - 1)
 _RANKS = Interval(ge=1, le=2**20)
 _TOKENS = Interval(ge=1, le=2**31 - 1)
@@ -259,55 +264,34 @@ class TrainingSettings:
     seq_length: Annotated[
         int,
         _TOKENS,
-        Setting(
-            help="Tokens of a row; for a packer, the pack size.",
-            panel="Batch and parallelism",
-            assumed="the dataset's own pack size, else 4096",
-        ),
+        _BATCH(help="Tokens of a row; for a packer, the pack size.", assumed="the dataset's own pack size, else 4096"),
     ]
     """Tokens of a row; for a packer, the pack size."""
-    micro_batch_size: Annotated[int, _RANKS, Setting(help="Rows of a micro-batch.", panel="Batch and parallelism")] = 1
+    micro_batch_size: Annotated[int, _RANKS, _BATCH(help="Rows of a micro-batch.")] = 1
     """Rows of a micro-batch."""
     global_batch_size: Annotated[
-        int,
-        _TOKENS,
-        Setting(
-            help="Rows of a step over all data-parallel ranks.",
-            panel="Batch and parallelism",
-            assumed="one micro-batch a rank",
-        ),
+        int, _TOKENS, _BATCH(help="Rows of a step over all data-parallel ranks.", assumed="one micro-batch a rank")
     ] = 1
     """Rows of a step over all data-parallel ranks; documents, for packers of whole steps such as `dp_balanced`."""
-    data_parallel_size: Annotated[
-        int, _RANKS, Setting(help="Ranks that train on micro-batches of their own.", panel="Batch and parallelism")
-    ] = 1
+    data_parallel_size: Annotated[int, _RANKS, _BATCH(help="Ranks that train on micro-batches of their own.")] = 1
     """Ranks that train on micro-batches of their own and add up their gradients."""
-    context_parallel_size: Annotated[
-        int, _RANKS, Setting(help="Ranks that share the tokens of a micro-batch.", panel="Batch and parallelism")
-    ] = 1
+    context_parallel_size: Annotated[int, _RANKS, _BATCH(help="Ranks that share the tokens of a micro-batch.")] = 1
     """Ranks that share the tokens of a micro-batch."""
     pipeline_parallel_size: Annotated[
-        int,
-        Interval(ge=1, le=4096),
-        Setting(help="Stages that the model's layers are spread over.", panel="Batch and parallelism"),
+        int, Interval(ge=1, le=4096), _BATCH(help="Stages that the model's layers are spread over.")
     ] = 1
     """Stages that the layers are spread over."""
     virtual_pipeline_size: Annotated[
         int | None,
         Interval(ge=1, le=1024),
-        Setting(
-            help="Model chunks of a pipeline rank, for the interleaved schedule.",
-            panel="Batch and parallelism",
-            assumed="no interleaving",
-        ),
+        _BATCH(help="Model chunks of a pipeline rank, for the interleaved schedule.", assumed="no interleaving"),
     ] = None
     """Model chunks of a pipeline rank; null without the interleaved schedule."""
     microbatch_group_size: Annotated[
         int | None,
         _ANY,
-        Setting(
+        _BATCH(
             help="Micro-batches of a group of the interleaved schedule.",
-            panel="Batch and parallelism",
             everyday=False,
             assumed="the pipeline-parallel size",
             in_every_plan=False,
@@ -315,15 +299,13 @@ class TrainingSettings:
     ] = None
     """Contiguous micro-batches of a chunk in the interleaved schedule; null: the pipeline-parallel size."""
     loader: Annotated[
-        Loader | None,
-        Setting(help="Sampler of the data loader.", panel="Data loader", assumed="the usual one of the format"),
+        Loader | None, _LOADER(help="Sampler of the data loader.", assumed="the usual one of the format")
     ] = None
     """Sampler of the data loader; null: the order of rows is not known, and was drawn."""
     experts: Annotated[
         Experts,
-        Setting(
+        _CAPTURE(
             help="Whether the model has experts, each with room for its capacity or for all tokens.",
-            panel="What to capture",
             in_every_plan=False,
         ),
     ] = "none"
@@ -331,9 +313,8 @@ class TrainingSettings:
     shared_capture_ranks: Annotated[
         int,
         _RANKS,
-        Setting(
+        _CAPTURE(
             help="Data-parallel ranks that share experts inside graphs.",
-            panel="What to capture",
             everyday=False,
             in_every_plan=False,
             swept=False,
@@ -342,15 +323,13 @@ class TrainingSettings:
     """Neighbouring data-parallel ranks whose captured passes share collectives, as experts padded to capacity do under
     expert parallelism: they replay one bucket together, which holds all of their micro-batches, or all run eagerly."""
     data_sharding: Annotated[
-        bool,
-        Setting(help="Whether the cyclic sampler shuffles within ranks.", panel="Data loader", everyday=False),
+        bool, _LOADER(help="Whether the cyclic sampler shuffles within ranks.", everyday=False)
     ] = True
     """Whether the cyclic sampler shuffles each rank's own share of the rows, as Megatron does by default."""
     drop_last: Annotated[
         bool,
-        Setting(
+        _LOADER(
             help="Whether the batch sampler drops a partial global batch.",
-            panel="Data loader",
             everyday=False,
             kinds=("bridge", "documents", "packs", "trl"),
         ),
@@ -359,19 +338,14 @@ class TrainingSettings:
     seed: Annotated[
         int,
         Interval(ge=0, le=2**32 - 1),
-        Setting(
-            help="Seed of the order of the data.",
-            panel="Data loader",
-            kinds=("streams", "bridge", "trl", "packs", "documents"),
-        ),
+        _LOADER(help="Seed of the order of the data.", kinds=("streams", "bridge", "trl", "packs", "documents")),
     ] = 1234
     """Seed of the order of the data."""
     shuffle_seed: Annotated[
         int | None,
         Interval(ge=0, le=2**32 - 1),
-        Setting(
+        _LOADER(
             help="Seed of TRL's shuffle_dataset.",
-            panel="Data loader",
             everyday=False,
             assumed="the dataset is not shuffled as a whole",
             kinds=("trl", "packs", "documents"),
@@ -381,27 +355,16 @@ class TrainingSettings:
     """Seed with which TRL shuffles the dataset before the Trainer reads it, and before it packs; null: it does not."""
     split: Annotated[
         str,
-        Setting(
-            help="Megatron's split of the data.",
-            panel="Dataset",
-            kinds=("streams", "conversations"),
-            swept=False,
-            as_text=True,
-        ),
+        _DATASET(help="Megatron's split of the data.", kinds=("streams", "conversations"), swept=False, as_text=True),
     ] = "969,30,1"
     """Megatron's weights of the training, validation and test parts; the training part is analysed."""
-    train_samples: Annotated[
-        int | None,
-        _ANY,
-        Setting(help="Rows that the run consumes.", panel="Batch and parallelism", assumed="one epoch"),
-    ] = None
+    train_samples: Annotated[int | None, _ANY, _BATCH(help="Rows that the run consumes.", assumed="one epoch")] = None
     """Rows that the run consumes; null: one epoch was analysed."""
     train_epochs: Annotated[
         int | None,
         Interval(ge=1, le=2**20),
-        Setting(
+        _BATCH(
             help="Epochs of a run of the Trainer.",
-            panel="Batch and parallelism",
             everyday=False,
             assumed="one epoch",
             kinds=("trl", "packs", "documents"),
@@ -411,9 +374,8 @@ class TrainingSettings:
     """Epochs that a run of Hugging Face's Trainer reads, in place of train_samples; null: one, or train_samples."""
     weights: Annotated[
         tuple[float, ...] | None,
-        Setting(
+        _DATASET(
             help="Weights of a blend, comma-separated, one a dataset.",
-            panel="Dataset",
             assumed="the datasets' sizes",
             swept=False,
             as_text=True,
@@ -422,20 +384,14 @@ class TrainingSettings:
     """Blend weights, one a dataset; null: the datasets' own sizes."""
     add_extra_token: Annotated[
         bool,
-        Setting(
-            help="Whether GPTDataset draws a token more than the row holds.",
-            panel="Data loader",
-            everyday=False,
-            kinds=("streams",),
-        ),
+        _LOADER(help="Whether GPTDataset draws a token more than the row holds.", everyday=False, kinds=("streams",)),
     ] = True
     """Whether GPTDataset draws a sample with one token more than seq_length, as it does by default."""
     max_num_samples: Annotated[
         int | None,
         _ANY,
-        Setting(
+        _LOADER(
             help="Megatron-Bridge's max_train_samples.",
-            panel="Data loader",
             everyday=False,
             assumed="all rows",
             kinds=("bridge", "documents"),
@@ -444,47 +400,31 @@ class TrainingSettings:
     """Rows drawn through Megatron-Bridge's seeded mapping (its max_train_samples); null: all, unmapped."""
     tail_policy: Annotated[
         TailPolicy,
-        Setting(
-            help="What training does with the unused tail of a row.",
-            panel="Packing and padding",
-            kinds=("trl", "packs", "documents"),
-        ),
+        _PACKING(help="What training does with the unused tail of a row.", kinds=("trl", "packs", "documents")),
     ] = "none"
     """What training does with the unused tail of a row that is packed from plain lengths."""
     pad_to_max_length: Annotated[
-        bool,
-        Setting(
-            help="Megatron-Bridge: whether rows are as long as the pack.",
-            panel="Packing and padding",
-            kinds=("bridge", "documents"),
-        ),
+        bool, _PACKING(help="Megatron-Bridge: whether rows are as long as the pack.", kinds=("bridge", "documents"))
     ] = False
     """Whether every row is as long as the pack size, as Megatron-Bridge can pad it."""
     pad_seq_to_mult: Annotated[
         int,
         _ANY,
-        Setting(
+        _PACKING(
             help="Tokens to whose multiple documents are padded (TRL: micro-batches).",
-            panel="Packing and padding",
             kinds=("bridge", "trl", "documents"),
         ),
     ] = 1
     """Tokens to whose multiple documents (with TRL: micro-batches) are padded."""
-    packer: Annotated[
-        Packer,
-        Setting(
-            help="How unpacked documents become rows.",
-            panel="Packing and padding",
-            kinds=("documents",),
-        ),
-    ] = "first_fit_decreasing"
+    packer: Annotated[Packer, _PACKING(help="How unpacked documents become rows.", kinds=("documents",))] = (
+        "first_fit_decreasing"
+    )
     """How unpacked lengths become rows."""
     packing_processes: Annotated[
         int,
         Interval(ge=1, le=4096),
-        Setting(
+        _PACKING(
             help="Processes that pack a part of the data each, TRL's dataset_num_proc.",
-            panel="Packing and padding",
             everyday=False,
             kinds=("documents",),
             in_every_plan=False,
@@ -494,21 +434,16 @@ class TrainingSettings:
     max_docs_per_pack: Annotated[
         int | None,
         _ANY,
-        Setting(
-            help="The packer's own cap on documents of a row.",
-            panel="Packing and padding",
-            everyday=False,
-            assumed="no cap",
-            kinds=("documents",),
+        _PACKING(
+            help="The packer's own cap on documents of a row.", everyday=False, assumed="no cap", kinds=("documents",)
         ),
     ] = None
     """The packer's own cap on documents of a row, a dummy tail included; null: no cap."""
     max_seqlen_per_dp_cp_rank: Annotated[
         int | None,
         _TOKENS,
-        Setting(
+        _PACKING(
             help="Most tokens of a rank, for the packers balanced_cp and dynamic_cp.",
-            panel="Packing and padding",
             assumed="one size for all micro-batches",
             kinds=("documents",),
             in_every_plan=False,
@@ -519,9 +454,8 @@ class TrainingSettings:
     min_dynamic_context_parallel_size: Annotated[
         int,
         _RANKS,
-        Setting(
+        _PACKING(
             help="Fewest ranks of a micro-batch, for the packer dynamic_cp.",
-            panel="Packing and padding",
             everyday=False,
             kinds=("documents",),
             in_every_plan=False,
@@ -530,9 +464,8 @@ class TrainingSettings:
     """Fewest ranks that share a micro-batch under `dynamic_cp`, the dev branch's option of that name."""
     tokenizer_model: Annotated[
         str | None,
-        Setting(
+        _DATASET(
             help="Tokenizer of conversations: a directory, or its name in the Hugging Face Hub's cache.",
-            panel="Dataset",
             everyday=False,
             assumed="none: conversations cannot be counted",
             kinds=("conversations",),
@@ -543,9 +476,8 @@ class TrainingSettings:
     """The run's tokenizer, Megatron's --tokenizer-model; null where the data is no text."""
     sft_tokenizer_prompt_format: Annotated[
         PromptFormat | None,
-        Setting(
+        _DATASET(
             help="Form in which Megatron's SFT tokenizer writes a conversation out.",
-            panel="Dataset",
             everyday=False,
             assumed=DEFAULT_PROMPT_FORMAT,
             kinds=("conversations",),
@@ -594,20 +526,10 @@ class TrainingOptions(TypedDict, total=False):
     shuffle_seed: int | None
     split: str
     train_samples: int | None
-    train_iters: Annotated[
-        int | None,
-        _ANY,
-        Setting(help="Steps of the run.", panel="Batch and parallelism", assumed="one epoch"),
-    ]
+    train_iters: Annotated[int | None, _ANY, _BATCH(help="Steps of the run.", assumed="one epoch")]
     """Steps of the run, in place of train_samples."""
     gradient_accumulation: Annotated[
-        int | None,
-        _RANKS,
-        Setting(
-            help="Micro-batches of a rank and step.",
-            panel="Batch and parallelism",
-            assumed="as --global-batch-size says",
-        ),
+        int | None, _RANKS, _BATCH(help="Micro-batches of a rank and step.", assumed="as --global-batch-size says")
     ]
     """Micro-batches of a rank and step, in place of global_batch_size."""
     train_epochs: int | None

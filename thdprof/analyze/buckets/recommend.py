@@ -50,7 +50,7 @@ def _percentile_caps(profile: Profile, costs: CostTable) -> set[int]:
     return {max(1, profile.n_seqs.percentile(p)) for p in PERCENTILES.values()}
 
 
-def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
+def _candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
     """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only the largest possible."""
     top = max(longest_possible, profile.max_seqlen.percentile(100.0))
     if not costs.needs_max_seqlen:
@@ -324,7 +324,7 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
         cp_size: [
             Bucket(n, s, run.n_tokens, cp_size)
             for n in candidate_caps(part, costs)
-            for s in candidate_lengths(part, costs, run.longest_possible[cp_size])
+            for s in _candidate_lengths(part, costs, run.longest_possible[cp_size])
         ]
         for cp_size, part in profiles.items()
     }

@@ -102,11 +102,7 @@ def _index_of(path: Path) -> Path:
 
 
 def _split_of(directory: Path) -> Path:
-    """The directory of the only split of a Hugging Face `DatasetDict`; any other directory itself.
-
-    Raises:
-        DataError: the `DatasetDict` has several splits; the message names them.
-    """
+    """The directory of the only split of a Hugging Face `DatasetDict`; any other directory itself."""
     try:
         named = json.loads((directory / "dataset_dict.json").read_bytes())["splits"]
         splits = [directory / name for name in named if (directory / name).is_dir()]
