@@ -320,14 +320,10 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     caps = sorted({*rounded, *(n for part in both for n in _percentile_caps(part, costs))})
     run_cp_size = min(run.longest_possible)
     profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
-    shapes = {
-        cp_size: [
-            Bucket(n, s, run.n_tokens, cp_size)
-            for n in candidate_caps(part, costs)
-            for s in _candidate_lengths(part, costs, run.longest_possible[cp_size])
-        ]
-        for cp_size, part in profiles.items()
-    }
+    shapes = {}
+    for cp_size, part in profiles.items():
+        tokens = _candidate_lengths(part, costs, run.longest_possible[cp_size])
+        shapes[cp_size] = [Bucket(n, s, run.n_tokens, cp_size) for n in candidate_caps(part, costs) for s in tokens]
     every = [bucket for part in shapes.values() for bucket in part]
     lengths = sorted({b.max_seqlen for b in every})
     step_costs = costs_of_run(run, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths)
@@ -337,8 +333,8 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=run.num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
 
-    for part in shapes.values():
-        refuse_long_search(len(part), limits.num_buckets)
+    for buckets_of_size in shapes.values():
+        refuse_long_search(len(buckets_of_size), limits.num_buckets)
     choices = choices_of(list(shapes.values()), limits.num_buckets, step_costs)
     stride = search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
