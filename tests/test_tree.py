@@ -44,7 +44,8 @@ def test_a_circle_is_found():
     assert find_circles({"a": {"b"}, "b": set()}) == []
 
 
-def test_an_analysis_is_walked():
+def test_an_analysis_without_a_model_enters_no_model_of_times():
     entered, moves = count_walk()
+    assert not [name for name in entered if name.startswith("analyze/times/")]
     assert {"cli.py", "commands/analyze.py", "dispatch.py"} <= {*entered}
     assert moves > len(entered)
