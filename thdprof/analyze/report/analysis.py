@@ -13,8 +13,15 @@ from rich.text import Text
 from thdprof.analyze.analysis import Analysis, CpSize
 from thdprof.analyze.buckets.recommend import Candidate
 from thdprof.analyze.predictions import OffloadPrediction
-from thdprof.analyze.report.console import name_dataset, plain_table, print_parts
-from thdprof.analyze.report.sentences import capture_sentence, memory_sentence, model_sentence, overlap_sentence
+from thdprof.analyze.report.shared import (
+    capture_sentence,
+    memory_sentence,
+    model_sentence,
+    name_dataset,
+    overlap_sentence,
+    plain_table,
+    print_parts,
+)
 from thdprof.files import json_text
 from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
 from thdprof.training import shown

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from thdprof.analyze.predictions import Capture, Memory, Ruling, Times, Worth
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, Report
 from thdprof.analyze.report.figures.graphs import bucket_names
-from thdprof.analyze.report.sentences import beside_slots
+from thdprof.analyze.report.shared import beside_slots
 from thdprof.words import counted, percent, ratio, shortened, spanned
 
 _NUMBERS = 3

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thdprof.analyze.check import Check, Overshoot
-from thdprof.analyze.report.console import name_dataset, plain_table, print_parts
+from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
 from thdprof.compare.plans import PlanComparison
 from thdprof.compare.statistics import Comparison
 from thdprof.files import json_text

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.report.console import name_dataset, plain_table, print_parts
+from thdprof.analyze.report.shared import name_dataset, plain_table, print_parts
 from thdprof.analyze.sweep import Combination, Sweep
 from thdprof.analyze.times.ranking import Ranking, Rate
 from thdprof.files import json_text
