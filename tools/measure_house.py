@@ -1,7 +1,6 @@
 """Prints the size and the shape of the package: its lines, its circles, and the way of one analysis through it.
 
-    python tools/measure_house.py            prints the table
-    python tools/measure_house.py --json     prints it as JSON
+    python tools/measure_house.py [--json]
 
 Entry points: `measure` gives every number by its name, `count_walk` the modules that an analysis enters. The modules
 that each module imports are `find_imports`. `packages_of`, `graph_entries` and `find_circles` find circles among the
@@ -31,7 +30,6 @@ from pathlib import Path
 from thdprof import cli
 
 package, entered, moves, last = str(Path(cli.__file__).parent) + "/", set(), 0, ""
-
 def look(frame, event, argument):
     global moves, last
     name = frame.f_code.co_filename
@@ -48,7 +46,7 @@ except SystemExit:
     pass
 finally:
     sys.setprofile(None)
-print(len(entered), moves, file=sys.stderr)
+print(moves, file=sys.stderr)
 print(*sorted(name.removeprefix(package) for name in entered), file=sys.stderr)"""
 
 
@@ -84,8 +82,9 @@ def packages_of(graph: Graph) -> list[str]:
 def graph_entries(graph: Graph, package: str) -> Graph:
     """`graph` between the entries of `package` alone, where a folder stands for all of its modules."""
 
+    depth = package.count(".") + 2
+
     def entries_of(names: set[str]) -> set[str]:
-        depth = package.count(".") + 2
         return {".".join(name.split(".")[:depth]) for name in names if name.startswith(f"{package}.")}
 
     found = {entry: set[str]() for entry in entries_of(set(graph))}
@@ -122,7 +121,7 @@ def count_walk(root: Path = ROOT) -> tuple[list[str], int]:
                 [sys.executable, *words], cwd=folder, env={"PYTHONPATH": str(root)}, capture_output=True, text=True
             )
     *_, counts, entered = done.stderr.splitlines()
-    return entered.split(), int(counts.split()[1])
+    return entered.split(), int(counts)
 
 
 def measure(root: Path = ROOT) -> dict[str, int]:
@@ -142,7 +141,7 @@ def measure(root: Path = ROOT) -> dict[str, int]:
 
 
 def _count_lines(*paths: Path) -> int:
-    return sum(len(path.read_text().splitlines()) for path in paths)
+    return sum(path.read_text().count("\n") for path in paths)
 
 
 if __name__ == "__main__":

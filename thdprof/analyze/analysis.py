@@ -32,7 +32,7 @@ from thdprof.plan import Percentiles
 from thdprof.training import Model, TrainingSettings
 
 if TYPE_CHECKING:
-    from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
+    from thdprof.analyze.predictions import OffloadPrediction
     from thdprof.analyze.times.modelled_costs import ModelledTimes
     from thdprof.offload.plan import Choice
     from thdprof.plan import Impl

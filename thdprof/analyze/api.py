@@ -15,9 +15,8 @@ from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, gbps_of, price_of
-from thdprof.analyze.settings.model.files import read_model
-from thdprof.analyze.settings.model.resolve import experts_of
 from thdprof.analyze.settings.request import Request, shared_captures
+from thdprof.analyze.settings.resolved_model import experts_of, read_model
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset
@@ -91,21 +90,7 @@ def analyze_dataset(
     return analyze_read(dataset, request, measured=measured, offload=offload, impl=impl)
 
 
-def profile_dataset(
-    *locations: str | Path | Lengths,
-    part: str | None = None,
-    format: str = "auto",
-    cost_table: str | Path | None = None,
-    attention: Attention = "transformer_engine",
-    buckets: int = DEFAULT_BUCKETS,
-    max_fallback_rate: float | None = None,
-    graph_memory_bytes: int | None = None,
-    offload: Choice | None = None,
-    model: Model | str | Path | None = None,
-    gpu: str | None = None,
-    gpu_hour_price: float | None = None,
-    **settings: Unpack[TrainingOptions],
-) -> RunProfile:
+def profile_dataset(*locations: str | Path | Lengths, part: str | None = None, **options: Any) -> RunProfile:
     """Count the micro-batches of a run as pandas frames, as `thdprof analyze --profile` writes them.
 
     In the result, `cells` has a row for every count (`thdprof.analyze.profile.file` documents its columns), `curve()`
@@ -115,37 +100,13 @@ def profile_dataset(
     Args:
         locations: as for `analyze_dataset`.
         part: name of the data in the profile; None: the name of the file or directory.
-        format: as for `analyze_dataset`.
-        cost_table: as for `analyze_dataset`.
-        attention: as for `analyze_dataset`.
-        buckets: as for `analyze_dataset`.
-        max_fallback_rate: as for `analyze_dataset`.
-        graph_memory_bytes: as for `analyze_dataset`.
-        offload: as for `analyze_dataset`.
-        model: as for `analyze_dataset`.
-        gpu: as for `analyze_dataset`.
-        gpu_hour_price: as for `analyze_dataset`.
-        settings: as for `analyze_dataset`.
+        options: the keywords of `analyze_dataset`, such as `format` and `cost_table`, and its settings.
 
     Raises:
         DataError: as for `analyze_dataset`.
         UsageError: as for `analyze_dataset`.
     """
-    analysis = analyze_dataset(
-        *locations,
-        format=format,
-        cost_table=cost_table,
-        attention=attention,
-        buckets=buckets,
-        max_fallback_rate=max_fallback_rate,
-        graph_memory_bytes=graph_memory_bytes,
-        offload=offload,
-        model=model,
-        gpu=gpu,
-        gpu_hour_price=gpu_hour_price,
-        **settings,
-    )
-    return make_profile(analysis, part=part)
+    return make_profile(analyze_dataset(*locations, **options), part=part)
 
 
 def _with_model(request: Request, model: Model | str | Path) -> Request:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from thdprof.offload.plan import Choice
 
 Origin = Literal["measured", "modelled", "none"]
 """Where times come from: a cost table of this model, a model of its kernels, or nowhere."""
@@ -156,6 +159,24 @@ class Overlap:
     def expected_ms(self) -> float:
         """The middle of `gained_ms`, by which graphs are chosen."""
         return sum(self.gained_ms) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPrediction:
+    """Host and device memory of the pipeline rank with most slots when the chosen activations wait on the host."""
+
+    choice: Choice
+    """The activations that are moved."""
+    offloaded_bytes: int
+    """Bytes that one micro-batch moves to the host, and back, over all layers of the model."""
+    host_bytes: int
+    """Pinned host memory of the rank's slots; chunk graphs pin as much again for each eager micro-batch in flight."""
+    device_bytes_freed: int
+    """Bytes by which the rank's graph memory shrinks."""
+    graph_memory_bytes: int | None
+    """The rank's remaining graph memory in bytes; None where the cost table does not give graph memory."""
+    model: str
+    """Name of the cost table, which describes the model that these figures are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

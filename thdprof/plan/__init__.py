@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from thdprof.plan.file import SCHEMA, Plan, load_plan, parse_plan
-from thdprof.plan.parts import (
+from thdprof.plan.file import (
+    SCHEMA,
     BucketPart,
     CostsPart,
     Count,
@@ -16,10 +16,13 @@ from thdprof.plan.parts import (
     OffloadPart,
     OneCapPart,
     Percentiles,
+    Plan,
     PredictionsPart,
     Share,
     TimesPart,
     Training,
+    load_plan,
+    parse_plan,
 )
 
 __all__ = [

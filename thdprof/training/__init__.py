@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from thdprof.training.definition import Definition, Kind, Panel, Setting, definitions_of, find_unread_fields
 from thdprof.training.model import Fp8Recipe, Model, Norm, Precision, Recompute, check_model, model_definitions
 from thdprof.training.settings import (
     DEFAULT_PROMPT_FORMAT,
@@ -10,14 +9,20 @@ from thdprof.training.settings import (
     STEP_PACKERS,
     TRL_PACKERS,
     Attention,
+    Definition,
     Experts,
     GraphKind,
+    Kind,
     Loader,
+    Panel,
     PromptFormat,
+    Setting,
     TailPolicy,
     TrainingOptions,
     TrainingSettings,
     definitions,
+    definitions_of,
+    find_unread_fields,
     shared_capture_ranks,
     shown,
     to_give,

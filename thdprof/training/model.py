@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Interval
 
 from thdprof.errors import UsageError
-from thdprof.training.definition import Definition, Setting, definitions_of
+from thdprof.training.settings import Definition, Setting, definitions_of
 
 Precision = Literal["bf16", "fp16", "fp32"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -300,7 +300,7 @@ RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelProblem:
+class _ModelProblem:
     """Something that cannot be of a model."""
 
     field: str
@@ -329,7 +329,7 @@ def shown_field(model: Model, name: str) -> str:
     return model_definitions()[name].shown(*(() if value is None else (value,)))
 
 
-def problems(model: Model) -> Iterator[ModelProblem]:
+def problems(model: Model) -> Iterator[_ModelProblem]:
     """Everything that cannot be of `model`, whose fields are each of the right type and within bounds."""
     yield from _of_attention(model)
     yield from _of_the_mlp(model)
@@ -339,110 +339,110 @@ def problems(model: Model) -> Iterator[ModelProblem]:
     yield from _of_buckets(model)
 
 
-def _of_attention(model: Model) -> Iterator[ModelProblem]:
+def _of_attention(model: Model) -> Iterator[_ModelProblem]:
     if model.hybrid_layer_pattern is not None and "*" not in model.hybrid_layer_pattern:
         return
     heads, tp = model.num_attention_heads, model.tensor_model_parallel_size
     if heads % tp:
-        yield ModelProblem(
+        yield _ModelProblem(
             field="num_attention_heads", text=f"must be a multiple of tensor_model_parallel_size, which is {tp}"
         )
     if not model.multi_latent_attention:
         if model.kv_channels is None and model.hidden_size % heads:
-            yield ModelProblem(
+            yield _ModelProblem(
                 field="hidden_size",
                 text=f"must be a multiple of num_attention_heads, which is {heads}; or give kv_channels, the width of "
                 "a head",
             )
         groups = model.query_groups
         if heads % groups:
-            yield ModelProblem(
+            yield _ModelProblem(
                 field="num_query_groups", text=f"num_attention_heads, which is {heads}, must be a multiple of it"
             )
         elif groups % tp and tp % groups:
-            yield ModelProblem(
+            yield _ModelProblem(
                 field="num_query_groups",
                 text=f"must be a multiple or a divisor of tensor_model_parallel_size, which is {tp}",
             )
 
 
-def _of_the_mlp(model: Model) -> Iterator[ModelProblem]:
+def _of_the_mlp(model: Model) -> Iterator[_ModelProblem]:
     tp = model.tensor_model_parallel_size
     if model.ffn_size < 1:
-        yield ModelProblem(field="hidden_size", text="its MLP would have no width; give ffn_hidden_size")
+        yield _ModelProblem(field="hidden_size", text="its MLP would have no width; give ffn_hidden_size")
     elif model.ffn_hidden_size is not None and model.ffn_hidden_size % tp:
-        yield ModelProblem(
+        yield _ModelProblem(
             field="ffn_hidden_size", text=f"must be a multiple of tensor_model_parallel_size, which is {tp}"
         )
     if model.vocab_size is not None and model.vocab_size % tp:
-        yield ModelProblem(
+        yield _ModelProblem(
             field="vocab_size",
             text=f"must be padded to a multiple of tensor_model_parallel_size, which is {tp}",
         )
 
 
-def _of_experts(model: Model) -> Iterator[ModelProblem]:
+def _of_experts(model: Model) -> Iterator[_ModelProblem]:
     ranks = model.expert_model_parallel_size
     if model.num_experts is None:
         if ranks > 1:
-            yield ModelProblem(field="expert_model_parallel_size", text="needs num_experts; a model without has none")
+            yield _ModelProblem(field="expert_model_parallel_size", text="needs num_experts; a model without has none")
         if model.num_moe_layers:
-            yield ModelProblem(field="num_moe_layers", text="needs num_experts")
+            yield _ModelProblem(field="num_moe_layers", text="needs num_experts")
         return
     if model.num_experts % ranks:
-        yield ModelProblem(
+        yield _ModelProblem(
             field="num_experts", text=f"must be a multiple of expert_model_parallel_size, which is {ranks}"
         )
     if model.moe_router_topk > model.num_experts:
-        yield ModelProblem(field="moe_router_topk", text=f"is more than num_experts, which is {model.num_experts}")
+        yield _ModelProblem(field="moe_router_topk", text=f"is more than num_experts, which is {model.num_experts}")
     if model.moe_layers > model.num_layers:
-        yield ModelProblem(field="num_moe_layers", text=f"is more than num_layers, which is {model.num_layers}")
+        yield _ModelProblem(field="num_moe_layers", text=f"is more than num_layers, which is {model.num_layers}")
 
 
-def _of_a_hybrid(model: Model) -> Iterator[ModelProblem]:
+def _of_a_hybrid(model: Model) -> Iterator[_ModelProblem]:
     pattern = model.hybrid_layer_pattern
     if pattern is None:
         return
     kinds = Counter(pattern)
     unknown = sorted(set(kinds) - set(HYBRID_LETTERS))
     if unknown:
-        yield ModelProblem(
+        yield _ModelProblem(
             field="hybrid_layer_pattern", text=f"{unknown[0]!r} is no kind of layer; known are {HYBRID_LETTERS}"
         )
     elif len(pattern) != model.num_layers:
-        yield ModelProblem(
+        yield _ModelProblem(
             field="num_layers", text=f"hybrid_layer_pattern has {len(pattern)} letters, each of which is a layer"
         )
     elif kinds["E"] != model.moe_layers:
         field = "num_experts" if model.num_experts is None else "num_moe_layers"
-        yield ModelProblem(field=field, text=f"hybrid_layer_pattern has experts (E) in {kinds['E']} of its layers")
+        yield _ModelProblem(field=field, text=f"hybrid_layer_pattern has experts (E) in {kinds['E']} of its layers")
     if kinds["M"]:
         heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
         if heads < 1 or heads % model.mamba_num_groups:
-            yield ModelProblem(
+            yield _ModelProblem(
                 field="mamba_num_groups", text=f"the heads of a Mamba layer, {heads}, must be a multiple of it"
             )
         elif heads % model.tensor_model_parallel_size:
-            yield ModelProblem(
+            yield _ModelProblem(
                 field="tensor_model_parallel_size",
                 text=f"the heads of a Mamba layer, {heads}, must be a multiple of it",
             )
 
 
-def _of_recompute(model: Model) -> Iterator[ModelProblem]:
+def _of_recompute(model: Model) -> Iterator[_ModelProblem]:
     if model.recompute_granularity == "selective":
         unknown = [name for name in model.recompute_modules if name not in RECOMPUTED]
         if unknown:
-            yield ModelProblem(
+            yield _ModelProblem(
                 field="recompute_modules",
                 text=f"{unknown[0]} is no part of a layer; known are {', '.join(RECOMPUTED)}",
             )
     if model.recompute_num_layers is not None and model.recompute_num_layers > model.num_layers:
-        yield ModelProblem(field="recompute_num_layers", text=f"is more than num_layers, which is {model.num_layers}")
+        yield _ModelProblem(field="recompute_num_layers", text=f"is more than num_layers, which is {model.num_layers}")
 
 
-def _of_buckets(model: Model) -> Iterator[ModelProblem]:
+def _of_buckets(model: Model) -> Iterator[_ModelProblem]:
     if model.ddp_bucket_size is not None and model.ddp_num_buckets is not None:
-        yield ModelProblem(
+        yield _ModelProblem(
             field="ddp_num_buckets", text=f"contradicts ddp_bucket_size, which is {model.ddp_bucket_size}; give one"
         )

@@ -7,15 +7,211 @@ the same annotations.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Annotated, Any, ClassVar, Literal, TypedDict, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypedDict, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
 
-from thdprof.training.definition import Definition, Setting, definition_of, definitions_of
+from thdprof.errors import UsageError
+
+Kind = Literal["streams", "bridge", "trl", "packs", "documents", "conversations"]
+"""What a dataset holds: sequences that GPTDataset joins, rows packed by Megatron-Bridge, by TRL or by somebody else,
+documents that are not packed yet, or conversations that Megatron-LM's SFTDataset packs while training."""
+Panel = Literal[
+    "Dataset",
+    "Batch and parallelism",
+    "Model",
+    "Data loader",
+    "Packing and padding",
+    "Where settings come from",
+    "Costs and limits",
+    "What to capture",
+    "Output",
+]
+"""Headings under which `--help` lists options, in their order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a setting is given, and when it matters: the facts that its type does not tell."""
+
+    help: str
+    """Help text of the option."""
+    panel: Panel
+    """Heading of the option in `--help`."""
+    everyday: bool = True
+    """Whether the command has an option for the setting; without one it is given in a settings file."""
+    assumed: str | None = None
+    """The help text's words for the value that is taken where none is given; None: the default itself."""
+    kinds: tuple[Kind, ...] | None = None
+    """Kinds of dataset on which the setting has an effect; None: all."""
+    in_every_plan: bool = True
+    """Whether a plan without the setting is refused. False for settings that were added after the first plans."""
+    as_text: bool = False
+    """Whether the option takes text that is parsed later, such as `0.5%` or `0.3,0.7`."""
+    swept: bool = True
+    """Whether a sweep can vary the setting. False where a value holds commas, or says how files are read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Definition:
+    """All facts about one setting, read from its annotated field."""
+
+    name: str
+    """The field's name: with underscores."""
+    type: Any
+    """int, float, bool, str, Path or tuple, without None; the type of the choices where there are some."""
+    default: Any
+    """Value where none is given; `dataclasses.MISSING` where one has to be found."""
+    choices: tuple[str, ...]
+    """The values that can be; empty: any within the bounds."""
+    least: int | None
+    """Smallest value."""
+    most: int | None
+    """Largest value."""
+    setting: Setting
+    """How the setting is given."""
+
+    @property
+    def option(self) -> str:
+        """The option that gives the setting, or that gave it before it moved to the settings file."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def off_option(self) -> str:
+        """The option that switches a true-or-false setting off."""
+        return "--no-" + self.name.replace("_", "-")
+
+    def shown(self, *value: object) -> str:
+        """The setting, and its value where one is given, as messages name them.
+
+        Every message uses this text, so that it names an option only where the command has one:
+        `--seq-length 4096`, but `microbatch_group_size 4`.
+        """
+        return " ".join([self.option if self.setting.everyday else self.name, *map(str, value)])
+
+    def to_give(self, *value: object) -> str:
+        """The setting as `shown`, and where to give it if no option does: `microbatch_group_size 4 in --settings`."""
+        return self.shown(*value) + ("" if self.setting.everyday else " in --settings")
+
+    def check(self, value: object) -> None:
+        """Refuse a value of a wrong type or out of bounds.
+
+        Raises:
+            UsageError: naming the setting, the value and what it must be.
+        """
+        if self.choices:
+            if value not in self.choices:
+                raise UsageError(f"{self.shown(value)}: choose one of {', '.join(self.choices)}")
+        elif self.type is bool:
+            if not isinstance(value, bool):
+                raise UsageError(f"{self.shown(repr(value))}: must be true or false")
+        elif self.type is str:
+            if not isinstance(value, str):
+                such = f" such as {self.default}" if isinstance(self.default, str) else ""
+                raise UsageError(f"{self.shown(repr(value))}: must be text{such}")
+        elif self.type is tuple:
+            if not isinstance(value, list | tuple) or not all(isinstance(w, int | float) for w in value):
+                raise UsageError(f"{self.shown(repr(value))}: must be a list of numbers")
+        elif isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(f"{self.shown(repr(value))}: must be a whole number")
+        elif self.least is not None and value < self.least:
+            raise UsageError(f"{self.shown(value)}: must be at least {self.least}")
+        elif self.most is not None and value > self.most:
+            raise UsageError(f"{self.shown(value)}: is larger than {self.most}")
+
+
+def definitions_of(settings: type) -> dict[str, Definition]:
+    """The definitions in a dataclass whose annotations hold a `Setting` each."""
+    hints = get_type_hints(settings, include_extras=True)
+    return {f.name: definition_of(f.name, hints[f.name], f.default) for f in dataclasses.fields(settings)}
+
+
+def definition_of(name: str, hint: Any, default: Any) -> Definition:
+    """The facts that a field's annotation `hint` holds.
+
+    Args:
+        name: the field's name.
+        hint: its type, as typing.Annotated with a Setting.
+        default: its value where none is given.
+    """
+    wanted, *facts = get_args(hint)
+    if get_origin(wanted) in (Union, UnionType):
+        wanted = next(t for t in get_args(wanted) if t is not type(None))
+    choices: tuple[str, ...] = get_args(wanted) if get_origin(wanted) is Literal else ()
+    bounds = next((fact for fact in facts if isinstance(fact, Interval)), Interval())
+    return Definition(
+        name=name,
+        type=wanted if choices else get_origin(wanted) or wanted,
+        default=default,
+        choices=choices,
+        least=bounds.ge,  # type: ignore[arg-type]
+        most=bounds.le,  # type: ignore[arg-type]
+        setting=next(fact for fact in facts if isinstance(fact, Setting)),
+    )
+
+
+_LONGEST = 60
+"""Characters of a value that a message shows."""
+_MISSING = object()
+
+
+def find_unread_fields(settings: object, defaults: object, known: Collection[str]) -> list[str]:
+    """Fields of a run that are off their default and that thdprof does not know, each as `name=value`, in order.
+
+    A field that `defaults` lacks, such as one of a subclass, is off its default unless it is None. Names that begin
+    with an underscore are no settings.
+
+    Args:
+        settings: the run's: a mapping, a dataclass or any object with attributes.
+        defaults: the values of a run that changes nothing, in any of these forms, or a dataclass itself.
+        known: names of the fields that thdprof reads, or that change nothing which it relies on.
+    """
+    usual = _fields(defaults)
+    return [
+        f"{name}={_shorten(value)}"
+        for name, value in _fields(settings).items()
+        if not name.startswith("_") and name not in known and not _is_equal(value, usual.get(name))
+    ]
+
+
+def _fields(settings: object) -> dict[str, object]:
+    """The fields by name. Of a dataclass itself they are the declared defaults; those without one are left out."""
+    if isinstance(settings, Mapping):
+        return {str(name): value for name, value in settings.items()}
+    if isinstance(settings, type) and dataclasses.is_dataclass(settings):
+        return {f.name: value for f in dataclasses.fields(settings) if (value := _default(f)) is not _MISSING}
+    found = dict(vars(settings)) if hasattr(settings, "__dict__") else {}
+    if dataclasses.is_dataclass(settings):  # with slots too
+        found = {f.name: getattr(settings, f.name, None) for f in dataclasses.fields(settings)} | found
+    return found
+
+
+def _default(field: dataclasses.Field[object]) -> object:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    return _MISSING if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _is_equal(value: object, usual: object) -> bool:
+    if value is usual:
+        return True
+    try:
+        return bool(value == usual)
+    except Exception:  # a tensor or an array of several elements has no truth
+        return repr(value) == repr(usual)
+
+
+def _shorten(value: object) -> str:
+    """The value in one short line; a function by its name."""
+    text = " ".join(str(getattr(value, "__qualname__", None) or repr(value)).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
 
 Loader = Literal["single", "cyclic", "batch", "trainer"]
 TailPolicy = Literal["none", "append_dummy_seq", "extend_last"]
@@ -46,6 +242,11 @@ PromptFormat = Literal["nemotron-h-aligned", "nemotron-nano-v2", "identity", "de
 DEFAULT_PROMPT_FORMAT: PromptFormat = "nemotron-h-aligned"
 """The form where Megatron-LM's `--sft-tokenizer-prompt-format` is not given."""
 
+_BATCH = functools.partial(Setting, panel="Batch and parallelism")
+_LOADER = functools.partial(Setting, panel="Data loader")
+_PACKING = functools.partial(Setting, panel="Packing and padding")
+_DATASET = functools.partial(Setting, panel="Dataset")
+_CAPTURE = functools.partial(Setting, panel="What to capture")
 _ANY = Interval(ge=1, le=2**63 - 1)
 _RANKS = Interval(ge=1, le=2**20)
 _TOKENS = Interval(ge=1, le=2**31 - 1)
@@ -63,55 +264,34 @@ class TrainingSettings:
     seq_length: Annotated[
         int,
         _TOKENS,
-        Setting(
-            help="Tokens of a row; for a packer, the pack size.",
-            panel="Batch and parallelism",
-            assumed="the dataset's own pack size, else 4096",
-        ),
+        _BATCH(help="Tokens of a row; for a packer, the pack size.", assumed="the dataset's own pack size, else 4096"),
     ]
     """Tokens of a row; for a packer, the pack size."""
-    micro_batch_size: Annotated[int, _RANKS, Setting(help="Rows of a micro-batch.", panel="Batch and parallelism")] = 1
+    micro_batch_size: Annotated[int, _RANKS, _BATCH(help="Rows of a micro-batch.")] = 1
     """Rows of a micro-batch."""
     global_batch_size: Annotated[
-        int,
-        _TOKENS,
-        Setting(
-            help="Rows of a step over all data-parallel ranks.",
-            panel="Batch and parallelism",
-            assumed="one micro-batch a rank",
-        ),
+        int, _TOKENS, _BATCH(help="Rows of a step over all data-parallel ranks.", assumed="one micro-batch a rank")
     ] = 1
     """Rows of a step over all data-parallel ranks; documents, for packers of whole steps such as `dp_balanced`."""
-    data_parallel_size: Annotated[
-        int, _RANKS, Setting(help="Ranks that train on micro-batches of their own.", panel="Batch and parallelism")
-    ] = 1
+    data_parallel_size: Annotated[int, _RANKS, _BATCH(help="Ranks that train on micro-batches of their own.")] = 1
     """Ranks that train on micro-batches of their own and add up their gradients."""
-    context_parallel_size: Annotated[
-        int, _RANKS, Setting(help="Ranks that share the tokens of a micro-batch.", panel="Batch and parallelism")
-    ] = 1
+    context_parallel_size: Annotated[int, _RANKS, _BATCH(help="Ranks that share the tokens of a micro-batch.")] = 1
     """Ranks that share the tokens of a micro-batch."""
     pipeline_parallel_size: Annotated[
-        int,
-        Interval(ge=1, le=4096),
-        Setting(help="Stages that the model's layers are spread over.", panel="Batch and parallelism"),
+        int, Interval(ge=1, le=4096), _BATCH(help="Stages that the model's layers are spread over.")
     ] = 1
     """Stages that the layers are spread over."""
     virtual_pipeline_size: Annotated[
         int | None,
         Interval(ge=1, le=1024),
-        Setting(
-            help="Model chunks of a pipeline rank, for the interleaved schedule.",
-            panel="Batch and parallelism",
-            assumed="no interleaving",
-        ),
+        _BATCH(help="Model chunks of a pipeline rank, for the interleaved schedule.", assumed="no interleaving"),
     ] = None
     """Model chunks of a pipeline rank; null without the interleaved schedule."""
     microbatch_group_size: Annotated[
         int | None,
         _ANY,
-        Setting(
+        _BATCH(
             help="Micro-batches of a group of the interleaved schedule.",
-            panel="Batch and parallelism",
             everyday=False,
             assumed="the pipeline-parallel size",
             in_every_plan=False,
@@ -119,15 +299,13 @@ class TrainingSettings:
     ] = None
     """Contiguous micro-batches of a chunk in the interleaved schedule; null: the pipeline-parallel size."""
     loader: Annotated[
-        Loader | None,
-        Setting(help="Sampler of the data loader.", panel="Data loader", assumed="the usual one of the format"),
+        Loader | None, _LOADER(help="Sampler of the data loader.", assumed="the usual one of the format")
     ] = None
     """Sampler of the data loader; null: the order of rows is not known, and was drawn."""
     experts: Annotated[
         Experts,
-        Setting(
+        _CAPTURE(
             help="Whether the model has experts, each with room for its capacity or for all tokens.",
-            panel="What to capture",
             in_every_plan=False,
         ),
     ] = "none"
@@ -135,9 +313,8 @@ class TrainingSettings:
     shared_capture_ranks: Annotated[
         int,
         _RANKS,
-        Setting(
+        _CAPTURE(
             help="Data-parallel ranks that share experts inside graphs.",
-            panel="What to capture",
             everyday=False,
             in_every_plan=False,
             swept=False,
@@ -146,15 +323,13 @@ class TrainingSettings:
     """Neighbouring data-parallel ranks whose captured passes share collectives, as experts padded to capacity do under
     expert parallelism: they replay one bucket together, which holds all of their micro-batches, or all run eagerly."""
     data_sharding: Annotated[
-        bool,
-        Setting(help="Whether the cyclic sampler shuffles within ranks.", panel="Data loader", everyday=False),
+        bool, _LOADER(help="Whether the cyclic sampler shuffles within ranks.", everyday=False)
     ] = True
     """Whether the cyclic sampler shuffles each rank's own share of the rows, as Megatron does by default."""
     drop_last: Annotated[
         bool,
-        Setting(
+        _LOADER(
             help="Whether the batch sampler drops a partial global batch.",
-            panel="Data loader",
             everyday=False,
             kinds=("bridge", "documents", "packs", "trl"),
         ),
@@ -163,19 +338,14 @@ class TrainingSettings:
     seed: Annotated[
         int,
         Interval(ge=0, le=2**32 - 1),
-        Setting(
-            help="Seed of the order of the data.",
-            panel="Data loader",
-            kinds=("streams", "bridge", "trl", "packs", "documents"),
-        ),
+        _LOADER(help="Seed of the order of the data.", kinds=("streams", "bridge", "trl", "packs", "documents")),
     ] = 1234
     """Seed of the order of the data."""
     shuffle_seed: Annotated[
         int | None,
         Interval(ge=0, le=2**32 - 1),
-        Setting(
+        _LOADER(
             help="Seed of TRL's shuffle_dataset.",
-            panel="Data loader",
             everyday=False,
             assumed="the dataset is not shuffled as a whole",
             kinds=("trl", "packs", "documents"),
@@ -185,27 +355,16 @@ class TrainingSettings:
     """Seed with which TRL shuffles the dataset before the Trainer reads it, and before it packs; null: it does not."""
     split: Annotated[
         str,
-        Setting(
-            help="Megatron's split of the data.",
-            panel="Dataset",
-            kinds=("streams", "conversations"),
-            swept=False,
-            as_text=True,
-        ),
+        _DATASET(help="Megatron's split of the data.", kinds=("streams", "conversations"), swept=False, as_text=True),
     ] = "969,30,1"
     """Megatron's weights of the training, validation and test parts; the training part is analysed."""
-    train_samples: Annotated[
-        int | None,
-        _ANY,
-        Setting(help="Rows that the run consumes.", panel="Batch and parallelism", assumed="one epoch"),
-    ] = None
+    train_samples: Annotated[int | None, _ANY, _BATCH(help="Rows that the run consumes.", assumed="one epoch")] = None
     """Rows that the run consumes; null: one epoch was analysed."""
     train_epochs: Annotated[
         int | None,
         Interval(ge=1, le=2**20),
-        Setting(
+        _BATCH(
             help="Epochs of a run of the Trainer.",
-            panel="Batch and parallelism",
             everyday=False,
             assumed="one epoch",
             kinds=("trl", "packs", "documents"),
@@ -215,9 +374,8 @@ class TrainingSettings:
     """Epochs that a run of Hugging Face's Trainer reads, in place of train_samples; null: one, or train_samples."""
     weights: Annotated[
         tuple[float, ...] | None,
-        Setting(
+        _DATASET(
             help="Weights of a blend, comma-separated, one a dataset.",
-            panel="Dataset",
             assumed="the datasets' sizes",
             swept=False,
             as_text=True,
@@ -226,20 +384,14 @@ class TrainingSettings:
     """Blend weights, one a dataset; null: the datasets' own sizes."""
     add_extra_token: Annotated[
         bool,
-        Setting(
-            help="Whether GPTDataset draws a token more than the row holds.",
-            panel="Data loader",
-            everyday=False,
-            kinds=("streams",),
-        ),
+        _LOADER(help="Whether GPTDataset draws a token more than the row holds.", everyday=False, kinds=("streams",)),
     ] = True
     """Whether GPTDataset draws a sample with one token more than seq_length, as it does by default."""
     max_num_samples: Annotated[
         int | None,
         _ANY,
-        Setting(
+        _LOADER(
             help="Megatron-Bridge's max_train_samples.",
-            panel="Data loader",
             everyday=False,
             assumed="all rows",
             kinds=("bridge", "documents"),
@@ -248,47 +400,31 @@ class TrainingSettings:
     """Rows drawn through Megatron-Bridge's seeded mapping (its max_train_samples); null: all, unmapped."""
     tail_policy: Annotated[
         TailPolicy,
-        Setting(
-            help="What training does with the unused tail of a row.",
-            panel="Packing and padding",
-            kinds=("trl", "packs", "documents"),
-        ),
+        _PACKING(help="What training does with the unused tail of a row.", kinds=("trl", "packs", "documents")),
     ] = "none"
     """What training does with the unused tail of a row that is packed from plain lengths."""
     pad_to_max_length: Annotated[
-        bool,
-        Setting(
-            help="Megatron-Bridge: whether rows are as long as the pack.",
-            panel="Packing and padding",
-            kinds=("bridge", "documents"),
-        ),
+        bool, _PACKING(help="Megatron-Bridge: whether rows are as long as the pack.", kinds=("bridge", "documents"))
     ] = False
     """Whether every row is as long as the pack size, as Megatron-Bridge can pad it."""
     pad_seq_to_mult: Annotated[
         int,
         _ANY,
-        Setting(
+        _PACKING(
             help="Tokens to whose multiple documents are padded (TRL: micro-batches).",
-            panel="Packing and padding",
             kinds=("bridge", "trl", "documents"),
         ),
     ] = 1
     """Tokens to whose multiple documents (with TRL: micro-batches) are padded."""
-    packer: Annotated[
-        Packer,
-        Setting(
-            help="How unpacked documents become rows.",
-            panel="Packing and padding",
-            kinds=("documents",),
-        ),
-    ] = "first_fit_decreasing"
+    packer: Annotated[Packer, _PACKING(help="How unpacked documents become rows.", kinds=("documents",))] = (
+        "first_fit_decreasing"
+    )
     """How unpacked lengths become rows."""
     packing_processes: Annotated[
         int,
         Interval(ge=1, le=4096),
-        Setting(
+        _PACKING(
             help="Processes that pack a part of the data each, TRL's dataset_num_proc.",
-            panel="Packing and padding",
             everyday=False,
             kinds=("documents",),
             in_every_plan=False,
@@ -298,21 +434,16 @@ class TrainingSettings:
     max_docs_per_pack: Annotated[
         int | None,
         _ANY,
-        Setting(
-            help="The packer's own cap on documents of a row.",
-            panel="Packing and padding",
-            everyday=False,
-            assumed="no cap",
-            kinds=("documents",),
+        _PACKING(
+            help="The packer's own cap on documents of a row.", everyday=False, assumed="no cap", kinds=("documents",)
         ),
     ] = None
     """The packer's own cap on documents of a row, a dummy tail included; null: no cap."""
     max_seqlen_per_dp_cp_rank: Annotated[
         int | None,
         _TOKENS,
-        Setting(
+        _PACKING(
             help="Most tokens of a rank, for the packers balanced_cp and dynamic_cp.",
-            panel="Packing and padding",
             assumed="one size for all micro-batches",
             kinds=("documents",),
             in_every_plan=False,
@@ -323,9 +454,8 @@ class TrainingSettings:
     min_dynamic_context_parallel_size: Annotated[
         int,
         _RANKS,
-        Setting(
+        _PACKING(
             help="Fewest ranks of a micro-batch, for the packer dynamic_cp.",
-            panel="Packing and padding",
             everyday=False,
             kinds=("documents",),
             in_every_plan=False,
@@ -334,9 +464,8 @@ class TrainingSettings:
     """Fewest ranks that share a micro-batch under `dynamic_cp`, the dev branch's option of that name."""
     tokenizer_model: Annotated[
         str | None,
-        Setting(
+        _DATASET(
             help="Tokenizer of conversations: a directory, or its name in the Hugging Face Hub's cache.",
-            panel="Dataset",
             everyday=False,
             assumed="none: conversations cannot be counted",
             kinds=("conversations",),
@@ -347,9 +476,8 @@ class TrainingSettings:
     """The run's tokenizer, Megatron's --tokenizer-model; null where the data is no text."""
     sft_tokenizer_prompt_format: Annotated[
         PromptFormat | None,
-        Setting(
+        _DATASET(
             help="Form in which Megatron's SFT tokenizer writes a conversation out.",
-            panel="Dataset",
             everyday=False,
             assumed=DEFAULT_PROMPT_FORMAT,
             kinds=("conversations",),
@@ -398,20 +526,10 @@ class TrainingOptions(TypedDict, total=False):
     shuffle_seed: int | None
     split: str
     train_samples: int | None
-    train_iters: Annotated[
-        int | None,
-        _ANY,
-        Setting(help="Steps of the run.", panel="Batch and parallelism", assumed="one epoch"),
-    ]
+    train_iters: Annotated[int | None, _ANY, _BATCH(help="Steps of the run.", assumed="one epoch")]
     """Steps of the run, in place of train_samples."""
     gradient_accumulation: Annotated[
-        int | None,
-        _RANKS,
-        Setting(
-            help="Micro-batches of a rank and step.",
-            panel="Batch and parallelism",
-            assumed="as --global-batch-size says",
-        ),
+        int | None, _RANKS, _BATCH(help="Micro-batches of a rank and step.", assumed="as --global-batch-size says")
     ]
     """Micro-batches of a rank and step, in place of global_batch_size."""
     train_epochs: int | None

@@ -72,7 +72,7 @@ _OTHER_ORDERS: Mapping[str, Any] = {
 """Fields of `accelerator_config` that change the order of the data, and the values under which it is known."""
 
 
-def unknown_orders(arguments: Mapping[str, Any]) -> list[str]:
+def _unknown_orders(arguments: Mapping[str, Any]) -> list[str]:
     """What makes the order in which the run reads its rows unknown, a clause each; empty where it is replayed."""
     found = []
     strategy = arguments.get(_SAMPLING, "random")
@@ -99,7 +99,7 @@ def trainer_settings(arguments: Mapping[str, Any], *, where: str, num_processes:
     Raises:
         UsageError: a field has a value of a wrong type, or the order of the data would not be known.
     """
-    unknown = unknown_orders(arguments)
+    unknown = _unknown_orders(arguments)
     if unknown:
         raise UsageError(
             f"{where}: {', '.join(unknown)}: thdprof does not know in which order the Trainer then reads the data; "

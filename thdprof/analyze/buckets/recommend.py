@@ -43,13 +43,14 @@ def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
     return sorted({costs.rounded_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
 
 
-def curve_caps(profile: Profile, costs: CostTable) -> list[int]:
-    """Caps of the curve: the candidates, and the percentiles of `n_seqs` that they were rounded up from."""
-    percentiles = {max(1, profile.n_seqs.percentile(p)) for p in PERCENTILES.values()}
-    return sorted({*candidate_caps(profile, costs), *(percentiles if costs.max_seqs_steps else ())})
+def _percentile_caps(profile: Profile, costs: CostTable) -> set[int]:
+    """The percentiles of `n_seqs` that candidates were rounded up from, which the curve shows as well."""
+    if not costs.max_seqs_steps:
+        return set()
+    return {max(1, profile.n_seqs.percentile(p)) for p in PERCENTILES.values()}
 
 
-def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
+def _candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
     """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only the largest possible."""
     top = max(longest_possible, profile.max_seqlen.percentile(100.0))
     if not costs.needs_max_seqlen:
@@ -314,17 +315,15 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     """
     table, profile = run.table, run.profile
     asked = _asked(table, profile)
-    caps = sorted({*curve_caps(profile, costs), *curve_caps(asked, costs)})
+    both = [profile] if asked is profile else [profile, asked]
+    rounded = {n for part in both for n in candidate_caps(part, costs)}
+    caps = sorted({*rounded, *(n for part in both for n in _percentile_caps(part, costs))})
     run_cp_size = min(run.longest_possible)
     profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
-    shapes = {
-        cp_size: [
-            Bucket(n, s, run.n_tokens, cp_size)
-            for n in candidate_caps(part, costs)
-            for s in candidate_lengths(part, costs, run.longest_possible[cp_size])
-        ]
-        for cp_size, part in profiles.items()
-    }
+    shapes = {}
+    for cp_size, part in profiles.items():
+        tokens = _candidate_lengths(part, costs, run.longest_possible[cp_size])
+        shapes[cp_size] = [Bucket(n, s, run.n_tokens, cp_size) for n in candidate_caps(part, costs) for s in tokens]
     every = [bucket for part in shapes.values() for bucket in part]
     lengths = sorted({b.max_seqlen for b in every})
     step_costs = costs_of_run(run, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths)
@@ -334,8 +333,8 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     def memory(buckets: Sequence[Bucket]) -> int | None:
         return costs.graph_memory_bytes(num_slots=run.num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
 
-    for part in shapes.values():
-        refuse_long_search(len(part), limits.num_buckets)
+    for buckets_of_size in shapes.values():
+        refuse_long_search(len(buckets_of_size), limits.num_buckets)
     choices = choices_of(list(shapes.values()), limits.num_buckets, step_costs)
     stride = search_stride(table, step_costs, len(choices))
     times = step_costs.step_ms(choices, stride)
@@ -351,14 +350,10 @@ def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: L
     curve = cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate
-    rounded = {
-        *candidate_caps(profile, costs),
-        *candidate_caps(asked, costs),
-    }  # between steps of the costs, the largest cap is as quick as any
     singles = [
         c
         for c in curve
-        if c.max_seqs in rounded
+        if c.max_seqs in rounded  # between steps of the costs, the largest cap is as quick as any
         and one_graph_fits
         and c.fallback_rate.step <= most_fallbacks
         and (c.relative_step_time <= least or limits.max_fallback_rate is not None)

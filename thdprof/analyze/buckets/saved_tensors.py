@@ -19,6 +19,7 @@ from functools import partial
 from typing import Literal
 
 from thdprof.analyze.buckets.cost_table import CostTable, MeasuredModel
+from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.errors import UsageError
 from thdprof.offload.allocator import Gradients, Segments, reserved
 from thdprof.offload.plan import Choice, OffloadPlan, SavedStorage, plan_offload
@@ -183,12 +184,6 @@ class _Layer:
     def _adapter(self, module: str, width: float, *, drop: str = "", given: bool = False) -> None:
         """What the adapter of a frozen linear layer saves, if it has one: its input, and what is between its two
         products.
-
-        Args:
-            module: the linear layer.
-            width: width of what both take.
-            drop: as `_add` takes it.
-            given: whether something else saves the input already.
         """
         dim = self._model.lora_dim
         if dim is None or module.rpartition(".")[2] not in (self._adapted or ()):
@@ -236,16 +231,7 @@ class _Layer:
         self._dropout(f"{at}.linear_proj")
 
     def _core(self, heads: float, *, head: int, keys: float, values: float, output: float, drop: str = "") -> None:
-        """Attention itself, and the linear layer behind it.
-
-        Args:
-            heads: heads on this rank.
-            head: width of one head of queries and of attention's output.
-            keys: width of all keys.
-            values: width of all values, and of what is kept with them.
-            output: width of what the linear layer takes; less than attention's output where values were padded.
-            drop: modules whose selective recompute makes queries, keys and values again.
-        """
+        """Attention itself, and the linear layer behind it."""
         core, proj = "self_attention.core_attention", "self_attention.linear_proj"
         for part in (heads * head, keys, values):
             self._add(core, part, self._element, drop=drop)
@@ -351,12 +337,7 @@ def _bytes(layer: Sequence[Saved], n_tokens: int) -> list[tuple[int, bool]]:
 
 
 def _reserved(layers: Sequence[Sequence[tuple[int, bool]]], shared: bool) -> int:
-    """Bytes that the allocator reserves.
-
-    Args:
-        layers: size of each storage of each layer, and whether the backward makes it again.
-        shared: whether requests share segments (see `Segments`).
-    """
+    """Bytes that the allocator reserves."""
     segments = Segments(shared=shared)
     gradients = Gradients(segments)
 
@@ -379,24 +360,6 @@ def _reserved(layers: Sequence[Sequence[tuple[int, bool]]], shared: bool) -> int
             gradients.take(layers[number][place][0])
             segments.give_back((number, place))
     return segments.reserved_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadPrediction:
-    """Host and device memory of the pipeline rank with most slots when the chosen activations wait on the host."""
-
-    choice: Choice
-    """The activations that are moved."""
-    offloaded_bytes: int
-    """Bytes that one micro-batch moves to the host, and back, over all layers of the model."""
-    host_bytes: int
-    """Pinned host memory of the rank's slots; chunk graphs pin as much again for each eager micro-batch in flight."""
-    device_bytes_freed: int
-    """Bytes by which the rank's graph memory shrinks."""
-    graph_memory_bytes: int | None
-    """The rank's remaining graph memory in bytes; None where the cost table does not give graph memory."""
-    model: str
-    """Name of the cost table, which describes the model that these figures are of."""
 
 
 def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:

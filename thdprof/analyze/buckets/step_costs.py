@@ -141,26 +141,34 @@ class StepCosts:
         self._class = renumber[pair]
         self.class_counts = np.bincount(self._class, minlength=len(used))
         self._eager_ms = costs.eager_ms(numbers)
+        self._num_steps, self._is_uniform = table.num_steps, table.uniform
+        self._fitting: dict[Bucket, NDArray[np.bool_]] = {}
+
+    def _fits(self, bucket: Bucket) -> NDArray[np.bool_]:
+        """Whether `bucket` fits each class, shape [classes]."""
+        if bucket not in self._fitting:
+            fits = holds(bucket, self._largest_of_class)
+            self._fitting[bucket] = np.broadcast_to(fits, self.class_counts.shape)
+        return self._fitting[bucket]
 
     def bucket_of_class(self, buckets: Sequence[Bucket]) -> NDArray[np.int64]:
         """Index of the first of `buckets` that fits each class, or -1 where none does, shape [classes]."""
         index_of_class = np.full(len(self.class_counts), -1)
         for index in reversed(range(len(buckets))):  # the first that fits is written last
-            index_of_class[holds(buckets[index], self._largest_of_class)] = index
+            index_of_class[self._fits(buckets[index])] = index
         return index_of_class
 
     def classes_held(self, bucket: Bucket) -> int:
         """The classes that `bucket` fits, as the set bits of an integer."""
-        held = np.broadcast_to(holds(bucket, self._largest_of_class), self.class_counts.shape)
-        return sum(1 << int(place) for place in np.flatnonzero(held))
+        return sum(1 << int(place) for place in np.flatnonzero(self._fits(bucket)))
 
     def fallback_rate(self, buckets: Sequence[Bucket]) -> FallbackRate:
         """The shares of micro-batches, (rank, step) pairs and steps with a fallback under `buckets`."""
         table, uncovered = self._table, self.bucket_of_class(buckets) < 0
         if table.groups is not None:
             return fallback_rate(table, uncovered[self._class])
-        eager = int(self.class_counts[uncovered].sum()) / len(table)
-        if table.num_steps == len(table):  # one micro-batch a step: all three rates are equal
+        eager = int(self.class_counts[uncovered].sum()) / len(self._class)
+        if self._num_steps == len(self._class):  # one micro-batch a step: all three rates are equal
             return FallbackRate(microbatch=eager, rank_step=eager, step=eager)
         ranks = self._rank_counts.any_in(uncovered)
         return FallbackRate(microbatch=eager, rank_step=float(ranks.mean()), step=float(ranks.any(axis=1).mean()))
@@ -168,7 +176,7 @@ class StepCosts:
     def shares(self, buckets: Sequence[Bucket]) -> tuple[float, ...]:
         """Share of micro-batches that replay each bucket."""
         chosen = self.bucket_of_class(buckets)
-        return tuple(int(self.class_counts[chosen == i].sum()) / len(self._table) for i in range(len(buckets)))
+        return tuple(int(self.class_counts[chosen == i].sum()) / len(self._class) for i in range(len(buckets)))
 
     def step_ms(self, choices: Sequence[Sequence[Bucket]], stride: int = 1) -> NDArray[np.float64]:
         """Mean step time under each choice of buckets over every `stride`-th step, in milliseconds, shape [choices]."""
@@ -196,14 +204,14 @@ class StepCosts:
         table = self._table
         if table.groups is not None:
             return self._step_ms_by_round(weights, table.groups, squared, stride)
-        if table.data_parallel_size == 1 and table.uniform:
+        if table.data_parallel_size == 1 and self._is_uniform:
             # one rank: the mean of sums is the sum of means, so the classes' totals suffice
             factor = 1 + (self._pipeline - 1) / int(table.num_microbatches[0])
-            totals: NDArray[np.float64] = self._total_ms(weights, squared) * (factor / table.num_steps)
+            totals: NDArray[np.float64] = self._total_ms(weights, squared) * (factor / self._num_steps)
             return totals + self._optimizer_ms
         sums = np.zeros(weights.shape[1])
         at_once = max(1, _CHUNK // (table.data_parallel_size * max(weights.shape)))
-        steps = np.arange(0, table.num_steps, stride)
+        steps = np.arange(0, self._num_steps, stride)
         ms_of_rows = self._ms_of_rows(weights)
         extra = None if squared is None else table.per_rank_step(squared, np.add)
         for first in range(0, len(steps), at_once):
@@ -265,7 +273,7 @@ class StepCosts:
                 ms += squared[order][:, None]
             by_lane = np.add.reduceat(ms, lanes, axis=0)
             sums[first : first + at_once] = bubble @ np.maximum.reduceat(by_lane, rounds, axis=0)
-        return sums / -(-self._table.num_steps // stride) + self._optimizer_ms
+        return sums / -(-self._num_steps // stride) + self._optimizer_ms
 
     def _weights(self, choices: Sequence[Sequence[Bucket]]) -> NDArray[np.float64]:
         """Factors of the classes' counts (first half) and eager times (second half), shape [2 * classes, choices]."""
@@ -273,7 +281,7 @@ class StepCosts:
         weights = np.zeros((2 * classes, len(choices)))
         distinct = {bucket for choice in choices for bucket in choice}
         replay = {b: self._costs.replay_ms(b.max_seqs, b.max_seqlen) for b in distinct}
-        fits = {b: holds(b, self._largest_of_class) for b in distinct}
+        fits = {b: self._fits(b) for b in distinct}
         for column, choice in enumerate(choices):
             falls_back = np.ones(classes, dtype=np.bool_)
             for bucket in reversed(choice):  # the first that fits is written last

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from thdprof.analyze.analysis import Analysis, CpSize
 from thdprof.analyze.buckets.recommend import Candidate
-from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
+from thdprof.analyze.predictions import OffloadPrediction
 from thdprof.analyze.report.console import name_dataset, plain_table, print_parts
 from thdprof.analyze.report.sentences import capture_sentence, memory_sentence, model_sentence, overlap_sentence
 from thdprof.files import json_text

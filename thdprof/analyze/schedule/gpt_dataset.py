@@ -31,14 +31,14 @@ SURPLUS = 0.005
 (mid_level_dataset_surplus)."""
 
 
-def normalize(weights: Sequence[float]) -> list[float]:
+def _normalize(weights: Sequence[float]) -> list[float]:
     """Scale weights so that they add up to 1, with the rounding of Megatron's float64 arithmetic."""
     values = np.array(weights, dtype=np.float64)
     normalized: list[float] = (values / np.sum(values)).tolist()
     return normalized
 
 
-def drawn_and_built(weights: Sequence[float], size: int) -> list[tuple[int, int]]:
+def _drawn_and_built(weights: Sequence[float], size: int) -> list[tuple[int, int]]:
     """Two numbers for each dataset: samples that the blend of `size` samples counts on, and samples that are built.
 
     `weights` hold one normalized weight for each dataset.
@@ -47,18 +47,18 @@ def drawn_and_built(weights: Sequence[float], size: int) -> list[tuple[int, int]
     return [(d, math.ceil(d * (1 + SURPLUS))) for d in drawn]
 
 
-def blend_order(weights: Sequence[float], size: int) -> NDArray[np.int16]:
+def _blend_order(weights: Sequence[float], size: int) -> NDArray[np.int16]:
     """Index of the dataset that gives each sample of a blend, int16, shape [size].
 
     Every dataset gives its samples in its own order. `weights` are normalized once more, as in BlendedDataset.
     """
     order = np.empty(size, dtype=np.int16)
-    parts = np.array(normalize(weights), dtype=np.float64)
+    parts = np.array(_normalize(weights), dtype=np.float64)
     filled: NDArray[np.int16] = compiled.run(_fill_order, size * len(parts), order, parts, np.zeros(len(parts)))
     return filled
 
 
-def exhaustive_order(sizes: Sequence[int]) -> NDArray[np.int16]:
+def _exhaustive_order(sizes: Sequence[int]) -> NDArray[np.int16]:
     """Index of the dataset that gives each sample of a blend that uses up every dataset, int16, shape [sum of sizes].
 
     `sizes` are the samples of each dataset.
@@ -73,16 +73,13 @@ def exhaustive_order(sizes: Sequence[int]) -> NDArray[np.int16]:
     return filled
 
 
-def check_draws(order: NDArray[np.int16], sizes: Sequence[int], names: Sequence[str]) -> None:
+def _check_draws(order: NDArray[np.int16], sizes: Sequence[int], names: Sequence[str]) -> None:
     """Refuse a blend that draws more samples from a dataset than the dataset has, as Megatron does.
 
     Args:
         order: index of the dataset that gives each sample, shape [samples of the blend].
         sizes: samples of each dataset.
         names: name of each dataset, for the error.
-
-    Raises:
-        DataError: a dataset has too few samples; the error names it and gives both numbers.
     """
     for drawn, size, name in zip(np.bincount(order, minlength=len(sizes)), sizes, names, strict=True):
         if drawn > size:
@@ -346,7 +343,7 @@ def _longest_and_squared(
     return longest, squared
 
 
-def sft_samples(
+def _sft_samples(
     file: ConversationFile, *, seq_length: int, context_parallel_size: int, split: str, num_samples: int | None
 ) -> Samples:
     """The samples that SFTDataset serves of the training part of `file`; None samples: every line once.
@@ -354,9 +351,6 @@ def sft_samples(
     A sample has `seq_length` tokens. With context parallelism every conversation is padded until the tokens so far
     are a multiple of 2 x context_parallel_size. The conversation that reaches beyond the sample is cut, those behind
     it are dropped, and the padding of a sample that is not full belongs to its last conversation.
-
-    Raises:
-        DataError: the split leaves no line to training, or training stops on one of its lines.
     """
     lines = train_share(split, len(file.line_numbers)).stop
     if lines == 0:
@@ -421,7 +415,7 @@ def schedule_conversations(conversations: Conversations, settings: TrainingSetti
     """The schedule of Megatron's SFTDataset over one file, or over a blend of several."""
 
     def samples_of(file: int, num_samples: int | None) -> Samples:
-        return sft_samples(
+        return _sft_samples(
             conversations.files[file],
             seq_length=settings.seq_length,
             context_parallel_size=settings.context_parallel_size,
@@ -433,10 +427,10 @@ def schedule_conversations(conversations: Conversations, settings: TrainingSetti
         samples = samples_of(0, settings.train_samples)
     else:
         assert settings.train_samples is not None  # resolve_settings refuses weights without it
-        weights = normalize(settings.weights)
-        sizes = drawn_and_built(weights, settings.train_samples)
+        weights = _normalize(settings.weights)
+        sizes = _drawn_and_built(weights, settings.train_samples)
         parts = [samples_of(file, built) for file, (_, built) in enumerate(sizes)]
-        order = blend_order(weights, sum(drawn for drawn, _ in sizes))
+        order = _blend_order(weights, sum(drawn for drawn, _ in sizes))
         samples = _in_order(order, parts, [file.path for file in conversations.files])
     distinct = max(1, conversations.num_lines() // settings.micro_batch_size)
     schedule = _schedule_samples(samples, settings)
@@ -490,23 +484,23 @@ def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: T
     ticks = [partial(_tick_between, tick, low, high) for low, high in zip([0.0, *ends], ends, strict=False)]
     if settings.weights is not None:
         assert settings.train_samples is not None  # resolve_settings refuses weights without it
-        weights: Sequence[float] = normalize(settings.weights)
-        sizes = drawn_and_built(weights, settings.train_samples)
+        weights: Sequence[float] = _normalize(settings.weights)
+        sizes = _drawn_and_built(weights, settings.train_samples)
         parts = [_samples_of(s, n, settings, t, memo) for s, (_, n), t in zip(streams, sizes, ticks, strict=True)]
-        order = blend_order(weights, sum(drawn for drawn, _ in sizes))
+        order = _blend_order(weights, sum(drawn for drawn, _ in sizes))
     else:
         parts = [_samples_of(s, None, settings, t, memo) for s, t in zip(streams, ticks, strict=True)]
         weights = [len(p) for p in parts]
         if settings.train_samples is None:
-            order = exhaustive_order([len(p) for p in parts])
+            order = _exhaustive_order([len(p) for p in parts])
         else:
-            order = blend_order(weights, min(settings.train_samples, sum(len(p) for p in parts)))
+            order = _blend_order(weights, min(settings.train_samples, sum(len(p) for p in parts)))
     return _in_order(order, parts, [s.path for s in streams])
 
 
 def _in_order(order: NDArray[np.int16], parts: Sequence[Samples], paths: Sequence[str]) -> Samples:
     """The samples of a blend: `order` has the index of the dataset that gives each, and `parts` their samples."""
-    check_draws(order, [len(p) for p in parts], paths)
+    _check_draws(order, [len(p) for p in parts], paths)
     n_seqs, max_seqlen = (np.empty(len(order), dtype=np.int32) for _ in range(2))
     squared = np.empty(len(order), dtype=np.float64)
     for index, part in enumerate(parts):

@@ -112,7 +112,7 @@ def pack_rows(
             return _wrapped(lengths, pack_tokens, _trl_batches(len(lengths), processes, notes), notes)
         case _:
             raise UsageError(f"--packer {packer}: does not make rows before training starts")
-    cap = NO_CAP if max_documents is None else free_documents(max_documents, tail_documents)
+    cap = NO_CAP if max_documents is None else _free_documents(max_documents, tail_documents)
     packs = place(lengths, pack_tokens, cap)
     if not (packs >= 0).any():
         reason = "; ".join(notes) or "there are none"
@@ -130,12 +130,8 @@ def pack_rows(
     )
 
 
-def free_documents(max_documents: int, tail_documents: int) -> int:
-    """How many documents of the data a row may hold: the cap less the `tail_documents` that training may append.
-
-    Raises:
-        UsageError: the cap leaves no place for a document.
-    """
+def _free_documents(max_documents: int, tail_documents: int) -> int:
+    """How many documents of the data a row may hold: the cap less the `tail_documents` that training may append."""
     free = max_documents - tail_documents
     if free < 1:
         raise UsageError(
@@ -230,11 +226,7 @@ def _split(
 
 
 def _wrapped(lengths: NDArray[np.int64], pack_tokens: int, batches: Sequence[int], notes: list[str]) -> Packing:
-    """Rows of `pack_tokens` tokens of each batch, whatever its documents are; the last row of a batch is the rest.
-
-    Raises:
-        DataError: the documents have no tokens.
-    """
+    """Rows of `pack_tokens` tokens of each batch, whatever its documents are; the last row of a batch is the rest."""
     totals = np.add.reduceat(lengths, batches[:-1]) if len(lengths) else lengths
     rows: list[int] = []
     for total in totals.tolist():
@@ -370,8 +362,8 @@ def dp_balanced(
     cap = NO_CAP
     if settings.max_docs_per_pack is not None:
         tail_documents = int(settings.tail_policy == "append_dummy_seq")
-        cap = free_documents(settings.max_docs_per_pack, tail_documents)
-    multiple = pack_multiple(settings)
+        cap = _free_documents(settings.max_docs_per_pack, tail_documents)
+    multiple = _pack_multiple(settings)
     lengths = pad(np.minimum(document_tokens.astype(np.int64), capacity), settings.pad_seq_to_mult)
     by_step = samplers.gathered(lengths, settings)
     steps, documents = len(by_step), by_step.reshape(-1)
@@ -391,7 +383,7 @@ def dp_balanced(
     return rows, microbatches.astype(np.int32)
 
 
-def pack_multiple(settings: TrainingSettings) -> int:
+def _pack_multiple(settings: TrainingSettings) -> int:
     """The number whose multiple the packs of a step must be: the data-parallel size, times the micro-batch group."""
     return settings.data_parallel_size * settings.microbatch_group
 

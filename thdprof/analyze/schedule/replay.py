@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from thdprof.analyze.schedule import packers
-from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
-from thdprof.analyze.schedule.gpt_dataset import schedule_conversations, schedule_streams
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.schedule.packers import dp_balanced
 from thdprof.analyze.schedule.rows import dataset_shuffle, schedule_rows
 from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, with_tails
 from thdprof.analyze.settings.resolve import Assumption, resolve_settings
@@ -38,18 +34,21 @@ def build_schedule(
             return schedule_rows(dataset.content, settings)
         case UnpackedDocuments():
             return _schedule_documents(dataset.content, settings, memo)
-        case Conversations():
-            return schedule_conversations(dataset.content, settings)
-        case streams:
-            return schedule_streams(streams, settings, tick, memo)
+    from thdprof.analyze.schedule.gpt_dataset import schedule_conversations, schedule_streams
+
+    if isinstance(dataset.content, Conversations):
+        return schedule_conversations(dataset.content, settings)
+    return schedule_streams(dataset.content, settings, tick, memo)
 
 
 def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings, memo: Memo) -> Schedule:
     """The schedule of documents that `settings.packer` packs, before training starts or step by step."""
     if settings.packer in DYNAMIC_CP:
         return _schedule_dynamic_cp(documents, settings)
+    from thdprof.analyze.schedule import packers
+
     if settings.packer == "dp_balanced":
-        rows, num_microbatches = dp_balanced(documents.document_tokens, settings=settings)
+        rows, num_microbatches = packers.dp_balanced(documents.document_tokens, settings=settings)
         n_seqs, max_seqlen, tokens, squared = with_tails(rows, settings)
         table = MicrobatchTable(
             n_seqs=n_seqs,
@@ -93,6 +92,8 @@ def _schedule_documents(documents: UnpackedDocuments, settings: TrainingSettings
 
 def _schedule_dynamic_cp(documents: UnpackedDocuments, settings: TrainingSettings) -> Schedule:
     """The schedule of documents under dynamic context parallelism."""
+    from thdprof.analyze.schedule.dynamic_cp import dynamic_cp
+
     table, used, notes, warnings = dynamic_cp(documents.document_tokens, settings=settings)
     one_epoch = len(table) * len(documents.document_tokens) // (table.num_steps * settings.global_batch_size)
     independent = max(1, min(len(table), one_epoch))

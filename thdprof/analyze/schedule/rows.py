@@ -48,7 +48,7 @@ def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray
     return filled.reshape(-1, ranks, size)
 
 
-def steps_of_an_epoch(num_rows: int, settings: TrainingSettings) -> int:
+def _steps_of_an_epoch(num_rows: int, settings: TrainingSettings) -> int:
     """Number of optimizer steps of one epoch; the last may accumulate fewer micro-batches."""
     together = settings.data_parallel_size * settings.micro_batch_size
     batches = num_rows // together if settings.drop_last else -(-num_rows // together)
@@ -77,14 +77,10 @@ class _Rows:
         )
 
 
-def trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
-    """The micro-batches that the Trainer forms of `rows`, with what the collator and the tail policy add.
-
-    Raises:
-        DataError: the data does not fill one micro-batch of every rank.
-    """
+def _trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
+    """The micro-batches that the Trainer forms of `rows`, with what the collator and the tail policy add."""
     num_rows = rows.num_rows()
-    one_epoch = steps_of_an_epoch(num_rows, settings)
+    one_epoch = _steps_of_an_epoch(num_rows, settings)
     if one_epoch == 0:
         raise DataError(
             f"{num_rows} rows do not fill one micro-batch of every rank with drop_last; give more data, or a smaller "
@@ -156,7 +152,7 @@ def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
             f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
         )
     if settings.loader == "trainer":
-        table = trainer_table(rows, settings)
+        table = _trainer_table(rows, settings)
         distinct = max(1, rows.num_rows() // settings.micro_batch_size)
         return Schedule(table=table, independent=min(len(table), distinct))
     mapping = _sample_mapping(rows.num_rows(), settings)

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from thdprof.analyze.sources import unrecognised
 from thdprof.analyze.sources.base import Dataset, Format, Tokenization
 from thdprof.errors import DataError, UsageError
 
@@ -58,8 +57,10 @@ def read_dataset(
     if not locations or "" in locations:
         raise UsageError("no dataset named; give a file, a glob, a directory or a Megatron prefix; --help tells more")
     try:
-        paths = [path for location in locations for path in _files(location, format)]
-        chosen = get_format(format) if format != "auto" else _detect(paths)
+        found = [_files(location, format) for location in locations]
+        paths = [path for _, files in found for path in files]
+        name = format if format != "auto" else found[0][0] if len(found) == 1 else None
+        chosen = _detect(paths) if name is None else get_format(name)
         dataset = chosen.read_text(paths, Tokenization.of(settings)) if chosen.read_text else chosen.read(paths)
     except OSError as error:
         raise DataError(f"{error.filename or locations[0]}: cannot be read: {error.strerror or error}") from error
@@ -71,24 +72,24 @@ def read_dataset(
 def format_of(locations: Sequence[str]) -> str | None:
     """Name of the format that all files of `locations` have; None where it is not recognised or they have several."""
     try:
-        return _detect([path for location in locations for path in _files(location, "auto")]).name
+        return _detect([path for location in locations for path in _files(location, "auto")[1]]).name
     except (DataError, OSError):
         return None
 
 
-def _files(location: str, format: str) -> list[Path]:
-    """The data files that `location` stands for, sorted where it stands for several."""
+def _files(location: str, format: str) -> tuple[str | None, list[Path]]:
+    """The data files that `location` stands for, sorted where it stands for several, and their format where known."""
     path = Path(location)
     if path.is_file():
-        return [_index_of(path)]
+        return None, [_index_of(path)]
     index = Path(f"{location}.idx")
     if index.is_file():
-        return [index]
+        return None, [index]
     if path.is_dir():
         return _files_of_directory(_split_of(path), format)
     matches = sorted(Path(p) for p in glob.glob(location) if Path(p).is_file())
     if matches:
-        return list(dict.fromkeys(map(_index_of, matches)))
+        return None, list(dict.fromkeys(map(_index_of, matches)))
     if path.exists():
         raise DataError(f"{location}: not a regular file; write what it gives to a file first")
     raise DataError(f"{location}: no such file, directory, glob or Megatron prefix")
@@ -101,11 +102,7 @@ def _index_of(path: Path) -> Path:
 
 
 def _split_of(directory: Path) -> Path:
-    """The directory of the only split of a Hugging Face `DatasetDict`; any other directory itself.
-
-    Raises:
-        DataError: the `DatasetDict` has several splits; the message names them.
-    """
+    """The directory of the only split of a Hugging Face `DatasetDict`; any other directory itself."""
     try:
         named = json.loads((directory / "dataset_dict.json").read_bytes())["splits"]
         splits = [directory / name for name in named if (directory / name).is_dir()]
@@ -117,8 +114,8 @@ def _split_of(directory: Path) -> Path:
     return splits[0] if splits else directory
 
 
-def _files_of_directory(directory: Path, format: str) -> list[Path]:
-    """The files in `directory` of format `format`; with `auto`, those of the only format that there is.
+def _files_of_directory(directory: Path, format: str) -> tuple[str, list[Path]]:
+    """The files in `directory` of format `format`; with `auto`, those of the only format that there is. Its name first.
 
     The OSError of a file that cannot be read is passed on, because the file may belong to the dataset.
     """
@@ -139,6 +136,8 @@ def _files_of_directory(directory: Path, format: str) -> list[Path]:
         if files:
             by_format[name] = files
     if not by_format:
+        from thdprof.analyze.sources import unrecognised
+
         raise unrecognised.directory_error(directory, [get_format(name) for name in names], auto=format == "auto")
     for name in list(by_format):
         if len(by_format) > 1 and all(map(get_format(name).yields, by_format[name])):
@@ -146,7 +145,7 @@ def _files_of_directory(directory: Path, format: str) -> list[Path]:
     if len(by_format) > 1:
         kinds = ", ".join(f"{len(files)} of {name}" for name, files in by_format.items())
         raise DataError(f"{directory}: holds several formats ({kinds}); choose one with --format")
-    return next(iter(by_format.values()))
+    return next(iter(by_format.items()))
 
 
 def _detect(paths: Sequence[Path]) -> Format:
@@ -161,4 +160,6 @@ def _detect(paths: Sequence[Path]) -> Format:
                 if not candidate.recognises(path):
                     raise DataError(f"{path}: is not of format {name}, as {first} is; analyse them apart")
             return candidate
+    from thdprof.analyze.sources import unrecognised
+
     raise unrecognised.file_error(first, [get_format(name) for name in FORMATS])

@@ -126,18 +126,14 @@ def _metadata_sizes(directory: Path) -> set[int]:
     return sizes
 
 
-def is_packed_parquet(path: Path) -> bool:
+def _is_packed_parquet(path: Path) -> bool:
     """Whether the file is parquet with Bridge's three columns."""
     schema = parquet_schema(path)
     return schema is not None and set(KEYS) <= set(schema.names)
 
 
-def read_parquet(paths: Sequence[Path]) -> Dataset:
-    """The rows of `paths`, one file after the other.
-
-    Raises:
-        DataError: a column is missing, has another type or nulls, or a row is such that training could not read it.
-    """
+def _read_parquet(paths: Sequence[Path]) -> Dataset:
+    """The rows of `paths`, one file after the other."""
     parts, digests = [], []
     for path in paths:
         with open_parquet(path) as file:
@@ -174,24 +170,20 @@ PARQUET = Format(
     summary="seq_start_id and the list lengths of loss_mask; no token is read",
     sign="parquet with columns input_ids, seq_start_id and loss_mask",
     suffixes=(".parquet", ".pq"),
-    recognises=is_packed_parquet,
-    read=read_parquet,
+    recognises=_is_packed_parquet,
+    read=_read_parquet,
 )
 
 
-def is_packed_npy(path: Path) -> bool:
+def _is_packed_npy(path: Path) -> bool:
     """Whether the file is a `.npy` of objects with at most one dimension."""
     with path.open("rb") as file:
         header = read_header(file)
     return header is not None and header[1].hasobject and len(header[0]) <= 1
 
 
-def read_npy(paths: Sequence[Path]) -> Dataset:
-    """The rows of `paths`, one file after the other.
-
-    Raises:
-        DataError: a file is no such `.npy`, holds anything but plain data, or has a row that training could not read.
-    """
+def _read_npy(paths: Sequence[Path]) -> Dataset:
+    """The rows of `paths`, one file after the other."""
     parts = [_rows_of_npy(path) for path in paths]
     rows = base.join_rows(parts, "bridge")
     return Dataset(
@@ -209,9 +201,9 @@ def _rows_of_npy(path: Path) -> base.Rows:
         header = read_header(file)
         if header is None or not header[1].hasobject or len(header[0]) > 1:
             raise DataError(f"{path}: not a packed .npy: it holds no one-dimensional array of objects")
-        rows = npy.read_rows(file, header[0], path)
-    offsets = np.concatenate(([0], np.cumsum(rows.num_documents)))
-    return document_tokens(rows.starts, offsets, rows.num_tokens, str(path)), offsets
+        starts, num_documents, num_tokens = npy.read_rows(file, header[0], path)
+    offsets = np.concatenate(([0], np.cumsum(num_documents)))
+    return document_tokens(starts, offsets, num_tokens, str(path)), offsets
 
 
 NPY = Format(
@@ -219,6 +211,6 @@ NPY = Format(
     summary="the whole pickle, as data: seq_start_id and the lengths of input_ids and loss_mask",
     sign=".npy of a one-dimensional array of objects",
     suffixes=(".npy",),
-    recognises=is_packed_npy,
-    read=read_npy,
+    recognises=_is_packed_npy,
+    read=_read_npy,
 )

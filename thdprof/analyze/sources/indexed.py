@@ -27,12 +27,8 @@ def recognises(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def read_stream(path: Path) -> TokenStream:
-    """Read the sequence lengths of one `.idx` file.
-
-    Raises:
-        DataError: wrong magic or version, a size that does not match its counts, a negative length.
-    """
+def _read_stream(path: Path) -> TokenStream:
+    """Read the sequence lengths of one `.idx` file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(HEADER.size)
@@ -59,7 +55,7 @@ def read_stream(path: Path) -> TokenStream:
 
 def read(paths: Sequence[Path]) -> Dataset:
     """Read one token stream from each of `paths`, in their order; several streams are a blend."""
-    streams = [read_stream(path) for path in paths]
+    streams = [_read_stream(path) for path in paths]
     return Dataset(
         format=FORMAT.name,
         uris=tuple(s.path for s in streams),

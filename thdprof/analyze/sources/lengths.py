@@ -37,7 +37,7 @@ def recognises(path: Path) -> bool:
     return json_lines.begins_with_lengths(path)
 
 
-def holds_tokens(path: Path) -> bool:
+def _holds_tokens(path: Path) -> bool:
     """Whether the lengths of the file are those of its lists of tokens."""
     if parquet.is_parquet(path) or arrow.is_arrow(path):
         return _column_of(_schema(path)) == TOKENS
@@ -78,7 +78,7 @@ def read(paths: Sequence[Path]) -> Dataset:
         uris=tuple(map(str, paths)),
         fingerprint=digest,
         content=content,
-        notes=(note,) if any(map(holds_tokens, paths)) else (),
+        notes=(note,) if any(map(_holds_tokens, paths)) else (),
     )
 
 
@@ -173,5 +173,5 @@ FORMAT = Format(
     suffixes=(".jsonl", ".jsonl.gz", ".parquet", ".pq", ".arrow", ".npy"),
     recognises=recognises,
     read=read,
-    yields=holds_tokens,
+    yields=_holds_tokens,
 )

@@ -29,20 +29,10 @@ _PROGRAM = Path(__file__).with_name("readers") / "tokenize_program.py"
 """The program, which is not imported here: `transformers` imports PyTorch unless it is hidden in the whole process."""
 
 
-def count_tokens(
+def _count_tokens(
     conversations: Iterable[Sequence[dict[str, Any]]], *, tokenizer_model: str, prompt_format: str
 ) -> list[int | str]:
-    """The tokens of every conversation; a text is what training stops on there.
-
-    Args:
-        conversations: lists of messages.
-        tokenizer_model: directory of the tokenizer, or its name in the Hugging Face Hub's cache.
-        prompt_format: value of Megatron's `--sft-tokenizer-prompt-format`.
-
-    Raises:
-        UsageError: the package `transformers` is missing.
-        DataError: the tokenizer cannot be loaded, or training stops on it.
-    """
+    """The tokens of every conversation; a text is what training stops on there."""
     with tempfile.TemporaryFile() as file:  # a pipe would have to be filled and emptied at once
         file.write(_line({"tokenizer_model": tokenizer_model, "prompt_format": prompt_format}))
         expected = 0
@@ -112,7 +102,7 @@ def read_text(paths: Sequence[Path], tokenization: Tokenization) -> Dataset:
         raise DataError(f"{empty}: holds no conversations; write it again with data")
     split = [[conversations_of(messages) for _, messages in stored] for stored in lines]
     counts = iter(
-        count_tokens(
+        _count_tokens(
             (conversation for of_file in split for of_line in of_file for conversation in of_line),
             tokenizer_model=tokenization.tokenizer_model,
             prompt_format=tokenization.prompt_format,

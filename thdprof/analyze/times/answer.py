@@ -10,10 +10,9 @@ import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
-from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
 from thdprof.analyze.buckets.statistics import AnalyzedRun
 from thdprof.analyze.buckets.step_costs import costs_of_run
-from thdprof.analyze.predictions import Capture, Predictions, Range, Ruling, Times, Verdict, Worth
+from thdprof.analyze.predictions import Capture, OffloadPrediction, Predictions, Range, Ruling, Times, Verdict, Worth
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.times.gpus import known_gpu
 from thdprof.analyze.times.memory import predict_memory
@@ -110,7 +109,7 @@ def rule(slowest: float, middle: float, quickest: float) -> Ruling:
     return "measure first"
 
 
-def measured_verdict(times: Times) -> Verdict:
+def _measured_verdict(times: Times) -> Verdict:
     """The verdict on measured times."""
     assert times.relative_step_time is not None
     assert times.step_ms is not None
@@ -132,7 +131,7 @@ def _digits(ms: float) -> str:
     return f"{ms:.{max(0, 1 - math.floor(math.log10(ms)))}f}"
 
 
-def num_gpus(settings: TrainingSettings, model: Model | None) -> int:
+def _num_gpus(settings: TrainingSettings, model: Model | None) -> int:
     """GPUs of the run: data x context x pipeline x tensor parallel sizes."""
     tensor = 1 if model is None else model.tensor_model_parallel_size
     sizes = settings.data_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size
@@ -198,7 +197,7 @@ def worth_of(
     """
     if times.step_ms is None or times.eager_step_ms is None:
         return None
-    gpus, steps = num_gpus(settings, model), table.num_steps
+    gpus, steps = _num_gpus(settings, model), table.num_steps
     in_step = (float(table.n_tokens.sum()) if tokens is None else tokens) / steps
     hours = gpus * steps / 3.6e6
     saved = (
@@ -320,4 +319,4 @@ def verdict_of(times: Times, modelled: ModelledTimes | None) -> Verdict:
     """The verdict on `times`; without times, none."""
     if times.origin == "none":
         return Verdict(ruling=None, reason=times.basis)
-    return measured_verdict(times) if modelled is None else modelled_verdict(modelled, times)
+    return _measured_verdict(times) if modelled is None else modelled_verdict(modelled, times)

@@ -145,7 +145,9 @@ def rounded_documents(max_seqs: int) -> int:
     return 1 << math.ceil(math.log2(max_seqs)) if max_seqs <= 512 else max_seqs
 
 
-def attention_forward(device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int) -> list[Kernels]:
+def _attention_forward(
+    device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int
+) -> list[Kernels]:
     """The kernels of a forward: its set-up, zeroing of the output, and the fused kernel.
 
     Args:
@@ -167,13 +169,11 @@ def attention_forward(device: Device, shape: Attention, *, tokens: int, squared:
     ]
 
 
-def attention_backward(
+def _attention_backward(
     device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int
 ) -> list[Kernels]:
     """The kernels of a backward: set-up, zeroed gradients, the product of output and its gradient, the fused kernel,
     the conversion of the queries' gradient and, where heads share keys, the sums over them.
-
-    Args: as for `forward`.
     """
     documents, rows = rounded_documents(max_seqs), shape.heads * tokens
     width = (shape.query_dim + shape.value_dim) / 2
@@ -417,14 +417,7 @@ class LayerModel:
         return Layer(forward=forward, backward=backward)
 
     def _linear(self, tokens: int, inputs: int, outputs: int, *, fused_scale: bool = True) -> Layer:
-        """A linear layer: its product forward, and the products for the gradients of its input and its weights.
-
-        Args:
-            tokens: rows of the input.
-            inputs: columns of the input on this rank.
-            outputs: columns of the output on this rank.
-            fused_scale: whether the kernel before computes the largest magnitude that FP8 scales by.
-        """
+        """A linear layer: its product forward, and the products for the gradients of its input and its weights."""
         device, model, fp8 = self._device, self._model, self._fp8
         fused = model.gradient_accumulation_fusion
         forward = [device.product(tokens, outputs, inputs, fp8=fp8), device.tiny(1, 0.7)]
@@ -501,10 +494,10 @@ class LayerModel:
         layer = Layer()
         tokens, squared = work.tokens, work.squared / (cp * cp)
         for _ in range(cp):
-            layer.forward += attention_forward(
+            layer.forward += _attention_forward(
                 self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs
             )
-            layer.backward += attention_backward(
+            layer.backward += _attention_backward(
                 self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs
             )
         ring = self._links.context_parallel(tokens * shape.groups * (shape.query_dim + shape.value_dim) * 2e-6, cp)

@@ -7,7 +7,7 @@ decoders.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thdprof.errors import UsageError
 
@@ -40,101 +40,62 @@ class Gpu:
     """Whether modelled times were compared with measured ones on this GPU."""
 
 
+_H200 = Gpu(
+    name="h200",
+    label="H200",
+    bf16_tflops=700,
+    fp8_tflops=1250,
+    memory_tbps=4.8,
+    cache_mib=50,
+    multiprocessors=132,
+    link_gbps=450,
+    memory_gib=139,
+    compared=True,
+)
+_H100 = replace(_H200, name="h100", label="H100 SXM", bf16_tflops=650, fp8_tflops=1150, memory_tbps=3.35, memory_gib=79)
+_HOPPER = replace(_H200, bf16_tflops=670, fp8_tflops=1200, compared=False)
+_A100 = Gpu(
+    name="a100",
+    label="A100 SXM 80 GB",
+    bf16_tflops=250,
+    fp8_tflops=None,
+    other_kernels=0.6,
+    memory_tbps=2.04,
+    cache_mib=40,
+    multiprocessors=108,
+    link_gbps=300,
+    memory_gib=79,
+)
+_B200 = Gpu(
+    name="b200",
+    label="B200",
+    bf16_tflops=1600,
+    fp8_tflops=3000,
+    other_kernels=1.3,
+    memory_tbps=7.7,
+    cache_mib=126,
+    multiprocessors=148,
+    link_gbps=900,
+    memory_gib=178,
+)
 _GPUS = (
-    Gpu(
-        name="h200",
-        label="H200",
-        bf16_tflops=700,
-        fp8_tflops=1250,
-        memory_tbps=4.8,
-        cache_mib=50,
-        multiprocessors=132,
-        link_gbps=450,
-        memory_gib=139,
-        compared=True,
-    ),
-    Gpu(
-        name="h100",
-        label="H100 SXM",
-        bf16_tflops=650,
-        fp8_tflops=1150,
-        memory_tbps=3.35,
-        cache_mib=50,
-        multiprocessors=132,
-        link_gbps=450,
-        memory_gib=79,
-        compared=True,
-    ),
-    Gpu(
-        name="gh200",
-        label="GH200",
-        bf16_tflops=670,
-        fp8_tflops=1200,
-        memory_tbps=4.0,
-        cache_mib=50,
-        multiprocessors=132,
-        link_gbps=450,
-        memory_gib=94,
-    ),
-    Gpu(
-        name="h800",
-        label="H800",
-        bf16_tflops=670,
-        fp8_tflops=1200,
-        memory_tbps=3.35,
-        cache_mib=50,
-        multiprocessors=132,
-        link_gbps=200,
-        memory_gib=79,
-    ),
-    Gpu(
-        name="a100",
-        label="A100 SXM 80 GB",
-        bf16_tflops=250,
-        fp8_tflops=None,
-        other_kernels=0.6,
-        memory_tbps=2.04,
-        cache_mib=40,
-        multiprocessors=108,
-        link_gbps=300,
-        memory_gib=79,
-    ),
-    Gpu(
-        name="b200",
-        label="B200",
-        bf16_tflops=1600,
-        fp8_tflops=3000,
-        other_kernels=1.3,
-        memory_tbps=7.7,
-        cache_mib=126,
-        multiprocessors=148,
-        link_gbps=900,
-        memory_gib=178,
-    ),
-    Gpu(
+    _H200,
+    _H100,
+    replace(_HOPPER, name="gh200", label="GH200", memory_tbps=4.0, memory_gib=94),
+    replace(_HOPPER, name="h800", label="H800", memory_tbps=3.35, link_gbps=200, memory_gib=79),
+    _A100,
+    _B200,
+    replace(
+        _B200,
         name="gb200",
         label="GB200",
         bf16_tflops=1750,
         fp8_tflops=3300,
         other_kernels=1.35,
-        memory_tbps=7.7,
-        cache_mib=126,
         multiprocessors=152,
-        link_gbps=900,
         memory_gib=185,
     ),
-    Gpu(
-        name="b300",
-        label="B300",
-        bf16_tflops=1600,
-        fp8_tflops=3000,
-        other_kernels=1.3,
-        memory_tbps=7.7,
-        cache_mib=126,
-        multiprocessors=148,
-        link_gbps=900,
-        memory_gib=268,
-    ),
+    replace(_B200, name="b300", label="B300", memory_gib=268),
 )
 GPUS = {gpu.name: gpu for gpu in _GPUS}
 """Every GPU that times are modelled for, by its name."""
@@ -161,17 +122,3 @@ def known_gpu(text: str) -> Gpu | None:
     if _OTHER_BOARDS & {*words}:  # boards with fewer processors, less memory or lower power than their namesakes
         return None
     return next((gpu for gpu in _GPUS if gpu.name in words), None)
-
-
-def check_gpu(name: str | None, *, measured: bool) -> None:
-    """Refuse a name of `--gpu` that no times can be modelled for, before any work.
-
-    Args:
-        name: the name; None: not given.
-        measured: whether times come from a cost table; the name is only compared with the GPU of the table then.
-
-    Raises:
-        UsageError: no such GPU is known.
-    """
-    if name is not None and not measured:
-        find_gpu(name)

@@ -449,13 +449,6 @@ def _pass_bytes(
 ) -> int:
     """Memory of one eager micro-batch in model chunks that run one after another: what their layers save, and gradients
     in its backward.
-
-    Args:
-        model: the model.
-        settings: the run's settings.
-        chunks: the layers of each chunk.
-        depths: layers of multi-token prediction behind the last chunk.
-        n_tokens: tokens of the micro-batch on one context-parallel rank.
     """
     of_trainer = settings.is_of_trainer
     layers = [layer for chunk in chunks for layer in _layers(model, chunk, of_trainer=of_trainer)]

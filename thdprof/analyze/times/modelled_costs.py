@@ -34,14 +34,8 @@ _OPTIMIZER_MS_A_PARAMETER = 14e-9
 """Adam with clipping and zeroed gradients, for one parameter, on an H200."""
 
 
-def outside_launches(model: Model, *, pipeline_size: int) -> float:
-    """Launches outside the decoder of a micro-batch, without those of layers of multi-token prediction.
-
-    Args:
-        model: the model. A layer of multi-token prediction has an embedding, an output layer and a loss besides.
-        pipeline_size: stages of the pipeline. Of several the first has the embedding and the last has the rest, and the
-            launches are those of the one that has more.
-    """
+def _outside_launches(model: Model, *, pipeline_size: int) -> float:
+    """Launches outside the decoder of a micro-batch, without those of layers of multi-token prediction."""
     return LAUNCHES * ((1.0 if pipeline_size == 1 else _OF_ONE_END) + model.mtp_num_layers)
 
 
@@ -214,7 +208,7 @@ class ModelledTimes:
         on layers of multi-token prediction. Without a vocabulary it is what launching the former takes, and that work.
         """
         gpu = outside_ms(self.model, self.gpu, self.shapes.tokens)
-        launches = outside_launches(self.model, pipeline_size=self.settings.pipeline_parallel_size)
+        launches = _outside_launches(self.model, pipeline_size=self.settings.pipeline_parallel_size)
         return (
             max(gpu, launches * self.host.low_us / 1000) + self.mtp_gpu_ms,
             max(gpu, launches * self.host.high_us / 1000) + self.mtp_gpu_ms,

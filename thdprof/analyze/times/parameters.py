@@ -152,7 +152,7 @@ class Matrix:
     """Whether it is of one of this rank's experts."""
 
 
-def layer_matrices(model: Model, kind: Kind) -> list[Matrix]:
+def _layer_matrices(model: Model, kind: Kind) -> list[Matrix]:
     """The large parameters of one layer on one rank, in the order in which Megatron registers them: an attention's
     output projection comes first, and all experts' first products come before their second ones.
 
@@ -199,7 +199,7 @@ def trained_matrices(model: Model, kind: Kind) -> list[Matrix]:
     Adapters are taken as one parameter each, and as none of an expert.
     """
     if model.lora_dim is None:
-        return layer_matrices(model, kind)
+        return _layer_matrices(model, kind)
     return [Matrix(elements=width * model.lora_dim) for width in adapted_widths(model, kind)]
 
 
@@ -210,7 +210,7 @@ def joined_elements(model: Model) -> float:
 
 def _of_layer(model: Model, kind: Kind) -> tuple[float, float, float]:
     """Parameters of one layer outside experts, in experts, and of its largest matrix, on one rank."""
-    matrices = layer_matrices(model, kind)
+    matrices = _layer_matrices(model, kind)
     norms = model.hidden_size * sum(part in kind for part in ("attention", "mlp", "mamba", "moe"))
     router = model.hidden_size * (model.num_experts or 1) if "moe" in kind else 0
     dense = sum(one.elements for one in matrices if not one.of_expert)

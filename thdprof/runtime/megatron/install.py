@@ -26,6 +26,7 @@ from thdprof.runtime.megatron import (
     prediction,
     rank_agreement,
     recompute,
+    refusals,
     rotary,
     token_shift,
     versions,
@@ -40,8 +41,7 @@ from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped, who
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead, takes_gradient
 from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.rank_agreement import DEFAULT_TIMEOUT, Decisions, peers_of
-from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.megatron.run_stamp import warn_of_other_surroundings, warn_of_unread_fields
 from thdprof.runtime.stats import Prediction, Stats
 
@@ -155,7 +155,7 @@ def runner_of(
                 **common,
             )
         case other:
-            raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
+            raise refusals.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
 
 
 def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
@@ -358,9 +358,9 @@ def install(
     chunks = list(model_chunks) if isinstance(model_chunks, Sequence) else [model_chunks]
     models = [unwrapped(model) for model in chunks]
     if replay:
-        settings.check(config, plan, facts_of(chunks, models))
+        refusals.check(config, plan, facts_of(chunks, models))
     else:
-        settings.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
+        refusals.check(config, _as_chunk(plan), replace(facts_of(chunks, models), replay=False))
     every = verified_every(plan, config, say) if replay else 0
     if plan.graphs.offload is not None and not (replay and plan.captured):
         logger.warning("graphs.offload: no graphs are captured, so all activations stay on the device")

@@ -18,7 +18,7 @@ from thdprof.runtime.megatron import decoder_surroundings, recompute
 from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder.decoder import KNOWN_ARGUMENTS, Decoder, Rope, rope_of
 from thdprof.runtime.megatron.kinds.layer_graphs import capturable
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -11,8 +11,7 @@ from torch import distributed
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.runtime.captured import alone
-from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.refusals.shared_captures import averages_over_all_ranks, experts_communicate, shared_by
+from thdprof.runtime.megatron.refusals import SettingsError, averages_over_all_ranks, experts_communicate, shared_by
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan

@@ -96,11 +96,7 @@ def _is_single(value: dict[str, Any]) -> bool:
 
 
 def _chunks(path: Path) -> Iterator[list[bytes]]:
-    """The lines of a file, some at a time.
-
-    Raises:
-        DataError: its gzip is truncated or corrupt, or becomes so long that it cannot be meant.
-    """
+    """The lines of a file, some at a time."""
     with path.open("rb") as raw:
         packed = raw.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         raw.seek(0)

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,19 +52,14 @@ _BYTES_A_SECOND = 2**20
 """Bytes of the file for which the child gets a second of processor time beyond `_FREE_SECONDS`; it needs a fiftieth."""
 
 
-class PickledRows(NamedTuple):
-    """Packed rows as the file stores them."""
-
-    starts: NDArray[np.int64]
-    """First token of every document in its row, `seq_start_id`, shape [documents], row after row."""
-    num_documents: NDArray[np.int64]
-    """Documents of every row, shape [rows]."""
-    num_tokens: NDArray[np.int64]
-    """Stored tokens of every row, shape [rows]."""
-
-
-def read_rows(file: BinaryIO, shape: tuple[int, ...], path: Path) -> PickledRows:
+def read_rows(
+    file: BinaryIO, shape: tuple[int, ...], path: Path
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """The packed rows of the `.npy` in `file`, an object array of `shape` whose header has just been read.
+
+    Returns:
+        First token of every document in its row, `seq_start_id`, shape [documents], row after row; the documents of
+        every row, shape [rows]; and its stored tokens, shape [rows].
 
     Raises:
         DataError: the pickle is broken, holds anything but packed rows, or takes more memory or time than packed rows
@@ -100,4 +95,4 @@ def read_rows(file: BinaryIO, shape: tuple[int, ...], path: Path) -> PickledRows
     documents, rows = map(int, answer.split())
     numbers = np.frombuffer(content, dtype=np.int64)
     starts, num_documents, num_tokens = np.split(numbers, [documents, documents + rows])
-    return PickledRows(starts, num_documents, num_tokens)
+    return starts, num_documents, num_tokens

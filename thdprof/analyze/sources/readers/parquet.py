@@ -30,18 +30,14 @@ Struct = dict[int, Any]
 """A field's id -> its number, bool, list or struct; None stands for texts and floating-point numbers."""
 
 
-class CorruptThrift(Exception):
+class _CorruptThrift(Exception):
     """The bytes are no struct of thrift's compact protocol; the text says why."""
 
 
-def read_struct(data: memoryview | bytes, position: int, depth: int = 0) -> tuple[Struct, int]:
-    """Read the struct that begins at `position` of `data`; returns it and the position after it.
-
-    Raises:
-        CorruptThrift: the struct runs past the end of `data`, is nested too deeply, or has an unknown field.
-    """
+def _read_struct(data: memoryview | bytes, position: int, depth: int = 0) -> tuple[Struct, int]:
+    """Read the struct that begins at `position` of `data`; returns it and the position after it."""
     if depth > _DEEPEST:
-        raise CorruptThrift("is nested too deeply")
+        raise _CorruptThrift("is nested too deeply")
     fields: Struct = {}
     identifier = 0
     try:
@@ -57,17 +53,12 @@ def read_struct(data: memoryview | bytes, position: int, depth: int = 0) -> tupl
             else:
                 fields[identifier], position = _read_value(data, position, kind, depth)
     except IndexError as error:
-        raise CorruptThrift("runs past its end") from error
+        raise _CorruptThrift("runs past its end") from error
     return fields, position + 1
 
 
-def read_varint(data: memoryview | bytes, position: int) -> tuple[int, int]:
-    """Read an unsigned LEB128 number of at most 64 bits; returns it and the position after it.
-
-    Raises:
-        CorruptThrift: the number has more than 64 bits.
-        IndexError: `data` ends before the number does.
-    """
+def _read_varint(data: memoryview | bytes, position: int) -> tuple[int, int]:
+    """Read an unsigned LEB128 number of at most 64 bits; returns it and the position after it."""
     value = shift = 0
     while shift < 64:
         byte = data[position]
@@ -76,24 +67,24 @@ def read_varint(data: memoryview | bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, position
         shift += 7
-    raise CorruptThrift("has a number of more than 64 bits")
+    raise _CorruptThrift("has a number of more than 64 bits")
 
 
 def _read_value(data: memoryview | bytes, position: int, kind: int, depth: int) -> tuple[Any, int]:
     if _I16 <= kind <= _I64:
         return _zigzag(data, position)
     if kind == _BINARY:
-        size, position = read_varint(data, position)
+        size, position = _read_varint(data, position)
         return None, position + size
     if kind == _STRUCT:
-        return read_struct(data, position, depth + 1)
+        return _read_struct(data, position, depth + 1)
     if kind in (_LIST, _SET):
         return _read_list(data, position, depth)
     if kind in (_BYTE, _TRUE, _FALSE):  # elements of a list
         return data[position], position + 1
     if kind == _DOUBLE:
         return None, position + 8
-    raise CorruptThrift(f"has a field of unknown kind {kind}")
+    raise _CorruptThrift(f"has a field of unknown kind {kind}")
 
 
 def _read_list(data: memoryview | bytes, position: int, depth: int) -> tuple[list[Any], int]:
@@ -101,9 +92,9 @@ def _read_list(data: memoryview | bytes, position: int, depth: int) -> tuple[lis
     position += 1
     size, kind = head >> 4, head & 0x0F
     if size == 15:
-        size, position = read_varint(data, position)
+        size, position = _read_varint(data, position)
     if size > len(data) - position:
-        raise CorruptThrift("has a list longer than itself")
+        raise _CorruptThrift("has a list longer than itself")
     values = []
     for _ in range(size):
         value, position = _read_value(data, position, kind, depth)
@@ -112,7 +103,7 @@ def _read_list(data: memoryview | bytes, position: int, depth: int) -> tuple[lis
 
 
 def _zigzag(data: memoryview | bytes, position: int) -> tuple[int, int]:
-    value, position = read_varint(data, position)
+    value, position = _read_varint(data, position)
     return (value >> 1) ^ -(value & 1), position
 
 
@@ -135,7 +126,7 @@ class CorruptPage(Exception):
     """The pages contradict themselves or their chunk; the text says how."""
 
 
-class UnsupportedPage(Exception):
+class _UnsupportedPage(Exception):
     """A page is valid and not decoded by this module; pyarrow decodes it."""
 
 
@@ -162,8 +153,8 @@ def pages(chunk: memoryview) -> Iterator[Page]:
     position, allowance = 0, _FREE_BYTES + _INFLATION * len(chunk)
     while position < len(chunk):
         try:
-            header, position = read_struct(chunk, position)
-        except CorruptThrift as error:
+            header, position = _read_struct(chunk, position)
+        except _CorruptThrift as error:
             raise CorruptPage(f"a page header {error}") from error
         kind, inflated, size = header.get(1), header.get(2), header.get(3)
         if not (isinstance(kind, int) and isinstance(inflated, int) and isinstance(size, int)):
@@ -176,7 +167,7 @@ def pages(chunk: memoryview) -> Iterator[Page]:
         position += size
 
 
-def num_values(page: Page) -> int:
+def _num_values(page: Page) -> int:
     """Number of values of a data page, of levels where the column holds lists; 0 for pages of other kinds."""
     if page.kind not in (_DATA_PAGE, _DATA_PAGE_V2):
         return 0
@@ -197,15 +188,15 @@ def list_lengths(chunk: memoryview, *, codec: str, max_definition: int, rows: in
     """
     starts, total = [], 0
     for page in pages(chunk):
-        count = num_values(page)
+        count = _num_values(page)
         if count:
             repetition, definition = _levels(page, codec)
             try:
                 all_there = _all_equal(definition, count, max_definition)
-            except (IndexError, CorruptThrift) as error:
+            except (IndexError, _CorruptThrift) as error:
                 raise CorruptPage("the definition levels end early") from error
             if not all_there:
-                raise UnsupportedPage("nulls or empty lists")
+                raise _UnsupportedPage("nulls or empty lists")
             starts.append(_zeros(repetition, count) + total)
             total += count
     row_starts = np.concatenate(starts) if starts else np.empty(0, dtype=np.int64)
@@ -225,7 +216,7 @@ def _levels(page: Page, codec: str) -> tuple[bytes, bytes]:
         levels = bytes(page.body[: repetition + definition])
         return levels[:repetition], levels[repetition:]
     if page.header.get(3) != _RLE or page.header.get(4) != _RLE:
-        raise UnsupportedPage("levels not run-length encoded")
+        raise _UnsupportedPage("levels not run-length encoded")
     body = _decompress(page, codec)
     parts, position = [], 0
     for _ in range(2):
@@ -242,7 +233,7 @@ def _decompress(page: Page, codec: str) -> memoryview:
     import pyarrow as pa
 
     if codec not in _CODECS:
-        raise UnsupportedPage(f"compression {codec}")
+        raise _UnsupportedPage(f"compression {codec}")
     name = _CODECS[codec]
     if name is None:
         return page.body
@@ -256,7 +247,7 @@ def _zeros(encoded: bytes, count: int) -> NDArray[np.int64]:
     """Positions of the zeros among `count` levels of one bit each, ascending, shape [zeros]."""
     try:
         packed_at, packed_groups, packed, runs = _split_runs(encoded, count)
-    except (IndexError, CorruptThrift) as error:
+    except (IndexError, _CorruptThrift) as error:
         raise CorruptPage("the repetition levels end early") from error
     zeros = [np.arange(at, min(at + length, count), dtype=np.int64) for at, length in runs]
     if packed:
@@ -278,9 +269,6 @@ def _split_runs(encoded: bytes, count: int) -> tuple[list[int], list[int], list[
     """Bit-packed runs (first level, groups of eight, bytes) and runs of zeros (first level, levels) of `encoded`.
 
     The loop runs twice for each row of the dataset, so numbers of one and two bytes are read without a call.
-
-    Raises:
-        IndexError: `encoded` ends before `count` levels.
     """
     packed_at, packed_groups, packed, runs = [], [], [], []
     position = at = 0
@@ -292,7 +280,7 @@ def _split_runs(encoded: bytes, count: int) -> tuple[list[int], list[int], list[
                 header += (second - 1) << 7
                 position += 2
             else:
-                header, position = read_varint(encoded, position)
+                header, position = _read_varint(encoded, position)
         else:
             position += 1
         if header < 2:
@@ -317,7 +305,7 @@ def _all_equal(encoded: bytes, count: int, level: int) -> bool:
     width = level.bit_length()
     position = at = 0
     while at < count:
-        header, position = read_varint(encoded, position)
+        header, position = _read_varint(encoded, position)
         if header & 1:
             size = (header >> 1) * width
             valid_bits = min(size * 8, (count - at) * width)
@@ -381,11 +369,11 @@ class ParquetFile:
             DataError: the footer contradicts itself or cannot be read.
         """
         try:
-            footer, _ = read_struct(self.footer, 0)
+            footer, _ = _read_struct(self.footer, 0)
             groups: list[Struct] = footer.get(4, [])
             if footer[3] != sum(group[3] for group in groups):
                 raise DataError(f"{self.path}: corrupt: {footer[3]} rows, but its row groups hold others")
-        except (CorruptThrift, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (_CorruptThrift, KeyError, IndexError, TypeError, AttributeError) as error:
             raise DataError(f"{self.path}: corrupt: its footer does not hold together") from error
         return groups
 
@@ -447,7 +435,7 @@ class ParquetFile:
         name, total = self.arrow.schema.column(leaf).path, 0
         for chunk in self.chunks(leaf):
             try:
-                held = sum(num_values(page) for page in pages(chunk.content))
+                held = sum(_num_values(page) for page in pages(chunk.content))
             except CorruptPage as error:
                 raise DataError(f"{self.path}: corrupt: column {name}: {error}") from error
             total += held
@@ -532,13 +520,13 @@ def row_lengths(file: ParquetFile, name: str) -> NDArray[np.int64]:
     for chunk in file.chunks(leaf):
         try:
             if column.max_repetition_level != 1:
-                raise UnsupportedPage("nested lists")
+                raise _UnsupportedPage("nested lists")
             of_chunk = list_lengths(
                 chunk.content, codec=chunk.codec, max_definition=column.max_definition_level, rows=chunk.num_rows
             )
         except CorruptPage as error:
             raise DataError(f"{file.path}: corrupt: row group {chunk.group}, column {name}: {error}") from error
-        except UnsupportedPage:
+        except _UnsupportedPage:
             of_chunk = _decoded_lengths(file, name, chunk.group, row)
         lengths.append(of_chunk)
         row += chunk.num_rows

@@ -21,7 +21,7 @@ from torch import nn
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.errors import MachineError, UsageError
 from thdprof.runtime.calibrate import SCHEMA, slot_costs
-from thdprof.runtime.megatron import decoder_surroundings, prediction, token_shift, versions
+from thdprof.runtime.megatron import decoder_surroundings, prediction, refusals, token_shift, versions
 from thdprof.runtime.megatron.calibration import arguments
 from thdprof.runtime.megatron.calibration import steps as training_steps
 from thdprof.runtime.megatron.calibration.solve import Measured, Scale, Solved, layers_that_fit, solve
@@ -29,8 +29,7 @@ from thdprof.runtime.megatron.calibration.steps import MicroBatch, Shape, Traini
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.chunk import ChunkGraphs
 from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped
-from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.run_stamp import stamp_here
 from thdprof.words import install_line
 
@@ -102,7 +101,7 @@ class Replayable:
         """Refuse settings that graphs cannot serve (SettingsError), and prepare captures of `buckets`."""
         self.training = training
         config, self.model = training.config, unwrapped(training.chunks[0])
-        settings.check_decoder(config, facts_of(training.chunks, [self.model]))
+        refusals.check_decoder(config, facts_of(training.chunks, [self.model]))
         decoder_surroundings.prepare_experts(config, next(self.model.parameters()).device)
         self._shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._buckets = list(buckets)

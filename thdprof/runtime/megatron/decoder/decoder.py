@@ -16,7 +16,7 @@ from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron import rotary
 from thdprof.runtime.megatron.decoder import packed_seq_params, parts
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes, replaced
 from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 from thdprof.runtime.padding import PackedSequence

@@ -16,7 +16,7 @@ from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.graphed_module import GraphedModule
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, generators, run_gathering_hooks
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import nn
 
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder_surroundings import gather_parameters, marked_as_capturing
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes
 
 AFTER_PREPROCESS = "before_ep_alltoall"

@@ -34,7 +34,7 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.expert_layers import Split
 from thdprof.runtime.megatron.layer_offload import LayerMoves
 from thdprof.runtime.megatron.quantized import is_quantized
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes, same_attributes
 from thdprof.runtime.padding import PackedSequence
 

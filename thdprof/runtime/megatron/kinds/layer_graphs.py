@@ -54,7 +54,7 @@ from thdprof.runtime.megatron.kinds.layer_capture import (
     transformer_engines_own,
 )
 from thdprof.runtime.megatron.layer_offload import Offloading
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.padding import Boundaries, PackedSequence, to_device
 
 

@@ -22,7 +22,7 @@ from thdprof.runtime.graphs.capture import pool_bytes
 from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.stats import Stats
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.kinds.expert_layers import UpToRouter
 from thdprof.runtime.megatron.kinds.layer_capture import LayerLease, LayerSlot
 from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import attributes
 
 

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.opening import MetadataForm
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_runs
 from thdprof.runtime.megatron.trainers.bridge_runs import host_boundaries_of_bridge

@@ -14,7 +14,7 @@ import torch
 
 from thdprof.compare.drift import DriftTest, bucket_name
 from thdprof.dispatch import BY_SHAPE, FallbackReason
-from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
+from thdprof.runtime.megatron.refusals import is_dynamic
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
