@@ -23,7 +23,7 @@ from thdprof.runtime.megatron.refusals import SettingsError
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_runs
 from thdprof.runtime.megatron.trainers.bridge_runs import host_boundaries_of_bridge
-from thdprof.runtime.megatron.trainers.observer import Observer
+from thdprof.runtime.megatron.trainers.observer import FollowedRun, Observer
 from thdprof.runtime.megatron.trainers.training_loops import (
     checked_once_a_step,
     for_megatron,
@@ -58,8 +58,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         """
         self._plan = for_megatron(_loaded(plan))
         self._replay, self._stats = replay, None if stats is None else Path(stats)
-        self._installation: Installation | None = None
-        self._observer: Observer | None = None
+        self._run = FollowedRun()
         self._around = ExitStack()
 
     def on_train_start(self, context: CallbackContext) -> None:
@@ -76,11 +75,11 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
 
         self._around.enter_context(packed_schedule_plans(lambda line: _say(f"thdprof: {line}")))
         try:
-            self._installation = self._installed(context)
-            self._observer = Observer(self._installation, self._plan, stats=self._stats, say=_say)
+            self._run.installation = self._installed(context)
+            self._run.observer = Observer(self._run.installation, self._plan, stats=self._stats, say=_say)
             self._follow(context, (gpt_step, vlm_step), pretrain, train_utils)
         except BaseException:
-            self._observer = None  # nothing was observed
+            self._run.observer = None  # nothing was observed
             self._end()
             raise
 
@@ -89,9 +88,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         own_print = train_utils.print_rank_last
 
         def with_counters(message: str) -> None:
-            is_line = message.lstrip().startswith("[") and " iteration " in message
-            observer = self._observer
-            own_print(message + observer.log_text() if is_line and observer is not None else message)
+            own_print(self._run.counted_line(message))
 
         own_destroy = pretrain.destroy_global_state
 
@@ -106,21 +103,22 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             around.push(self._around.pop_all())
             constant_length = bridge_runs.pads_to_constant(context.state.cfg)
             around.enter_context(host_boundaries_of_bridge(*steps, constant_length=constant_length))
-            around.enter_context(checked_once_a_step(on_restore=self._recapture))
+            around.enter_context(checked_once_a_step(on_restore=self._run.recapture))
             around.enter_context(replaced(train_utils, "print_rank_last", with_counters))
             around.enter_context(replaced(pretrain, "destroy_global_state", destroy_after_graphs))
             self._around = around.pop_all()
 
     def on_train_step_end(self, context: CallbackContext) -> None:
         """Write the counters where Bridge's own writers are, as often as they write."""
-        if self._observer is None:
+        observer = self._run.observer
+        if observer is None:
             return
         state = context.state
         iteration = state.train_state.step + 1  # Bridge counts the step later
         logger_config = state.cfg.logger
         if not logger_config.skip_train_metrics_log and iteration % logger_config.tensorboard_log_interval == 0:
-            _write(state, self._observer.scalars(), iteration)
-        self._observer.after_step(iteration)
+            _write(state, observer.scalars(), iteration)
+        observer.after_step(iteration)
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Tell what was observed and free the graphs."""
@@ -160,23 +158,12 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             raise bridge_refusals.joined(lines, None)
         return installation
 
-    def _recapture(self) -> None:
-        """Drop all graphs: they would go on with the random states that they were captured with."""
-        if self._installation is not None:
-            self._installation.recapture()
-
     def _end(self, *, together: bool = False) -> None:
         """Report what was observed, free the graphs and give Bridge's functions back; a second call does nothing. All
         ranks end here `together`, or this one alone.
         """
-        installation, observer = self._installation, self._observer
-        self._installation = self._observer = None
-        with ExitStack() as stack:
-            stack.enter_context(self._around.pop_all())
-            if installation is not None:
-                stack.callback(installation.close)
-            if observer is not None:
-                observer.finish(together=together)
+        with self._around.pop_all():
+            self._run.end(together=together)
 
 
 def _loaded(plan: Plan | str | Path) -> Plan:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thdprof.runtime.megatron import versions
-from thdprof.runtime.megatron.install import Installation, install
+from thdprof.runtime.megatron.install import install
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
-from thdprof.runtime.megatron.trainers.observer import Observer
+from thdprof.runtime.megatron.trainers.observer import FollowedRun, Observer
 from thdprof.runtime.megatron.trainers.training_loops import (
     checked_once_a_step,
     for_megatron,
@@ -105,11 +105,11 @@ def following(plan: Plan, *, replay: bool = True, stats: Path | None = None) -> 
 
     loop = _Loop(for_megatron(plan), replay=replay, stats=stats, training=training)
     with ExitStack() as stack:
-        stack.callback(loop.end)  # for runs that install and never train, as with --skip-train
+        stack.callback(loop.run.end)  # for runs that install and never train, as with --skip-train
         stack.enter_context(host_boundaries(loop.peer_timeout))
         for change in (datasets_on_all_stages, packed_schedule_plans):
             stack.enter_context(change(lambda line: training.print_rank_0(f"thdprof: {line}")))
-        stack.enter_context(checked_once_a_step(on_restore=loop.recapture))
+        stack.enter_context(checked_once_a_step(on_restore=loop.run.recapture))
         for name, function in loop.replacements().items():
             stack.enter_context(replaced(training, name, function))
         yield
@@ -120,8 +120,7 @@ class _Loop:
 
     def __init__(self, plan: Plan, *, replay: bool, stats: Path | None, training: Any) -> None:
         self._plan, self._replay, self._stats, self._training = plan, replay, stats, training
-        self._installation: Installation | None = None
-        self._observer: Observer | None = None
+        self.run = FollowedRun()
         self._own_setup = training.setup_model_and_optimizer
         self._own_train, self._own_log = training.train, training.training_log
 
@@ -133,9 +132,9 @@ class _Loop:
         """Install the plan's graphs on the model, which has loaded its checkpoint."""
         from megatron.core.utils import get_model_config
 
-        self.end()  # a run that was restarted in this process
+        self.run.end()  # a run that was restarted in this process
         model, optimizer, scheduler = self._own_setup(*args, **kwargs)
-        installation = install(
+        self.run.installation = installation = install(
             model,
             self._plan,
             get_model_config(model[0]),
@@ -144,8 +143,7 @@ class _Loop:
             say=lambda line: self._training.print_rank_0(f"thdprof: {line}"),
             host_timeout=self.peer_timeout(),
         )
-        self._installation = installation
-        self._observer = Observer(installation, self._plan, stats=self._stats, say=self._training.print_rank_0)
+        self.run.observer = Observer(installation, self._plan, stats=self._stats, say=self._training.print_rank_0)
         return model, optimizer, scheduler
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
@@ -155,22 +153,21 @@ class _Loop:
                 result = self._own_train(*args, **kwargs)
         except BaseException as error:
             with suppress(Exception):  # the GPU may be gone; the run's own error is the one to show
-                self.end(together=is_agreed(error))
+                self.run.end(together=is_agreed(error))
             raise
-        self.end(together=True)
+        self.run.end(together=True)
         return result
 
     def _log(self, *args: Any, **kwargs: Any) -> Any:
         """Log a step, with the counters in Megatron's own line and writers."""
-        observer = self._observer
+        observer = self.run.observer
         if observer is None:
             return self._own_log(*args, **kwargs)
         own_print = self._training.print_rank_last
         iteration = kwargs["iteration"] if "iteration" in kwargs else args[_ITERATION]
 
         def with_counters(message: str) -> None:
-            is_line = message.lstrip().startswith("[") and " iteration " in message
-            own_print(message + observer.log_text() if is_line else message)
+            own_print(self.run.counted_line(message))
 
         with replaced(self._training, "print_rank_last", with_counters):
             result = self._own_log(*args, **kwargs)
@@ -193,21 +190,3 @@ class _Loop:
         """Timeout of process groups on the host; None where the run makes none (--disable-gloo-process-groups)."""
         args = self._training.get_args()
         return timedelta(minutes=args.distributed_timeout_minutes) if args.use_gloo_process_groups else None
-
-    def recapture(self) -> None:
-        """Drop all graphs: they would go on with the random states that they were captured with."""
-        if self._installation is not None:
-            self._installation.recapture()
-
-    def end(self, *, together: bool = False) -> None:
-        """Report what was observed and free the graphs; the second call does nothing. All ranks end here `together`, or
-        this one alone.
-        """
-        installation, observer = self._installation, self._observer
-        self._installation = self._observer = None
-        if installation is None:
-            return
-        with ExitStack() as stack:
-            stack.callback(installation.close)
-            if observer is not None:
-                observer.finish(together=together)

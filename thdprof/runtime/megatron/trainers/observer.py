@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -341,6 +342,36 @@ class Observer:
             Counter({"": stats.replays.total(), **{str(reason): n for reason, n in stats.fallbacks.items()}})
             for stats in self._chunks_here()
         ]
+
+
+class FollowedRun:
+    """The installation and the observer of one run of a trainer; nothing before `begin` and after `end`."""
+
+    def __init__(self) -> None:
+        self.installation: Installation | None = None
+        self.observer: Observer | None = None
+
+    def counted_line(self, message: str) -> str:
+        """A message of the trainer's log, with the counters behind it if it is the line of a step."""
+        is_line = message.lstrip().startswith("[") and " iteration " in message
+        return message + self.observer.log_text() if is_line and self.observer is not None else message
+
+    def recapture(self) -> None:
+        """Drop all graphs: they would go on with the random states that they were captured with."""
+        if self.installation is not None:
+            self.installation.recapture()
+
+    def end(self, *, together: bool = False) -> None:
+        """Report what was observed and free the graphs; the second call does nothing. All ranks end here `together`, or
+        this one alone.
+        """
+        installation, observer = self.installation, self.observer
+        self.installation = self.observer = None
+        with ExitStack() as stack:
+            if installation is not None:
+                stack.callback(installation.close)
+            if observer is not None:
+                observer.finish(together=together)
 
 
 def compared(totals: Stats, plan: Plan) -> str:
