@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from thdprof import __version__
-from thdprof.analyze.settings.captures import LayersAsked, captured, check_choice, layers_of_plan
-from thdprof.megatron_limits import check_plan, check_recompute, check_settings
+from thdprof.analyze.settings.captures import LayersAsked, captured, layers_of_plan
+from thdprof.megatron_limits import check_offload, check_plan, check_recompute, check_settings
 from thdprof.plan import (
     SCHEMA,
     BucketPart,
@@ -56,7 +56,7 @@ def make_plan(
     check_settings(asdict(analysis.settings), resolved_impl)
     settings, offload = analysis.settings, analysis.offload
     if offload is not None:
-        check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
+        check_offload(offload.choice.modules, impl=resolved_impl, experts=settings.experts)
     recompute = None if analysis.model is None else analysis.model.recompute_granularity
     uncut = analysis.overlap is None or recompute == "full"
     layers = layers_of_plan(

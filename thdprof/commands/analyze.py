@@ -166,18 +166,17 @@ def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | N
     from thdprof.analyze.settings.captures import (
         by_megatron_core,
         captured,
-        check_choice,
         layers_of_plan,
         without_experts,
     )
-    from thdprof.megatron_limits import check_settings
+    from thdprof.megatron_limits import check_offload, check_settings
 
     experts = request.given.get("experts", "none")
     captures, _ = captured(experts, impl, usual=request.usual_impl)
     check_settings({**request.given, "packer": None}, captures)  # only some formats are packed; make_plan looks again
     layers_of_plan(request.layers_per_graph, impl=captures, offloads=choice is not None)
     if choice is not None:
-        check_choice(choice, impl=captures, experts=experts)
+        check_offload(choice.modules, impl=captures, experts=experts)
         for note in (without_experts(choice, experts), by_megatron_core(captures, experts)):
             if note is not None:
                 streams.say(note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import UP_TO_ROUTER, check_captured, check_layers_per_graph, check_offload, moved_by_core
+from thdprof.megatron_limits import UP_TO_ROUTER, check_captured, check_layers_per_graph, moved_by_core
 from thdprof.offload.plan import MODULES, Choice
 from thdprof.training import Experts
 
@@ -125,12 +125,3 @@ def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
         "--offload with dropless experts: build the model with fine_grained_activation_offloading and the plan's "
         "modules (docs/megatron.md)"
     )
-
-
-def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
-    """Refuse a choice that no training would follow, as `thdprof.runtime.megatron` refuses it.
-
-    Raises:
-        UsageError: graphs of the kind `impl`, or graphs of a model with such `experts`, do not move these activations.
-    """
-    check_offload(choice.modules, impl=impl, experts=experts)
