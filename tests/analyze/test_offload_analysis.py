@@ -11,10 +11,9 @@ import pytest
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import MeasuredModel, built_in_costs
 from thdprof.analyze.buckets.saved_tensors import OffloadPrediction, predict_offload, saved_by_layers
-from thdprof.analyze.settings.captures import by_megatron_core, choice_of, without_experts
+from thdprof.analyze.settings.captures import by_megatron_core, check_choice, choice_of, without_experts
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import check_offload
 from thdprof.offload.plan import Choice
 from thdprof.plan import load_plan
 
@@ -222,7 +221,7 @@ def test_without_graphs_a_plan_moves_nothing(data):
 def test_what_training_would_refuse_is_refused(analysis, modules, impl, experts, message):
     choice = choice_of(modules, None)
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
-        check_offload(choice.modules, impl=impl, experts=experts)
+        check_choice(choice, impl=impl, experts=experts)
     settings = replace(analysis.settings, experts=experts)
     with nullcontext() if message is None else pytest.raises(UsageError, match=message):
         make_plan(replace(analysis, settings=settings, offload=predicted(analysis, choice)), impl=impl)

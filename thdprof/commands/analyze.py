@@ -166,17 +166,19 @@ def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | N
     from thdprof.analyze.settings.captures import (
         by_megatron_core,
         captured,
+        check_choice,
         layers_of_plan,
         without_experts,
     )
-    from thdprof.megatron_limits import check_offload, check_settings
+    from thdprof.megatron_limits import check_options
 
     experts = request.given.get("experts", "none")
     captures, _ = captured(experts, impl, usual=request.usual_impl)
-    check_settings({**request.given, "packer": None}, captures)  # only some formats are packed; make_plan looks again
+    pipeline_parallel_size = request.given.get("pipeline_parallel_size")
+    check_options(captures, pipeline_parallel_size=pipeline_parallel_size)  # make_plan looks at the packer, too
     layers_of_plan(request.layers_per_graph, impl=captures, offloads=choice is not None)
     if choice is not None:
-        check_offload(choice.modules, impl=captures, experts=experts)
+        check_choice(choice, impl=captures, experts=experts)
         for note in (without_experts(choice, experts), by_megatron_core(captures, experts)):
             if note is not None:
                 streams.say(note)

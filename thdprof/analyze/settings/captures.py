@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import UP_TO_ROUTER, check_captured, check_layers_per_graph, moved_by_core
+from thdprof.megatron_limits import UP_TO_ROUTER, check_options, moved_by_core
 from thdprof.offload.plan import MODULES, Choice
 from thdprof.training import Experts
 
@@ -28,7 +28,8 @@ def captured(experts: Experts, impl: Impl | None, *, usual: Impl = "module") -> 
         return impl or usual, []
     kind = impl or "transformer_engine"
     modules: list[Module] = [*UP_TO_ROUTER] if kind == "transformer_engine" else []
-    check_captured(experts, kind, modules)
+    if kind != "none":
+        check_options(kind, experts=experts, modules=tuple(modules))
     return kind, modules
 
 
@@ -73,7 +74,8 @@ def layers_of_plan(
     if asked is None:
         return None if impl != "chunk" or offloads else predicted
     number = None if asked == "all" else asked
-    check_layers_per_graph(number, impl=impl, packer=packer, offloads=offloads)
+    moved = ("all",) if offloads and number is not None and impl == "chunk" else None
+    check_options(impl, layers_per_graph=number, packer=packer, offload_modules=moved)
     return number
 
 
@@ -125,3 +127,13 @@ def by_megatron_core(impl: Impl, experts: Experts) -> str | None:
         "--offload with dropless experts: build the model with fine_grained_activation_offloading and the plan's "
         "modules (docs/megatron.md)"
     )
+
+
+def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
+    """Refuse a choice that no training would follow, as `thdprof.runtime.megatron` refuses it.
+
+    Raises:
+        UsageError: graphs of the kind `impl`, or graphs of a model with such `experts`, do not move these activations.
+    """
+    modules, core_offload = tuple(choice.modules), moved_by_core(impl, experts)
+    check_options(impl, experts=experts, offload_modules=modules, core_offload=core_offload)

@@ -23,7 +23,7 @@ from thdprof.analyze.settings.model_reading import (
 )
 from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
-from thdprof.megatron_limits.experts import ends_at_router
+from thdprof.megatron_limits import ends_at_router
 from thdprof.training import DEFAULT_PROMPT_FORMAT, definitions, shared_capture_ranks
 from thdprof.training.model import read_field
 
