@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from thdprof.commands import streams
+from thdprof.commands.options import JsonOutput, PlanFile
 from thdprof.dispatch import Level
 from thdprof.errors import GateError
 
 
 def check(
-    plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
+    plan: PlanFile,
     datasets: Annotated[
         list[str] | None,
         typer.Argument(
@@ -34,7 +34,7 @@ def check(
             "of steps with one on any rank, for which training waits."
         ),
     ] = "step",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: JsonOutput = False,
 ) -> None:
     """Check whether a plan still fits a dataset; exit with 3 where it does not.
 

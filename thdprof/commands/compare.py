@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from thdprof.commands import streams
+from thdprof.commands.options import JsonOutput, PlanFile
 from thdprof.errors import GateError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def compare(
-    plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
+    plan: PlanFile,
     other: Annotated[
         Path,
         typer.Argument(
@@ -25,7 +26,7 @@ def compare(
         ),
     ],
     tolerance: Annotated[str, typer.Option(help="Largest allowed difference: 0.01 or 1%.")] = "0.01",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: JsonOutput = False,
 ) -> None:
     """Compare a plan with a run's statistics or with another plan; exit with 3 where they differ too much.
 

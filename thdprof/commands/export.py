@@ -8,17 +8,18 @@ from typing import Annotated
 import typer
 
 from thdprof.commands import streams
+from thdprof.commands.options import Overwrite, PlanFile
 from thdprof.errors import UsageError
 
 
 def export(
-    plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
+    plan: PlanFile,
     to: Annotated[str, typer.Option(help="Target: megatron-lm, megatron-lm-dev, megatron-bridge or json.")],
     max_seqs: Annotated[int | None, typer.Option(min=1, help="Export this cap instead of the plan's.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Directory for the target's files; stdout without it.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
+    force: Overwrite = False,
 ) -> None:
     """Turn a plan into the flags or overrides of a training system."""
     from thdprof.analyze.export import TARGETS, export_plan

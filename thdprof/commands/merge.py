@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from thdprof.commands import streams
+from thdprof.commands.options import JsonOutput
 from thdprof.errors import UsageError
 
 
@@ -15,7 +16,7 @@ def merge(
     profiles: Annotated[list[Path], typer.Argument(help="Profiles of the same settings and costs.", metavar="PROFILE")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Profile to write (parquet).")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    json: JsonOutput = False,
 ) -> None:
     """Join the profiles of several datasets or shards; parts with the same name are added up."""
     from thdprof.analyze.profile.run_profile import describe_merged, load_profile, merge_profiles, merged_to_json

@@ -54,6 +54,10 @@ GraphsToCapture = Annotated[
         show_default="module; with --megatron-args chunk; transformer_engine with dropless experts",
     ),
 ]
+PlanFile = Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")]
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+"""The same option of a command whose help has one panel."""
+Overwrite = Annotated[bool, typer.Option("--force", help="Replace existing files.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace existing files.", rich_help_panel="Output")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel="Output")]
 

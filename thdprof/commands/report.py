@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from thdprof.commands import streams
+from thdprof.commands.options import JsonOutput, Overwrite, PlanFile
 from thdprof.errors import UsageError
 
 
 def report(
-    plan: Annotated[Path, typer.Argument(help="Plan file; - for stdin.", metavar="PLAN")],
+    plan: PlanFile,
     stats: Annotated[
         Path | None, typer.Argument(help="Statistics of a run, JSON lines; the last one is read.", metavar="STATS")
     ] = None,
@@ -30,8 +31,8 @@ def report(
         Path | None,
         typer.Option("-o", "--output", help="File to write, .html or .ipynb; or a directory for the figures as SVG."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    force: Overwrite = False,
+    json: JsonOutput = False,
 ) -> None:
     """Describe a plan in sentences and figures: its data, the cost of each cap, and what happened in a run."""
     from thdprof.analyze.report.write import write_report

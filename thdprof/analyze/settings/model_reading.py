@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -145,10 +146,40 @@ def read_frequency(text: str) -> int | list[int]:
         return int(text)
     if not _LIST_TEXT.fullmatch(text):
         raise ValueError("is neither a whole number nor a list such as ([0]*3+[1]*58)")
-    value = _Expression(text).read()
+    try:
+        value = _evaluate(ast.parse(text, mode="eval").body)
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError("is no list such as ([0]*3+[1]*58)") from None
     if isinstance(value, int):
         raise ValueError("is a number in brackets; write the number alone")
     return value
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """The value of lists of whole numbers that are added and repeated; nothing else, and nothing long."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return min(node.value, _MOST_LAYERS + 1)
+    if isinstance(node, ast.List):
+        values = [_evaluate(entry) for entry in node.elts]
+        if any(isinstance(value, list) for value in values):
+            raise ValueError("has a list within a list")
+        return [value for value in values if isinstance(value, int)]
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Mult):
+        raise ValueError("is no list such as ([0]*3+[1]*58)")
+    left, right, adds = _evaluate(node.left), _evaluate(node.right), isinstance(node.op, ast.Add)
+    if isinstance(left, int) and isinstance(right, int):
+        return min(left + right if adds else left * right, _MOST_LAYERS + 1)
+    if isinstance(left, list) and isinstance(right, list):
+        if not adds:
+            raise ValueError("multiplies two lists")
+        parts, count = left + right, 1
+    elif adds:
+        raise ValueError("adds a list and a number")
+    else:
+        parts, count = (left, right) if isinstance(left, list) else (right, left)  # type: ignore[assignment]
+    if len(parts) * count > _MOST_LAYERS:
+        raise ValueError(f"has more than {_MOST_LAYERS} entries")
+    return parts * count
 
 
 def hybrid_layers(text: str) -> HybridLayers:
@@ -172,89 +203,3 @@ def hybrid_layers(text: str) -> HybridLayers:
         latent_attention="+" in letters,
         mtp_num_layers=sum(1 for depth in depths if depth),
     )
-
-
-class _Expression:
-    """Evaluates lists of whole numbers that are added and repeated; nothing else, and nothing long."""
-
-    def __init__(self, text: str) -> None:
-        self.tokens = re.findall(r"[0-9]+|.", text)
-        self.at = 0
-        self.depth = 0
-
-    def read(self) -> int | list[int]:
-        value = self._sum()
-        if self.at < len(self.tokens):
-            raise ValueError(f"{self.tokens[self.at]!r} stands where the list should end")
-        return value
-
-    def _next(self) -> str:
-        token = self.tokens[self.at] if self.at < len(self.tokens) else ""
-        self.at += 1
-        return token
-
-    def _is(self, token: str) -> bool:
-        if self.at < len(self.tokens) and self.tokens[self.at] == token:
-            self.at += 1
-            return True
-        return False
-
-    def _sum(self) -> int | list[int]:
-        value = self._product()
-        while self._is("+"):
-            other = self._product()
-            if isinstance(value, list) and isinstance(other, list):
-                value = self._short(value + other)
-            elif isinstance(value, int) and isinstance(other, int):
-                value += other
-            else:
-                raise ValueError("adds a list and a number")
-        return value
-
-    def _product(self) -> int | list[int]:
-        value = self._atom()
-        while self._is("*"):
-            other = self._atom()
-            if isinstance(value, list) and isinstance(other, list):
-                raise ValueError("multiplies two lists")
-            count = other if isinstance(value, list) else value
-            if isinstance(value, int) and isinstance(other, int):
-                value = min(value * other, _MOST_LAYERS + 1)
-                continue
-            repeated = value if isinstance(value, list) else other
-            if not isinstance(repeated, list) or not isinstance(count, int) or len(repeated) * count > _MOST_LAYERS:
-                raise ValueError(f"has more than {_MOST_LAYERS} entries")
-            value = repeated * count
-        return value
-
-    def _atom(self) -> int | list[int]:
-        token = self._next()
-        if token.isdigit():
-            return int(token[:9])
-        if token not in ("[", "("):
-            raise ValueError("is no list such as ([0]*3+[1]*58)")
-        self.depth += 1
-        if self.depth > 50:
-            raise ValueError("is nested too deeply")
-        value: int | list[int] = self._sum() if token == "(" else self._entries()
-        if not self._is(")" if token == "(" else "]"):
-            raise ValueError("has a bracket that is never closed")
-        self.depth -= 1
-        return value
-
-    def _entries(self) -> list[int]:
-        entries: list[int] = []
-        while self.at < len(self.tokens) and self.tokens[self.at] != "]":
-            entry = self._sum()
-            if not isinstance(entry, int):
-                raise ValueError("has a list within a list")
-            entries.append(entry)
-            if not self._is(","):
-                break
-        return self._short(entries)
-
-    @staticmethod
-    def _short(entries: list[int]) -> list[int]:
-        if len(entries) > _MOST_LAYERS:
-            raise ValueError(f"has more than {_MOST_LAYERS} entries")
-        return entries

@@ -94,14 +94,7 @@ def read_request(
         DataError: a file that cannot be read.
         UsageError: an option that is unknown, or of a value that cannot be.
     """
-    names = {*definitions(), *analysis_options(), *model_definitions()}
-    stronger = load_settings_file(settings, names) if settings is not None else {}
-    _override(stronger, {name: value for name, value in flags.items() if value is not None})
-    if "weights" in stronger:
-        stronger["weights"] = _weights(stronger["weights"])
-    if isinstance(stronger.get("split"), int | float):  # YAML takes a text such as 1 for a number
-        stronger["split"] = str(stronger["split"])
-    _check_file(settings, {name: value for name, value in stronger.items() if flags.get(name) is None})
+    stronger = _read_options(flags, settings)
     command = {name: stronger.pop(name) for name in analysis_options() if name in stronger}
     world_size = whole_number("world_size", command)
     own = read_settings({name: stronger.pop(name) for name in model_definitions() if name in stronger})
@@ -173,14 +166,22 @@ def read_request(
     )
 
 
-def _check_file(settings: Path | None, values: Mapping[str, Any]) -> None:
-    """Refuse training settings of a settings file that cannot be, naming the file beside the setting."""
-    for name, value in values.items():
-        if name in definitions():
+def _read_options(flags: Mapping[str, Any], settings: Path | None) -> dict[str, Any]:
+    """The options of the command line over those of a settings file, whose impossible settings are refused with it."""
+    names = {*definitions(), *analysis_options(), *model_definitions()}
+    stronger = load_settings_file(settings, names) if settings is not None else {}
+    _override(stronger, {name: value for name, value in flags.items() if value is not None})
+    if "weights" in stronger:
+        stronger["weights"] = _weights(stronger["weights"])
+    if isinstance(stronger.get("split"), int | float):  # YAML takes a text such as 1 for a number
+        stronger["split"] = str(stronger["split"])
+    for name in [name for name in stronger if name in definitions()]:
+        if flags.get(name) is None:
             try:
-                definitions()[name].check(value)
+                definitions()[name].check(stronger[name])
             except UsageError as error:
                 raise UsageError(f"--settings {settings}: {error}") from error
+    return stronger
 
 
 def shared_captures(given: Mapping[str, Any], model: Model, *, global_aux_loss: bool = False) -> dict[str, int]:
@@ -249,7 +250,7 @@ def _read_json(flag: str, path: Path) -> dict[str, Any]:
         DataError: the file cannot be read, or holds no JSON object.
     """
     try:
-        found = json.loads(_read_text(flag, path))
+        found = json.loads(read_text(path, where=f"{flag} {path}", kind="JSON"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{flag} {path}: is no JSON: {error}") from error
     if not isinstance(found, dict):
@@ -279,15 +280,6 @@ def _weights(value: Any) -> Any:
         return [float(part) for part in str(value).split(",")]
     except ValueError:
         raise UsageError(f"--weights {value}: must be numbers separated by commas, as in 0.3,0.7") from None
-
-
-def _read_text(flag: str, path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"{flag} {path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{flag} {path}: is not text: {error}") from error
 
 
 # --- the file of --settings -------------------------------------------------------------------------------------------

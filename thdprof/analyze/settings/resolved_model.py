@@ -278,8 +278,6 @@ def read_model(path: str | Path, **fields: Any) -> Model:
         DataError: the file cannot be read or does not describe a model that thdprof knows.
         UsageError: `path` names a file of another kind, or the fields make no model.
     """
-    from thdprof.analyze.settings.resolved_model import read_settings, resolve_model
-
     own = {name: value for name, value in fields.items() if value is not None}
     unset = dict.fromkeys(name for name, value in fields.items() if value is None)
     resolved = resolve_model({**read_settings(own), **unset}, file=read_model_file(Path(path)))
