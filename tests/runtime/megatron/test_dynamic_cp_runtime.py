@@ -35,8 +35,11 @@ from thdprof.runtime.megatron.decoder.context_parallel import (  # noqa: E402
     places_of,
 )
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.kinds.sized import SizedChunkGraphs, SizedLayerGraphs  # noqa: E402
-from thdprof.runtime.megatron.refusals import group_sizes  # noqa: E402
+from thdprof.runtime.megatron.kinds.chunk import SizedChunkGraphs  # noqa: E402
+from thdprof.runtime.megatron.kinds.layer_graphs import SizedLayerGraphs  # noqa: E402
+from thdprof.runtime.megatron.refusals import (
+    group_sizes,
+    )
 from thdprof.runtime.padding import PackedSequence, pack  # noqa: E402
 from thdprof.runtime.stats import Stats  # noqa: E402
 
@@ -217,7 +220,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention, self.linear = Attention(), nn.Linear(2, 2)
-        self.pre_process, self.seen = True, []
+        self.pre_process, self.seen, self.layers = True, [], (self.linear,)
 
     def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, *, packed_seq_params):
         cp, tp = self.attention.pg_collection.cp, self.attention.pg_collection.tp
@@ -355,7 +358,7 @@ def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeyp
 
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
     static = plan.model_copy(update={"training": replace(plan.training, max_seqlen_per_dp_cp_rank=None)})
-    made = "thdprof.runtime.megatron.kinds.sized.SizedLayerGraphs"
+    made = "thdprof.runtime.megatron.kinds.layer_graphs.SizedLayerGraphs"
     monkeypatch.setattr(made, lambda decoder, buckets, **_: [bucket.cp_size for bucket in buckets])
     layers = runner_of(Decoder(Block()), graphs(plan, impl="transformer_engine"), config(), slots=1, common={})
     assert sorted({*layers}) == [1, 2, 4]

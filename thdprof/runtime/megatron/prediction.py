@@ -83,7 +83,7 @@ class PredictionLayer(Decoder):
         embedded = torch.zeros_like(hidden, requires_grad=self._embeds_grad)
         rope = self._sampled(hidden)
         if self._rope is not None:
-            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only asked whether it is there
+            rope = {"rotary_pos_emb": hidden.new_empty(0)}  # only its presence counts
         getattr(self.block, self._entry)(hidden_states=hidden, decoder_input=embedded, packed_seq_params=params, **rope)
 
 

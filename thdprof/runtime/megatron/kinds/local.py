@@ -128,7 +128,6 @@ class LocalGraphs(DispatchedModule):
 
     @contextmanager
     def _past_managers(self) -> Iterator[None]:
-        """Let the layers run, inside the block, as if they had no graph manager."""
         for layer in self._layers:
             layer.__dict__[ASKED] = _no
         try:
@@ -147,7 +146,6 @@ class LocalGraphs(DispatchedModule):
         return bool(_CudagraphGlobalRecord.cudagraph_created)
 
     def _in_flight(self) -> bool:
-        """Whether any layer waits for a backward."""
         from megatron.core.transformer.cuda_graphs import _GraphStatus
 
         return any(r.status is not _GraphStatus.FWD_READY for m in self._managers for r in m.cudagraph_runners)
@@ -237,12 +235,10 @@ def recorded_bucket(bucket: Bucket, shape: Shape, recorded: Collection[Bucket]) 
 
 
 def _holds(bucket: Bucket, shape: Shape) -> bool:
-    """Whether `bucket` holds a micro-batch of `shape`."""
     return Dispatcher([bucket]).decide(shape) == bucket
 
 
 def _largest(bucket: Bucket) -> Shape:
-    """The shape of the largest micro-batch that `bucket` holds."""
     return Shape(bucket.max_seqs, bucket.max_seqlen, bucket.n_tokens, bucket.cp_size)
 
 

@@ -134,9 +134,9 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
         config = context.state.cfg
         lines = bridge_refusals.refusals(config, self._plan, replay=self._replay)
         found = bridge_runs.misfits_of(config, self._plan)
-        told = [(misfit.changes, misfit.told(bridge_runs.FIELDS)) for misfit in found]
-        lines += [f"{line}; analyse for this run" for changes, line in told if changes == "graphs"]
-        for line in (line for changes, line in told if changes == "prediction"):
+        described = [(misfit.changes, misfit.told(bridge_runs.FIELDS)) for misfit in found]
+        lines += [f"{line}; analyse for this run" for changes, line in described if changes == "graphs"]
+        for line in (line for changes, line in described if changes == "prediction"):
             _say(f"WARNING: thdprof: {line}")
         try:
             installation = install(
@@ -192,7 +192,6 @@ def _say(message: str) -> None:
 
 
 def _write(state: Any, scalars: dict[str, float], step: int) -> None:
-    """Write scalars with each of Bridge's loggers that this rank has."""
     if state.tensorboard_logger:
         for name, value in scalars.items():
             state.tensorboard_logger.add_scalar(name, value, step)
