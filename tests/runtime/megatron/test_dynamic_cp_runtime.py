@@ -37,9 +37,7 @@ from thdprof.runtime.megatron.decoder.context_parallel import (  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.kinds.chunk import SizedChunkGraphs  # noqa: E402
 from thdprof.runtime.megatron.kinds.layer_graphs import SizedLayerGraphs  # noqa: E402
-from thdprof.runtime.megatron.refusals import (
-    group_sizes,
-    )
+from thdprof.runtime.megatron.refusals import group_sizes  # noqa: E402
 from thdprof.runtime.padding import PackedSequence, pack  # noqa: E402
 from thdprof.runtime.stats import Stats  # noqa: E402
 
