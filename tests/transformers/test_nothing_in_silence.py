@@ -29,7 +29,7 @@ PLAN = plan_for(tokens=TOKENS, caps=[3, 6], rows=8)
 
 def reasons(model, **options) -> list[str]:
     options = {"backend": "flash_attn", "own_attention": False, "on_gpu": True, **options}
-    return list(refusals.of_model(model, **options))
+    return list(refusals.refuse_model(model, **options))
 
 
 def layers_of(model):

@@ -270,7 +270,7 @@ def test_checkpointing_with_dropout_is_refused(plan, tmp_path):
 def test_plans_of_megatron_are_refused(plan, changes, reason):
     values = plan.model_dump(mode="json", by_alias=True)
     values["graphs"] |= changes
-    assert reason in " ".join(refusals.of_plan(type(plan).model_validate(values)))
+    assert reason in " ".join(refusals.refuse_plan(type(plan).model_validate(values)))
 
 
 @pytest.mark.parametrize(
@@ -289,26 +289,28 @@ def test_plans_of_megatron_are_refused(plan, changes, reason):
 )
 def test_what_surrounds_the_model_is_refused_by_name(changes, reason):
     usual = {"padding_free": False, "packing": False, "per_device_train_batch_size": 1, "n_gpu": 1}
-    assert list(refusals.of_arguments(SimpleNamespace(**usual))) == []
-    assert reason in " ".join(refusals.of_arguments(SimpleNamespace(**{**usual, **changes})))
+    assert list(refusals.refuse_arguments(SimpleNamespace(**usual))) == []
+    assert reason in " ".join(refusals.refuse_arguments(SimpleNamespace(**{**usual, **changes})))
 
 
 def test_a_cache_is_refused_where_the_trainer_leaves_it_on():
     usual = {"per_device_train_batch_size": 1, "n_gpu": 1, "use_cache": True}
-    assert "use_cache is True" in " ".join(refusals.of_arguments(SimpleNamespace(**usual)))
+    assert "use_cache is True" in " ".join(refusals.refuse_arguments(SimpleNamespace(**usual)))
     trls = SimpleNamespace(**usual, padding_free=True, packing=False)  # SFTTrainer runs its models without
-    assert list(refusals.of_arguments(trls)) == []
+    assert list(refusals.refuse_arguments(trls)) == []
 
 
 @pytest.mark.parametrize("name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"])
 def test_what_accelerates_launcher_asks_for_is_refused_too(name, monkeypatch):
     monkeypatch.setenv(name, "true")
     usual = SimpleNamespace(padding_free=True, packing=False, per_device_train_batch_size=2, n_gpu=1)
-    assert len(list(refusals.of_arguments(usual))) == 1
+    assert len(list(refusals.refuse_arguments(usual))) == 1
 
 
 def of_model(model, backend="torch", **options) -> str:
-    return " ".join(refusals.of_model(model, backend=backend, **{"own_attention": False, "on_gpu": True, **options}))
+    return " ".join(
+        refusals.refuse_model(model, backend=backend, **{"own_attention": False, "on_gpu": True, **options})
+    )
 
 
 def test_attention_that_the_kernels_cannot_do_is_refused():
@@ -321,13 +323,13 @@ def test_attention_that_the_kernels_cannot_do_is_refused():
 
 
 def test_layers_compile_with_torchs_own_attention_alone():
-    assert list(refusals.of_compiling(backend="torch", own_attention=False)) == []
-    told = list(refusals.of_compiling(backend="transformer_engine", own_attention=False))
+    assert list(refusals.refuse_compiling(backend="torch", own_attention=False)) == []
+    told = list(refusals.refuse_compiling(backend="transformer_engine", own_attention=False))
     assert told == [
         "compile=True with the attention of transformer_engine: layers compile with torch's alone; "
         "give attention='torch'"
     ]
-    assert "the attention of the model" in " ".join(refusals.of_compiling(backend=None, own_attention=True))
+    assert "the attention of the model" in " ".join(refusals.refuse_compiling(backend=None, own_attention=True))
 
 
 def test_an_attention_that_is_not_installed_is_refused():

@@ -112,7 +112,7 @@ class PlanCallback(TrainerCallback):
         backend = None if own else attention.register(self._wanted)
         self._check(args, model, backend=backend, own=own, on_gpu=on_gpu)
         decoder_module = refusals.decoder_of(model)
-        assert decoder_module is not None  # `of_model` has looked for it
+        assert decoder_module is not None  # `refuse_model` has looked for it
         unseen = _FOLLOWED.get(decoder_module)
         if unseen is not None and (before := unseen()) is not None:
             before.give_back()  # from a run that an error has ended, unseen by its callback
@@ -146,12 +146,12 @@ class PlanCallback(TrainerCallback):
         Raises:
             UsageError: naming each of them.
         """
-        lines = [*refusals.of_plan(self._plan), *refusals.of_arguments(args)]
-        lines += refusals.of_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
+        lines = [*refusals.refuse_plan(self._plan), *refusals.refuse_arguments(args)]
+        lines += refusals.refuse_model(model, backend=backend, own_attention=own, on_gpu=on_gpu)
         if self._compile:
-            lines += refusals.of_compiling(backend=backend, own_attention=own)
+            lines += refusals.refuse_compiling(backend=backend, own_attention=own)
         arguments = args.to_dict()
-        refused, untrue = refusals.of_settings(self._plan, arguments, getattr(args, "world_size", 1))
+        refused, untrue = refusals.compare_settings(self._plan, arguments, getattr(args, "world_size", 1))
         lines += [f"{line}; analyse for this run" for line in refused]
         if lines:
             raise UsageError("thdprof cannot train this run by the plan:\n" + "\n".join(f"  - {n}" for n in lines))

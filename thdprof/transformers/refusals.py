@@ -41,7 +41,7 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
     return found[0] if len(found) == 1 else None
 
 
-def of_plan(plan: Plan) -> Iterator[str]:
+def refuse_plan(plan: Plan) -> Iterator[str]:
     """What the plan asks for and the callback cannot do."""
     graphs = plan.graphs
     if graphs.impl not in ("module", "none"):
@@ -55,7 +55,7 @@ def of_plan(plan: Plan) -> Iterator[str]:
             yield f"{name} of the plan is {getattr(plan.training, name)}: the Trainer's layers are all on one rank"
 
 
-def of_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, on_gpu: bool) -> Iterator[str]:
+def refuse_model(model: nn.Module, *, backend: Backend | None, own_attention: bool, on_gpu: bool) -> Iterator[str]:
     """What the model does that a graph cannot follow.
 
     Args:
@@ -161,8 +161,8 @@ def unread_settings(args: Any, arguments: Mapping[str, Any], model: nn.Module) -
     ]
 
 
-def of_compiling(*, backend: Backend | None, own_attention: bool) -> Iterator[str]:
-    """Why layers with this attention cannot be compiled; the arguments are those of `of_model`."""
+def refuse_compiling(*, backend: Backend | None, own_attention: bool) -> Iterator[str]:
+    """Why layers with this attention cannot be compiled; the arguments are those of `refuse_model`."""
     if own_attention or backend not in ("torch", None):
         whose = "the model" if own_attention else backend
         yield f"compile=True with the attention of {whose}: layers compile with torch's alone; give attention='torch'"
@@ -179,7 +179,7 @@ def _dropout(decoder: nn.Module) -> str:
     return f"attention_dropout {rate}" if rate else ""
 
 
-def of_arguments(args: Any) -> Iterator[str]:
+def refuse_arguments(args: Any) -> Iterator[str]:
     """What the Trainer does around the model that replays cannot follow.
 
     Args:
@@ -223,7 +223,7 @@ def _accelerate_says(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("true", "1", "yes")
 
 
-def of_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: int) -> tuple[list[str], list[str]]:
+def compare_settings(plan: Plan, arguments: Mapping[str, Any], num_processes: int) -> tuple[list[str], list[str]]:
     """How the run differs from the one that the plan was made for: what refuses it, and what makes predictions untrue.
 
     Args:
