@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -190,9 +189,9 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     Raises:
         UsageError: an argument has an impossible value.
     """
-    from thdprof.analyze.settings.launch_script import parse_megatron_args
-    from thdprof.compare.changes import MEGATRON_ARGUMENTS
-    from thdprof.compare.fit import misfits
+    from thdprof.analyze.settings.launch_script import read_launch
+    from thdprof.analyze.settings.shell import Launch
+    from thdprof.compare.fit import MEGATRON_ARGUMENTS, misfits
     from thdprof.megatron_limits.command_line import refused_arguments
 
     if not any(_is_megatrons(word) for word in command[1:]):
@@ -202,7 +201,7 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     refused = refused_arguments(plan, command, replay=replay, environment=os.environ)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        said = parse_megatron_args(shlex.join(command), where="the command line", world_size=world_size)
+        said = read_launch(Launch(command=tuple(command)).read(), world_size=world_size)
     except UsageError as error:
         raise UsageError(re.split("; (?:mend it or )?give ", str(error))[0]) from error  # the rest is for an analysis
     settings = {**MEGATRON_DEFAULTS, **said.settings}
@@ -239,7 +238,7 @@ def _train(options: argparse.Namespace, plan: Plan) -> int:
     sys.argv = [str(options.script), *options.arguments]
     sys.path[0] = str(options.script.resolve().parent)  # before any import of Megatron: it may lie beside the script
     try:
-        from thdprof.runtime.megatron.refusals.settings import SettingsError
+        from thdprof.runtime.megatron.refusals import SettingsError
         from thdprof.runtime.megatron.trainers.megatron_lm import following
         from thdprof.runtime.megatron.versions import VersionError
     except ModuleNotFoundError as error:  # of packages, which each node has its own of

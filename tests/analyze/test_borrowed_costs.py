@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
 from thdprof.analyze.report.contents import profile_command
-from thdprof.analyze.report.json_ import to_dict
-from thdprof.analyze.report.terminal import sentence, verdict_sentence
 from thdprof.analyze.times.gpus import GPUS
 from thdprof.errors import UsageError
 from thdprof.training import Model

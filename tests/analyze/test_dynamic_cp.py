@@ -19,7 +19,7 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.recommend import recommend
 from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import StepCosts
-from thdprof.analyze.report.terminal import print_report
+from thdprof.analyze.report.analysis import print_report
 from thdprof.analyze.schedule import dynamic_cp
 from thdprof.analyze.schedule.dynamic_cp import Group, StoppedError, aligned, deal
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups

@@ -26,9 +26,8 @@ from thdprof.analyze.buckets.saved_tensors import (
     pass_bytes,
     saved_bytes,
 )
-from thdprof.analyze.report.json_ import to_json
-from thdprof.analyze.report.peak import capture_sentence, memory_sentence
-from thdprof.analyze.report.terminal import print_report
+from thdprof.analyze.report.analysis import print_report, to_json
+from thdprof.analyze.report.sentences import capture_sentence, memory_sentence
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.times.answer import OVERHEAD_SECONDS, predict_capture
 from thdprof.analyze.times.memory import eager_in_flight, predict_memory, slot_bytes

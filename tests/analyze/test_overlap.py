@@ -11,7 +11,7 @@ from support.overlapping import BIG
 from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.report.overlap import overlap_sentence
+from thdprof.analyze.report.sentences import overlap_sentence
 from thdprof.analyze.settings.layers_choice import layers_asked
 from thdprof.analyze.times.gpus import GPUS
 from thdprof.analyze.times.overlap import (

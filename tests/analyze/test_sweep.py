@@ -37,7 +37,7 @@ def packs(tmp_path):
 
 def swept(locations, texts, **flags) -> Sweep:
     axes = read_axes(texts, flags)
-    read = functools.partial(read_request, settings=None, megatron_args=None)
+    read = functools.partial(read_request, settings=None, launch=None)
     return sweep(axes, lambda values: read([str(x) for x in locations], {**flags, **values}))
 
 

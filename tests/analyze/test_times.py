@@ -13,8 +13,7 @@ from support.paths import ROOT
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import HOSTS, HostEnd
 from thdprof.analyze.predictions import Times
-from thdprof.analyze.report.json_ import to_dict
-from thdprof.analyze.report.terminal import sentence, verdict_sentence
+from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
 from thdprof.analyze.times import answer
 from thdprof.analyze.times.answer import worth_of
 from thdprof.analyze.times.decoder import Decoder, rounded_documents

@@ -330,7 +330,7 @@ def test_processes_that_load_data_do_not_keep_a_failed_script_from_ending(plan, 
 
 def test_models_that_install_refuses_end_without_a_traceback(plan, script, capsys):
     script.write_text(
-        "from thdprof.runtime.megatron.refusals.settings import SettingsError\n"
+        "from thdprof.runtime.megatron.refusals import SettingsError\n"
         "raise SettingsError('thdprof cannot install graphs:\\n- a setting')"
     )
     assert main(["--plan", str(plan), str(script), *FITTING]) == 2

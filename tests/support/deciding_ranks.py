@@ -22,7 +22,7 @@ from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.runtime import GraphedModule, pack
 from thdprof.runtime.graphs import bank
 from thdprof.runtime.graphs.surroundings import Surroundings
-from thdprof.runtime.megatron.peers import Peers
+from thdprof.runtime.megatron.rank_agreement import Peers
 
 SCENARIOS = ("alone", "shapes", "reasons", "late", "failed", "crowded", "watched")
 TOKENS, HIDDEN, SLOTS, MICROBATCHES = 24, 2, 2, 30

@@ -49,10 +49,9 @@ from thdprof.runtime import FallbackReason
 from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.graphs.layer_slots import LayerPass
-from thdprof.runtime.megatron.offload.layers import LayerOffload, SavedTensors
-from thdprof.runtime.megatron.refusals.layers import refused_by_transformer_engine
-from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.kinds.layer_capture import LayerPass
+from thdprof.runtime.megatron.layer_offload import LayerOffload, SavedTensors
+from thdprof.runtime.megatron.refusals import SettingsError, refused_by_transformer_engine
 from thdprof.runtime.offload.copies import HostBuffers
 from thdprof.runtime.offload.passes import EagerPass, PassOffload
 

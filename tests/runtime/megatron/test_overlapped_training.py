@@ -26,8 +26,8 @@ from support.plans import plan_of_shares
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
+from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported", "_streams")
 MODULES = ["attn", "moe_router"]
@@ -146,11 +146,10 @@ def test_multi_token_prediction_is_that_of_the_schedule_without_overlap():
 
 
 def test_an_installation_that_fails_takes_its_changes_back(monkeypatch):
-    from thdprof.runtime.megatron import install, versions
-    from thdprof.runtime.megatron.refusals import settings
+    from thdprof.runtime.megatron import install, refusals, versions
 
     monkeypatch.setattr(versions, "check", lambda: None)
-    monkeypatch.setattr(settings, "check", lambda *_: None)
+    monkeypatch.setattr(refusals, "check", lambda *_: None)
     models = [model_of(), model_of()]
     attach, attached = SchedulePlans.attach, []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from thdprof.megatron_limits import UP_TO_ROUTER, check_captured
+from thdprof.megatron_limits import UP_TO_ROUTER, check_options
 from thdprof.training import Experts
 
 if TYPE_CHECKING:
@@ -26,5 +26,6 @@ def captured(experts: Experts, impl: Impl | None, *, usual: Impl = "module") -> 
         return impl or usual, []
     kind = impl or "transformer_engine"
     modules: list[Module] = [*UP_TO_ROUTER] if kind == "transformer_engine" else []
-    check_captured(experts, kind, modules)
+    if kind != "none":
+        check_options(kind, experts=experts, modules=tuple(modules))
     return kind, modules

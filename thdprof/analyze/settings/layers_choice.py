@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import check_layers_per_graph
+from thdprof.megatron_limits import check_options
 
 if TYPE_CHECKING:
     from thdprof.plan import Impl
@@ -48,5 +48,6 @@ def layers_of_plan(
     if asked is None:
         return None if impl != "chunk" or offloads else predicted
     number = None if asked == "all" else asked
-    check_layers_per_graph(number, impl=impl, packer=packer, offloads=offloads)
+    moved = ("all",) if offloads and number is not None and impl == "chunk" else None
+    check_options(impl, layers_per_graph=number, packer=packer, offload_modules=moved)
     return number

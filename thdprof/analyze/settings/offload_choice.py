@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thdprof.errors import UsageError
-from thdprof.megatron_limits import check_offload, moved_by_core
+from thdprof.megatron_limits import check_options, moved_by_core
 from thdprof.offload.plan import MODULES, Choice
 from thdprof.training import Experts
 
@@ -65,4 +65,5 @@ def check_choice(choice: Choice, *, impl: Impl, experts: Experts) -> None:
     Raises:
         UsageError: graphs of the kind `impl`, or graphs of a model with such `experts`, do not move these activations.
     """
-    check_offload(choice.modules, impl=impl, experts=experts)
+    modules, core_offload = tuple(choice.modules), moved_by_core(impl, experts)
+    check_options(impl, experts=experts, offload_modules=modules, core_offload=core_offload)

@@ -136,8 +136,8 @@ class GraphedModule(WatchedModule):
                 gradient of a parameter that two pieces use is added up in another order than eagerly, which a verified
                 micro-batch tells.
             agree_on: returns the largest of each value over the ranks whose captured passes share collectives, such as
-                `thdprof.runtime.megatron.peers.Peers.largest`: they decide alike about every micro-batch. None: this
-                rank decides by its own micro-batch.
+                `thdprof.runtime.megatron.rank_agreement.Peers.largest`: they decide alike about every micro-batch.
+                None: this rank decides by its own micro-batch.
             verify_every: one in so many micro-batches is also run eagerly, and compared; 0: none.
             name: the module's name in what is logged of verified micro-batches.
             reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay, as those

@@ -3,53 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.isolation.passes import NotReplayed, Passes, inputs_of
-from thdprof.runtime.isolation.regions import regions_of
-from thdprof.runtime.isolation.result import Isolation, Leak, Mode, ModeCheck
-from thdprof.runtime.isolation.search import Search
-from thdprof.runtime.isolation.state import unchanged
-from thdprof.runtime.isolation.subject import (
+from thdprof.runtime.isolation.passes import (
     CallModule,
     MicroBatch,
+    NotReplayed,
+    Passes,
     Subject,
+    Watched,
+    inputs_of,
     mixes_on_purpose,
-    rehearsal,
-    ways_of,
+    plan_runs,
+    token_mask,
+    unequal_shapes,
 )
-from thdprof.runtime.padding import PackedSequence
+from thdprof.runtime.isolation.result import Isolation, Leak, Mode, ModeCheck, Region
+from thdprof.runtime.isolation.state import unchanged
+from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.training import TailPolicy
+
+SPREADS_ALLOWED = 4.0
+"""Of a module that does not repeat itself, what moves by at most so many of its own spreads counts as unmoved: the
+spread is known from few passes."""
+_REPEATS = 4
+"""Unperturbed passes, besides the first, before a leak is reported or a spread is believed. One is enough for a module
+that repeats itself and has no leak.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a subject is verified: the arguments of `verify_isolation` that are not the micro-batch."""
+    """How a subject is verified: the arguments of `verify_isolation` of the same names."""
 
     modes: Sequence[Mode] | None = None
-    """The modes that must run; None: all that can."""
     bucket: Bucket | None = None
-    """The bucket to pad to; None: that of the plan."""
     tail_policy: TailPolicy | None = None
-    """The tail policy; None: that of the plan, else `none`."""
     token_dim: int | None = None
-    """Dimension of the first tensor that runs over tokens; None: that of the graphed module, else 0."""
     output_token_dim: int | None = None
-    """Preferred dimension of outputs over tokens; None: `token_dim`."""
     shared: Sequence[int] = ()
-    """Positions of tensors that all documents share."""
     gradients: bool = True
-    """Whether to compare gradients, too."""
     tolerance: float = 0.0
-    """Largest difference that counts as none, as a share of a tensor's largest absolute value."""
     seed: int = 0
-    """Seed of the values that replace a document's."""
 
 
 def verify_isolation(
@@ -162,33 +165,30 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
             f"the micro-batch has {len(documents)} documents with tokens, and no padding: give at least two documents"
         )
     inputs = inputs_of(tensors, batch.shape.n_tokens, token_dim=token_dim, shared=settings.shared, seed=settings.seed)
-    ways = ways_of(subject, batch, settings.bucket, settings.modes or get_args(Mode))
-    search = Search(regions=regions, documents=documents, n_tokens=batch.shape.n_tokens, tolerance=settings.tolerance)
+    runs, skipped = plan_runs(subject, batch, settings.bucket, settings.modes or get_args(Mode))
     checks: list[ModeCheck] = []
     leak: Leak | None = None
-    with (
-        unchanged(
-            subject.module, batch.device, subject.generators, subject.extra_state, subject.random_states
-        ) as put_back,
-        rehearsal(subject.dispatched),
-    ):
-        for way in ways.runs:
+    with ExitStack() as stack:
+        kept = unchanged(subject.module, batch.device, subject.generators, subject.extra_state, subject.random_states)
+        put_back = stack.enter_context(kept)
+        for one in subject.dispatched:
+            stack.enter_context(one.rehearsal())
+        for way in runs:
             passes = Passes(
                 module=subject.module,
-                run=way.run,
+                way=way,
                 put_back=put_back,
                 inputs=inputs,
                 documents=documents,
                 n_tokens=batch.shape.n_tokens,
                 output_dim=token_dim if settings.output_token_dim is None else settings.output_token_dim,
                 gradients=settings.gradients,
-                as_given=way.mode == "replayed",
                 seed=settings.seed,
             )
             try:
-                check, leak = search.check(way, passes)
+                check, leak = Search(passes, regions, settings.tolerance).check()
             except NotReplayed as error:
-                ways.skipped[way.mode] = str(error)
+                skipped[way.mode] = str(error)
                 continue
             checks.append(check)
             if leak is not None:
@@ -197,8 +197,8 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
         documents=len(documents),
         checks=tuple(checks),
         leak=leak,
-        skipped=ways.skipped,
-        missing=tuple(mode for mode in settings.modes or () if mode in ways.skipped),
+        skipped=skipped,
+        missing=tuple(mode for mode in settings.modes or () if mode in skipped),
         notes=mixes_on_purpose(subject.module),
     )
 
@@ -231,3 +231,191 @@ def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Sett
         raise ValueError(f"shared {list(settings.shared)}: there are {len(tensors)} tensors, counted from 0")
     if settings.tolerance < 0:
         raise ValueError(f"tolerance {settings.tolerance}: must not be negative")
+
+
+def regions_of(boundaries: Boundaries, n_tokens: int) -> tuple[Region, ...]:
+    """The regions of a micro-batch in the order of their tokens, those without a token left out.
+
+    Args:
+        boundaries: boundaries after the tail policy, on the host.
+        n_tokens: tokens of the micro-batch.
+    """
+    valid, memory = np.asarray(boundaries.valid), np.asarray(boundaries.in_memory)
+    found = []
+    for number, (begin, end, length) in enumerate(zip(memory[:-1], memory[1:], np.diff(valid), strict=True)):
+        middle = int(begin + length)
+        found.append(Region(kind="document", number=number, begin=int(begin), end=middle))
+        found.append(Region(kind="padding", number=number, begin=middle, end=int(end)))
+    found.append(Region(kind="tail", number=len(valid) - 1, begin=int(memory[-1]), end=n_tokens))
+    return tuple(region for region in found if region.begin < region.end)
+
+
+def rounds(regions: Sequence[Region]) -> tuple[tuple[Region, ...], ...]:
+    """Sets of regions to perturb at once, so that every ordered pair of regions is once apart: the one perturbed, the
+    other not.
+
+    Few regions are perturbed one by one. Of many, each round takes those whose position has a certain binary digit at a
+    certain place: two positions differ in a digit, so that 2 * log2 of their number rounds are enough for all pairs.
+    """
+    digits = (len(regions) - 1).bit_length()
+    if len(regions) <= 2 * digits:
+        return tuple((region,) for region in regions)
+    return tuple(
+        tuple(region for position, region in enumerate(regions) if position >> place & 1 == digit)
+        for place in range(digits)
+        for digit in (0, 1)
+    )
+
+
+def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
+    """Largest absolute difference at each token: shape [n_tokens]; infinite where one is no number and the other is.
+
+    Raises:
+        ValueError: the tensors have different shapes.
+    """
+    a, b = one.values, other.values
+    if a.shape != b.shape or one.name != other.name:
+        raise ValueError(unequal_shapes(one.name, a, b))
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    kind = torch.float32 if a.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64
+    by_value = (a.to(kind) - b.to(kind)).abs().movedim(one.dim, 0)[..., None].flatten(1)
+    if by_value.shape[1] == 0:
+        return by_value.new_zeros(by_value.shape[0])
+    return torch.nan_to_num(by_value, nan=torch.inf, posinf=torch.inf).amax(1)
+
+
+class Search:
+    """Looks for the first leak in one mode: unperturbed passes, what moves beyond them, and what moved it."""
+
+    def __init__(self, passes: Passes, regions: Sequence[Region], tolerance: float) -> None:
+        """Run the first unperturbed pass.
+
+        Args:
+            passes: runs the mode.
+            regions: what is perturbed; the documents among them are watched.
+            tolerance: largest difference that counts as none, as a share of a tensor's largest absolute value.
+
+        Raises:
+            ValueError: a value is infinite or no number, so that it could not be seen to move.
+        """
+        self._passes, self._regions = passes, regions
+        self._tensors = passes.perturbed(())
+        self._spreads = [0.0 for _ in self._tensors]
+        self._allowed = []
+        for tensor in self._tensors:
+            mask = token_mask(passes.documents, passes.n_tokens, tensor.values.device)
+            sizes = moved_by_token(tensor, replace(tensor, values=torch.zeros_like(tensor.values)))
+            if not bool(torch.isfinite(sizes[mask]).all()):
+                token = int(torch.nonzero(mask & ~torch.isfinite(sizes))[0])
+                raise ValueError(
+                    f"{tensor.name} is infinite or not a number at token {token}, before anything was perturbed: what "
+                    "moves could not be seen; give inputs and weights as in training"
+                )
+            self._allowed.append(tolerance * float(sizes[mask].max()))
+
+    def check(self) -> tuple[ModeCheck, Leak | None]:
+        """What was compared in the mode, and the first leak in it."""
+        self._repeat(1)
+        if not self._is_deterministic():
+            self._repeat(_REPEATS - 1)
+        leak: Leak | None = None
+        unseen = set[int]()
+        for together in rounds(self._regions):
+            moved, unmoved = self._perturb(together)
+            if moved is not None and self._is_deterministic():  # is it the module itself that does not repeat?
+                self._repeat(_REPEATS - 1)
+                if not self._is_deterministic():
+                    moved, unmoved = self._perturb(together)
+            unseen |= unmoved
+            if moved is not None and (leak is None or moved.what == "output"):
+                leak = moved
+                if moved.what == "output":  # rather than its mirror image among gradients
+                    break
+        named = None if leak is None else self._halve(leak)
+        kinds = [tensor.what for tensor in self._tensors]
+        check = ModeCheck(
+            mode=self._passes.way.mode,
+            bucket=self._passes.way.bucket,
+            outputs=kinds.count("output"),
+            gradients=kinds.count("gradient"),
+            deterministic=self._is_deterministic(),
+            spread=max(self._spreads),
+            passes=self._passes.count,
+            unseen=tuple(sorted(unseen)),
+        )
+        return check, named
+
+    def _is_deterministic(self) -> bool:
+        """Whether all unperturbed passes so far were equal, value for value, over the documents' tokens."""
+        return not any(self._spreads)
+
+    def _repeat(self, times: int) -> None:
+        """Widen the spreads by further unperturbed passes."""
+        for _ in range(times):
+            again = self._passes.perturbed(())
+            for position, (tensor, other) in enumerate(zip(self._tensors, again, strict=True)):
+                mask = token_mask(self._passes.documents, self._passes.n_tokens, tensor.values.device)
+                spread = float(moved_by_token(tensor, other)[mask].max())
+                self._spreads[position] = max(self._spreads[position], spread)
+
+    def _limit(self, position: int) -> float:
+        """Largest difference of the tensor at `position` that counts as unmoved."""
+        return max(SPREADS_ALLOWED * self._spreads[position], self._allowed[position])
+
+    def _perturb(self, together: Sequence[Region]) -> tuple[Leak | None, set[int]]:
+        """The first movement of a document outside `together` when those are perturbed, and the documents inside that
+        did not move.
+        """
+        now = self._passes.perturbed(together)
+        watch = [document for document in self._passes.documents if document not in together]
+        return self._first_moved(now, together, watch), self._unmoved(now, together)
+
+    def _first_moved(self, now: Sequence[Watched], sources: Sequence[Region], watch: Sequence[Region]) -> Leak | None:
+        """The first movement of a document in `watch`: outputs before gradients, then by token; None without one."""
+        if not watch:
+            return None
+        for position, (tensor, other) in enumerate(zip(self._tensors, now, strict=True)):
+            moved = moved_by_token(tensor, other)
+            beyond = token_mask(watch, self._passes.n_tokens, moved.device) & (moved > self._limit(position))
+            if not bool(beyond.any()):
+                continue
+            token = int(torch.nonzero(beyond)[0])
+            region = next(r for r in watch if r.begin <= token < r.end)
+            return Leak(
+                mode=self._passes.way.mode,
+                what=tensor.what,
+                name=tensor.name,
+                sources=tuple(sources),
+                document=region.number,
+                token=token,
+                token_in_document=token - region.begin,
+                tokens_moved=int(beyond[region.begin : region.end].sum()),
+                moved=float(moved[token]),
+                limit=self._limit(position),
+            )
+        return None
+
+    def _unmoved(self, now: Sequence[Watched], perturbed: Sequence[Region]) -> set[int]:
+        """Documents in `perturbed` of which no output moved, or no gradient although gradients are compared."""
+        documents = [region for region in perturbed if region.kind == "document"]
+        seen: dict[str, set[int]] = {}
+        for position, (tensor, other) in enumerate(zip(self._tensors, now, strict=True)):
+            beyond = (moved_by_token(tensor, other) > self._limit(position)).cpu()
+            numbers = seen.setdefault(tensor.what, set())
+            numbers |= {r.number for r in documents if bool(beyond[r.begin : r.end].any())}
+        return {r.number for r in documents if not all(r.number in numbers for numbers in seen.values())}
+
+    def _halve(self, leak: Leak) -> Leak:
+        """The leak of the fewest sources that still move its document, by halving."""
+        victims = [document for document in self._passes.documents if document.number == leak.document]
+        while len(leak.sources) > 1:
+            middle = len(leak.sources) // 2
+            for half in (leak.sources[:middle], leak.sources[middle:]):
+                again = self._first_moved(self._passes.perturbed(half), half, victims)
+                if again is not None:
+                    leak = again
+                    break
+            else:
+                break
+        return self._perturb(leak.sources)[0] or leak

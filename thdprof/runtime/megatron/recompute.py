@@ -2,7 +2,7 @@
 
 megatron-core 0.19 keeps references to random states for a recomputation, not copies, where its RNG tracker is one that
 graphs can register: the recomputation then draws where the forward has ended, and masks of dropout differ between the
-two. It also recomputes nothing while a graph is being captured. Both are mended inside `mended`.
+two. It also recomputes nothing while a graph is being captured. `repeating_random_numbers` fixes both.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from thdprof.runtime.graphs.redrawn import Repeats
-from thdprof.runtime.megatron.decoder import unfused_rope
-from thdprof.runtime.megatron.trainers.replaced import Shared, replaced
+from thdprof.runtime.megatron import rotary
+from thdprof.runtime.megatron.replacing import Shared, replaced
 
 
 class MegatronTracker:
@@ -58,23 +58,16 @@ _REPEATS = Repeats(MegatronTracker())
 
 
 def repeats_of(config: Any) -> Repeats | None:
-    """The parts that a model recomputes; None: none.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-    """
+    """The parts that a model of this TransformerConfig recomputes; None: none."""
     return _REPEATS if getattr(config, "recompute_granularity", None) else None
 
 
 @contextmanager
-def kept(config: Any) -> Iterator[None]:
+def keeping_activations(config: Any) -> Iterator[None]:
     """Let passes inside the block keep what they would recompute: graphs of single layers recompute nothing.
 
     A recomputation would draw random numbers that no graph has registered, and megatron-core itself makes none while it
     captures layers.
-
-    Args:
-        config: as `repeats_of` takes it.
     """
     from megatron.core.transformer import cuda_graphs
 
@@ -89,21 +82,14 @@ def kept(config: Any) -> Iterator[None]:
 
 
 def is_full(config: Any) -> bool:
-    """Whether a model recomputes whole layers.
-
-    Args:
-        config: as `repeats_of` takes it.
-    """
+    """Whether a model recomputes whole layers."""
     return getattr(config, "recompute_granularity", None) == "full"
 
 
 @contextmanager
 def layer_by_layer(config: Any) -> Iterator[None]:
     """Let a decoder call each of its layers once inside the block, also where it recomputes whole layers: those that
-    are graphs keep what they would recompute, and the others are recomputed one by one (`graphs.eager_layers`).
-
-    Args:
-        config: the decoder's configuration, as `repeats_of` takes it.
+    are graphs keep what they would recompute, and the others are recomputed one by one (`layer_graphs.EagerLayers`).
     """
     with replaced(config, "recompute_granularity", None) if is_full(config) else nullcontext():
         yield
@@ -112,10 +98,7 @@ def layer_by_layer(config: Any) -> Iterator[None]:
 def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """`function(*tensors)`, of which only the tensors are kept: it runs again in the backward, as Megatron does it.
 
-    Args:
-        layer: the layer of which `function` is a part, or which it runs.
-        function: takes `tensors`; it may read other tensors that take no gradient.
-        tensors: on the GPU.
+    `function` is a part of `layer`, or runs it; it may read other tensors that take no gradient.
     """
     from megatron.core import tensor_parallel
 
@@ -132,13 +115,9 @@ def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tenso
 
 
 @contextmanager
-def mended(repeats: Repeats | None) -> Iterator[None]:
-    """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap.
-
-    Args:
-        repeats: what `repeats_of` returned; None: nothing is changed.
-    """
-    with nullcontext() if repeats is None else _MENDING.owned(repeats):
+def repeating_random_numbers(repeats: Repeats | None) -> Iterator[None]:
+    """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap."""
+    with nullcontext() if repeats is None else _REPEATING.owned(repeats):
         yield
 
 
@@ -165,7 +144,7 @@ def _recomputing_through(repeats: Repeats) -> Iterator[None]:
         yield
 
 
-_MENDING = Shared(_recomputing_through)
+_REPEATING = Shared(_recomputing_through)
 
 
 @contextmanager
@@ -192,13 +171,13 @@ def _in_transformer_engine(repeats: Repeats) -> Iterator[None]:
 def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` as `repeats` runs it; as it is inside captures of Megatron's own, which recompute nothing.
 
-    Both of its runs rotate tokens alike: the backward of a padded micro-batch runs long after its forward has ended.
+    Both of its runs rotate tokens the same way: a padded micro-batch's backward runs long after its forward.
     """
     from megatron.core.transformer.cuda_graphs import is_graph_capturing, is_graph_warmup
 
     if repeats.captured is None and (is_graph_capturing() or is_graph_warmup()):
         return function
-    return repeats.repeated(unfused_rope.as_now(function))
+    return repeats.repeated(rotary.as_now(function))
 
 
 def _default() -> torch.Generator:

@@ -9,11 +9,12 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from thdprof.errors import UsageError
+from thdprof.runtime.megatron.replacing import replaced
 
 _OFF: dict[str, Any] = {
     **dict.fromkeys(("save", "load", "pretrained_checkpoint", "data_path", "train_data_path", "valid_data_path")),
@@ -85,23 +86,19 @@ class Ranks:
 def parse(words: Sequence[str], *, where: str) -> tuple[Any, list[str]]:
     """The words of a training command by Megatron's own parser, and the words that it does not know.
 
-    Args:
-        words: flags and values.
-        where: name of the launch script in errors.
-
     Raises:
         UsageError: the parser refuses the words, or they ask for training that cannot be measured.
     """
     from megatron.training.arguments import add_megatron_arguments, parse_args
 
-    told = io.StringIO()
+    errors = io.StringIO()
     parser = add_megatron_arguments(argparse.ArgumentParser(prog="megatron", allow_abbrev=False))
     try:
-        with contextlib.redirect_stderr(told), _as_command_line(words):
+        with contextlib.redirect_stderr(errors), replaced(sys, "argv", [*(sys.argv[:1] or ["megatron"]), *words]):
             _, unknown = parser.parse_known_args(list(words))
             args = parse_args(ignore_unknown_args=True)
     except SystemExit as error:
-        lines = told.getvalue().strip().splitlines() or ["no reason given"]
+        lines = errors.getvalue().strip().splitlines() or ["no reason given"]
         raise UsageError(f"{where}: Megatron-LM's parser refuses its flags: {lines[-1]}") from error
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
@@ -121,11 +118,7 @@ def ranks_of(args: Any) -> Ranks:
 
 
 def check_world(ranks: Ranks, world: int, *, where: str) -> None:
-    """Refuse a number of processes on which one pipeline stage cannot run.
-
-    Raises:
-        UsageError: `world` is no multiple of the ranks that the stage needs.
-    """
+    """Raise UsageError where one pipeline stage cannot run on `world` processes."""
     if world % ranks.least:
         sizes = f"tensor {ranks.tensor} x context {ranks.context}"
         if ranks.expert > 1:
@@ -137,12 +130,7 @@ def check_world(ranks: Ranks, world: int, *, where: str) -> None:
 
 
 def vocabulary(args: Any, *, given: int | None, where: str) -> int:
-    """Rows of the embedding, padded as training pads them.
-
-    Args:
-        args: parsed arguments, as the script gives them.
-        given: tokens of the tokenizer, from the user; None where not given.
-        where: name of the launch script in errors.
+    """Rows of the embedding, padded as training pads them; `given` is the user's number of tokens.
 
     Raises:
         UsageError: neither the script nor the user tells the vocabulary.
@@ -170,11 +158,7 @@ def total_layers(args: Any) -> int:
 
 
 def stage_layers(args: Any) -> int:
-    """Most layers that a pipeline rank of the script's own run has, over all its chunks.
-
-    Raises:
-        UsageError: Megatron does not take the pipeline layout.
-    """
+    """Most layers that a pipeline rank of the script's own run has; UsageError where Megatron refuses the layout."""
     total, stages = total_layers(args), max(1, int(args.pipeline_model_parallel_size))
     if chunks := _layers_of_chunks(args, stages):
         return max(sum(chunks[rank::stages]) for rank in range(stages))
@@ -205,15 +189,7 @@ def _layers_of_chunks(args: Any, stages: int) -> list[int]:
 
 
 def set_for_measuring(args: Any, *, layers: int, vocabulary: int, microbatches: int, world: int) -> None:
-    """Change the parsed arguments for a measurement of `layers` layers on `world` ranks, without a pipeline.
-
-    Args:
-        args: parsed arguments; changed in place.
-        layers: layers to build.
-        vocabulary: rows of the embedding.
-        microbatches: micro-batches of a step.
-        world: number of ranks.
-    """
+    """Change the parsed arguments for a measurement of `layers` layers on `world` ranks, without a pipeline."""
     set_layers(args, layers)
     for name, value in _OFF.items():
         if hasattr(args, name):
@@ -229,18 +205,18 @@ def set_layers(args: Any, layers: int) -> None:
     """Change the arguments so that the model has `layers` layers, of its kinds in about the same shares."""
     pattern = _pattern(args)
     if pattern:
-        args.hybrid_layer_pattern = "".join(alike(pattern, layers))
+        args.hybrid_layer_pattern = "".join(pick_neighbours(pattern, layers))
         args.num_layers = None
         return
     if args.recompute_num_layers is not None and args.recompute_method == "block":
         stage = stage_layers(args)
         args.recompute_num_layers = max(1, round(args.recompute_num_layers * layers / stage))
     if isinstance(getattr(args, "moe_layer_freq", None), list):
-        args.moe_layer_freq = list(alike(args.moe_layer_freq, layers))
+        args.moe_layer_freq = list(pick_neighbours(args.moe_layer_freq, layers))
     args.num_layers = layers
 
 
-def alike[T](kinds: Sequence[T], count: int) -> Sequence[T]:
+def pick_neighbours[T](kinds: Sequence[T], count: int) -> Sequence[T]:
     """The run of `count` neighbours among `kinds` whose shares of each kind are nearest to those of all."""
     if count >= len(kinds):
         return kinds
@@ -255,10 +231,8 @@ def alike[T](kinds: Sequence[T], count: int) -> Sequence[T]:
 
 
 def validate(args: Any, *, where: str) -> Any:
-    """The arguments after Megatron's own checks, which also fill in defaults.
-
-    Raises:
-        UsageError: they do not fit together.
+    """The arguments after Megatron's own checks, which also fill in defaults; UsageError where they do not fit
+    together.
     """
     from megatron.training.arguments import validate_args
 
@@ -278,17 +252,6 @@ def _pattern(args: Any) -> str:
 def _main_pattern(args: Any) -> str:
     text = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None) or ""
     return str(text).partition("/")[0]
-
-
-@contextlib.contextmanager
-def _as_command_line(words: Sequence[str]) -> Iterator[None]:
-    """Let Megatron's parser, which reads sys.argv, read `words` inside the block."""
-    before = sys.argv
-    sys.argv = [before[0] if before else "megatron", *words]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 def world_size() -> int:
