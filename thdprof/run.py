@@ -169,8 +169,8 @@ def _checked(options: argparse.Namespace) -> Plan:
     if refused:
         lines = "\n".join(f"- {line}" for line in refused)
         raise UsageError(
-            f"{options.plan} does not fit this run:\n{lines}\nfor a plan that fits, write this command line into a "
-            "file and analyse it: thdprof analyze --megatron-args FILE -o PLAN"
+            f"{options.plan} does not fit this run:\n{lines}\nfor a plan that fits, put thdprof in front of "
+            "this command: thdprof analyze -o PLAN -- torchrun ..."
         )
     if differing and os.environ.get("RANK", "0") == "0":
         lines = "\n".join(f"- {line}" for line in differing)

@@ -126,8 +126,8 @@ def test_a_plan_that_does_not_fit_is_refused_with_all_reasons_at_once(plan, scri
         "shape, so that none would replay\n"
         "- --qk-clip: it keeps a maximum in Python; leave it out\n"
         "- --te-rng-tracker is missing: states of the other RNG tracker cannot be registered with a graph; add it\n"
-        "for a plan that fits, write this command line into a file and analyse it: "
-        "thdprof analyze --megatron-args FILE -o PLAN\n"
+        "for a plan that fits, put thdprof in front of this command: "
+        "thdprof analyze -o PLAN -- torchrun ...\n"
     )
 
 

@@ -8,9 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from thdprof import __version__
-from thdprof.analyze.settings.experts import captured
-from thdprof.analyze.settings.layers_choice import LayersAsked, layers_of_plan
-from thdprof.analyze.settings.offload_choice import check_choice
+from thdprof.analyze.settings.captures import LayersAsked, captured, check_choice, layers_of_plan
 from thdprof.megatron_limits import check_options
 from thdprof.plan import (
     SCHEMA,

@@ -77,8 +77,8 @@ def analyze(
     from thdprof.analyze.analysis import check_gpu
     from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
+    from thdprof.analyze.settings.captures import choice_of
     from thdprof.analyze.settings.limits import share_of
-    from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
     from thdprof.analyze.settings.training_command import refused_runs, unknown_refusals
     from thdprof.files import check_not_inputs
@@ -163,9 +163,13 @@ def _check_outputs(
 
 def _check_captures(request: Request, impl: GraphKind | None, choice: Choice | None) -> None:
     """Refuse, before the work and not after it, what training could not capture or move to the host."""
-    from thdprof.analyze.settings.experts import captured
-    from thdprof.analyze.settings.layers_choice import layers_of_plan
-    from thdprof.analyze.settings.offload_choice import by_megatron_core, check_choice, without_experts
+    from thdprof.analyze.settings.captures import (
+        by_megatron_core,
+        captured,
+        check_choice,
+        layers_of_plan,
+        without_experts,
+    )
     from thdprof.megatron_limits import check_options
 
     experts = request.given.get("experts", "none")

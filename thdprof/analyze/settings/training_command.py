@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from thdprof.analyze.settings.launch_flags import holds_flags, training_commands, unseen, unsettled
 from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.megatron_flags import FLAGS
-from thdprof.analyze.settings.model.recipes import settings_of_recipe
+from thdprof.analyze.settings.recipe import settings_of_recipe
 from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
 from thdprof.files import parse_yaml, read_text
