@@ -744,7 +744,7 @@ def run_products(out: Path) -> None:
 
 def run_launch_rate(out: Path) -> None:
     """Host microseconds a launch, by the measurement that `thdprof` itself makes on a user's machine."""
-    from thdprof.runtime.host_rate import measure_launch_us
+    from thdprof.runtime.timing import measure_launch_us
 
     with gpu_to_itself():
         row: dict[str, Any] = {"case": "launch-rate", "launch_us": [measure_launch_us() for _ in range(3)]}

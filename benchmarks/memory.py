@@ -403,7 +403,7 @@ def timed_captures(stack: contextlib.ExitStack) -> list[float]:
     """
     import torch
 
-    from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
+    from thdprof.runtime.graphs.bank import AgreedCaptures
 
     found: list[float] = []
     capture = AgreedCaptures.has

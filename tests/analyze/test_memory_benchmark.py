@@ -122,7 +122,7 @@ def test_captures_are_put_off_with_what_runs_the_decoders(benchmark, monkeypatch
 
 def test_captures_are_timed_and_one_that_fails_ends_the_run(benchmark, monkeypatch):
     torch = pytest.importorskip("torch")
-    captures = importlib.import_module("thdprof.runtime.graphs.agreed_captures")
+    captures = importlib.import_module("thdprof.runtime.graphs.bank")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     held = []
 

@@ -16,6 +16,12 @@ from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 Largest = Callable[[Sequence[int]], Sequence[int]]
 """The type of a function that returns the largest of each value over the ranks; every rank calls it together."""
 
+
+def alone(succeeded: bool) -> bool:
+    """Whether a capture succeeded on every rank, for a rank that shares its collectives with no other."""
+    return succeeded
+
+
 _BEFORE_SHAPE = (
     FallbackReason.not_training,
     FallbackReason.argument_not_known,

@@ -23,7 +23,7 @@ from torch import nn  # noqa: E402
 
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
-from thdprof.runtime.graphs.static_metadata import sample_boundaries  # noqa: E402
+from thdprof.runtime.graphs.slots import sample_boundaries  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.context_groups import ContextGroups, context_group, groups_of, misplaced  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402

@@ -35,7 +35,7 @@ from torch import nn
 from thdprof.runtime import Bucket, FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import aliased_parameters
-from thdprof.runtime.graphs.static_metadata import Metadata
+from thdprof.runtime.graphs.slots import Metadata
 from thdprof.runtime.megatron import predictions
 from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder

@@ -16,11 +16,11 @@ from support import quantized_layers, recorded_graphs  # noqa: E402
 from support.quantized_layers import Decoder, Manager  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.graphs.surroundings import Surroundings  # noqa: E402
 from thdprof.runtime.megatron.quantized.quantization import Quantization, of_block  # noqa: E402
 from thdprof.runtime.megatron.quantized.updates import Updates  # noqa: E402
 from thdprof.runtime.megatron.quantized.weights import QuantizedParameters, Workspaces  # noqa: E402
 from thdprof.runtime.megatron.surroundings import with_quantization  # noqa: E402
+from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, SIZE = 12, 4
 SMALL, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(3, TOKENS, TOKENS)

@@ -17,11 +17,11 @@ from support.quantized_layers import Manager
 from support.quantized_parameters import FourBitTensor, QuantizedLinear, QuantizedTensor
 
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.megatron.decoder.operations import fused_parts
 from thdprof.runtime.megatron.quantized.quantization import Quantization
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.surroundings import with_quantization
+from thdprof.runtime.options import Surroundings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 

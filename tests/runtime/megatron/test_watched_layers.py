@@ -31,7 +31,6 @@ from support.layer_graphs import (
 )
 
 from thdprof.dispatch import FallbackReason
-from thdprof.runtime.graphs.surroundings import Surroundings
 from thdprof.runtime.graphs.watch import twin
 from thdprof.runtime.graphs.watch.findings import Evidence
 from thdprof.runtime.graphs.watch.twin import Twin
@@ -40,6 +39,7 @@ from thdprof.runtime.megatron.graphs import transformer_engine
 from thdprof.runtime.megatron.graphs.layer_watch import WatchedLayer
 from thdprof.runtime.megatron.graphs.split import splits
 from thdprof.runtime.megatron.surroundings import expert_metrics
+from thdprof.runtime.options import Surroundings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported")
 

@@ -8,28 +8,99 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket, FallbackReason
 from thdprof.offload.plan import Choice, OffloadPlan
-from thdprof.runtime.agreement import Largest
-from thdprof.runtime.call import Call, FallbackError
-from thdprof.runtime.captured import Captured, alone
+from thdprof.runtime import teardown
+from thdprof.runtime.agreement import Largest, alone
+from thdprof.runtime.dispatched_module import Call, FallbackError
 from thdprof.runtime.graphs.bank import Bank, BankOptions
 from thdprof.runtime.graphs.capture import restore
-from thdprof.runtime.graphs.piecewise import replay_in_pieces
-from thdprof.runtime.graphs.random_states import with_default
 from thdprof.runtime.graphs.slots import Lease
-from thdprof.runtime.graphs.surroundings import Surroundings
-from thdprof.runtime.graphs.watch.watch import Watched
-from thdprof.runtime.graphs.watch.watched_module import WatchedModule
+from thdprof.runtime.graphs.watch.watch import Watched, WatchedModule
+from thdprof.runtime.options import Surroundings
 from thdprof.runtime.padding import Boundaries, PackedSequence
+from thdprof.runtime.random_states import with_default
+from thdprof.runtime.stats import Captured, Prediction
 from thdprof.training import TailPolicy
 
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
 logger = logging.getLogger(__name__)
+
+
+class ReplayPiece(torch.autograd.Function):
+    """Replays one piece of a leased pass inside autograd. The pieces hang together by tokens, which hold no data.
+
+    Parameters whose gradient goes to `main_grad`, and is complete after the piece's backward, are inputs of the piece.
+    Its backward returns no gradient to them, because the replay has added it already. Autograd runs the hooks on their
+    gradient accumulation right after that backward, before the one of the piece before: such nodes come first in its
+    queue, on the same thread (checked in torch 2.11).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, lease: Lease, piece: int, before: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        """Replay the forward of `piece`; returns copies of the outputs after the last piece, else a token."""
+        ctx.lease, ctx.piece, ctx.num_tensors = lease, piece, len(tensors)
+        ctx.set_materialize_grads(False)
+        captured = lease.captured
+        with teardown.LAUNCH:
+            captured.forward.each[piece].replay()
+        if piece < len(captured.completed) - 1:
+            return before.new_empty(0, dtype=torch.float32)
+        outputs = lease.copied_outputs()
+        ctx.mark_non_differentiable(*(o for o, d in zip(outputs, captured.differentiable, strict=True) if not d))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        """Replay the backward of the piece; the one of piece 0 returns copies of the input gradients."""
+        lease, piece = ctx.lease, ctx.piece
+        captured = lease.captured
+        if piece == len(captured.completed) - 1:
+            lease.stage_output_grads(grads)
+        inputs = lease.backward_piece(piece)
+        if piece > 0:
+            token = captured.outputs[0].new_empty(0, dtype=torch.float32)
+            return (None, None, token, *[None] * ctx.num_tensors)
+        return (None, None, None, *inputs, *[None] * (ctx.num_tensors - len(inputs)))
+
+
+def replay_in_pieces(
+    lease: Lease,
+    boundaries: Boundaries,
+    anchor: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    before_piece: Callable[[int], None],
+) -> tuple[torch.Tensor, ...]:
+    """Replay the forward of a pass in several pieces; returns copies of its outputs, which lead back to the pieces.
+
+    Args:
+        lease: the lease of a slot whose pass is in pieces.
+        boundaries: the micro-batch's boundaries.
+        anchor: a tensor of shape [] that takes a gradient, so that every piece has a backward.
+        tensors: the micro-batch's tensors.
+        before_piece: called with the number of each piece before its forward is queued.
+    """
+    lease.stage(tensors, boundaries)
+    token, results = anchor, ()
+    last = len(lease.captured.completed) - 1
+    for piece in range(last + 1):
+        before_piece(piece)
+        inputs = tensors if piece == 0 else ()
+        result = ReplayPiece.apply(lease, piece, token, *inputs, *lease.accumulated_in(piece))
+        if piece < last:
+            token = result
+        else:
+            results = result
+    return results
+
 
 __all__ = ["FallbackError", "GraphedModule"]
 
@@ -335,3 +406,73 @@ def _show_captures(done: int, total: int) -> None:
     if sys.stderr.isatty():
         end = "\n" if done == total else ""
         print(f"\rthdprof: captured {done} of {total} graph pairs", end=end, file=sys.stderr, flush=True)
+
+
+def offload_of(plan: Plan) -> Choice | None:
+    """Which activations `plan` keeps in host memory; None where all stay on the device.
+
+    Raises:
+        ValueError: the plan delays copies, which graphs cannot do.
+    """
+    asked = plan.graphs.offload
+    if asked is None:
+        return None
+    if asked.delayed_commit:
+        raise ValueError(
+            "graphs.offload.delayed_commit is true: copies inside graphs cannot be delayed; set it to false"
+        )
+    return Choice(modules=tuple(asked.modules), fraction=asked.fraction, min_bytes=asked.min_bytes)
+
+
+def graphed(
+    module: nn.Module,
+    plan: Plan,
+    *,
+    pipeline_rank: int = 0,
+    chunk: int = 0,
+    generators: Sequence[torch.Generator] = (),
+    token_dim: int = 0,
+    reduced_by_hooks: bool = False,
+) -> GraphedModule:
+    """`module`, run through the graphs of `plan`.
+
+    Args:
+        module: a module that takes tensors and one PackedSequence.
+        plan: a plan that `thdprof analyze` wrote.
+        pipeline_rank: the pipeline rank whose number of slots is used.
+        chunk: which of that rank's model chunks this module is.
+        generators: CUDA generators, besides the default one, that the module draws from.
+        token_dim: dimension of the first tensor that runs over tokens.
+        reduced_by_hooks: whether hooks on the parameters' gradient accumulation must run after a replay, as those of a
+            DistributedDataParallel around the module do.
+
+    Raises:
+        ValueError: the plan captures parts of Megatron's layers, or groups of them.
+    """
+    graphs = plan.graphs
+    if graphs.modules:
+        raise ValueError(
+            f"graphs.modules is {list(graphs.modules)}: the plan captures parts of Megatron's layers, which only "
+            "thdprof.runtime.megatron.install can do; set it to [] to capture this module whole"
+        )
+    if graphs.layers_per_graph is not None:
+        raise ValueError(
+            f"graphs.layers_per_graph is {graphs.layers_per_graph}: only thdprof.runtime.megatron.install captures a "
+            "model's layers in groups; set it to null to capture this module whole"
+        )
+    graphed_module = GraphedModule(
+        module,
+        plan.captured,
+        num_slots=graphs.slots[pipeline_rank][chunk],
+        tail_policy=graphs.tail_policy,
+        overflow=graphs.overflow,
+        capture=graphs.capture,
+        no_grad=graphs.no_grad,
+        generators=generators,
+        token_dim=token_dim,
+        offload=offload_of(plan),
+        verify_every=graphs.verify_every,
+        reduced_by_hooks=reduced_by_hooks,
+    )
+    graphed_module.stats().prediction = Prediction.of(plan)
+    return graphed_module

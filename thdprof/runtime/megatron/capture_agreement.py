@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thdprof.runtime.captured import alone
+from thdprof.runtime.agreement import alone
 
 
 def of_model_parallel_ranks(device: torch.device, *, dynamic: bool = False) -> Callable[[bool], bool]:

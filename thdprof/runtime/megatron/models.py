@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from thdprof.runtime.graphs.hooks import find_hooked_parameters
+from thdprof.runtime.graphs.module_state import find_hooked_parameters
 from thdprof.runtime.megatron import surroundings
 from thdprof.runtime.megatron.decoder import adapters, mamba, operations, vision
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of

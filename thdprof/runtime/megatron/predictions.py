@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from thdprof.runtime.graphs.hooks import find_hooked_parameters
+from thdprof.runtime.graphs.module_state import find_hooked_parameters
 from thdprof.runtime.megatron import surroundings
 from thdprof.runtime.megatron.decoder import adapters, mamba, operations, vision
 from thdprof.runtime.megatron.decoder.decoder import rope_of

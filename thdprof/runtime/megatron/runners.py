@@ -8,9 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.call import Call
-from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.graphs.of_plan import offload_of
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
+from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.megatron import surroundings
 from thdprof.runtime.megatron.decoder import packed_seq_params, unfused_rope
 from thdprof.runtime.megatron.decoder.decoder import Decoder

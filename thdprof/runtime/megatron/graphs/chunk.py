@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import Call
 from thdprof.runtime.graphs.graphed_module import GraphedModule
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.graphs.layer_groups import WHOLE, layer_groups

@@ -18,12 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import Call
 from thdprof.runtime.graphs.failed_captures import undone_if_failed
-from thdprof.runtime.graphs.gradients import spare_main_grads
-from thdprof.runtime.graphs.module_state import aliased_parameters, unchanged_state
-from thdprof.runtime.graphs.static_metadata import sample_boundaries
-from thdprof.runtime.graphs.surroundings import Surroundings
+from thdprof.runtime.graphs.module_state import aliased_parameters, spare_main_grads, unchanged_state
+from thdprof.runtime.graphs.slots import sample_boundaries
 from thdprof.runtime.graphs.watch.twin import Subject
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder import operations, packed_seq_params, unfused_rope
@@ -32,6 +30,7 @@ from thdprof.runtime.megatron.graphs.attributes import same_attributes
 from thdprof.runtime.megatron.graphs.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
 from thdprof.runtime.megatron.graphs.split import Split
 from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.options import Surroundings
 from thdprof.runtime.padding import PackedSequence
 
 _WARMUP_PASSES = 1

@@ -14,7 +14,7 @@ from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime import teardown
-from thdprof.runtime.call import Call
+from thdprof.runtime.dispatched_module import Call
 from thdprof.runtime.graphs.slots import ReplayOrder, SlotLease, SlotMemory
 from thdprof.runtime.megatron.offload.layers import LayerMoves
 from thdprof.runtime.megatron.quantized.weights import is_quantized

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime import teardown
-from thdprof.runtime.graphs.gradients import GradientBuffers
+from thdprof.runtime.graphs.module_state import GradientBuffers
 from thdprof.runtime.graphs.watch.twin import Subject
 from thdprof.runtime.graphs.watch.watch import Parts, Watch, Watched
 from thdprof.runtime.megatron.graphs.layer_slots import LayerLease, LayerReplays

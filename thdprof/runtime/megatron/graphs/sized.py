@@ -7,8 +7,7 @@ from dataclasses import replace
 import torch
 
 from thdprof.dispatch import Shape
-from thdprof.runtime.call import Call
-from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
 
 
 class SizedGraphs(DispatchedModule):

@@ -24,16 +24,15 @@ from torch.utils._pytree import tree_flatten
 
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket, FallbackReason
 from thdprof.runtime import teardown
-from thdprof.runtime.call import Call
-from thdprof.runtime.captured import Captured, alone
-from thdprof.runtime.graphs.agreed_captures import AgreedCaptures
-from thdprof.runtime.graphs.capture import WarmupError, pool_bytes
+from thdprof.runtime.agreement import alone
+from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.graphs.bank import AgreedCaptures
+from thdprof.runtime.graphs.capture import pool_bytes
+from thdprof.runtime.graphs.failed_captures import WarmupError
 from thdprof.runtime.graphs.module_state import Placement, changes_since
-from thdprof.runtime.graphs.random_states import RegisteredStates, with_default
-from thdprof.runtime.graphs.slots import FreeSlots, ReplayOrder
-from thdprof.runtime.graphs.static_metadata import Metadata
-from thdprof.runtime.graphs.watch.room import missing_bytes
-from thdprof.runtime.graphs.watch.watched_module import WatchedModule
+from thdprof.runtime.graphs.slots import FreeSlots, Metadata, ReplayOrder
+from thdprof.runtime.graphs.watch.twin import missing_bytes
+from thdprof.runtime.graphs.watch.watch import WatchedModule
 from thdprof.runtime.megatron import recompute
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.megatron.decoder.mamba import has_gated_delta_net, is_mamba
@@ -53,6 +52,8 @@ from thdprof.runtime.megatron.offload.layers import Offloading
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 from thdprof.runtime.megatron.surroundings import gather_parameters, without_gathering
 from thdprof.runtime.padding import to_device
+from thdprof.runtime.random_states import RegisteredStates, with_default
+from thdprof.runtime.stats import Captured
 
 
 class LayerGraphs(WatchedModule):

@@ -1,7 +1,7 @@
 """The groups of tensors that megatron-core's own offloading moves: which of them stay, and how much memory that frees.
 
 Two mechanisms move activations to the host: megatron-core's own `fine_grained_activation_offloading`, where the model
-was built with it, in graphs of single layers (`megatron_core`); and `thdprof.runtime.offload.saved_tensors`, which
+was built with it, in graphs of single layers (`megatron_core`); and `thdprof.runtime.offload`, which
 moves any saved tensor, inside the graphs of `chunk` and of `transformer_engine`.
 """
 

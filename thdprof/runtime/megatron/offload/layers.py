@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from thdprof.offload.plan import Choice, OffloadPlan, freed_in_turn, plan_in_turn
-from thdprof.runtime.offload.copies import CudaMover, HostBuffers, Mover
-from thdprof.runtime.offload.discovery import Discovery, report
-from thdprof.runtime.offload.planned_moves import PlannedMoves
+from thdprof.runtime.offload import CudaMover, Discovery, HostBuffers, Mover, PlannedMoves, report
 
 
 class AtLayerInput(torch.autograd.Function):

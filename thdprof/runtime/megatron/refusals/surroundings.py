@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from thdprof.runtime.graphs.hooks import describe_hooked_modules
+from thdprof.runtime.graphs.module_state import describe_hooked_modules
 
 if TYPE_CHECKING:
     from thdprof.runtime.megatron.refusals.facts import Facts

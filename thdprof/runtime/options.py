@@ -1,8 +1,7 @@
-"""Surroundings of a module: the state outside the module that its passes change, and who must know of captures."""
+"""How a module is run through graphs: its options, and the surroundings that its passes change."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,14 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thdprof.runtime.graphs.capture import WarmupError
-from thdprof.runtime.graphs.redrawn import Repeats
-
-_BUGS = (AttributeError, NameError, TypeError)
-"""Errors of a program that does not fit its own objects, whoever raises them."""
-_BUGS_HERE = (ArithmeticError, AssertionError, LookupError)
-"""Errors that are bugs where thdprof raises them; libraries refuse with them what a capture or a shape does not allow.
-"""
+from thdprof.runtime.random_states import Repeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,42 +73,3 @@ class Surroundings:
     """
     repeats: Repeats | None = None
     """The module's parts that run again in the backward (recomputed activations); None: there are none."""
-
-
-def cause_of_warmup(error: BaseException) -> BaseException:
-    """What a WarmupError was raised from; any other error itself."""
-    return error.__cause__ or error if isinstance(error, WarmupError) else error
-
-
-def is_programming_error(error: BaseException) -> bool:
-    """Whether a failed capture or eager run shows a bug, of thdprof or of the module, that must end the run.
-
-    AttributeError, NameError and TypeError are bugs wherever they are raised; ArithmeticError, AssertionError and
-    LookupError are where thdprof's own code raises them. Everything else, such as the RuntimeErrors of CUDA and of too
-    little memory, says that this pass cannot be captured or repeated. A WarmupError is judged by its cause.
-    """
-    error = cause_of_warmup(error)
-    if isinstance(error, _BUGS):
-        return True
-    raised_in = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
-    return isinstance(error, _BUGS_HERE) and any(name.split(".")[0] == "thdprof" for name in raised_in)
-
-
-def refuse_half_a_pass(error: Exception, surroundings: Surroundings) -> None:
-    """Raise, instead of going on eagerly, when a warm-up pass failed on this rank while other ranks communicate with
-    it.
-
-    Raises:
-        RuntimeError: the other ranks are inside communication that this rank has left, so that any result could be
-            wrong.
-    """
-    if surroundings.communicates and isinstance(error, WarmupError):
-        remedy = (
-            "it is a bug, please report it with the traceback above"
-            if is_programming_error(error)
-            else "with less memory for graphs (--graph-memory-gib, --buckets) or graphs.impl none it could"
-        )
-        raise RuntimeError(
-            f"a pass before a capture failed on this rank ({error}), while others communicate with it: training cannot "
-            f"go on; {remedy}"
-        ) from error
