@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from thdprof.dispatch import Bucket, FallbackReason
+from thdprof.offload.plan import Choice
+from thdprof.runtime.agreement import Largest, alone
 from thdprof.runtime.random_states import Repeats
+from thdprof.training import TailPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +78,57 @@ class Surroundings:
     """
     repeats: Repeats | None = None
     """The module's parts that run again in the backward (recomputed activations); None: there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphOptions:
+    """How a module is run through graphs, besides the shapes that are captured."""
+
+    num_slots: int = 1
+    """Number of slots: micro-batches that can be between forward and backward at a time."""
+    tail_policy: TailPolicy = "none"
+    """How tokens after the last boundary are treated."""
+    overflow: Literal["eager", "error"] = "eager"
+    """Whether a micro-batch that fits no bucket runs eagerly or is an error."""
+    capture: Literal["startup", "first_use"] = "startup"
+    """Whether graphs are captured at the start or when a bucket is first used."""
+    no_grad: Literal["eager", "replay"] = "eager"
+    """Whether passes without gradients, in training mode, run eagerly or are replayed."""
+    generators: Sequence[torch.Generator] = ()
+    """CUDA generators, besides the default one, that the module draws from."""
+    token_dim: int = 0
+    """Dimension of the first tensor that runs over tokens."""
+    token_shards: int = 1
+    """Number of ranks that share this rank's tokens out among them, as in sequence parallelism."""
+    sample_every: int = 16
+    """One in so many micro-batches is timed; 0: none."""
+    on_decision: Callable[[Bucket | FallbackReason], None] = lambda choice: None
+    """Called with every decision, before the micro-batch runs."""
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    """The state that the module's passes change outside the module."""
+    offload: Choice | None = None
+    """Which activations are in host memory between forward and backward, also of eager micro-batches; None: none."""
+    agreed: Callable[[bool], bool] = alone
+    """Whether what succeeded here has succeeded on every rank that shares collectives with the module's passes; all of
+    them call it together, after every capture.
+    """
+    say: Callable[[str], None] = logging.getLogger(__name__).info
+    """Reports every capture, in one line."""
+    cuts: Sequence[nn.Module] = ()
+    """Submodules before which passes are cut into pieces, each with graphs of its own; the module calls each of them
+    once, in this order. The parameters' hooks then run after the backward of each piece. The gradient of a parameter
+    that two pieces use is added up in another order than eagerly, which a verified micro-batch reports.
+    """
+    agree_on: Largest | None = None
+    """Returns the largest of each value over the ranks whose captured passes share collectives, such as
+    `thdprof.runtime.megatron.peers.Peers.largest`: they decide together about every micro-batch. None: this rank
+    decides by its own micro-batch.
+    """
+    verify_every: int = 0
+    """One in so many micro-batches is also run eagerly, and compared; 0: none."""
+    name: str = ""
+    """The module's name in what is logged of verified micro-batches."""
+    reduced_by_hooks: bool = False
+    """Whether hooks on the parameters' gradient accumulation must run after a replay, as those of a
+    DistributedDataParallel around the module do.
+    """

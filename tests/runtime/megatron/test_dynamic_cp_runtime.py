@@ -340,7 +340,7 @@ def test_the_first_micro_batch_captures_whatever_it_is_like():
         assert opening.kwargs == described.kwargs
         assert run._sign(opening) == run._sign(run._opening(opening))
     assert Counter(shapes) == {(torch.Size((ROOM, 1, 2)), True, torch.Size((ROOM, 1, 2))): 3}
-    run._capture = "first_use"
+    run._options = replace(run._options, capture="first_use")
     assert not run._opens_at(described.shape)
 
 

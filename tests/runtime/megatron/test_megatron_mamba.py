@@ -333,7 +333,7 @@ def test_layer_graphs_give_the_numbers_of_an_eager_run(pattern):
 class Eager(DispatchedModule):
     """Dispatches nothing."""
 
-    def _decide(self, call):
+    def _refusal(self, call):
         return FallbackReason.disabled_by_user
 
 

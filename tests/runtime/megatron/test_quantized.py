@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -175,7 +176,8 @@ def test_weights_are_quantized_once_a_step():
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Quantization, "after_forward", after_forward)
-        run.run._surroundings = with_quantization(Surroundings(), run.quantization)
+        around = with_quantization(Surroundings(), run.quantization)
+        run.run._options = replace(run.run._options, surroundings=around)
         run.step([2, 3, 2])
     assert seen == [0.0, 1.0, 1.0]
 

@@ -18,7 +18,7 @@ from thdprof.runtime.graphs.failed_captures import is_programming_error
 from thdprof.runtime.graphs.module_state import GradientBuffers
 from thdprof.runtime.graphs.watch.findings import ROUNDS, Evidence, Finding
 from thdprof.runtime.graphs.watch.twin import Replayable, Rotation, Run, Subject, Twin
-from thdprof.runtime.options import Surroundings
+from thdprof.runtime.options import GraphOptions
 from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.runtime.stats import Stats
 
@@ -370,26 +370,16 @@ class WatchedModule(DispatchedModule):
     """A dispatched module of which some replayed micro-batches are verified; subclasses verify them."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        buckets: Sequence[Bucket],
-        *,
-        surroundings: Surroundings | None = None,
-        verify_every: int = 0,
-        name: str = "",
-        **options: Any,
+        self, module: nn.Module, buckets: Sequence[Bucket], options: GraphOptions | None = None, **changes: Any
     ) -> None:
-        """A module that will be captured for `buckets`; the arguments are those of `GraphedModule`."""
-        super().__init__(module, buckets, **options)
-        self._surroundings = surroundings or Surroundings()
-        self._watch = self._watch_of(verify_every, name)
+        """A module that will be captured for `buckets`; the arguments are those of `DispatchedModule`."""
+        super().__init__(module, buckets, options, **changes)
+        self._watch = self._make_watch() if self._options.verify_every and self._buckets else None
 
-    def _watch_of(self, verify_every: int, name: str) -> Watch | None:
+    def _make_watch(self) -> Watch | None:
         around = self._surroundings
         # a rank that communicates with none can refuse a bucket at once
         agreement = Agreement(communicates=around.communicates, agreed=around.agreed if around.communicates else None)
-        if not verify_every or not self._buckets:
-            return None
         if not agreement.is_possible:
             logger.warning(
                 "no micro-batch is verified (graphs.verify): ranks communicate inside the module, and have no way to "
@@ -397,12 +387,12 @@ class WatchedModule(DispatchedModule):
             )
             return None
         return Watch(
-            verify_every,
+            self._options.verify_every,
             agreement=agreement,
             deterministic=around.deterministic,
             reducing=self._is_reducing,
             stats=lambda: self._stats,
-            name=name,
+            name=self._options.name,
         )
 
     def _is_reducing(self) -> bool:

@@ -107,7 +107,7 @@ class LayerGraphs(WatchedModule):
         self._make = make or transformer_engines_own(generators())
         self._offload = offload
         self._slots: list[LayerSlot] = []
-        agreed = self._succeeded_everywhere if self.decides_jointly else alone
+        agreed = self._options.agreed if self.decides_jointly else alone
         self._captures, self._free = self._new_captures(), FreeSlots(agreed)
         self._placement: Placement | None = None
         self._states: RegisteredStates | None = None
@@ -175,8 +175,10 @@ class LayerGraphs(WatchedModule):
         if self._offload is not None:
             for slot in self._slots:
                 slot.moves = self._offload.slot(self._layers, device)
-        self._captures = self._new_captures(len(self._buckets) * self._num_slots if self._capture == "startup" else 0)
-        if self._capture == "startup":
+        self._captures = self._new_captures(
+            len(self._buckets) * self._num_slots if self._options.capture == "startup" else 0
+        )
+        if self._options.capture == "startup":
             for _ in self._captures.all_of(self._slots, self._buckets):
                 pass
 
@@ -304,7 +306,7 @@ class LayerGraphs(WatchedModule):
 
         return AgreedCaptures(
             self._make_graphs,
-            agreed=self._succeeded_everywhere,
+            agreed=self._options.agreed,
             surroundings=self._surroundings,
             on_capture=told,
             judged=lambda error: WarmupError(f"{type(error).__name__}: {error}"),  # it is not known how far it came
