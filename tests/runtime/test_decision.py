@@ -73,18 +73,28 @@ def state_rule(ranks: list[Proposal], buckets: list[Bucket]) -> tuple[str | Buck
     return choice, False, taken.index(False) if taken else None
 
 
-def draw_proposal(rng: random.Random, num_buckets: int, num_slots: int) -> Proposal:
-    shape = Shape(rng.randint(1, 5), rng.choice([4, 8, 12]), rng.choice([8, 8, 8, 16]), rng.choice([1, 1, 1, 2]))
-    has_differed = rng.random() < 0.15
-    return Proposal(
-        shape=None if rng.random() < 0.02 else shape,
-        refusal=FallbackReason(rng.choice(REFUSALS)) if rng.random() < 0.08 else None,
-        captured=rng.random() < 0.7,
-        differs=lambda: has_differed,
-        gradients=rng.random() < 0.85,
-        failed=[rng.random() < 0.15 for _ in range(num_buckets)],
-        busy=[rng.random() < 0.4 for _ in range(num_slots)],
-    )
+def draw_ranks(rng: random.Random, num_ranks: int, num_buckets: int) -> list[Proposal]:
+    """What the ranks propose for one micro-batch; most have the same size and have captured, or have not."""
+    size, captured, num_slots = (rng.choice([8, 8, 16]), rng.choice([1, 1, 2])), rng.random() < 0.7, rng.randint(0, 3)
+
+    def draw_proposal() -> Proposal:
+        n_tokens, cp_size = size if rng.random() < 0.9 else (rng.choice([8, 16]), rng.choice([1, 2]))
+        has_differed = rng.random() < 0.1
+        return Proposal(
+            shape=None if rng.random() < 0.02 else Shape(rng.randint(1, 5), rng.choice([4, 8, 12]), n_tokens, cp_size),
+            refusal=FallbackReason(rng.choice(REFUSALS)) if rng.random() < 0.05 else None,
+            captured=captured != (rng.random() < 0.05),
+            differs=lambda: has_differed,
+            gradients=rng.random() < 0.9,
+            failed=[rng.random() < 0.1 for _ in range(num_buckets)],
+            busy=[rng.random() < 0.3 for _ in range(num_slots)],
+        )
+
+    return [draw_proposal() for _ in range(num_ranks)]
+
+
+def draw_bucket(rng: random.Random) -> Bucket:
+    return Bucket(rng.randint(1, 5), rng.choice([4, 8, 12]), rng.choice([8, 8, 16]), rng.choice([1, 1, 2]))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -92,8 +102,7 @@ def test_ranks_decide_by_the_rule(num_ranks):
     rng, found = random.Random(num_ranks), Counter()
     for _ in range(5000):
         buckets = list({draw_bucket(rng) for _ in range(rng.randint(0, 4))})
-        num_slots = rng.randint(0, 3)
-        ranks = [draw_proposal(rng, len(buckets), num_slots) for _ in range(num_ranks)]
+        ranks = draw_ranks(rng, num_ranks, len(buckets))
         sizes = {(one.shape.n_tokens, one.shape.cp_size) for one in ranks if one.shape}
         together = [max(column) for column in zip(*(one.message() for one in ranks), strict=True)]
         answers = [agree(one, Dispatcher(buckets), lambda mine: together, opens_at=opens_at) for one in ranks]
@@ -108,13 +117,9 @@ def test_ranks_decide_by_the_rule(num_ranks):
         found[str(choice) if isinstance(choice, str) else "replayed", opens] += 1
     expected = {"replayed", *map(str, FallbackReason)} - {"quarantined"}
     assert {choice for choice, _ in found} == expected
-    assert found["replayed", False] > 50
-    assert found["replayed", True] > 50
-    assert found["too_many_seqs", True] > 20
-
-
-def draw_bucket(rng: random.Random) -> Bucket:
-    return Bucket(rng.randint(1, 5), rng.choice([4, 8, 12]), rng.choice([8, 8, 16]), rng.choice([1, 1, 2]))
+    assert found["replayed", False] > 20
+    assert found["replayed", True] > 20
+    assert found["too_many_seqs", True] > 5
 
 
 def test_arguments_are_compared_only_where_a_graph_would_be_replayed():
