@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape  # noqa: E402
-from thdprof.runtime.agreement import Proposal, agree  # noqa: E402
+from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
+from thdprof.runtime.agreement import Proposal, agree
 
 REFUSALS = ["not_training", "argument_not_known", "input_differs", "no_cuda", "disabled_by_user"]
 """Reasons that come before the shape; of several ranks' reasons the last one counts."""
@@ -105,7 +105,7 @@ def test_ranks_decide_by_the_rule(num_ranks):
         ranks = draw_ranks(rng, num_ranks, len(buckets))
         sizes = {(one.shape.n_tokens, one.shape.cp_size) for one in ranks if one.shape}
         together = [max(column) for column in zip(*(one.message() for one in ranks), strict=True)]
-        answers = [agree(one, Dispatcher(buckets), lambda mine: together, opens_at=opens_at) for one in ranks]
+        answers = [agree(one, Dispatcher(buckets), lambda mine, all_of=together: all_of, opens_at=opens_at) for one in ranks]
         assert all(one == answers[0] for one in answers)
         if num_ranks == 1:
             assert agree(ranks[0], Dispatcher(buckets), opens_at=opens_at) == answers[0]
