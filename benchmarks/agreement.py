@@ -20,7 +20,7 @@ def exchange(rank: int, ranks: int, store: str, exchanges: int) -> None:
     """One rank: agree so many times on as many integers as three buckets and two slots need."""
     import torch
 
-    from thdprof.runtime.megatron.peers import Peers
+    from thdprof.runtime.megatron.rank_agreement import Peers
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)

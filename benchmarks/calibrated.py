@@ -189,7 +189,8 @@ def row_of(model: Model, args: argparse.Namespace, directory: Path) -> dict[str,
     """Calibrate, analyze and train one model."""
     import yaml
 
-    from thdprof.analyze.settings.launch_script import parse_megatron_args
+    from thdprof.analyze.settings.launch_script import read_launch
+    from thdprof.analyze.settings.shell import read_script
     from thdprof.plan import load_plan
 
     stem = model.name.lower().replace(" ", "-").replace(",", "")
@@ -203,7 +204,7 @@ def row_of(model: Model, args: argparse.Namespace, directory: Path) -> dict[str,
         data=directory / "demo" / "megatron" / "documents",
     )
     script.write_text(text)
-    assert parse_megatron_args(text, where=str(script)).settings["seq_length"] == TOKENS
+    assert read_launch(read_script(text, where=str(script))).settings["seq_length"] == TOKENS
     thdprof = [sys.executable, "-m", "thdprof"]
     log = directory / f"{stem}.log"
     seconds = run(

@@ -53,6 +53,13 @@ COMMON = (
 TORCHRUN_KILLS_AFTER_S = 30
 """Seconds that torchrun gives its ranks to end by themselves."""
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+MEASURES = ("lm loss", "grad-norm")
+FEW_THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2", "MAX_JOBS": "1"}
+"""Lets runs at the same time not fight for processor cores."""
+APEX_STAND_IN = ROOT / "benchmarks" / "apex_stand_in"
+"""Folder with what stands for the module of Apex that --gradient-accumulation-fusion imports."""
+UNTUNED = ROOT / "benchmarks" / "untuned"
+"""Folder that leaves Triton's kernels untuned."""
 _STEP = re.compile(r"iteration +(\d+)/ *\d+ \|.*elapsed time per iteration \(ms\): ([\d.]+)")
 
 
@@ -81,6 +88,17 @@ class Ran:
 
     def _lines_ms(self, after: int) -> list[float]:
         return [float(ms) for step, ms in _STEP.findall(self.log) if int(step) > after]
+
+    @property
+    def replayed(self) -> int:
+        """Micro-batches that were replayed."""
+        return int(max(self.scalars.get("thdprof/replayed", {0: 0}).values()))
+
+    @property
+    def eager(self) -> int:
+        """Micro-batches that ran eagerly by the plan, those of evaluation too."""
+        reasons = [values for name, values in self.scalars.items() if name.startswith("thdprof/eager/")]
+        return int(sum(max(values.values()) for values in reasons))
 
     @property
     def error(self) -> str:
@@ -211,6 +229,18 @@ def descendants(pid: int) -> list[int]:
         found += children
         waiting += children
     return found
+
+
+def file_name(name: str) -> str:
+    """A name in letters, digits and dashes."""
+    return "".join(c if c.isalnum() else "-" for c in name)
+
+
+def table(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of cells as a Markdown table, with the first line as its head."""
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    rows = [f"| {' | '.join(line)} |" for line in cells]
+    return [rows[0], f"|{'---|' * len(cells[0])}", *rows[1:]]
 
 
 def scalars_of(directory: Path) -> dict[str, dict[int, float]]:

@@ -1,32 +1,24 @@
 """Megatron-LM's own scripts, unchanged, by a plan: their speed, their numbers bit for bit, and whole lives.
 
-    python benchmarks/trainer.py speed --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-speed.md
-    python benchmarks/trainer.py exact --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-exact.md
-    python benchmarks/trainer.py lives --megatron-lm ~/Megatron-LM --gpus 1,2 --out benchmarks/results/trainer-lives.md
-    python benchmarks/trainer.py overlap --megatron-lm ~/Megatron-LM --out benchmarks/results/trainer-overlap.md
-    python benchmarks/trainer.py stages --megatron-lm ~/Megatron-LM --jobs 3 --steps 100 --out trainer-stages.md
-    python benchmarks/trainer.py learned --megatron-lm ~/Megatron-LM --keep learned --out trainer-learned.md
-    python benchmarks/trainer.py watch --megatron-lm ~/Megatron-LM --fused --out trainer-watch.md
-    python benchmarks/trainer.py soak --megatron-lm ~/Megatron-LM --keep soak --out benchmarks/results/trainer-soak.md
+    python benchmarks/trainer.py MODE --megatron-lm ~/Megatron-LM --out FILE.md [--keep FOLDER]
 
-speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's three graph settings, the plan,
-        the plan with --replay off, the plan without verified micro-batches and with one in 16; then where the time of a
-        step by the plan goes
-exact   100 steps, or --steps, of small models through two buckets and fallbacks, replayed beside --replay off and the
-        script alone, with deterministic kernels: steps in which loss or gradient norm differ; rows of whole recipes
-        come first, runs begin until --seconds are over, and --out is written after each row
-soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
-        and the same command goes on until it is done
-watch   the shape of `speed`, half of its steps with verified micro-batches and half without
-lives   checkpoints, resumption, exits, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
+speed   a model's shape (--shape) on one GPU, one run after the other: eager, Megatron's own graph settings, the plan,
+        the plan with --replay off, without verified micro-batches, and with one in 16
 overlap a wide model on two GPUs, one micro-batch a step, distributed optimizer with both overlaps: eager, whole chunks,
-        and graphs of 4, 2 and 1 layers; their losses must be equal
-stages  pipelines with middle stages, whose ranks share one GPU, on documents that a model learns: the plan beside
-        --replay off, bit for bit, and losses beside those of one stage
+        and graphs of 4, 2 and 1 layers
+experts the shape of Qwen3-30B-A3B in 8 layers, dropless, on one GPU and by --gpus 2 with EP 2: eager, layers captured
+        up to the router, and up to the exchange of tokens
+exact   cases of 100 steps, or --steps, through two buckets and fallbacks, with deterministic kernels, replayed beside
+        --replay off and the script alone: steps in which loss or gradient norm differ; runs begin until --seconds are
+        over, and --out is written after each case
 learned Qwen3-0.6B and Llama 3.2 1B on documents that they learn: beside --replay off, bit for bit, and five runs by the
         plan beside five eager ones; runs begin until --seconds are over, and runs.jsonl in --keep holds the finished
-experts the shape of Qwen3-30B-A3B in 8 layers, dropless, on one GPU and by --gpus 2 with EP 2: eager, layers captured
-        up to the router, and up to the exchange of tokens; what of a step graphs hold
+stages  pipelines with middle stages, whose ranks share one GPU, on documents that a model learns: the plan beside
+        --replay off, bit for bit, and losses beside those of one stage
+watch   the shape of `speed`, half of its steps with verified micro-batches and half without
+lives   checkpoints, resumption, evaluation, ramp-up, reruns: each beside the same run without thdprof's graphs
+soak    20,000 steps of a tiny model, with evaluation and checkpoints, in parts that resume: --keep names their folder,
+        and the same command goes on until it is done
 """
 
 from __future__ import annotations
@@ -37,101 +29,141 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import megatron_lm
-from megatron_lm import COMMON, NO_DROPOUT, ROOT, SHAPES, Ran, plan_of, script_run, without
-from trainer_exact import APEX_STAND_IN, exact_data
-from trainer_exact import STEPS as OF_EXACT
-from trainer_exact_runs import WARM as NOT_TIMED
-from trainer_exact_runs import run_rows
-from trainer_experts import RUNS as OF_EXPERTS
-from trainer_experts import experts_lines
-from trainer_learned import chance_lines, exact_lines, learned_runs, runs_in
-from trainer_lives import LIVES, Life
-from trainer_overlap import RUNS as OVERLAPS
-from trainer_overlap import overlap_lines
-from trainer_parts import parts_of_a_step
-from trainer_recipe_rows import ALL_ROWS
-from trainer_soak import soak
-from trainer_stages import PIPELINES, stages_lines
-from trainer_watch import BEFORE, watch_lines
-from trainer_watch import STEPS as OF_WATCH
+import trainer_cases
+import trainer_learned
+import trainer_lives
+import trainer_soak
+import trainer_stages
+import trainer_watch
+from megatron_lm import (
+    APEX_STAND_IN,
+    COMMON,
+    NO_DROPOUT,
+    ROOT,
+    SHAPES,
+    Ran,
+    file_name,
+    largest_difference,
+    plan_of,
+    script_run,
+    table,
+    without,
+    write_documents,
+)
+from trainer_exact import run_rows
 
 from thdprof.plan import load_plan
 
-INSTALL_ALONE = """import runpy, sys
-sys.path[:0] = [{folder!r}]
-from megatron.core.utils import get_model_config
-from megatron.training import training
-from thdprof.plan import load_plan
-from thdprof.runtime.megatron import install
-own_setup, own_train, kept = training.setup_model_and_optimizer, training.train, []
-def setup(*args, **kwargs):
-    model, optimizer, scheduler = own_setup(*args, **kwargs)
-    kept.append(install(model, load_plan({plan!r}), get_model_config(model[0])))
-    return model, optimizer, scheduler
-def train(*args, **kwargs):
-    told = own_train(*args, **kwargs)
-    kept[0].close()
-    return told
-training.setup_model_and_optimizer, training.train = setup, train
-sys.argv[0] = {script!r}
-runpy.run_path({script!r}, run_name="__main__")
-"""
-"""`install` in the same script by a launcher, without what thdprof.run changes besides: what was there before it."""
-COUNTERS = ("thdprof/replayed", "thdprof/eager/", "thdprof/verified", "thdprof/mismatches")
-"""Scalars of a run that a table shows, by the beginnings of their names."""
+WIDE = (
+    "--num-layers 12 --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --max-position-embeddings 1024 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --global-batch-size 2"
+)
+"""2.4 billion parameters in layers, and few tokens: as much communication as computing."""
+EXPERTS = (
+    "--num-layers 8 --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 4 --kv-channels 128 --qk-layernorm --seq-length 4096 --max-position-embeddings 4096 "
+    "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --moe-router-dtype fp32 "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
+    "--moe-permute-fusion --moe-router-fusion"
+)
+"""8 of the 48 layers of Qwen3-30B-A3B; each takes 11 GB in bf16 with states of the optimizer in fp32."""
 STOCK = {"local": "", "transformer_engine": "", "full_iteration": "--no-check-for-nan-in-loss-and-grad"}
-"""Megatron's own graph settings, and what each asks for besides."""
+"""Megatron's own graph settings, and the arguments that each requires besides."""
 VERIFY = {"unverified": None, "verified": "1/16"}
 """Runs by the plan with another rate of verified micro-batches: the plan's own is too low for so few steps."""
 WATCHED = "1/64"
-"""Rate of verified micro-batches of `watch`: high enough that some come in so few steps."""
-STEPS, WARM, SOAKED = 40, 10, 20_000
+"""Rate of verified micro-batches of `watch`."""
+STEPS, WARM = 40, 10
+USUAL_STEPS = {"exact": trainer_cases.STEPS, "soak": 20_000, "watch": trainer_watch.STEPS}
 
 
-def exact(args: argparse.Namespace, directory: Path) -> list[str]:
-    """The table of `exact`: rows at once, since nothing but their numbers counts; it is written after each of them."""
-    rows = [row for row in ALL_ROWS if row.gpus in args.gpus and named(row.name, args.rows)]
-    exact_data(rows, directory / "data")
-    head = heading(args.mode)
-    note = "Rows share the GPUs while they run, so their milliseconds are no measure of speed."
-    if args.hosts > 1:
-        note = f"Each GPU stands for GPUs of {args.hosts} hosts: ranks of a row share it, and talk through sockets."
-    if args.in_turn:
-        note = (
-            "From step 10 on one run at a time trains on a GPU, while others start, capture or take their first steps; "
-            "ms are medians over log lines after that."
+# --- timed runs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One run of a table of times."""
+
+    name: str
+    plan: Path | None = None
+    """None: the script alone."""
+    replay: bool = True
+    more: str = ""
+    """Further arguments of Megatron."""
+
+
+def timed_lines(
+    runs: Sequence[Timed],
+    args: argparse.Namespace,
+    flags: Sequence[str],
+    directory: Path,
+    *,
+    base: str,
+    gpus: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> list[str]:
+    """A table with a line a run, one after the other: its time and its losses beside those of the run named `base`."""
+    ran: dict[str, Ran] = {}
+    for run in runs:
+        stem = file_name(f"{gpus} {run.name}")
+        ran[run.name] = script_run(
+            args.megatron_lm / "pretrain_gpt.py",
+            [*flags, *shlex.split(run.more)],
+            plan=run.plan,
+            replay=run.replay,
+            stats=directory / f"{stem}.jsonl" if run.plan else None,
+            gpus=gpus,
+            tensorboard=directory / f"tensorboard-{stem}",
+            environment=environment_of(args) | dict(environment or {}),
+            log=directory / f"{stem}.log",
         )
+        print(gpus, run.name, ran[run.name].code, ran[run.name].step_ms(after=WARM), ran[run.name].error, flush=True)
+    return table(lines_of(ran, base, args.steps))
 
-    def tell(lines: Sequence[Sequence[str]]) -> None:
-        args.out.write_text("\n".join([*head, note, "", *table(lines)]) + "\n")
 
-    lines = run_rows(
-        rows,
-        args.megatron_lm,
-        directory,
-        jobs=args.jobs,
-        limit=args.limit,
-        seconds=args.seconds,
-        tell=tell,
-        steps=args.steps,
-        in_turn=args.in_turn,
-        hosts=args.hosts,
-    )
-    return [note, "", *table(lines)]
+def lines_of(ran: Mapping[str, Ran], base: str, steps: int) -> list[list[str]]:
+    """The lines of a table of times, the first of which is its head."""
+    lines = [["run", "exit code", f"ms a step (steps {WARM + 1} to {steps})", f"of {base}", "losses differ by",
+              "validation loss", "replayed, eager, verified, mismatches", ""]]  # fmt: skip
+    first = ran.get(base)
+    base_ms = first.step_ms(after=WARM) if first and not first.code else None
+    for name, one in ran.items():
+        ms = one.step_ms(after=WARM) if not one.code else None
+        validation = list(one.scalars.get("lm loss validation", {}).values())
+        watched = [max(one.scalars.get(f"thdprof/{what}", {0: 0}).values()) for what in ("verified", "mismatches")]
+        lines.append(
+            [
+                name,
+                str(one.code),
+                f"{ms:.1f}" if ms else "-",
+                f"{ms / base_ms:.3f} ({base_ms / ms:.2f}x)" if ms and base_ms else "-",
+                f"{largest_difference(one, first, 'lm loss'):.1e} at most" if first else "-",
+                f"{validation[-1]:.4f}" if validation else "-",
+                f"{one.replayed}, {one.eager}, {watched[0]:.0f}, {watched[1]:.0f}",
+                one.error if one.code else "",
+            ]
+        )
+    return lines
 
 
 def shape_flags(args: argparse.Namespace, directory: Path, evaluation: str) -> list[str]:
     """Megatron's arguments of a model's shape, which trains on the documents of `thdprof demo`."""
-    run_thdprof(["demo", str(directory / "demo")])
+    demo = [sys.executable, "-m", "thdprof", "demo", str(directory / "demo"), "--force"]
+    subprocess.run(demo, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
     flags = shlex.split(f"{SHAPES[args.shape]} {COMMON} {NO_DROPOUT} {args.more} {evaluation} --log-interval 5")
     flags += ["--data-path", str(directory / "demo" / "megatron" / "documents"), "--train-iters", str(args.steps)]
-    flags = [*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)]
-    return without(flags, "--no-gradient-accumulation-fusion") if args.fused else flags
+    return with_fusion([*without(flags, "--vocab-size"), "--vocab-size", str(args.vocabulary)], args)
+
+
+def with_fusion(flags: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """The arguments, with fused gradient accumulation where --fused is given."""
+    return without(flags, "--no-gradient-accumulation-fusion") if args.fused else [*flags]
 
 
 def environment_of(args: argparse.Namespace) -> dict[str, str]:
@@ -139,91 +171,74 @@ def environment_of(args: argparse.Namespace) -> dict[str, str]:
     return {"PYTHONPATH": megatron_lm.environment_here(*[APEX_STAND_IN] * args.fused)["PYTHONPATH"]}
 
 
-def watch(args: argparse.Namespace, directory: Path) -> list[str]:
-    """The table of `watch`."""
-    flags = shape_flags(args, directory, "--eval-interval 100000 --eval-iters 1")
-    plan = plan_of(flags, directory, "plan")
-    every = load_plan(plan).graphs.verify_every
-    if not every:
-        raise SystemExit("the plan verifies no micro-batches")
-    often = verifying(plan, WATCHED)
-    script = args.megatron_lm / "pretrain_gpt.py"
-    lines, told = watch_lines(script, flags, often, directory, environment_of(args), every=every)
-    return [f"Of the micro-batches that the watch sees {WATCHED} are to be verified.", "", *table(lines), "", told]
-
-
 def speed(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `speed`."""
-    script = args.megatron_lm / "pretrain_gpt.py"
     flags = shape_flags(args, directory, "--eval-interval 20 --eval-iters 2")
     plan = plan_of(flags, directory, "plan")
-    if not caps_of(plan):  # no gain was predicted: one bucket that holds all tells whether there is one
+    if not load_plan(
+        plan
+    ).graphs.buckets:  # no gain was predicted: one bucket that holds all shows whether there is one
         plan = plan_of(flags, directory, "plan", caps=(1.0,))
-    runs: list[tuple[str, Ran]] = []
+    runs = []
     for name in args.variants:
-        stats = directory / f"{name}.jsonl"
-        by_plan = name in ("plan", "padded", *VERIFY)
-        more = ["--cuda-graph-impl", name, *shlex.split(STOCK[name])] if name in STOCK else []
-        if name == "install":
-            launcher = directory / "install_alone.py"
-            launcher.write_text(INSTALL_ALONE.format(folder=str(script.parent), plan=str(plan), script=str(script)))
-        ran = script_run(
-            launcher if name == "install" else script,
-            [*flags, *more],
-            plan=(verifying(plan, VERIFY[name]) if name in VERIFY else plan) if by_plan else None,
-            replay=name == "plan" or name in VERIFY,
-            stats=stats if by_plan else None,
-            tensorboard=directory / f"tensorboard-{name}",
-            environment=environment_of(args),
-            log=directory / f"{name}.log",
-        )
-        print(name, ran.code, ran.step_ms(after=WARM), ran.error, flush=True)
-        runs.append((name, ran))
-    eager_ms = next((ran.step_ms(after=WARM) for name, ran in runs if name == "eager"), None)
-    head = ["run", "exit code", f"ms a step (steps {WARM + 1} to {args.steps})", "of eager", "validation loss", "", ""]
-    lines = [head]
-    names = {
-        "eager": "eager (unchanged)",
-        "plan": "by the plan (thdprof.run)",
-        **{name: f"by the plan, graphs.verify {rate or 'null'}" for name, rate in VERIFY.items()},
-        "padded": "by the plan, --replay off",
-        "install": "`install` alone, boundaries and losses read back from the GPU",
-    }
-    for name, ran in runs:
-        ms = ran.step_ms(after=WARM) if ran.code == 0 else None
-        validation = list(ran.scalars.get("lm loss validation", {}).values())
-        counters = {k: max(v.values()) for k, v in ran.scalars.items() if k.startswith(COUNTERS)}
-        lines.append(
-            [
-                names.get(name, f"--cuda-graph-impl {name}"),
-                str(ran.code),
-                f"{ms:.1f}" if ms else "-",
-                f"{ms / eager_ms:.3f} ({eager_ms / ms:.2f}x)" if ms and eager_ms else "-",
-                f"{validation[-1]:.4f}" if validation and ran.code == 0 else "-",
-                ran.error if ran.code else "",
-                ", ".join(f"{k.removeprefix('thdprof/')}: {v:.0f}" for k, v in counters.items()),
-            ]
-        )
-    told = [f"Caps: {', '.join(str(b) for b in caps_of(plan))}.", "", *table(lines), *share_of_verifying(runs, plan)]
-    if args.parts:
-        told += ["", "## Where a step by the plan goes", ""]
-        told += table(parts_of_a_step(script, flags, plan, directory, environment_of(args)))
-    return told
+        if name in STOCK:
+            runs.append(Timed(name=name, more=f"--cuda-graph-impl {name} {STOCK[name]}"))
+        elif name == "eager":
+            runs.append(Timed(name=name))
+        else:
+            followed = verifying(plan, VERIFY[name]) if name in VERIFY else plan
+            runs.append(Timed(name=name, plan=followed, replay=name != "padded"))
+    caps = ", ".join(str(bucket.max_seqs) for bucket in load_plan(plan).graphs.buckets)
+    return [f"Caps: {caps}.", "", *timed_lines(runs, args, flags, directory, base="eager")]
 
 
-def share_of_verifying(runs: Sequence[tuple[str, Ran]], plan: Path) -> list[str]:
-    """What verified micro-batches cost at the plan's own rate, from runs without them and with one in 16."""
-    ms = {name: ran.step_ms(after=WARM) for name, ran in runs if name in VERIFY and ran.code == 0}
-    loaded = load_plan(plan)
-    every, without, often = loaded.graphs.verify_every, ms.get("unverified"), ms.get("verified")
-    if not every or without is None or often is None:
-        return []
-    share = (often / without - 1) * 16 / every
-    return [
-        "",
-        f"One verified micro-batch in 16 makes a step {often / without - 1:.2%} longer; at the plan's rate, "
-        f"{loaded.graphs.verify}, that is {share:.3%}.",
-    ]
+def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `overlap`."""
+    write_documents(directory / "documents", tokens=400_000, mean=90)
+    flags = overlap_flags(directory / "documents", args)
+    chosen = load_plan(plan_of(flags, directory, "chosen", gpus=2)).graphs.layers_per_graph
+    runs = [Timed(name="eager")]
+    for layers in ("all", 4, 2, 1):
+        plan = plan_of(flags, directory, f"plan-{layers}", gpus=2, layers_per_graph=layers)
+        runs.append(Timed(name=f"{layers} layers a graph", plan=plan))
+    runs = [run for run in runs if named(run.name, args.rows)]
+    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": str(args.connections)}
+    lines = timed_lines(runs, args, flags, directory, base="all layers a graph", gpus=2, environment=connections)
+    return [f"`analyze` chooses layers_per_graph {chosen or 'all'}.", "", *lines]
+
+
+def overlap_flags(documents: Path, args: argparse.Namespace) -> list[str]:
+    """Megatron's arguments of `overlap`."""
+    flags = [*without(shlex.split(COMMON), "--global-batch-size"), *shlex.split(f"{WIDE} {NO_DROPOUT} {args.more}")]
+    flags += shlex.split(f"--eval-interval 1000 --eval-iters 0 --log-interval 5 --train-iters {args.steps}")
+    return [*flags, "--data-path", str(documents)]
+
+
+def experts(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The tables of `experts`."""
+    write_documents(directory / "documents", tokens=4_000_000, mean=400)
+    said = []
+    for gpus in args.gpus:
+        flags = experts_flags(directory / "documents", args, gpus)
+        runs = [Timed(name="eager")]
+        for name, modules in (
+            ("router", ("attn", "moe_router")),
+            ("exchange", ("attn", "moe_router", "moe_preprocess")),
+        ):
+            plan = plan_of(flags, directory, f"{name}-{gpus}", gpus=gpus, impl="transformer_engine", modules=modules)
+            runs.append(Timed(name=f"up to the {name}", plan=plan))
+        runs = [run for run in runs if named(run.name, args.rows)]
+        lines = timed_lines(runs, args, flags, directory, base="eager", gpus=gpus)
+        said += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *lines, ""]
+    return said
+
+
+def experts_flags(documents: Path, args: argparse.Namespace, gpus: int) -> list[str]:
+    """Megatron's arguments of `experts` on so many GPUs."""
+    parallel = f"--expert-model-parallel-size {gpus} --use-distributed-optimizer" if gpus > 1 else ""
+    flags = shlex.split(f"{EXPERTS} {COMMON} {NO_DROPOUT} {parallel} --eval-interval 1000 --eval-iters 0")
+    flags += ["--log-interval", "2", "--train-iters", str(args.steps), "--data-path", str(documents)]
+    return with_fusion(flags, args)
 
 
 def verifying(plan: Path, rate: str | None) -> Path:
@@ -234,15 +249,46 @@ def verifying(plan: Path, rate: str | None) -> Path:
     return path
 
 
+def watch(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `watch`."""
+    flags = shape_flags(args, directory, "--eval-interval 100000 --eval-iters 1")
+    plan = plan_of(flags, directory, "plan")
+    every = load_plan(plan).graphs.verify_every
+    if not every:
+        raise SystemExit("the plan verifies no micro-batches")
+    script, often = args.megatron_lm / "pretrain_gpt.py", verifying(plan, WATCHED)
+    lines, cost = trainer_watch.watch_lines(script, flags, often, directory, environment_of(args), every=every)
+    return [f"Of the micro-batches that the watch sees {WATCHED} are to be verified.", "", *table(lines), "", cost]
+
+
+# --- compared runs --------------------------------------------------------------------------------------------------
+
+
+def exact(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The table of `exact`: cases at once, since nothing but their numbers counts; it is written after each of them."""
+    rows = [row for row in trainer_cases.ROWS if row.gpus in args.gpus and named(row.name, args.rows)]
+    trainer_cases.exact_data(rows, directory / "data")
+    head = heading(args.mode)
+    note = "Cases share the GPUs while they run, so their milliseconds are no measure of speed."
+    if args.hosts > 1:
+        note = f"Each GPU stands for GPUs of {args.hosts} hosts: ranks of a case share it, and talk through sockets."
+
+    def tell(lines: Sequence[Sequence[str]]) -> None:
+        args.out.write_text("\n".join([*head, note, "", *table(lines)]) + "\n")
+
+    limits = {"jobs": args.jobs, "limit": args.limit, "seconds": args.seconds}
+    lines = run_rows(rows, args.megatron_lm, directory, tell=tell, steps=args.steps, hosts=args.hosts, **limits)
+    return [note, "", *table(lines)]
+
+
 def lives(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `lives`: all at once."""
-    megatron_lm.write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
-    megatron_lm.write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
-    chosen = [life for life in LIVES if life.gpus in args.gpus and named(life.name, args.rows)]
+    write_documents(directory / "data" / "documents", tokens=2_000_000, mean=90)
+    write_documents(directory / "data" / "small", tokens=40_000, mean=90, seed=2)
+    chosen = [life for life in trainer_lives.LIVES if named(life.name, args.rows)]
 
-    def live(numbered: tuple[int, Life]) -> list[str]:
-        number, life = numbered
-        folder = directory / f"life-{number}"
+    def live(life: trainer_lives.Life) -> list[str]:
+        folder = directory / file_name(life.name)
         folder.mkdir()
         try:
             held = life.run(args.megatron_lm / "pretrain_gpt.py", directory / "data" / "documents", folder)
@@ -251,85 +297,49 @@ def lives(args: argparse.Namespace, directory: Path) -> list[str]:
         return [life.name, life.what, held]
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        lines = list(pool.map(live, enumerate(chosen)))
-    return table([["life", "what must hold", "seen"], *lines])
-
-
-def soaked(args: argparse.Namespace, directory: Path) -> list[str]:
-    """What a part of `soak` says of the whole run so far."""
-    return soak(args.megatron_lm, directory, steps=args.steps, minutes=args.minutes)
-
-
-def overlap(args: argparse.Namespace, directory: Path) -> list[str]:
-    """The table of `overlap`."""
-    names = [name for name in OVERLAPS if named(name, args.rows)]
-    lines, chosen = overlap_lines(
-        args.megatron_lm / "pretrain_gpt.py",
-        directory,
-        steps=args.steps,
-        names=names,
-        connections=args.connections,
-        more=shlex.split(args.more),
-    )
-    return [chosen, "", *table(lines)]
+        return table([["life", "what must hold", "result"], *pool.map(live, chosen)])
 
 
 def stages(args: argparse.Namespace, directory: Path) -> list[str]:
     """The table of `stages`."""
-    names = [name for name in PIPELINES if named(name, args.rows)]
+    names = [name for name in trainer_stages.PIPELINES if named(name, args.rows)]
     script = args.megatron_lm / "pretrain_gpt.py"
-    return table(stages_lines(script, directory, steps=args.steps, jobs=args.jobs, names=names))
+    return table(trainer_stages.stages_lines(script, directory, steps=args.steps, jobs=args.jobs, names=names))
 
 
 def learned(args: argparse.Namespace, directory: Path) -> list[str]:
     """The tables of `learned`."""
-    kept = directory / "runs.jsonl"
-    rows = [text for text in args.rows.split(";") if text]
-    learned_runs(args.megatron_lm / "pretrain_gpt.py", directory, kept, rows=rows, seconds=args.seconds)
-    runs = runs_in(kept)
-    return [*table(exact_lines(runs)), "", *table(chance_lines(runs))]
+    kept, rows = directory / "runs.jsonl", [text for text in args.rows.split(";") if text]
+    script = args.megatron_lm / "pretrain_gpt.py"
+    trainer_learned.learned_runs(script, directory, kept, rows=rows, seconds=args.seconds)
+    runs = trainer_learned.runs_in(kept)
+    return [*table(trainer_learned.exact_lines(runs)), "", *table(trainer_learned.chance_lines(runs))]
 
 
-def experts(args: argparse.Namespace, directory: Path) -> list[str]:
-    """The tables of `experts`."""
-    script, told = args.megatron_lm / "pretrain_gpt.py", []
-    runs = [name for name in OF_EXPERTS if named(name, args.rows)]
-    for gpus in args.gpus:
-        lines = experts_lines(
-            script, directory, gpus=gpus, runs=runs, steps=args.steps, parts=args.parts, fused=args.fused
-        )
-        told += [f"## {'One GPU' if gpus == 1 else f'EP {gpus}'}", "", *table(lines), ""]
-    return told
+def soak(args: argparse.Namespace, directory: Path) -> list[str]:
+    """What a part of `soak` shows of the whole run so far."""
+    return trainer_soak.soak(args.megatron_lm, directory, steps=args.steps, minutes=args.minutes)
+
+
+MODES: Mapping[str, Callable[[argparse.Namespace, Path], list[str]]] = {
+    mode.__name__: mode for mode in (speed, overlap, experts, exact, learned, stages, watch, lives, soak)
+}
+
+
+# --- command line ---------------------------------------------------------------------------------------------------
 
 
 def named(name: str, texts: str) -> bool:
-    """Whether a row is among those asked for: by a part of its name, or by =NAME."""
-    asked = texts.split(";")
-    return not texts or any(name == text[1:] if text.startswith("=") else text in name for text in asked)
-
-
-def caps_of(plan: Path) -> list[int]:
-    """Documents of each bucket of a plan."""
-    return [bucket.max_seqs for bucket in load_plan(plan).graphs.buckets]
-
-
-def run_thdprof(command: Sequence[str]) -> None:
-    """Run a command of thdprof; its output is not kept."""
-    subprocess.run([sys.executable, "-m", "thdprof", *command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-
-
-def table(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of cells as a Markdown table, with the first line as its head."""
-    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    rows = [f"| {' | '.join(line)} |" for line in cells]
-    return [rows[0], f"|{'---|' * len(cells[0])}", *rows[1:]]
+    """Whether a row is among those that --rows chooses: by a part of its name, or by =NAME."""
+    chosen = texts.split(";")
+    return not texts or any(name == text[1:] if text.startswith("=") else text in name for text in chosen)
 
 
 def heading(mode: str) -> list[str]:
     """Hardware, versions, date and command."""
     import torch
 
-    from thdprof.runtime.megatron.stamp import stamp_here
+    from thdprof.runtime.megatron.run_stamp import stamp_here
 
     here = stamp_here()
     return [
@@ -344,74 +354,40 @@ def heading(mode: str) -> list[str]:
     ]
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "mode", choices=["speed", "exact", "lives", "overlap", "experts", "stages", "learned", "watch", "soak"]
-    )
-    parser.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
-    parser.add_argument("--out", type=Path, required=True, help="markdown file to write")
-    parser.add_argument("--gpus", default="1", help="exact, lives, experts: rows of so many GPUs: 1,2 [1]")
-    parser.add_argument(
-        "--rows",
-        default="",
-        help="exact, lives, overlap, experts, stages, learned: only rows with one of these texts, or =NAME: CP;EP",
-    )
-    parser.add_argument("--jobs", type=int, default=6, help="exact, lives, stages: runs, or lives, at once [6]")
-    parser.add_argument("--limit", type=float, default=400, help="exact: seconds that one run may take [400]")
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=7200,
-        help="exact, learned: seconds after which no run begins and all end [7200]",
-    )
-    parser.add_argument(
-        "--in-turn",
-        action="store_true",
-        help="exact: from step 10 on one run at a time trains on a GPU, while others start or capture, so that "
-        "milliseconds say more; the script alone is not run",
-    )
-    parser.add_argument(
-        "--hosts",
-        type=int,
-        default=1,
-        help="exact: rows of several GPUs run on so many times fewer, as if ranks that share one were on other hosts: "
-        "their numbers count, and no times [1]",
-    )
-    parser.add_argument(
-        "--steps",
-        type=int,
-        help=f"steps of each run, but for lives [{STEPS}; exact {OF_EXACT}; watch {OF_WATCH}; soak {SOAKED}]",
-    )
-    parser.add_argument("--minutes", type=int, default=7, help="soak: length of one part [7]")
-    parser.add_argument("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
-    parser.add_argument(
-        "--shape", choices=SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]"
-    )
-    parser.add_argument("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
-    parser.add_argument("--connections", type=int, default=1, help="overlap: CUDA_DEVICE_MAX_CONNECTIONS [1]")
-    parser.add_argument("--fused", action="store_true", help="speed, watch, experts: with fused gradient accumulation")
-    parser.add_argument(
-        "--variants", default="eager,local,transformer_engine,full_iteration,padded,install,unverified,verified,plan"
-    )
-    parser.add_argument("--parts", action="store_true", help="speed, experts: also profile where a step goes")
-    parser.add_argument("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
-    args = parser.parse_args()
+    option = parser.add_argument
+    option("mode", choices=MODES)
+    option("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
+    option("--out", type=Path, required=True, help="markdown file to write")
+    option("--gpus", default="1", help="exact, experts: rows of so many GPUs: 1,2 [1]")
+    option("--rows", default="", help="not speed, watch, soak: only rows with one of these texts, or =NAME: CP;EP")
+    option("--jobs", type=int, default=6, help="exact, lives, stages: runs at once [6]")
+    option("--limit", type=float, default=400, help="exact: seconds that one run may take [400]")
+    option("--seconds", type=float, default=7200, help="exact, learned: seconds after which no run begins [7200]")
+    option("--hosts", type=int, default=1, help="exact: rows run on so many times fewer GPUs, as if on hosts [1]")
+    option("--steps", type=int, help=f"steps of each run, but for lives [{STEPS}; {USUAL_STEPS}]")
+    option("--minutes", type=int, default=7, help="soak: length of one part [7]")
+    option("--vocabulary", type=int, default=32000, help="speed, watch: 151936 is Qwen3's own [32000]")
+    option("--shape", choices=SHAPES, default="qwen3-0.6b", help="speed, watch: the model's shape [qwen3-0.6b]")
+    option("--more", default="", help="speed, watch, overlap: more arguments of Megatron, such as FP8's")
+    option("--connections", type=int, default=1, help="overlap: CUDA_DEVICE_MAX_CONNECTIONS [1]")
+    option("--fused", action="store_true", help="speed, watch, experts: with fused gradient accumulation")
+    option("--variants", default=f"eager,{','.join(STOCK)},padded,{','.join(VERIFY)},plan", help="speed: its runs")
+    option("--keep", type=Path, help="folder for data, plans and logs [a temporary one]")
+    args = parser.parse_args(argv)
     args.megatron_lm = args.megatron_lm.resolve()
     args.gpus = [int(n) for n in args.gpus.split(",")]
-    args.steps = args.steps or {"exact": OF_EXACT, "soak": SOAKED, "watch": OF_WATCH}.get(args.mode, STEPS)
-    if args.mode == "watch" and args.steps <= BEFORE:
-        parser.error(f"watch counts no step up to {BEFORE}: more --steps")
-    if args.mode == "exact" and args.steps < 2:
-        parser.error("exact evaluates after half of the steps: at least 2 --steps")
-    if args.hosts > 1 and (args.in_turn or any(gpus % args.hosts for gpus in args.gpus)):
-        parser.error(f"--hosts {args.hosts} shares GPUs out evenly, and times nothing: no --in-turn, and other --gpus")
-    if args.in_turn and args.steps <= NOT_TIMED:
-        parser.error(f"--in-turn times no step up to {NOT_TIMED}: more --steps")
+    args.steps = args.steps or USUAL_STEPS.get(args.mode, STEPS)
+    args.variants = [name for name in args.variants.split(",") if name]
+    least = {"watch": trainer_watch.BEFORE + 1, "exact": 2}.get(args.mode, 1)
+    if args.steps < least:
+        parser.error(f"{args.mode} needs at least {least} --steps")
+    if any(gpus % args.hosts for gpus in args.gpus):
+        parser.error(f"--hosts {args.hosts} shares GPUs out evenly: other --gpus")
     if args.mode == "soak" and args.keep is None:
         parser.error("soak needs --keep, the folder from which its next part goes on")
-    args.variants = [name for name in args.variants.split(",") if name]
     return args
 
 
@@ -421,12 +397,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = args.keep.resolve() if args.keep else Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        modes = {"speed": speed, "exact": exact, "lives": lives, "overlap": overlap, "experts": experts}
-        modes |= {"watch": watch, "soak": soaked, "stages": stages, "learned": learned}
-        told = modes[args.mode](args, directory)
-        text = "\n".join([*heading(args.mode), *told]) + "\n"
-        args.out.write_text(text)
-        print(text)
+        text = "\n".join([*heading(args.mode), *MODES[args.mode](args, directory)]) + "\n"
+    args.out.write_text(text)
+    print(text)
     return 0
 
 

@@ -21,9 +21,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron_lm import COMMON, EXACT, NO_DROPOUT, SHAPES, environment_here, plan_of, script_run, without
-from trainer_exact import CAPS, UNTUNED
-from trainer_exact_runs import FEW_THREADS, MEASURES
+from megatron_lm import (
+    COMMON,
+    EXACT,
+    FEW_THREADS,
+    MEASURES,
+    NO_DROPOUT,
+    SHAPES,
+    UNTUNED,
+    environment_here,
+    file_name,
+    plan_of,
+    script_run,
+    without,
+)
+from trainer_cases import CAPS
 from trainer_stages import LEARNED, write_learned
 
 from thdprof.plan import load_plan
@@ -92,7 +104,7 @@ def _run(
 ) -> None:
     """Make one run, unless it is too late."""
     row, kind = one
-    exact, faulty, folder = kind in EXACT_KINDS, kind.startswith(FAULT), directory / _file(f"{row} {kind}")
+    exact, faulty, folder = kind in EXACT_KINDS, kind.startswith(FAULT), directory / file_name(f"{row} {kind}")
     if time.monotonic() > until:
         return
     plan = plans[row].with_suffix(".none.yaml") if faulty else plans[row]
@@ -101,7 +113,7 @@ def _run(
         environment["REPEATED"] = str(folder.with_suffix(".jsonl"))
     ran = script_run(
         Path(__file__) if repeats and alone else script,
-        [*[str(script)] * (repeats and alone), *_flags(directory, row, exact)],
+        [*[str(script)] * (repeats and alone), *flags_of(directory, row, exact)],
         plan=None if alone else plan,
         replay=kind != "off",
         tensorboard=folder,
@@ -232,7 +244,7 @@ def _rows(runs: Sequence[dict[str, Any]]) -> list[str]:
     return [row for model in MODELS for precision in PRECISIONS if (row := f"{model}, {precision}") in made]
 
 
-def _flags(directory: Path, row: str, exact: bool) -> list[str]:
+def flags_of(directory: Path, row: str, exact: bool) -> list[str]:
     """Megatron's arguments of a row; the documents are written where they are missing."""
     model, _, precision = row.partition(", ")
     shape, each, _ = MODELS[model]
@@ -251,9 +263,9 @@ def _flags(directory: Path, row: str, exact: bool) -> list[str]:
 def _plan(directory: Path, row: str, exact: bool) -> Path:
     """The row's plan: two buckets and fallbacks, or one bucket that holds all; beside it one that verifies nothing."""
     path = plan_of(
-        _flags(directory, row, exact),
+        flags_of(directory, row, exact),
         directory,
-        _file(f"{row} {exact}"),
+        file_name(f"{row} {exact}"),
         caps=CAPS if exact else (1.0,),
         layers_per_graph="all",
     )
@@ -270,10 +282,6 @@ def _plan(directory: Path, row: str, exact: bool) -> Path:
 def _environment(exact: bool) -> dict[str, str]:
     here = {**FEW_THREADS, "PYTHONPATH": environment_here(*[UNTUNED] * exact, Path(__file__).parent)["PYTHONPATH"]}
     return {**EXACT, **here, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"} if exact else here
-
-
-def _file(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name)
 
 
 def _run_with_fault() -> int:

@@ -24,7 +24,6 @@ from megatron_lm import (
     script_run,
     without,
 )
-from trainer_exits import EXITS, life_of
 
 STEPS, HALF = 30, 15
 OWN_STATES = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
@@ -41,8 +40,6 @@ class Life:
     run: Callable[[Path, Path, Path], str]
     """Takes the script, the data's prefix and an empty folder; returns what was seen, which begins with `held` or
     `FAILED`."""
-    gpus: int = 1
-    """Number of GPUs."""
 
 
 class _Runs:
@@ -239,14 +236,5 @@ LIVES = (
         name="SIGTERM",
         what="--exit-signal-handler saves a checkpoint, statistics are written, the process ends by itself",
         run=_ended_by_signal,
-    ),
-    *(
-        Life(
-            name=name,
-            what="the rank ends within 10 s with the unchanged script's exit code, and leaves no process behind",
-            run=life_of(ends),
-            gpus=ends.gpus,
-        )
-        for name, ends in EXITS.items()
     ),
 )

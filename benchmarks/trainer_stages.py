@@ -10,18 +10,21 @@ from pathlib import Path
 from megatron_lm import (
     COMMON,
     EXACT,
+    FEW_THREADS,
+    MEASURES,
     NO_DROPOUT,
     SMALL,
+    UNTUNED,
     Ran,
     different_steps,
     environment_here,
+    file_name,
     largest_difference,
     plan_of,
     script_run,
     without,
 )
-from trainer_exact import CAPS, UNTUNED
-from trainer_exact_runs import FEW_THREADS, MEASURES
+from trainer_cases import CAPS
 
 ONE_STAGE = "PP 1"
 PIPELINES: Mapping[str, tuple[int, str]] = {
@@ -59,12 +62,12 @@ def stages_lines(script: Path, directory: Path, *, steps: int, jobs: int, names:
     for name in names:
         ranks, _ = PIPELINES[name]
         plans[name] = plan_of(
-            stages_flags(name, data, steps), directory, _file(name), gpus=ranks, caps=CAPS, layers_per_graph="all"
+            stages_flags(name, data, steps), directory, file_name(name), gpus=ranks, caps=CAPS, layers_per_graph="all"
         )
 
     def run(name: str, kind: str) -> Ran:
         ranks, _ = PIPELINES[name]
-        folder = directory / _file(f"{name} {kind}")
+        folder = directory / file_name(f"{name} {kind}")
         ran = script_run(
             script,
             [*stages_flags(name, data, steps), "--load", str(weights), "--finetune"],
@@ -105,13 +108,12 @@ def lines_of(ran: Mapping[tuple[str, str], Ran], names: Sequence[str]) -> list[l
         on, off = ran[name, "on"], ran[name, "off"]
         losses = [value for _, value in sorted(off.scalars.get("lm loss", {}).items())]
         apart = [largest_difference(off, one, measure) for measure in MEASURES]
-        eager = sum(max(v.values()) for k, v in on.scalars.items() if k.startswith("thdprof/eager/"))
         lines.append(
             [
                 name,
                 f"{on.code}, {off.code}",
                 *("{} of {}".format(*different_steps(on, off, name)) for name in (*MEASURES, "lm loss validation")),
-                f"{max(on.scalars.get('thdprof/replayed', {0: 0}).values()):.0f}, {eager:.0f}",
+                f"{on.replayed}, {on.eager}",
                 f"{losses[0]:.3f} to {losses[-1]:.3f}" if losses else on.error or off.error,
                 f"{apart[0]:.1e} ({apart[1]:.1e}) at most" if losses else "-",
                 f"{chance[0]:.1e} ({chance[1]:.1e}) at most",
@@ -162,7 +164,3 @@ def write_learned(
 def _environment(deterministic: bool) -> dict[str, str]:
     here = {**FEW_THREADS, "PYTHONPATH": environment_here(UNTUNED)["PYTHONPATH"]}
     return {**EXACT, **here} if deterministic else here
-
-
-def _file(name: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in name)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from support.paths import ROOT
 
-from thdprof.analyze.report.words import saved
-from thdprof.words import install_line, with_article
+from thdprof.words import install_line, saved, with_article
 
 SOURCES = [path for name in ("thdprof", "examples", "docs") for path in sorted((ROOT / name).rglob("*.*"))]
 

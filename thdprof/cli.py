@@ -23,12 +23,11 @@ from thdprof.commands.check import check
 from thdprof.commands.compare import compare
 from thdprof.commands.demo import demo
 from thdprof.commands.export import export
-from thdprof.commands.help import PanelCommand, PanelGroup
+from thdprof.commands.help import LaunchCommand, PanelCommand, PanelGroup
 from thdprof.commands.merge import merge
-from thdprof.commands.recipes import recipes
 from thdprof.commands.report import report
 from thdprof.commands.sweep import sweep
-from thdprof.errors import ThdprofError
+from thdprof.errors import ThdprofError, UsageError
 
 app = typer.Typer(
     name="thdprof",
@@ -39,9 +38,17 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo, recipes):
-    app.command(cls=PanelCommand)(_command)
+for _command in (analyze, sweep, report, merge, export, compare, check, calibrate, demo):
+    app.command(cls=LaunchCommand if _command in (analyze, sweep, calibrate) else PanelCommand)(_command)
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def recipes() -> None:
+    """Says where the coverage of Megatron-Bridge's recipes went."""
+    raise UsageError(
+        "recipes: this command went to a checkout of thdprof: python tools/recipe_coverage.py [BRIDGE_DIR]"
+    )
 
 
 def _version(value: bool) -> None:

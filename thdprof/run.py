@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -190,7 +189,8 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     Raises:
         UsageError: an argument has an impossible value.
     """
-    from thdprof.analyze.settings.launch_script import parse_megatron_args
+    from thdprof.analyze.settings.launch_script import read_launch
+    from thdprof.analyze.settings.shell import Launch
     from thdprof.compare.changes import MEGATRON_ARGUMENTS
     from thdprof.compare.fit import misfits
     from thdprof.megatron_limits.command_line import refused_arguments
@@ -202,7 +202,7 @@ def compared(plan: Plan, command: Sequence[str], *, replay: bool = True) -> tupl
     refused = refused_arguments(plan, command, replay=replay, environment=os.environ)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        said = parse_megatron_args(shlex.join(command), where="the command line", world_size=world_size)
+        said = read_launch(Launch(command=tuple(command)).read(), world_size=world_size)
     except UsageError as error:
         raise UsageError(re.split("; (?:mend it or )?give ", str(error))[0]) from error  # the rest is for an analysis
     settings = {**MEGATRON_DEFAULTS, **said.settings}

@@ -164,9 +164,18 @@ def _function(name: str, *words: str, cwd: Path, env: dict[str, str]) -> Any:
     return done
 
 
+def _recipe_coverage(*words: str, cwd: Path, env: dict[str, str]) -> Any:
+    """The tool of that name."""
+    import recipe_coverage
+    from support.command import call_as_program
+
+    return call_as_program(recipe_coverage.main, ROOT / "tools/recipe_coverage.py", *words, cwd=cwd, env=env)
+
+
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "thdprof": _thdprof,
     "thdprof.run": _run_script,
+    "recipe_coverage": _recipe_coverage,
     "install": partial(_function, "refuse_config"),
     "callback": partial(_function, "refuse_trainer"),
 }

@@ -84,6 +84,10 @@ def scripts() -> list[Case]:
     return [_script(number, values) for number in range(120)]
 
 
+_WITH_BLOCKS = ("conditions", "choices", "functions")
+"""Styles of scripts that only bash can expand."""
+
+
 def _script(number: int, values: Mapping[str, Any]) -> Case:
     rng = random.Random(f"script {number}")
     model = [*values["models"]][number % len(values["models"])]
@@ -114,10 +118,13 @@ def _script(number: int, values: Mapping[str, Any]) -> Case:
     analyze = f"thdprof analyze demo/megatron --megatron-args run.sh {impl} {rng.choice(['', '--gpu h200'])}"
     plain = [word.strip("'\"") for group in pairs.values() for pair in group for word in pair]
     own = [f"WORLD_SIZE={ranks}", "thdprof.run", "--plan", "plan.yaml", "pretrain_gpt.py", *plain]
+    read = [*_words(analyze), *_PLAN]
+    launcher = ["torchrun", f"--nproc-per-node={min(ranks, 8)}", f"--nnodes={max(1, ranks // 8)}"]
+    expanded = [*_words(analyze.replace("--megatron-args run.sh", "")), *_PLAN, "--", *launcher, *own[4:]]
     return Case(
         name=f"script {number}: {model}; {', '.join(chosen)}; {style}",
         files={"run.sh": text, "pretrain_gpt.py": ""},
-        commands=[_words(analyze)] * (number % 10 == 0) + [[*_words(analyze), *_PLAN], own],
+        commands=[_words(analyze)] * (number % 10 == 0) + [read] + [expanded] * (style in _WITH_BLOCKS) + [own],
     )
 
 
@@ -260,9 +267,7 @@ def _model(name: str, file: str, text: str) -> Case:
 
 def recipes() -> list[Case]:
     """The coverage of Megatron-Bridge's performance recipes."""
-    return [
-        Case(name=f"recipes {more}", commands=[_words(f"thdprof recipes {more}")]) for more in ("", "--list", "--json")
-    ]
+    return [Case(name="recipes", commands=[["recipe_coverage"]])]
 
 
 def training() -> list[Case]:

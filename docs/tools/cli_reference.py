@@ -17,7 +17,7 @@ from thdprof.training import Definition, model_definitions
 def commands() -> dict[str, Any]:
     """Every command by name."""
     group: Any = typer.main.get_command(app)
-    return dict(group.commands)
+    return {name: command for name, command in group.commands.items() if not command.hidden}
 
 
 def reference() -> str:

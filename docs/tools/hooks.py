@@ -21,7 +21,6 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "<!-- generated: commands -->": cli_reference.reference,
     "<!-- generated: refused settings -->": settings_reference.reference,
     "<!-- generated: versions -->": readme_parts.versions,
-    "<!-- generated: words -->": readme_parts.words,
 }
 """Lines of pages, and what stands for each in the site."""
 

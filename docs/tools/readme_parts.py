@@ -24,9 +24,4 @@ def part(begin: str, end: str) -> str:
 
 def versions() -> str:
     """Which training systems can use a plan today."""
-    return part("**Which training systems can use a plan today**", "## The problem, and the words for it")
-
-
-def words() -> str:
-    """The problem, its words, and a picture of a report."""
-    return part("## The problem, and the words for it", "## An example")
+    return part("**Which training systems can use a plan today**", "## Limits")

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from thdprof.analyze import analyze_dataset, make_plan
+from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
 from thdprof.analyze.report.contents import profile_command
-from thdprof.analyze.report.json_ import to_dict
-from thdprof.analyze.report.terminal import sentence, verdict_sentence
 from thdprof.analyze.times.gpus import GPUS
 from thdprof.errors import UsageError
 from thdprof.training import Model
@@ -91,7 +90,7 @@ def test_modelled_times_say_how_near_they_were_on_this_gpu(gpu, near):
 
 
 def test_modelled_times_name_the_hosts_of_their_range(monkeypatch):
-    monkeypatch.setattr("thdprof.analyze.times.of_run.local_gpu", lambda: None)
+    monkeypatch.setattr("thdprof.analyze.times.modelled_costs.local_gpu", lambda: None)
     basis = analyze_dataset(LENGTHS, model=MODEL, gpu="h200").times.basis
     assert basis.endswith(" on H200, launched by server processors of 2021 to 2025")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from support.schedules import make_table
 
-from thdprof.analyze.buckets import search
-from thdprof.analyze.buckets.search import (
+from thdprof.analyze.buckets import recommend
+from thdprof.analyze.buckets.recommend import (
     choices_of,
     quickest_covering,
     quickest_within,
@@ -92,7 +92,7 @@ def test_times_that_differ_by_rounding_alone_do_not_add_a_bucket():
 
 @pytest.mark.parametrize("most", [36, 35])
 def test_more_joint_choices_than_are_compared_are_refused(monkeypatch, most):
-    monkeypatch.setattr(search, "_MOST_CHOICES", most)
+    monkeypatch.setattr(recommend, "_MOST_CHOICES", most)
     shapes = [[Bucket(n, 64, 64, size) for n in (2, 4, 8, 16, 32)] for size in (1, 2)]
     costs = SimpleNamespace(total_ms=lambda choices: np.array([1 / (1 + len(c)) for c in choices]))
     if most == 36:  # eagerly, one to four buckets, and the largest one, of each of two sizes
@@ -104,9 +104,9 @@ def test_more_joint_choices_than_are_compared_are_refused(monkeypatch, most):
 
 @pytest.mark.parametrize(("num_shapes", "num_buckets", "choices"), [(5, 2, 16), (3, 9, 8), (4, 4, 16)])
 def test_more_choices_of_shapes_than_are_compared_are_refused(monkeypatch, num_shapes, num_buckets, choices):
-    monkeypatch.setattr(search, "_MOST_CHOICES", choices)
+    monkeypatch.setattr(recommend, "_MOST_CHOICES", choices)
     refuse_long_search(num_shapes, num_buckets)
-    monkeypatch.setattr(search, "_MOST_CHOICES", choices - 1)
+    monkeypatch.setattr(recommend, "_MOST_CHOICES", choices - 1)
     with pytest.raises(UsageError, match=f"^--buckets {num_buckets}: {choices} choices of {num_shapes} shapes are"):
         refuse_long_search(num_shapes, num_buckets)
 
@@ -117,12 +117,12 @@ def test_the_search_takes_every_so_many_th_step_that_its_work_allows(monkeypatch
     costs = SimpleNamespace(class_counts=np.ones(3))
     work = 10 * 4 * 2 * 3 * 7
     for allowed, stride in ((work, 1), (work - 1, 2), (work // 2, 2), (work // 2 - 1, 3), (work // 10, 10)):
-        monkeypatch.setattr(search, "_SEARCH_WORK", allowed)
+        monkeypatch.setattr(recommend, "_SEARCH_WORK", allowed)
         assert search_stride(table, costs, 7) == stride
     one_rank = make_table([1] * 20, ranks=1, num_microbatches=2)
     assert search_stride(one_rank, costs, 7) == 1  # which needs the totals of the classes alone
     ragged = make_table([1] * 3, ranks=1, num_microbatches=[1, 2])
-    monkeypatch.setattr(search, "_SEARCH_WORK", 2 * 2 * 3 * 7 - 1)
+    monkeypatch.setattr(recommend, "_SEARCH_WORK", 2 * 2 * 3 * 7 - 1)
     assert search_stride(ragged, costs, 7) == 2
 
 
@@ -135,7 +135,7 @@ def test_the_search_over_groups_of_ranks_takes_longer_for_each_micro_batch(monke
 
     work = 50 * 7 * 8
     for allowed, stride in ((work, 1), (work - 1, 2), (work // 5, 5), (1, 10)):  # one step is left at least
-        monkeypatch.setattr(search, "_SEARCH_WORK", allowed)
+        monkeypatch.setattr(recommend, "_SEARCH_WORK", allowed)
         assert search_stride(Grouped(), SimpleNamespace(class_counts=np.ones(99)), 7) == stride
 
 

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from thdprof.analyze import Analysis, analyze_dataset
 from thdprof.analyze.caveats import on_the_model
-from thdprof.analyze.report.json_ import to_dict
-from thdprof.analyze.report.terminal import print_report
+from thdprof.analyze.report.analysis import print_report, to_dict
 from thdprof.training import Model, TrainingSettings
 
 

@@ -14,11 +14,11 @@ from support.sample_files import cost_table, write_bridge, write_bridge_npy, wri
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check, dispatch
-from thdprof.analyze.report.words import apart
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.errors import DataError
 from thdprof.plan import Plan, load_plan, parse_plan
+from thdprof.words import apart
 
 COSTS = cost_table()
 PACKS = [[3, 5], [8], [1, 6, 1], [7, 1], [8], [2, 2, 2, 2], [8], [1, 7]]

@@ -13,16 +13,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from support.schedules import make_costs, schedule
+from support.schedules import analyzed_run, make_costs, schedule
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.recommend import recommend
-from thdprof.analyze.buckets.statistics import Profile, fallback_rate
+from thdprof.analyze.buckets.statistics import fallback_rate
 from thdprof.analyze.buckets.step_costs import StepCosts
-from thdprof.analyze.report.terminal import print_report
+from thdprof.analyze.report.analysis import print_report
 from thdprof.analyze.schedule import dynamic_cp
-from thdprof.analyze.schedule.dynamic_cp import deal
-from thdprof.analyze.schedule.dynamic_cp_rounds import Group, StoppedError, aligned
+from thdprof.analyze.schedule.dynamic_cp import Group, StoppedError, aligned, deal
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
 from thdprof.analyze.settings.limits import Limits
 from thdprof.analyze.sources.base import UnpackedDocuments
@@ -555,24 +554,15 @@ def test_ranks_of_a_group_share_the_work_of_attention():
     assert cost.total_ms([every])[0] == pytest.approx(sum(ms))
 
 
-@pytest.mark.parametrize(("run_size", "cp_size"), [(2, 2), (None, 1)])
-def test_costs_are_of_the_runs_size_where_it_is_given_and_of_the_least_size_else(run_size, cp_size):
+@pytest.mark.parametrize("cp_size", [2, 1])
+def test_costs_are_of_the_runs_size(cp_size):
     table = replace(grouped_table(ROWS, ranks=4), squared=np.array([100.0, 100, 800, 50, 100, 100, 300]))
     costs = make_costs(
         replay=((1, None, 1.0), (11, None, 11.0)), eager=100.0, ms_per_squared_token=0.01, squared_tokens=100.0
     )
-    found = recommend(
-        table,
-        Profile.of(table),
-        costs,
-        longest_possible={1: 64, 2: 128, 4: 256},
-        pipeline_size=1,
-        num_slots=1,
-        n_tokens_per_rank=64,
-        independent=len(table),
-        limits=Limits(),
-        cp_size=run_size,
-    )
+    settings = TrainingSettings(seq_length=64, context_parallel_size=cp_size)
+    run = analyzed_run(table, settings, longest_possible={1: 64, 2: 128, 4: 256})
+    found = recommend(run, costs, independent=len(table), limits=Limits())
     caps = sorted({b.max_seqs for b in found.buckets} | {c.max_seqs for c in found.candidates})
     cost = StepCosts(table, costs, caps, [64, 128, 256], 1, n_tokens=64, cp_size=cp_size)
     assert {b.cp_size for b in found.buckets} == {1, 2, 4}
@@ -663,7 +653,7 @@ def test_limits_hold_over_all_sizes(documents, monkeypatch):
     assert tight.recommendation.buckets == ()
     assert tight.recommendation.relative_step_time == 1
     assert free.recommendation.relative_step_time < 1
-    monkeypatch.setattr("thdprof.analyze.buckets.search._MOST_CHOICES", 12)
+    monkeypatch.setattr("thdprof.analyze.buckets.recommend._MOST_CHOICES", 12)
     with pytest.raises(UsageError, match=r"--buckets 1: .* choices for 4 context-parallel sizes are more than the 12"):
         analysed(documents, buckets=1)
 

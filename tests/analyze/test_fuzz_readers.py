@@ -32,8 +32,8 @@ from support.paths import ROOT
 from thdprof.analyze.sources import FORMATS, read_dataset
 from thdprof.analyze.sources.base import PackedRows
 from thdprof.analyze.sources.megatron_sft import conversations_of, lines_of
-from thdprof.analyze.sources.readers import plain_pickle, unpickler
-from thdprof.analyze.sources.readers.parquet_pages import CorruptPage, list_lengths, pages
+from thdprof.analyze.sources.readers import npy, unpickler
+from thdprof.analyze.sources.readers.parquet import CorruptPage, list_lengths, pages
 from thdprof.errors import DataError, UsageError
 
 CASES_A_FILE = 500
@@ -154,7 +154,7 @@ def fuzz(directory: Path, seed: int) -> None:
     for path, format in good.items():
         assert read_one(path, format), path
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
-    plain_pickle.subprocess = SimpleNamespace(run=forked)
+    npy.subprocess = SimpleNamespace(run=forked)
     peak, counts = peak_bytes(), {"cases": 0, "read": 0}
     mutant = directory / "mutant"
     for path, format in good.items():
@@ -188,7 +188,7 @@ def test_mutated_files_read_or_raise_data_error(tmp_path, seed):
     assert 0 < counts["read"] < counts["cases"]
 
 
-def npy(path: Path, pickled: bytes, shape: tuple[int, ...] = (1,)) -> Path:
+def write_npy(path: Path, pickled: bytes, shape: tuple[int, ...] = (1,)) -> Path:
     content = io.BytesIO()
     np.lib.format.write_array_header_1_0(content, {"descr": "|O", "fortran_order": False, "shape": shape})
     path.write_bytes(content.getvalue() + pickled)
@@ -285,7 +285,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pickles_are_refused_in_little_memory(tmp_path, name):
     pickled, text = HOSTILE[name]
-    path = npy(tmp_path / "a.npy", pickled)
+    path = write_npy(tmp_path / "a.npy", pickled)
     tracemalloc.start()
     try:
         with pytest.raises(DataError) as caught:
@@ -307,7 +307,7 @@ def test_pickles_are_never_executed(tmp_path):
             array = np.empty(1, dtype=object)
             array[0] = payload
             for value in (array, payload):
-                path = npy(tmp_path / "a.npy", pickle.dumps(value, protocol=protocol))
+                path = write_npy(tmp_path / "a.npy", pickle.dumps(value, protocol=protocol))
                 with pytest.raises(DataError, match="refused: the pickle"):
                     read_dataset([str(path)])
                 ran += 1
@@ -326,7 +326,7 @@ def test_one_row_repeated_does_not_multiply(tmp_path):
         b"M" + struct.pack("<H", count) + b"\x85", b"](" + row + b"q\x00" + b"h\x00" * (count - 1) + b"e"
     )
     pickletools.dis(pickled, out=io.StringIO())  # a pickle in good order
-    path = npy(tmp_path / "a.npy", pickled, (count,))
+    path = write_npy(tmp_path / "a.npy", pickled, (count,))
     with pytest.raises(DataError, match="more documents than the file has bytes"):
         read_dataset([str(path)])
 
@@ -341,9 +341,9 @@ def test_numbers_split_over_the_end_of_the_file():
 
 def test_a_pickle_that_takes_too_long_is_stopped(tmp_path, monkeypatch):
     """Keys whose hashes collide make a dict take quadratic time, without a loop or a call in the pickle."""
-    monkeypatch.setattr(plain_pickle, "_FREE_SECONDS", 1)
+    monkeypatch.setattr(npy, "_FREE_SECONDS", 1)
     keys = b"".join(b"\x8a\x0b" + (n * (2**61 - 1)).to_bytes(11, "little") + b"N" for n in range(1, 60_000))
-    path = npy(tmp_path / "a.npy", b"\x80\x04}(" + keys + b"u.")
+    path = write_npy(tmp_path / "a.npy", b"\x80\x04}(" + keys + b"u.")
     with pytest.raises(DataError, match="refused: the pickle takes more than 1 s of processor time"):
         read_dataset([str(path)])
 
@@ -361,7 +361,7 @@ def test_where_no_limits_can_be_set_the_file_is_not_blamed(tmp_path, monkeypatch
     path = files.write_bridge_npy(tmp_path / "a.npy", ROWS)
     program = tmp_path / "program.py"
     program.write_text(f"import runpy, sys; {fault}; runpy.run_path({unpickler.__file__!r}, run_name='__main__')")
-    monkeypatch.setattr(plain_pickle, "_PROGRAM", program)
+    monkeypatch.setattr(npy, "_PROGRAM", program)
     with pytest.raises(DataError, match=r"was not read: a pickle is safe to read only in a .* these limits") as raised:
         read_dataset([str(path)])
     assert f"({said}" in str(raised.value)
@@ -369,7 +369,7 @@ def test_where_no_limits_can_be_set_the_file_is_not_blamed(tmp_path, monkeypatch
 
 
 def test_the_reader_is_imported_where_the_system_has_no_limits():
-    code = f"import sys; sys.modules['resource'] = None; import {plain_pickle.__name__}, {unpickler.__name__}"
+    code = f"import sys; sys.modules['resource'] = None; import {npy.__name__}, {unpickler.__name__}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

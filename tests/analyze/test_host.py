@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from thdprof.analyze.times import host, of_run
+from thdprof.analyze.times import modelled_costs
 from thdprof.analyze.times.gpus import GPUS
-from thdprof.analyze.times.host import STATED, HostRate, measured_host
+from thdprof.analyze.times.modelled_costs import STATED, HostRate, measured_host
 
 
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with a GPU and torch, whose measurement is made by a function that is given."""
-    monkeypatch.setattr(host, "has_gpu", lambda: True)
+    monkeypatch.setattr(modelled_costs, "has_gpu", lambda: True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     asked: list[list[str]] = []
 
@@ -71,7 +71,7 @@ def test_nothing_is_run_without_a_gpu_or_without_torch(machine, monkeypatch):
     assert measured_host() is None
     measured_host.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(host, "has_gpu", lambda: False)
+    monkeypatch.setattr(modelled_costs, "has_gpu", lambda: False)
     assert measured_host() is None
     assert asked == []
 
@@ -79,16 +79,16 @@ def test_nothing_is_run_without_a_gpu_or_without_torch(machine, monkeypatch):
 @pytest.mark.parametrize(("here", "taken"), [("h100", "measured"), ("h200", "stated"), (None, "stated")])
 def test_a_measured_host_counts_for_the_gpu_of_this_machine_alone(monkeypatch, here, taken):
     measured = HostRate(low_us=10.0, high_us=12.0, basis="this machine")
-    monkeypatch.setattr(of_run, "measured_host", lambda: measured)
-    monkeypatch.setattr(of_run, "local_gpu", lambda: None if here is None else GPUS[here])
-    assert of_run.host_of(GPUS["h100"]) is {"measured": measured, "stated": STATED}[taken]
+    monkeypatch.setattr(modelled_costs, "measured_host", lambda: measured)
+    monkeypatch.setattr(modelled_costs, "local_gpu", lambda: None if here is None else GPUS[here])
+    assert modelled_costs.host_of(GPUS["h100"]) is {"measured": measured, "stated": STATED}[taken]
 
 
 def test_the_driver_tells_the_gpu_of_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr(of_run, "DRIVER", tmp_path)
-    assert of_run.local_gpu() is None
+    monkeypatch.setattr(modelled_costs, "DRIVER", tmp_path)
+    assert modelled_costs.local_gpu() is None
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA A100-SXM4-80GB\nIRQ: 1\n")
-    assert of_run.local_gpu() is GPUS["a100"]
+    assert modelled_costs.local_gpu() is GPUS["a100"]
     (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA L40S\n")
-    assert of_run.local_gpu() is None
+    assert modelled_costs.local_gpu() is None

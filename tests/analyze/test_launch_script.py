@@ -12,12 +12,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from thdprof.analyze.settings.batch_schedule import read_schedule
-from thdprof.analyze.settings.launch_script import parse_megatron_args
+from thdprof.analyze.settings.launch_flags import near_misses
+from thdprof.analyze.settings.launch_script import read_launch, read_schedule
 from thdprof.analyze.settings.megatron_flags import FLAGS
-from thdprof.analyze.settings.near_misses import near_misses
-from thdprof.analyze.settings.shell import read_shell
-from thdprof.analyze.settings.training_command import training_command
+from thdprof.analyze.settings.shell import read_script
+from thdprof.analyze.settings.training_command import read_training_command
 from thdprof.errors import UsageError
 from thdprof.training import definitions
 
@@ -120,8 +119,11 @@ OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc_per_node=4 \\
 """
 
 
+FRONT = "put thdprof in front of the command that trains, where bash has decided: thdprof analyze -o plan.yaml -- torchrun ..."
+
+
 def parse(text: str, **keywords):
-    return parse_megatron_args(text, where="run.sh", **keywords)
+    return read_launch(read_script(text, where="run.sh"), **keywords)
 
 
 def test_arrays_as_in_megatron_examples():
@@ -234,11 +236,15 @@ def test_mixed_weights_are_refused_as_megatron_does():
         ("python x.py --seed `date '+%s'`", "run.sh, line 1: --seed: `date '+%s'` is a command's output; give --seed"),
         ("torchrun --nproc_per_node 8 --nnodes $SLURM_NNODES x.py --seq-length 8", "run.sh, line 1: --nnodes: $SLURM_NNODES is not set in the file; give --data-parallel-size"),
         ("torchrun --nproc_per_node gpu x.py --seq-length 8", "run.sh, line 1: --nproc_per_node gpu: not a whole number of at least 1; mend it or give --data-parallel-size"),
-        ("X=1\nif [ $A = 2 ]; then\n  X=2\nfi\npython x.py --micro-batch-size $X", "run.sh, line 5: --micro-batch-size: $X is set under a condition (line 3); give --micro-batch-size"),
-        ("[ -n $A ] && X=2 || X=3\npython x.py --micro-batch-size $X", "run.sh, line 2: --micro-batch-size: $X is set under a condition (line 1); give --micro-batch-size"),
-        ("for M in 1 2; do\npython x.py --micro-batch-size $M\ndone", "run.sh, line 2: --micro-batch-size: $M is a loop's variable (line 1); give --micro-batch-size"),
-        ("A=(--seq-length 8)\nif $B; then\nA+=(--context-parallel-size 2)\nfi\npython x.py ${A[@]}", "run.sh, line 3: --context-parallel-size is given only under a condition; give --context-parallel-size"),
-        ('A="--seq-length 8"\n$B && A="$A --context-parallel-size 2"\npython x.py $A', "run.sh, line 3: --context-parallel-size is given only under a condition; give --context-parallel-size"),
+        ("X=1\nif [ $A = 2 ]; then\n  X=2\nfi\npython x.py --micro-batch-size $X", "run.sh, line 5: --micro-batch-size: $X is set under a condition (line 3); give --micro-batch-size, or " + FRONT),
+        ("[ -n $A ] && X=2 || X=3\npython x.py --micro-batch-size $X", "run.sh, line 2: --micro-batch-size: $X is set under a condition (line 1); give --micro-batch-size, or " + FRONT),
+        ("for M in 1 2; do\npython x.py --micro-batch-size $M\ndone", "run.sh, line 2: the command that trains stands in a loop (line 1), which is not followed; " + FRONT),
+        ("A=(--seq-length 8)\nif $B; then\nA+=(--context-parallel-size 2)\nfi\npython x.py ${A[@]}", "run.sh, line 3: flags in $A, which is set under a condition (line 3); " + FRONT),
+        ('A="--seq-length 8"\n$B && A="$A --context-parallel-size 2"\npython x.py $A', "run.sh, line 3: flags in $A, which is set under a condition (line 2); " + FRONT),
+        ("for M in 1 2; do :; done\npython x.py --micro-batch-size $M", "run.sh, line 2: --micro-batch-size: $M is a loop's variable (line 1); give --micro-batch-size, or " + FRONT),
+        ("f() {\npython x.py --seq-length 8\n}\nf", "run.sh, line 2: the command that trains stands in a function (line 1), which is not followed; " + FRONT),
+        ("function f\n{\npython x.py \"$@\"\n}\nf --seq-length 8", "run.sh, line 5: the command that trains stands in a function (line 1), which is not followed; " + FRONT),
+        ("case $A in\n8) python x.py --seq-length 8;;\nesac", "run.sh, line 2: the command that trains stands under a condition (line 1), which is not followed; " + FRONT),
         ("python x.py --seq-length 8\npython x.py --seq-length 9", "run.sh, lines 1 and 2: commands disagree on --seq-length; give --seq-length"),
         ("python x.py --seq-length 4k", "run.sh, line 1: --seq-length 4k: not a whole number of at least 1; mend it or give --seq-length"),
         ("python x.py --seq-length --bf16", "run.sh, line 1: --seq-length has no value; give --seq-length"),
@@ -262,13 +268,20 @@ def test_an_array_that_is_empty_either_way_is_known():
     assert not any("$A" in note for note in found.notes)
 
 
-def test_an_array_that_is_written_anew_with_itself_before_more_keeps_what_it_had():
-    text = 'A=(--seq-length 8)\nif $B; then\nA=("${A[@]}" --context-parallel-size 2)\nfi\npython x.py ${A[@]}'
-    with pytest.raises(UsageError, match="line 3: --context-parallel-size is given only under a condition"):
-        parse(text)
-    assert parse(text, given={"context_parallel_size": 2}).settings["seq_length"] == 8
-    with pytest.raises(UsageError, match=r"\$A is set under a condition \(line 3\)|none of Megatron-LM's flags found"):
-        parse(text.replace('"${A[@]}" --context', "--context"))
+def test_blocks_that_decide_no_value_that_matters_are_passed_over():
+    text = """
+    if [ ! -f pretrain_gpt.py ]; then echo "no --seq-length here"; exit 1; fi
+    [ -n "$LOGS" ] && DIR=/logs || DIR=/tmp
+    cd /megatron || exit 1
+    for node in a b; do ping $node && UP=1; done
+    clean() { rm -rf "$DIR"; }
+    { SEED=3; }
+    if true; then SEED=3; fi
+    torchrun --nproc-per-node 4 pretrain_gpt.py --seq-length 8 --seed $SEED --save "$DIR" --micro-batch-size $M
+    """
+    found = parse(text, given={"micro_batch_size": 2})
+    assert (found.settings["seq_length"], found.settings["seed"], found.settings["data_parallel_size"]) == (8, 3, 4)
+    assert found.notes == []
 
 
 def test_what_the_caller_has_need_not_be_settled():
@@ -330,12 +343,11 @@ def test_a_parsing_loop_in_the_script_is_not_the_command():
         *) echo "unknown --option $1"; exit 1;;
       esac
     done
-    function launch() {
-      python x.py --seq-length $SEQ
-    }
-    launch
+    python x.py --seq-length $SEQ
     """
     assert parse(text).settings["seq_length"] == 4096
+    with pytest.raises(UsageError, match=r"\$MBS is set under a condition \(line 6\)"):
+        parse(text.replace("$SEQ", "$SEQ --micro-batch-size $MBS"))
 
 
 def test_nothing_is_run(tmp_path):
@@ -362,7 +374,7 @@ EXPANSIONS = [
 @pytest.mark.parametrize("line", EXPANSIONS)
 def test_words_are_those_of_bash(line):
     expected = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout
-    words = [w.text for w in read_shell(line).commands[-1]]
+    words = [w.text for w in read_script(line, where="x").commands[-1].words]
     assert words[:2] == ["printf", "%s\\n"]
     assert words[2:] == expected.splitlines()
 
@@ -397,7 +409,7 @@ def test_only_defaults_of_the_values_that_count_are_noted():
     found = parse(text)
     assert found.settings.items() >= {"seq_length": 64, "seed": 3, "global_batch_size": 16}.items()
     assert found.notes == ["run.sh: the script's own defaults are taken for A, GPUS, LEN, MBS, SEED"]
-    found = parse_megatron_args(text, where="run.sh", given={"seed": 4, "data_parallel_size": 1})
+    found = parse(text, given={"seed": 4, "data_parallel_size": 1})
     assert found.notes == ["run.sh: the script's own defaults are taken for A, LEN, MBS"]
     found = parse('CMD="pretrain_gpt.py --seq-length ${LEN:-64} --lr ${LR:-1}"\nWORLD_SIZE=${N:-2}\nbash -c "$CMD"\n')
     assert found.notes == ["run.sh: the script's own defaults are taken for LEN, N"]
@@ -426,8 +438,9 @@ def test_the_very_command_line_of_a_run_by_a_plan_is_read_as_the_run_without_it(
     assert parse(by_plan) == parse(alone)
     assert parse(by_plan).settings["seq_length"] == 64
     assert parse(alone).notes in ([], ["run.sh: does not tell the number of ranks; give --data-parallel-size"])
-    assert training_command(by_plan, where="run.sh") == training_command(alone, where="run.sh")
-    assert training_command(by_plan, where="run.sh").program == "pretrain_gpt.py"
+    commands = [read_training_command(read_script(text, where="run.sh")) for text in (by_plan, alone)]
+    assert commands[0] == commands[1]
+    assert commands[0].program == "pretrain_gpt.py"
 
 
 @pytest.mark.referee
@@ -581,7 +594,7 @@ def test_documents_that_training_would_not_see_are_noted():
 
 def test_sizes_that_the_caller_has_divide_the_ranks():
     text = "WORLD_SIZE=8\npretrain_gpt.py --seq-length 8"
-    found = parse_megatron_args(text, where="run.sh", given={"pipeline_parallel_size": 4})
+    found = parse(text, given={"pipeline_parallel_size": 4})
     assert found.settings["data_parallel_size"] == 2
 
 
@@ -623,7 +636,8 @@ def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(megatron_parser):
     for action in megatron_parser._actions:
         for flag in action.option_strings:
             if flag.startswith("--"):
-                commands = read_shell(f"torchrun pretrain_gpt.py --micro-batch-size 2 {flag} 4\n").commands
-                assert not [*near_misses(commands)], flag
+                text = f"torchrun pretrain_gpt.py --micro-batch-size 2 {flag} 4\n"
+                commands = read_script(text, where="x").commands
+                assert not [*near_misses(command.words for command in commands)], flag
                 checked += 1
     assert checked > 400

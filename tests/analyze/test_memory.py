@@ -13,25 +13,24 @@ from hypothesis import strategies as st
 from rich.console import Console
 from support.paths import ROOT
 from support.sample_files import cost_table, write_lines
-from support.schedules import make_costs, make_table
+from support.schedules import analyzed_run, make_costs, make_table
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
-from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
 from thdprof.analyze.buckets.saved_tensors import (
     around_router,
     layer_kinds,
     layer_tensors,
     mtp_around_router,
     mtp_tensors,
+    pass_bytes,
+    saved_bytes,
 )
-from thdprof.analyze.report.json_ import to_json
-from thdprof.analyze.report.peak import capture_sentence, memory_sentence
-from thdprof.analyze.report.terminal import print_report
-from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
+from thdprof.analyze.report.analysis import print_report, to_json
+from thdprof.analyze.report.sentences import capture_sentence, memory_sentence
 from thdprof.analyze.settings.resolve import resolve_settings
-from thdprof.analyze.times.capture import OVERHEAD_SECONDS, predict_capture
-from thdprof.analyze.times.memory import predict_memory, slot_bytes
+from thdprof.analyze.times.answer import OVERHEAD_SECONDS, predict_capture
+from thdprof.analyze.times.memory import eager_in_flight, predict_memory, slot_bytes
 from thdprof.analyze.times.parameters import adapted_widths, stage_parameters, stages, state_bytes
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket
 from thdprof.plan import load_plan, parse_plan
@@ -272,14 +271,11 @@ LARGE = like(
 def dropless_peak(model=LARGE, *, caps=(9,), slots=((1,),), counts=(1, 2, 9, 2), costs=None, watched=False, **given):
     """The predicted memory of micro-batches of 4,096 tokens in dropless experts."""
     table = make_table(counts, ranks=1, num_microbatches=len(counts))
+    settings = run_of(**{"seq_length": 4096, "experts": "dropless", **given})
     return predict_memory(
-        model,
-        run_of(**{"seq_length": 4096, "experts": "dropless", **given}),
-        table,
-        buckets=[Bucket(cap, 4096, 4096) for cap in caps],
-        slots=slots,
-        costs=costs or built_in_costs("transformer_engine", 4096),
-        n_tokens=4096,
+        analyzed_run(table, settings, n_tokens=4096, slots=slots, model=model),
+        costs or built_in_costs("transformer_engine", 4096),
+        [Bucket(cap, 4096, 4096) for cap in caps],
         watched=watched,
     )
 
@@ -438,11 +434,12 @@ def test_graphs_of_single_layers_keep_what_the_model_recomputes(modules):
         table = make_table([1, 2, 9, 2], ranks=1, num_microbatches=4)
         found = {
             layers: predict_memory(
-                chosen, settings, table, buckets=[Bucket(2, 4096, 4096)], slots=((1,),), n_tokens=4096,
-                costs=built_in_costs("transformer_engine", 4096), layer_graphs=layers,
+                analyzed_run(table, settings, n_tokens=4096, model=chosen, layer_graphs=layers),
+                built_in_costs("transformer_engine", 4096),
+                [Bucket(2, 4096, 4096)],
             )
             for layers in (False, True)
-        }  # fmt: skip
+        }
         assert found[True].graph_bytes == plain
         assert found[True].eager_bytes == found[False].eager_bytes  # eager micro-batches recompute
 
@@ -604,13 +601,9 @@ def test_two_eager_neighbours_are_in_flight_together_only_on_ranks_that_hold_two
 def peak(model, table, *, caps=(), costs=None, slots=((1,),), watched=False, **given):
     """The predicted memory with buckets of `caps` documents."""
     return predict_memory(
-        model,
-        run_of(**given),
-        table,
-        buckets=[Bucket(cap, 64, 64) for cap in caps],
-        slots=slots,
-        costs=costs or built_in_costs("transformer_engine", 64),
-        n_tokens=64,
+        analyzed_run(table, run_of(**given), slots=slots, model=model),
+        costs or built_in_costs("transformer_engine", 64),
+        [Bucket(cap, 64, 64) for cap in caps],
         watched=watched,
     )
 
@@ -672,17 +665,15 @@ def test_without_fallbacks_the_peak_is_at_the_last_capture_where_activations_out
     costs = make_costs(slot_bytes=2**30, bucket_overhead=1 / 64)
     small = peak(model, table, caps=(2, 9), costs=costs)
     assert (small.moment, small.graph_bytes, small.eager_in_flight) == ("training", 2**30 + 2**24, 0)
-    run = {
-        "buckets": [Bucket(2, 8192, 8192), Bucket(9, 8192, 8192)],
-        "slots": ((1,),),
-        "costs": costs.model_copy(update={"n_tokens": 8192}),
-        "n_tokens": 8192,
-    }
-    large = predict_memory(model, run_of(seq_length=8192), table, **run)
+    run, costs = (
+        analyzed_run(table, run_of(seq_length=8192), n_tokens=8192, model=model),
+        costs.model_copy(update={"n_tokens": 8192}),
+    )
+    large = predict_memory(run, costs, [Bucket(2, 8192, 8192), Bucket(9, 8192, 8192)])
     assert (large.moment, large.graph_bytes, large.outside_bytes) == ("capture", 2**30, 0)  # before the second bucket
     assert large.state_bytes == pytest.approx(small.state_bytes * 10 / 18, abs=1)  # without Adam's moments
     assert large.eager_bytes > 100 * MIB  # a warm-up pass
-    one = predict_memory(model, run_of(seq_length=8192), table, **{**run, "buckets": run["buckets"][1:]})
+    one = predict_memory(run, costs, [Bucket(9, 8192, 8192)])
     assert (one.moment, one.graph_bytes) == ("training", 2**30)  # the first capture is beside nothing
 
 
@@ -857,14 +848,17 @@ def test_the_prediction_lies_within_a_tenth_of_what_training_reserved(told):
         data_parallel_size=ranks,
         global_batch_size=8 * ranks,
     )
-    found = predict_memory(
-        model_of(row),
-        settings,
+    run = analyzed_run(
         make_table(n_seqs, ranks=ranks, num_microbatches=counts),
-        buckets=[Bucket(60 + n, tokens, tokens // cp, cp) for n in range(result["captures"] // _slots(row))],
-        slots=slots(pipeline_size=row["pp"], num_chunks=1, num_microbatches=8),
-        costs=built_in_costs("transformer_engine", tokens // cp),
+        settings,
         n_tokens=tokens // cp,
+        slots=slots(pipeline_size=row["pp"], num_chunks=1, num_microbatches=8),
+        model=model_of(row),
+    )
+    found = predict_memory(
+        run,
+        built_in_costs("transformer_engine", tokens // cp),
+        [Bucket(60 + n, tokens, tokens // cp, cp) for n in range(result["captures"] // _slots(row))],
     )
     assert found.peak_bytes == pytest.approx(result["peak_bytes"], rel=0.1)
     if found.moment == "training":

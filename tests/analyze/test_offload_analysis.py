@@ -10,7 +10,7 @@ import pytest
 
 from thdprof.analyze import Analysis, analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import MeasuredModel, built_in_costs
-from thdprof.analyze.buckets.offload_memory import OffloadPrediction, most_slots, predict_offload, saved_by_layers
+from thdprof.analyze.buckets.saved_tensors import OffloadPrediction, predict_offload, saved_by_layers
 from thdprof.analyze.settings.offload_choice import by_megatron_core, check_choice, choice_of, without_experts
 from thdprof.analyze.sources.demo import write_demo
 from thdprof.errors import UsageError
@@ -41,7 +41,7 @@ def predicted(analysis: Analysis, choice: Choice) -> OffloadPrediction:
         analysis.costs,
         choice,
         n_tokens=analysis.n_tokens_max,
-        num_slots=most_slots(analysis.slots),
+        num_slots=max(sum(rank) / (len(analysis.slots) * len(rank)) for rank in analysis.slots),
         graph_memory_bytes=analysis.recommendation.graph_memory_bytes,
     )
 

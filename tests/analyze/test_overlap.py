@@ -11,12 +11,20 @@ from support.overlapping import BIG
 from support.sample_files import write_lines
 
 from thdprof.analyze import analyze_dataset, make_plan
-from thdprof.analyze.report.overlap import overlap_sentence
+from thdprof.analyze.report.sentences import overlap_sentence
 from thdprof.analyze.settings.layers_choice import layers_asked
-from thdprof.analyze.times.data_parallel import Outside, Transfer, backward_ms, forward_ms
 from thdprof.analyze.times.gpus import GPUS
-from thdprof.analyze.times.overlap import GRAPH_MS, predict_overlap
-from thdprof.analyze.times.queues import SLOWED, Task, together_ms
+from thdprof.analyze.times.overlap import (
+    GRAPH_MS,
+    SLOWED,
+    Outside,
+    Task,
+    Transfer,
+    backward_ms,
+    forward_ms,
+    predict_overlap,
+    together_ms,
+)
 from thdprof.errors import UsageError
 from thdprof.plan import load_plan
 from thdprof.training import Model, TrainingSettings

@@ -11,10 +11,8 @@ from support import sample_files as files
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import check
-from thdprof.analyze.report.check import print_check
-from thdprof.analyze.report.check import to_dict as check_to_dict
-from thdprof.analyze.report.json_ import to_dict
-from thdprof.analyze.report.terminal import print_report
+from thdprof.analyze.report.analysis import print_report, to_dict
+from thdprof.analyze.report.comparison import check_to_dict, print_check
 from thdprof.plan import parse_plan
 
 ROWS = [[4, 3], [5, 5], [9], [2, 2, 2]]  # tokens that documents train

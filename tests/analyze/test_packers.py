@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from support import strategies
 
 from thdprof.analyze.schedule import compiled
-from thdprof.analyze.schedule.dp_balanced import dp_balanced
-from thdprof.analyze.schedule.packers import pack_rows
+from thdprof.analyze.schedule.packers import dp_balanced, pack_rows
 from thdprof.errors import DataError, UsageError
 from thdprof.training import TrainingSettings
 

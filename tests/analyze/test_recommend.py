@@ -8,30 +8,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from support.schedules import make_costs, make_table
+from support.schedules import analyzed_run, make_costs, make_table
 
-from thdprof.analyze.buckets.candidates import candidate_caps
 from thdprof.analyze.buckets.cost_table import EagerPoint, built_in_costs
-from thdprof.analyze.buckets.rank_counts import RankCounts
-from thdprof.analyze.buckets.recommend import recommend
+from thdprof.analyze.buckets.recommend import candidate_caps, recommend
 from thdprof.analyze.buckets.statistics import Histogram, Profile, fallback_rate, upper_bound
-from thdprof.analyze.buckets.step_costs import StepCosts
-from thdprof.analyze.report.terminal import sentence
+from thdprof.analyze.buckets.step_costs import RankCounts, StepCosts
+from thdprof.analyze.report.analysis import sentence
 from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
 from thdprof.errors import UsageError
 
 
-def recommend_for(table, costs, **options):
-    settings = {
-        "longest_possible": {1: 64},
-        "pipeline_size": 1,
-        "num_slots": 1,
-        "n_tokens_per_rank": 64,
-        "independent": len(table),
-        "limits": Limits(),
-    }
-    return recommend(table, Profile.of(table), costs, **{**settings, **options})
+def recommend_for(table, costs, *, independent=None, limits=None, **options):
+    run = analyzed_run(table, **options)
+    return recommend(run, costs, independent=independent or len(table), limits=limits or Limits())
 
 
 def brute_force_step_ms(table, costs, buckets, pipeline=1) -> float:
@@ -390,7 +381,7 @@ def test_ranks_that_decide_together_have_caps_of_what_they_ask_for_together(rng)
 def test_more_choices_than_are_compared_are_refused(monkeypatch):
     table, costs = make_table([1, 20, 33, 140], ranks=1, num_microbatches=1), make_costs()
     assert len(recommend_for(table, costs, limits=Limits(num_buckets=2)).candidates) == 4
-    monkeypatch.setattr("thdprof.analyze.buckets.search._MOST_CHOICES", 10)
+    monkeypatch.setattr("thdprof.analyze.buckets.recommend._MOST_CHOICES", 10)
     with pytest.raises(UsageError, match=r"--buckets 2: 11 choices of 4 shapes are more than the 10 that are compared"):
         recommend_for(table, costs, limits=Limits(num_buckets=2))
 

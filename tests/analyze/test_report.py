@@ -26,11 +26,11 @@ from thdprof.analyze.buckets.cost_table import EagerPoint
 from thdprof.analyze.buckets.statistics import Histogram
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.analyze.profile.run_profile import RunProfile
-from thdprof.analyze.report import figures, findings, open_report
+from thdprof.analyze.report import figures, open_report
+from thdprof.analyze.report.analysis import reasons
 from thdprof.analyze.report.contents import Report, profile_command
-from thdprof.analyze.report.findings import sentences
-from thdprof.analyze.report.findings.shapes import joint_title
-from thdprof.analyze.report.terminal import reasons
+from thdprof.analyze.report.figures import make_figures
+from thdprof.analyze.report.figures.microbatches import joint_text
 from thdprof.analyze.report.write import Written
 from thdprof.errors import DataError
 from thdprof.files import json_text
@@ -82,19 +82,19 @@ def demo_with_times(made, origin, **settings):
 
 def test_sentences_tell_measured_and_modelled_times(made):
     measured, modelled = (report_on(demo_with_times(made, origin)) for origin in ("measured", "modelled"))
-    assert sentences(measured, 113)[2].text == (
+    assert make_figures(measured, 113)[2].text == (
         "One cap of 113 documents replays 99.0% of micro-batches, but 45.2% of steps wait for an eager one: a step "
         "takes 0.304 of its eager time."
     )
-    assert sentences(measured, 64)[2].text.endswith(
+    assert make_figures(measured, 64)[2].text.endswith(
         ": a step takes 0.359 of its eager time, under the recommended cap, 113, 0.304."
     )
-    assert sentences(measured, 113)[3].text == (
+    assert make_figures(measured, 113)[3].text == (
         "Graphs for 64, 113 and 358 documents were chosen because a step takes 0.256 of its eager time and no step "
         "waits for an eager micro-batch: 15.7% less than under the recommended cap, 113."
     )
-    assert sentences(modelled, 113)[2].text.endswith(": a step takes 0.26 to 0.37 of its eager time.")
-    assert " a step takes 0.19 to 0.31 of its eager time " in sentences(modelled, 113)[3].text
+    assert make_figures(modelled, 113)[2].text.endswith(": a step takes 0.26 to 0.37 of its eager time.")
+    assert " a step takes 0.19 to 0.31 of its eager time " in make_figures(modelled, 113)[3].text
 
 
 def test_the_range_of_a_cap_is_that_of_eager_times(made, tmp_path):
@@ -176,7 +176,7 @@ def test_a_drift_is_told_from_chance(tmp_path):
     rising = report_of(
         write_rows(tmp_path / "b.jsonl", rows([10] * 1000 + [30] * 1000)), seq_length=64, loader="single"
     )
-    text = {name: sentences(r, 8)[5].text for name, r in (("steady", steady), ("rising", rising))}
+    text = {name: make_figures(r, 8)[5].text for name, r in (("steady", steady), ("rising", rising))}
     assert text["steady"].startswith("Documents of a micro-batch do not drift: ")
     assert text["rising"].startswith(
         "Documents of a micro-batch drift: from the first third of the run to the last P50 goes from 6 to 15 "
@@ -191,12 +191,12 @@ def test_parts_are_told_apart(tmp_path):
         profiles.append(make_profile(analysis))
         plans.append(make_plan(analysis))
     merged = Report(plan=plans[0], profile=merge_profiles(profiles, names="ab"), comparison=None)
-    assert sentences(merged, 8)[6].text == (
+    assert make_figures(merged, 8)[6].text == (
         "P99 of documents is 12 in chat and 3 in code: a cap at the P99 of all is not that of each."
     )
-    assert "less than the best single cap" not in sentences(merged, 8)[3].text  # that is of other data
-    assert sentences(merged, 8)[3].text.endswith(", on the data that the plan was made for.")
-    assert "the run " not in sentences(merged, 8)[5].text  # there never was one of both
+    assert "less than the best single cap" not in make_figures(merged, 8)[3].text  # that is of other data
+    assert make_figures(merged, 8)[3].text.endswith(", on the data that the plan was made for.")
+    assert "the run " not in make_figures(merged, 8)[5].text  # there never was one of both
     drift = figures.drift(merged, 8)
     assert "segment of each run, about 50 steps each" in drift.svg
     drawn = figures.parts(merged, 8)
@@ -233,15 +233,15 @@ def test_a_run_of_any_number_of_steps_has_no_empty_stretch(tmp_path, steps):
     for kind, whole in (("segment_microbatch", "microbatch"), ("segment_step_max", "step_max")):
         by_segment = report.profile.rows(kind).groupby(["n_seqs"])["count"].sum()
         assert by_segment.to_dict() == report.profile.rows(whole).groupby(["n_seqs"])["count"].sum().to_dict()
-    found = findings.drift(report, 4)
+    found = figures.drift(report, 4).values
     bins = min(steps, 64)
-    assert len(found.stalled) == len(found.step_median) == bins
+    assert len(found["over_cap_step_share"]) == len(found["step_max_p50_documents"]) == bins
     stretches = [[k for k in range(steps) if k * bins // steps == i] for i in range(bins)]
     assert all(stretches)
     documents = [np.array([k % 7 + 1 for k in stretch]) for stretch in stretches]
-    assert found.percentiles["max"].tolist() == [d.max() for d in documents]
-    assert found.stalled.tolist() == [np.mean(d > 4) for d in documents]
-    told = sentences(report, 4)
+    assert found["n_seqs_documents"]["max"] == [d.max() for d in documents]
+    assert found["over_cap_step_share"] == [np.mean(d > 4) for d in documents]
+    told = make_figures(report, 4)
     assert not any("nan" in sentence.text for sentence in told)
     written = Written(cap=4, findings=told, files=()).to_json()
     json.loads(written, parse_constant=no_constant)
@@ -260,10 +260,11 @@ def test_runs_of_different_lengths_joined_have_no_empty_stretch(tmp_path):
         profiles.append(make_profile(analysis, part=part))
         plans.append(make_plan(analysis))
     merged = Report(plan=plans[0], profile=merge_profiles(profiles, names="abc"), comparison=None)
-    found = findings.drift(merged, 1)
-    assert found.stalled.tolist() == [1.0] * len(found.stalled)
-    assert found.percentiles["p50"].tolist() == [2] * len(found.stalled)
-    assert 10 < len(found.stalled) <= 25
+    found = figures.drift(merged, 1).values
+    number = len(found["over_cap_step_share"])
+    assert found["over_cap_step_share"] == [1.0] * number
+    assert found["n_seqs_documents"]["p50"] == [2] * number
+    assert 10 < number <= 25
 
 
 def test_a_number_that_json_does_not_have_is_never_written():
@@ -282,7 +283,7 @@ def test_a_plan_without_graphs_and_a_pipeline_with_chunks(made, tmp_path):
     report = report_of(path, seq_length=8, loader="single", cost_table=costs)
     assert report.plan.graphs.buckets == []
     assert (report.recommended_cap, report.default_cap) == (None, 8)
-    texts = [sentence.text for sentence in sentences(report, 1)]
+    texts = [sentence.text for sentence in make_figures(report, 1)]
     assert "Running eagerly was chosen: no graphs that were considered save 2% of the step time." in texts
     assert (
         "The plan captures nothing, so no slot and no graph memory are needed; with one cap of 1 document the only "
@@ -292,14 +293,14 @@ def test_a_plan_without_graphs_and_a_pipeline_with_chunks(made, tmp_path):
     piped = report_of(
         path, seq_length=8, loader="single", pipeline_parallel_size=4, virtual_pipeline_size=2, global_batch_size=8
     )
-    assert sentences(piped, 4)[7].text.startswith("The busiest of 4 pipeline ranks needs 12 slots; ")
+    assert make_figures(piped, 4)[7].text.startswith("The busiest of 4 pipeline ranks needs 12 slots; ")
     assert "Slots of each pipeline rank: " in figures.memory(piped, 4).alt
 
 
 def test_limits_are_named_only_where_they_decided(made):
     report = report_on(demo_with_times(made, "measured", graph_memory_bytes=1))
     assert report.plan.graphs.impl == "none"
-    texts = [sentence.text for sentence in sentences(report, report.default_cap)]
+    texts = [sentence.text for sentence in make_figures(report, report.default_cap)]
     assert "Running eagerly was chosen: no graphs within the limits that were given save 2% of the step time." in texts
     assert texts[7].startswith("The plan captures nothing, so no slot and no graph memory are needed; with one cap of ")
     assert texts[7].endswith(" the only pipeline rank would need 1 slot and about 1.7 GiB of graph memory.")
@@ -312,7 +313,7 @@ def test_memory_is_told_after_offloading(made, thdprof, tmp_path):
     report = report_on(analysis)
     assert moved.device_bytes_freed > 2**27
     after, host = moved.graph_memory_bytes / 2**30, moved.host_bytes / 2**30
-    text = sentences(report, 113)[7].text
+    text = make_figures(report, 113)[7].text
     assert text.startswith(
         f"The only pipeline rank needs 1 slot, about {after:.1f} GiB of graph memory for 3 graphs a slot after "
         f"offloading and {host:.1f} GiB of pinned host memory: "
@@ -330,21 +331,21 @@ def test_memory_is_told_after_offloading(made, thdprof, tmp_path):
 
 def test_headlines_of_few_kinds_of_micro_batches(tmp_path):
     two = report_of(write_rows(tmp_path / "a.jsonl", [[8]] * 3 + [[2] * 4] * 2), seq_length=8, loader="single")
-    assert sentences(two, 4)[0].text == (
+    assert make_figures(two, 4)[0].text == (
         "Half of the micro-batches hold at most 1 document, the fullest, 40.0% of all, 4; the longest document has 8 "
         "tokens at the median and 8 at most."
     )
     one = report_of(write_rows(tmp_path / "b.jsonl", [[1]] * 5), seq_length=1, loader="single")
-    assert sentences(one, 1)[0].text == (
+    assert make_figures(one, 1)[0].text == (
         "Every micro-batch holds 1 document; the longest document has 1 token at the median and 1 at most."
     )
-    told = "".join(s.text for s in sentences(one, 1)) + one._repr_html_()
+    told = "".join(s.text for s in make_figures(one, 1)) + one._repr_html_()
     assert re.findall(r"\b1 (?:documents|tokens|steps|slots|micro-batches|rows)\b", told) == []
     counts = [1] * 95 + [2] * 5
     few = report_of(
         write_rows(tmp_path / "c.jsonl", [[1] * (n - 1) + [9 - n] for n in counts]), seq_length=8, loader="single"
     )
-    assert sentences(few, 1)[0].text.startswith(
+    assert make_figures(few, 1)[0].text.startswith(
         "Half of the micro-batches hold at most 1 document, the fullest, 5.0% of all, 2; "
     )
 
@@ -369,13 +370,13 @@ def test_drawings_are_the_same_bytes_and_carry_no_colour_of_ink(made):
     )  # fmt: skip
     for figure in figures.ALL:
         drawn = figure(report, 64)
-        assert drawn == figure(report, 64)
         if drawn.id == "parts":
             continue
+        assert drawn.standalone() == figure(report, 64).standalone()
         root = ElementTree.fromstring(drawn.standalone().split("\n", 1)[1])
         names = [child.tag.split("}")[1] for child in root][:3]
         assert names == ["style", "title", "desc"]
-        assert root[1].text == root.get("aria-label") == drawn.title
+        assert root[1].text == root.get("aria-label") == drawn.text
         assert len(root[2].text) > 60
         assert root.get("role") == "img"
         colours = set(re.findall(r"#[0-9a-f]{6}", drawn.svg))
@@ -440,7 +441,7 @@ def test_the_notebook_runs_and_follows_its_cap(made):
     again = outputs(json.loads(json.dumps(notebook)))
     changed = {name for name in IDS if again[f"f-{name}"] != shown[f"f-{name}"]}
     assert changed == set(IDS) - {"parts", "memory", "observed"}  # these do not depend on a single cap
-    assert all("113" not in sentence.text for sentence in sentences(open_report(made / "plan.yaml"), 60)[4:6])
+    assert all("113" not in sentence.text for sentence in make_figures(open_report(made / "plan.yaml"), 60)[4:6])
 
 
 def test_a_notebook_elsewhere_names_its_files_in_full(made, tmp_path):
@@ -704,5 +705,5 @@ def test_help_names_every_option(thdprof):
 def test_many_micro_batches_with_the_most_documents_are_told_as_many_as_they_are():
     n_seqs, longest, count = np.array([1, 2, 40]), np.array([9, 9, 9]), np.array([50, 14, 36])
     documents = Histogram(np.bincount(n_seqs, count).astype(np.int64))
-    told = joint_title(n_seqs, longest, count, documents)
+    told = joint_text(n_seqs, longest, count, documents)
     assert told == "36.0% of micro-batches hold the most documents there are, 40."

@@ -14,18 +14,18 @@ from support.sample_files import write_calibrated
 
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.buckets.statistics import Histogram
+from thdprof.analyze.predictions import Times
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.analyze.profile.run_profile import load_profile
-from thdprof.analyze.report import figures, findings, open_report
+from thdprof.analyze.report import figures, open_report
+from thdprof.analyze.report.answer import amounts, make_answer
 from thdprof.analyze.report.contents import HOW_TO_GET_TIMES, TIMES_OF_ONE_RUN, Report
-from thdprof.analyze.report.figures.drawing import Note
-from thdprof.analyze.report.findings import sentences
-from thdprof.analyze.report.findings.facts import facts
-from thdprof.analyze.report.findings.shapes import bin_edges, distribution
+from thdprof.analyze.report.figures import make_figures
+from thdprof.analyze.report.figures.graphs import cheaper_graph
+from thdprof.analyze.report.figures.microbatches import bin_edges, distribution
 from thdprof.analyze.report.html import to_page
-from thdprof.analyze.report.words import amount, ratio, spanned
-from thdprof.analyze.times.results import Times
 from thdprof.plan import FallbackRate
+from thdprof.words import amount, ratio, spanned
 
 OF_TIME = re.compile(r"eager time|step time|graphs pay|quick|slow|\d ms\b|\bms\b|GPU-hour|tokens per second|GiB", re.I)
 """Words that a page without times does not have."""
@@ -60,7 +60,7 @@ def words_of(page: str) -> str:
 )
 def test_the_verdict_comes_first_with_its_range_and_origin(demo, origin, ruling, verdict):
     report = report_on(with_times(demo, origin, ruling=ruling))
-    told = findings.answer(report)
+    told = make_answer(report)
     assert told.run == "training_2048.idx.parquet"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", told.date)
     assert told.size == "1,984 micro-batches in 31 steps, replayed in training's order"
@@ -74,7 +74,7 @@ def test_the_verdict_comes_first_with_its_range_and_origin(demo, origin, ruling,
 
 
 def test_the_three_numbers_that_matter(demo):
-    modelled = findings.answer(report_on(with_times(demo, "modelled"))).numbers
+    modelled = make_answer(report_on(with_times(demo, "modelled"))).numbers
     assert [(n.value, n.label, n.note) for n in modelled] == [
         ("0.19 to 0.31 \N{MULTIPLICATION SIGN}", "of the eager step time", "190 instead of 612 to 1,000 ms, modelled"),
         (
@@ -83,14 +83,14 @@ def test_the_three_numbers_that_matter(demo):
         ),
         ("61.0 GiB", "peak memory, pipeline rank 0", "13.0 GiB of it for graphs"),
     ]  # fmt: skip
-    none = findings.answer(report_on(demo)).numbers
+    none = make_answer(report_on(demo)).numbers
     assert [(n.value, n.label) for n in none] == [
         ("100.0%", "of micro-batches replay"),
         ("0.0%", "of steps wait for an eager micro-batch"),
         ("under 0.2%", "of unseen micro-batches fall back"),
     ]
     plain = replace(with_times(demo, "measured"), worth=None, memory=None)
-    assert [n.label for n in findings.answer(report_on(plain)).numbers] == [
+    assert [n.label for n in make_answer(report_on(plain)).numbers] == [
         "of the eager step time",
         "of steps wait for an eager micro-batch",
         "of micro-batches replay",
@@ -100,23 +100,23 @@ def test_the_three_numbers_that_matter(demo):
 def test_a_run_that_graphs_make_slower_says_how_much(demo):
     timed = with_times(demo, "modelled", ruling="graphs do not pay")
     slower = replace(timed, worth=replace(timed.worth, gpu_hours_saved=(-30.0, -12.0), saved=None))
-    assert findings.answer(report_on(slower)).numbers[1].value == "12.0 to 30.0"
-    assert findings.answer(report_on(slower)).numbers[1].label == "GPU-hours more than eagerly"
+    assert make_answer(report_on(slower)).numbers[1].value == "12.0 to 30.0"
+    assert make_answer(report_on(slower)).numbers[1].label == "GPU-hours more than eagerly"
 
 
 def test_without_times_no_time_and_no_verdict_stand_anywhere(demo):
     report = report_on(demo)
     assert report.times.origin == "none"
     page = to_page(report, 113, title="t", version="0")
-    told = findings.answer(report)
+    told = make_answer(report)
     assert told.verdict == "Graphs for 64, 113 and 358 documents hold every micro-batch."
     assert told.basis == (
         "The model is not known: --megatron-args with the launch script, or --model with its config.json, gives times."
     )
     assert page.count(told.basis) == 1
     assert OF_TIME.findall(words_of(page)) == []
-    assert [OF_TIME.findall(s.text) for s in sentences(report, 64)] == [[]] * 9
-    assert facts(report) == ()
+    assert [OF_TIME.findall(s.text) for s in make_figures(report, 64)] == [[]] * 9
+    assert amounts(report) == {}
     timed = to_page(report_on(with_times(demo, "measured")), 113, title="t", version="0")
     assert len(OF_TIME.findall(words_of(timed))) > 20  # the words would be found
 
@@ -127,11 +127,11 @@ def test_a_measured_table_alone_gives_times(made, tmp_path):
     report = report_on(analyze_dataset(made / "demo" / "bridge", **SETTINGS, cost_table=costs))
     report.profile.predicted = None
     assert (report.times.origin, report.times.basis) == ("measured", "my model on NVIDIA H200")
-    assert findings.answer(report).verdict == "A step takes 0.252 of its eager time, measured."
+    assert make_answer(report).verdict == "A step takes 0.252 of its eager time, measured."
 
 
 def test_facts_tell_times_worth_memory_and_capture(demo):
-    told = {f.title: dict(f.rows) for f in facts(report_on(with_times(demo, "modelled")))}
+    told = {title: dict(rows) for title, rows in amounts(report_on(with_times(demo, "modelled"))).items()}
     assert list(told) == [
         "Times, modelled, of 32 layers of hidden size 4,096",
         "Worth over the run",
@@ -150,9 +150,8 @@ def test_facts_tell_times_worth_memory_and_capture(demo):
 def test_a_missing_time_is_left_out(demo):
     timed = with_times(demo, "measured")
     short = replace(timed, times=Times(origin="measured", basis="b", relative_step_time=(0.3, 0.3)), capture=None)
-    told = [f.title for f in facts(report_on(replace(short, worth=None, memory=None)))]
-    assert told == []
-    assert findings.answer(report_on(short)).numbers[0].note == ""
+    assert amounts(report_on(replace(short, worth=None, memory=None))) == {}
+    assert make_answer(report_on(short)).numbers[0].note == ""
 
 
 def test_amounts_are_written_in_three_digits():
@@ -188,7 +187,7 @@ def test_a_profile_of_an_earlier_version_still_loads(made, tmp_path):
     old = table.replace_schema_metadata({b"thdprof.profile": json.dumps(metadata)})
     pq.write_table(old, tmp_path / "old.parquet")
     report = open_report(made / "plan.yaml", profile=tmp_path / "old.parquet")
-    told = findings.answer(report)
+    told = make_answer(report)
     assert (told.origin, told.date) == ("none", "")
     assert told.basis == HOW_TO_GET_TIMES[0].upper() + HOW_TO_GET_TIMES[1:] + "."
     assert "<time" not in to_page(report, 113, title="t", version="0")
@@ -212,12 +211,12 @@ def test_predictions_of_one_run_are_not_told_of_several(tmp_path):
     assert "This profile joins several runs, and modelled times are of one run alone" in page
     assert "Verdict, worth, memory and capture are predicted for one run alone." in page
     assert OF_TIME.findall(words_of(page)) == []
-    measured = findings.answer(joined(tmp_path, "measured"))
+    measured = make_answer(joined(tmp_path, "measured"))
     assert re.fullmatch(
         r"A step takes [\d.]+ of its eager time, measured, on the data that the plan was made for\.", measured.verdict
     )
     assert measured.run == "code, chat"
-    none = findings.answer(joined(tmp_path, "none"))
+    none = make_answer(joined(tmp_path, "none"))
     assert none.basis == HOW_TO_GET_TIMES[0].upper() + HOW_TO_GET_TIMES[1:] + "."
     assert none.verdict.endswith(" every micro-batch of the data that the plan was made for.")
 
@@ -227,17 +226,17 @@ def test_many_graphs_are_counted_and_none_are_said_to_be_none(made, tmp_path):
         made / "demo" / "megatron", seq_length=4096, global_batch_size=64, data_parallel_size=2, attention="torch",
         buckets=4,
     )  # fmt: skip
-    assert findings.answer(many).verdict == "The plan's 4 graphs hold every micro-batch."
+    assert make_answer(many).verdict == "The plan's 4 graphs hold every micro-batch."
     rates = FallbackRate(microbatch=0.25, rank_step=0.5, step=0.75)
     predictions = many.plan.predictions.model_copy(update={"fallback_rate": rates})
     most = replace(many, plan=many.plan.model_copy(update={"predictions": predictions}))
-    assert findings.answer(most).verdict == (
+    assert make_answer(most).verdict == (
         "The plan's 4 graphs hold 75.0% of micro-batches; 75.0% of steps have an eager one."
     )
     few = report_of(
         write_rows(tmp_path / "r.jsonl", [[3, 5], [8]] * 40), seq_length=8, loader="single", graph_memory_bytes=1
     )
-    told = findings.answer(few)
+    told = make_answer(few)
     assert told.verdict == "The plan captures no graphs: every micro-batch runs eagerly."
     assert [(n.value, n.label) for n in told.numbers][::2] == [
         ("0.0%", "of micro-batches replay"),
@@ -277,7 +276,7 @@ def test_bars_reach_over_all_values():
 def test_one_word_for_the_cap_that_is_advised(demo, origin):
     report = report_on(demo if origin == "none" else with_times(demo, origin))
     for cap in (20, 96, 113, 200):
-        told = " ".join(s.text for s in sentences(report, cap)) + figures.choice(report, cap).svg
+        told = " ".join(s.text for s in make_figures(report, cap)) + figures.choice(report, cap).svg
         assert re.findall(r"\b(?:best|quickest|optimal)\b", told) == []
         assert "recommended cap" in told
         named = set(re.findall(r"recommended cap[,:] (\d+)", told))
@@ -286,14 +285,14 @@ def test_one_word_for_the_cap_that_is_advised(demo, origin):
 
 def test_a_run_that_does_not_drift_is_not_told_by_its_extremes(demo):
     report = report_on(demo)
-    told = sentences(report, 113)[5].text
+    told = make_figures(report, 113)[5].text
     assert " do not drift: " in told
     assert told.endswith(
         "over a cap of 113 are 54.5% of the first third's steps and 30.0% of the last's, no further apart than by "
         "chance."
     )
-    drift = findings.drift(report, 113)
-    assert (drift.stalled.min(), drift.stalled.max()) == (0.0, 0.75)  # what was told once
+    stalled = figures.drift(report, 113).values["over_cap_step_share"]
+    assert (min(stalled), max(stalled)) == (0.0, 0.75)  # what was told once
 
 
 def test_steps_over_the_cap_further_apart_than_by_chance_are_told(tmp_path):
@@ -301,7 +300,7 @@ def test_steps_over_the_cap_further_apart_than_by_chance_are_told(tmp_path):
     rows = [[64]] * 63 + [[1] * 20 + [44]]
     path = write_rows(tmp_path / "late.jsonl", [[64]] * 64 * 60 + rows * 60)
     report = report_of(path, seq_length=64, loader="single", global_batch_size=64)
-    told = sentences(report, 8)[5].text
+    told = make_figures(report, 8)[5].text
     assert told.endswith(
         "over a cap of 8 are 0.0% of the first third's steps and 100.0% of the last's, further apart than by chance."
     )
@@ -309,10 +308,10 @@ def test_steps_over_the_cap_further_apart_than_by_chance_are_told(tmp_path):
 
 def test_a_cap_is_called_yours_only_where_it_was_given(demo):
     report = report_on(demo)
-    own = [a.name for a in findings.choice(report, report.default_cap).alternatives]
+    own = [a["name"] for a in figures.choice(report, report.default_cap).values["alternatives"]]
     assert "cap at P99, recommended cap: 113" in own
     assert not any("your" in name for name in own)
-    assert "your cap: 64" in [a.name for a in findings.choice(report, 64).alternatives]
+    assert "your cap: 64" in [a["name"] for a in figures.choice(report, 64).values["alternatives"]]
 
 
 def test_steps_with_an_eager_micro_batch_are_not_called_eager_steps(demo):
@@ -324,8 +323,8 @@ def test_steps_with_an_eager_micro_batch_are_not_called_eager_steps(demo):
 
 def test_one_bar_of_slots_is_a_sentence(demo, made):
     alone = figures.memory(report_on(demo), 113)
-    assert isinstance(alone, Note)
-    assert alone.title == "The only pipeline rank needs 1 slot; what a slot takes depends on the model."
+    assert not alone.drawn
+    assert alone.text == "The only pipeline rank needs 1 slot; what a slot takes depends on the model."
     assert "pipeline rank<" not in figures.memory(report_on(with_times(demo, "measured")), 113).svg
     piped = report_of(
         made / "demo" / "megatron", seq_length=4096, global_batch_size=64, data_parallel_size=2,
@@ -337,11 +336,11 @@ def test_one_bar_of_slots_is_a_sentence(demo, made):
 def test_a_larger_cap_that_is_cheaper_is_explained_beside_the_curve(demo):
     report = report_on(with_times(demo, "measured"))
     page = to_page(report, 113, title="t", version="0")
-    told = findings.cap_curve(report, 113).cheaper
+    told = cheaper_graph(report)
     assert told.startswith(
         "A larger graph can be cheaper: one of 64 documents replays in 12.3 ms, one of 16 in 13.3 ms"
     )
     assert page.index('id="figure-caps"') < page.index(told) < page.index("<table")
     rising = report.profile.costs.model_copy(update={"replay": [p for p in demo.costs.replay if p.max_seqs != 16]})
-    assert findings.cap_curve(report_on(replace(with_times(demo, "measured"), costs=rising)), 113).cheaper == ""
-    assert findings.cap_curve(report_on(demo), 113).cheaper == ""
+    assert cheaper_graph(report_on(replace(with_times(demo, "measured"), costs=rising))) == ""
+    assert "cheaper" not in to_page(report_on(demo), 113, title="t", version="0")

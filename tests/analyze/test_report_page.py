@@ -17,7 +17,7 @@ from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.profile.merge import merge_profiles
 from thdprof.analyze.report import figures
 from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.findings import cap_curve, sentences
+from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.html import to_page
 from thdprof.analyze.report.write import write_report
 
@@ -214,19 +214,19 @@ def expected(scale: str, value: float) -> float:
 
 def check_cap(state: dict, report: Report, cap: int) -> None:
     """All that follows the slider is of `cap`, by the findings of that cap."""
-    told = {s.id: s.text for s in sentences(report, cap)}
+    told = {s.id: s.text for s in make_figures(report, cap)}
     rate = report.profile.fallback_rate(cap)
-    curve = cap_curve(report, cap)
+    times_of_cap = report.relative_step_times([cap])
     texts = [f"{rate.microbatch:.1%}", f"{rate.rank_step:.1%}", f"{rate.step:.1%}"]
-    times = [f"{curve.cap_step_time[0]:.2f} to {curve.cap_step_time[1]:.2f}"] if curve.cap_step_time else []
+    times = [f"{low:.2f} to {high:.2f}" for low, high in times_of_cap or ()]
     assert state["sentence"] == told["caps"]
     assert state["rates"] == [*texts, *times]
     assert state["row"] == [f"this cap: {cap}", f"{1 - rate.microbatch:.1%}", *texts, *times]
     assert state["names"] == [f"cap {cap}"] * 4
     assert state["captions"] == [told["steps"], told["drift"]]
     values = {"microbatch": rate.microbatch, "rank_step": rate.rank_step, "step": rate.step}
-    if curve.cap_step_time:
-        values["time_low"], values["time_high"] = curve.cap_step_time
+    if times_of_cap is not None:
+        values["time_low"], values["time_high"] = times_of_cap[0]
     for (series, transform), (x, y) in zip(state["dots"], state["scales"], strict=False):
         at, up = map(float, re.findall(r"[\d.]+", transform))
         assert at == pytest.approx(expected(x, cap), abs=0.06)
@@ -284,7 +284,7 @@ def test_every_cap_of_the_page_is_that_of_the_findings(timed):
     checked = 0
     for index in range(0, 358, 17):
         cap = data["caps"][index]
-        told = {s.id: s.text for s in sentences(report, cap)}
+        told = {s.id: s.text for s in make_figures(report, cap)}
         assert data["texts"]["sentence"][index] == told["caps"]
         assert told["steps"].endswith(data["texts"]["steps"][index])
         assert told["drift"].endswith(data["texts"]["drift"][index])

@@ -11,7 +11,8 @@ from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.check import dispatch
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.settings.launch_script import parse_megatron_args
+from thdprof.analyze.settings.launch_script import read_launch
+from thdprof.analyze.settings.shell import read_script
 from thdprof.compare.fit import misfits
 from thdprof.dispatch import Bucket, Dispatcher, Shape
 from thdprof.errors import UsageError
@@ -180,7 +181,7 @@ PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.5 "
     ],
 )
 def test_a_launch_script_tells_which_ranks_share_experts(flags, ranks):
-    said = parse_megatron_args(SCRIPT + flags, where="run.sh")
+    said = read_launch(read_script(SCRIPT + flags, where="run.sh"))
     assert said.settings.get("shared_capture_ranks") == ranks
 
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thdprof.analyze.settings.launch_script import parse_megatron_args
-from thdprof.analyze.settings.shell import Known, Unknown, Value, Word, read_shell, resplit
+from thdprof.analyze.settings.launch_script import MegatronArgs, read_launch
+from thdprof.analyze.settings.shell import OpenPart, Script, Word, read_script
 from thdprof.errors import UsageError
 
 SYNTAX = st.sampled_from(
@@ -67,11 +67,19 @@ SCRIPTS = st.builds(
 )
 
 
+def shell(text: str) -> Script:
+    return read_script(text, where="run.sh")
+
+
+def parse(text: str) -> MegatronArgs:
+    return read_launch(shell(text))
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.one_of(SYNTAX, st.text(max_size=3)), max_size=30).map("".join))
 def test_any_text_is_read_or_refused(text):
     with contextlib.suppress(UsageError):
-        parse_megatron_args(text, where="run.sh")
+        parse(text)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -80,7 +88,7 @@ def test_any_text_is_read_or_refused(text):
 def test_words_of_simple_scripts_are_those_of_bash(script):
     command = f"{script}\nprintf '%s\\0' \"${{ARGS[@]}}\" end"
     printed = subprocess.run(["bash", "-c", command], capture_output=True, check=True, env={}).stdout.decode()
-    assert [word.text for word in read_shell(script).arrays["ARGS"]] == printed.split("\0")[:-2]
+    assert [word.text for word in shell(script).arrays["ARGS"]] == printed.split("\0")[:-2]
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
@@ -91,68 +99,77 @@ def test_words_of_simple_scripts_are_those_of_bash(script):
 def test_arithmetic_is_that_of_bash(expression):
     script = f"A=3\nB=5\nA_B=2\nC='A * B'\nX=$(( {expression} ))\n"
     printed = subprocess.run(["bash", "-c", f'{script}printf %s "$X"'], capture_output=True, check=True).stdout
-    assert read_shell(script).variables["X"].text == printed.decode()
+    assert shell(script).variables["X"].text == printed.decode()
 
 
 @pytest.mark.parametrize("expression", ["1 / 0", "1 - 2", "1_000", "08", "2 ** 3", "A++", "1 ? 2 : 3", "'1'", "X"])
 def test_arithmetic_that_python_reads_otherwise_is_unknown(expression):
-    value = read_shell(f"A=3\nX=$(( {expression} ))\n").variables["X"]
-    assert value.first_unknown is not None
+    assert shell(f"A=3\nX=$(( {expression} ))\n").variables["X"].is_open
 
 
-def test_pieces_say_where_text_comes_from():
-    script = read_shell('A="x ${B:-y z}$C"\nif $D; then A+=" w"; fi\npython $A\n')
-    defaults_of = frozenset("B")
-    open_part = Unknown(source="$C", reason="is not set in the file")
-    assert script.variables["A"].pieces == (
-        Known(text="x "),
-        Known(text="y z", defaults_of=defaults_of),
-        open_part,
-        Known(text=" w", conditional=True),
-    )
-    assert [word.value.pieces for word in script.commands[-1]] == [
-        (Known(text="python"),),
-        (Known(text="x"),),
-        (Known(text="y", defaults_of=defaults_of),),
-        (Known(text="z", defaults_of=defaults_of), open_part),
-        (Known(text="w", conditional=True),),
+def test_words_say_where_text_comes_from():
+    script = shell('A="x ${B:-y z}$C"\npython $A\n')
+    part = OpenPart(source="$C", reason="is not set in the file")
+    assert script.variables["A"].text == "x y z$C"
+    words = script.commands[-1].words
+    assert [(word.text, set(word.defaults_of), word.open_parts) for word in words] == [
+        ("python", set(), []),
+        ("x", set(), []),
+        ("y", {"B"}, []),
+        ("z$C", {"B"}, [part]),
     ]
 
 
-def test_a_conditional_text_that_prolongs_a_word_makes_the_word_unknown():
-    script = read_shell("A='a 1'\n$B && A+='2 3'\npython $A\n")
-    words = script.commands[-1]
-    assert [word.text for word in words] == ["python", "a", "1$A", "3"]
-    assert [word.conditional for word in words] == [False, False, False, True]
-    assert words[2].unknown == Unknown(source="$A", reason="is set under a condition (line 2)")
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        ("if $B; then A+=' --x 2'; fi", "is set under a condition (line 2)"),
+        ("$B && A='a 1 --x 2'", "is set under a condition (line 2)"),
+        ("case $B in\nx) A=2 ;;\n*) A='--x 3' ;;\nesac", "is set under a condition (line 4)"),
+        ('while $B; do A="$A --x"; done', "is set in a loop (line 2)"),
+        ("f() {\n  A=--x\n}", "is set in a function (line 3)"),
+        ("function f {\n  A=(--x)\n}", "is set in a function (line 3)"),
+    ],
+)
+def test_what_a_block_sets_is_open_and_says_whether_it_holds_flags(block, reason):
+    word = shell(f"A='a 1'\n{block}\npython $A\n").commands[-1].words[1]
+    assert word.open_parts == [OpenPart(source="$A", reason=reason, in_block=True, has_flags=True)]
+    plain = shell(f"A='a 1'\n{block.replace('--x', 'x')}\npython $A\n").commands[-1].words[1]
+    assert not plain.open_parts[0].has_flags
 
 
-def test_a_quoted_command_line_keeps_its_pieces():
-    (command,) = read_shell("bash -c \"x --a=${A:-1} $B 'q $B' > log\"").commands
-    words = resplit(command[-1])
+def test_braces_and_blocks_that_have_ended_decide_nothing():
+    script = shell("A=1\nf() { B=2; }\nif $X; then B=3; fi\n{ A=4; }\nfor i in 1; do :; done\npython $A\n")
+    assert script.commands[-1].words[1].text == "4"
+    assert script.commands[-1].block is None
+    assert script.variables["B"].is_open
+
+
+def test_a_quoted_command_line_keeps_its_parts():
+    (command,) = shell("bash -c \"x --a=${A:-1} $B 'q $B' > log\"").commands
+    words = command.words[-1].split()
     assert [word.text for word in words] == ["x", "--a=1", "$B", "q $B"]
-    assert words[1].value.defaults_of == {"A"}
-    assert words[2].wholly_unknown
-    assert not words[3].wholly_unknown
+    assert words[1].defaults_of == {"A"}
+    assert [word.is_open for word in words] == [False, False, True, False]
 
 
 def test_a_word_with_a_lone_apostrophe_is_no_command_line():
-    word = Word(value=Value.known("it's --seed 3"), line=1)
-    assert resplit(word) == [word]
+    word = Word("it's --seed 3")
+    assert word.split() == [word]
     script = 'echo "don\'t use --seed 3"\npython x.py --seq-length 8'
-    assert parse_megatron_args(script, where="run.sh").settings["seq_length"] == 8
+    assert parse(script).settings["seq_length"] == 8
 
 
 @pytest.mark.parametrize("start", ["", "4"])
 def test_a_value_that_is_set_under_a_condition_is_refused(start):
     text = f"N={start}\nif $B; then N=8; fi\npython x.py --seq-length 8 --micro-batch-size $N\n"
     with pytest.raises(UsageError, match=r"line 3: --micro-batch-size: .*under a condition.*; give --micro-batch-size"):
-        parse_megatron_args(text, where="run.sh")
+        parse(text)
 
 
 def test_long_scripts_and_values_in_many_pieces_end():
-    script = read_shell("A=()\n" + "A+=(x --b)\n" * 5_000 + "S=\n" + "S+='y '\n" * 5_000 + "python $S\n")
+    script = shell("A=()\n" + "A+=(x --b)\n" * 5_000 + "S=\n" + "S+='y '\n" * 5_000 + "python $S\n")
     assert len(script.arrays["A"]) == 10_000
-    assert len(script.commands[-1]) == 5_001
+    assert len(script.commands[-1].words) == 5_001
     doubled = "A=${B:-x}y\\ \n" + "A=$A$A\n" * 14 + "python $A --seq-length 8\n"
-    assert parse_megatron_args(doubled, where="run.sh").settings["seq_length"] == 8
+    assert parse(doubled).settings["seq_length"] == 8

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from support.command import run_in_process
 
-from thdprof.analyze.buckets.stamp_check import installed_here, note_on_stamp
+from thdprof.analyze.buckets.cost_table import installed_here, note_on_stamp
 from thdprof.plan import load_plan
 from thdprof.training.stamp import Stamp, warning
 
@@ -113,7 +113,7 @@ def test_a_plan_without_a_stamp_loads_and_warns_of_nothing(analyzed):
 def test_install_warns_once_where_the_run_differs(analyzed, caplog):
     pytest.importorskip("torch")
     pytest.importorskip("megatron.core")
-    from thdprof.runtime.megatron.stamp import warn_of_other_surroundings
+    from thdprof.runtime.megatron.run_stamp import warn_of_other_surroundings
 
     _, path = analyzed(SAME)
     plan = load_plan(path)
@@ -128,7 +128,7 @@ def test_install_warns_once_where_the_run_differs(analyzed, caplog):
 def test_the_processor_is_read_from_the_system(tmp_path):
     pytest.importorskip("torch")
     pytest.importorskip("megatron.core")
-    from thdprof.runtime.megatron.stamp import processor
+    from thdprof.runtime.megatron.run_stamp import processor
 
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Intel(R) Xeon(R) 8481C\nflags\t: fpu\n")

@@ -20,7 +20,7 @@ from thdprof.analyze import analyze_dataset, make_plan, sources
 from thdprof.analyze import sweep as sweeping
 from thdprof.analyze.report.sweep import plan_cells
 from thdprof.analyze.schedule import gpt_dataset, packers
-from thdprof.analyze.schedule.memo import Memo
+from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import read_request
 from thdprof.analyze.settings.sweep_axes import read_axes, split_arguments, swept_settings
 from thdprof.analyze.sweep import Sweep, sweep
@@ -37,7 +37,7 @@ def packs(tmp_path):
 
 def swept(locations, texts, **flags) -> Sweep:
     axes = read_axes(texts, flags)
-    read = functools.partial(read_request, settings=None, megatron_args=None)
+    read = functools.partial(read_request, settings=None, launch=None)
     return sweep(axes, lambda values: read([str(x) for x in locations], {**flags, **values}))
 
 

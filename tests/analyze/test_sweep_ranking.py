@@ -185,7 +185,7 @@ def test_a_measured_table_ranks_no_other_models_or_stages(thdprof, packs, settin
 
 def test_a_row_that_is_first_at_an_end_of_the_range_is_named(packs):
     axes = read_axes(["seq-length=8,16"], {})
-    made = sweep(axes, lambda values: read_request([str(packs)], values, settings=None, megatron_args=None))
+    made = sweep(axes, lambda values: read_request([str(packs)], values, settings=None, launch=None))
     rates = (rate(1, 5, 9), rate(3, 4, 6))
     rows = tuple(replace(c, rate=r, unranked=None) for c, r in zip(made.combinations, rates, strict=True))
     out = io.StringIO()

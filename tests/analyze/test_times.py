@@ -12,17 +12,13 @@ from support.paths import ROOT
 
 from thdprof.analyze import analyze_dataset, make_plan
 from thdprof.analyze.buckets.cost_table import HOSTS, HostEnd
-from thdprof.analyze.report.json_ import to_dict
-from thdprof.analyze.report.terminal import sentence, verdict_sentence
-from thdprof.analyze.times import verdict
-from thdprof.analyze.times.attention import rounded_documents
-from thdprof.analyze.times.decoder import Decoder
+from thdprof.analyze.predictions import Times
+from thdprof.analyze.report.analysis import sentence, to_dict, verdict_sentence
+from thdprof.analyze.times import answer
+from thdprof.analyze.times.answer import worth_of
+from thdprof.analyze.times.decoder import Decoder, rounded_documents
 from thdprof.analyze.times.gpus import GPUS, find_gpu
-from thdprof.analyze.times.host import STATED, HostRate
-from thdprof.analyze.times.modelled_costs import ModelledTimes, Shapes
-from thdprof.analyze.times.outside import LAUNCHES
-from thdprof.analyze.times.results import Times
-from thdprof.analyze.times.worth import worth_of
+from thdprof.analyze.times.modelled_costs import LAUNCHES, STATED, HostRate, ModelledTimes, Shapes
 from thdprof.errors import UsageError
 from thdprof.training import Model, TrainingSettings
 
@@ -229,11 +225,11 @@ def test_replays_of_multi_token_prediction_take_longer_with_the_cap_as_the_decod
 def test_multi_token_prediction_changes_no_verdict(experts: str, monkeypatch: pytest.MonkeyPatch):
     model = replace(PREDICTED, **DROPLESS) if experts == "dropless" else PREDICTED
     shares: list[tuple[float, ...]] = []
-    monkeypatch.setattr(verdict, "rule", lambda *found: shares.append(found) or "graphs pay")
+    monkeypatch.setattr(answer, "rule", lambda *found: shares.append(found) or "graphs pay")
     for depths in (0, 2):
         times = modelled(replace(model, mtp_num_layers=depths), experts=experts)
         replay_ms = times.table().replay_ms(12, 4096)
-        verdict.modelled_verdict(times, Times(origin="modelled", basis="", decoder_replay_ms=replay_ms))
+        answer.modelled_verdict(times, Times(origin="modelled", basis="", decoder_replay_ms=replay_ms))
     assert shares[1] == pytest.approx(shares[0], rel=0.02)  # but for the launch of the decoder's own graphs
 
 
@@ -278,7 +274,7 @@ def test_fp8_launches_more_and_computes_less():
     ],
 )
 def test_the_verdict_follows_the_range(slowest: float, middle: float, quickest: float, ruling: str):
-    assert verdict.rule(slowest, middle, quickest) == ruling
+    assert answer.rule(slowest, middle, quickest) == ruling
 
 
 def test_a_small_model_is_told_that_graphs_pay_and_a_large_one_that_they_do_not():

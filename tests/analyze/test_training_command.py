@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from thdprof.analyze.settings.training_command import microbatches_of, training_command
+from thdprof.analyze.settings.shell import read_script
+from thdprof.analyze.settings.training_command import TrainingCommand, count_microbatches, read_training_command
 from thdprof.errors import UsageError
 
 MODEL = "--num-layers 12 --hidden-size 64"
+
+
+def training_command(text: str, where: str) -> TrainingCommand:
+    return read_training_command(read_script(text, where=where))
 
 
 def words_of(text: str) -> tuple[str, ...]:
@@ -76,7 +81,7 @@ def test_words_that_are_flags_of_their_own_are_noted_and_passed_over():
         ("python pretrain_gpt.py --num-layers $LAYERS --seq-length 8", r"line 1: --num-layers: \$LAYERS is not set"),
         (
             f'A="{MODEL}"\nif [ $X ]; then\nA="$A --bf16"\nfi\npython pretrain_gpt.py --seq-length 8 $A',
-            "only under a condition",
+            r"flags in \$A, which is set under a condition",
         ),
         (
             "python pretrain_gpt.py --seq-length 8\npython pretrain_gpt.py --seq-length 16",
@@ -93,6 +98,6 @@ def test_what_the_text_does_not_settle_is_refused(text, told):
 
 def test_micro_batches_of_a_step_follow_from_the_batch_and_the_ranks():
     flags = "--micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 2 --seq-length 8"
-    assert microbatches_of(f"torchrun --nproc-per-node 8 pretrain_gpt.py {flags}", where="x") == 8
-    assert microbatches_of(f"torchrun --nproc-per-node 3 pretrain_gpt.py {flags}", where="x") is None
-    assert microbatches_of("python pretrain_gpt.py --seq-length 8", where="x") is None
+    assert count_microbatches(read_script(f"torchrun --nproc-per-node 8 pretrain_gpt.py {flags}", where="x")) == 8
+    assert count_microbatches(read_script(f"torchrun --nproc-per-node 3 pretrain_gpt.py {flags}", where="x")) is None
+    assert count_microbatches(read_script("python pretrain_gpt.py --seq-length 8", where="x")) is None

@@ -300,7 +300,7 @@ def test_analysis_needs_no_torch():
 
 def test_python_and_command_give_the_same(thdprof, packs):
     from thdprof.analyze import analyze_dataset
-    from thdprof.analyze.report.json_ import to_json
+    from thdprof.analyze.report.analysis import to_json
 
     done = analyze(thdprof, packs, "--json", "--buckets", 1)
     assert to_json(analyze_dataset(packs, loader="single", seq_length=8, buckets=1)) + "\n" == done.stdout
@@ -339,7 +339,7 @@ def test_help_names_every_option_in_its_panel(thdprof):
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_command_has_help(thdprof, flag):
-    commands = ("analyze", "sweep", "report", "merge", "export", "compare", "check", "calibrate", "demo", "recipes")
+    commands = ("analyze", "sweep", "report", "merge", "export", "compare", "check", "calibrate", "demo")
     done = thdprof(flag)
     assert (done.returncode, done.stderr) == (0, "")
     assert re.findall(r"^│ ([a-z]+)  ", done.stdout, re.M) == [*commands]
@@ -376,16 +376,15 @@ def test_shells_complete_commands_options_and_choices(tmp_path):
 
 
 USAGES = {
-    "analyze": "[DATASET]...",
-    "sweep": "[DATASET|NAME=V1,V2]...",
+    "analyze": "[DATASET]... [-- COMMAND]",
+    "sweep": "[DATASET|NAME=V1,V2]... [-- COMMAND]",
     "report": "PLAN [STATS]",
     "merge": "PROFILE...",
     "export": "PLAN",
     "compare": "PLAN STATS|PLAN",
     "check": "PLAN [DATASET]...",
-    "calibrate": "",
+    "calibrate": "[-- COMMAND]",
     "demo": "DIRECTORY",
-    "recipes": "[BRIDGE_DIR]",
 }
 
 
@@ -414,6 +413,10 @@ ERRORS = [
     (["analyze", "x", "--seqlength", "8"], "--seqlength: no such option; did you mean --seq-length?"),
     (["analyze", "x", "--zzz"], "--zzz: no such option; see thdprof analyze --help"),
     (["analyze", "x", "--zzz\n\x1b"], "--zzz \ufffd: no such option; see thdprof analyze --help\n"),
+    (
+        ["recipes", "x", "--json"],
+        "recipes: this command went to a checkout of thdprof: python tools/recipe_coverage.py",
+    ),
     (["analize"], "analize: no such command; did you mean analyze?\n"),
     (["zz"], "zz: no such command; see thdprof --help\n"),
     (["analyze", "x", "--seq-length", "many"], "--seq-length many: must be a whole number\n"),

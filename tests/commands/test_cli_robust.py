@@ -313,7 +313,7 @@ def test_numbers_that_are_no_lengths(thdprof, tmp_path, text, message):
 
 def test_a_parquet_column_of_many_equal_lengths(tmp_path):
     from thdprof.analyze.sources import read_dataset
-    from thdprof.analyze.sources.readers import parquet_file
+    from thdprof.analyze.sources.readers import parquet
     from thdprof.errors import DataError
 
     path = tmp_path / "equal.parquet"
@@ -321,7 +321,7 @@ def test_a_parquet_column_of_many_equal_lengths(tmp_path):
     assert path.stat().st_size < 200_000
     assert read_dataset([str(path)]).num_tokens() == 210_000_000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parquet_file, "_FREE_VALUES", 2**20)
+        patch.setattr(parquet, "_FREE_VALUES", 2**20)
         with pytest.raises(DataError, match=": refused: column length: 30000000 values in a file of"):
             read_dataset([str(path)])
 

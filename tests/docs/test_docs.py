@@ -182,9 +182,12 @@ def test_pages_do_what_they_show(page, demo, tmp_path, shell, monkeypatch):
 
 
 def test_readme_commands_on_the_demo_data_run(tmp_path, shell):
+    for fence in fences(README):
+        if "." in fence.title:
+            (tmp_path / fence.title).write_text(fence.text)
     lines = [line.split("#")[0] for line in plain_commands(README)]
-    wanted = [line for line in lines if re.match(r"thdprof (demo|analyze) demo", line)]
-    assert len(wanted) >= 2
+    wanted = [line for line in lines if re.match(r"thdprof (demo|analyze) ", line)]
+    assert len(wanted) >= 4
     for line in wanted:
         run_command(Command(line=line, shown=""), 0, tmp_path, shell)
 
@@ -242,7 +245,7 @@ def accepts(called, keywords: list[str]) -> None:
 
 def test_python_of_the_readme_uses_names_that_exist():
     blocks = [fence for fence in fences(README) if fence.kind == "python"]
-    assert len(blocks) >= 3
+    assert blocks
     for fence in blocks:
         check_python(fence.text)
 
@@ -304,6 +307,10 @@ def check_command(line: str) -> None:
             script(path).arguments(rest)
         case ["python", path, *rest]:
             script(path).arguments(rest)
+        case ["git", "clone", *_]:
+            assert "core_v0.19.0" in words
+        case ["bash", name]:
+            assert name in [fence.title for fence in fences(README)]
         case _:
             pytest.fail(f"nobody knows how to check: {line}")
 
@@ -344,6 +351,7 @@ def test_commands_that_are_not_run_have_options_that_exist(page, line):
         "torchrun --nproc-per-node 1 -m thdprof.run --no-such-option pretrain_gpt.py",
         "torchrun --nproc-per-node 1 -m thdprof.run --plan p.yaml pretrain_gpt.py ... --no-such-option",
         "torchrun --nproc-per-node 1 -m thdprof.run --plan p.yaml no_such_script.py ...",
+        "bash no_such_script.sh",
         "rm everything",
     ],
 )
@@ -367,7 +375,7 @@ def numbers_of(text: str) -> set[str]:
 
 def unknown_numbers(paragraph: str) -> set[str]:
     """Numbers of a paragraph that are in none of the results that it links to."""
-    cited = re.findall(r"\.\./(benchmarks/results/[\w-]+\.md)", paragraph)
+    cited = re.findall(r"\]\((?:\.\./)?(benchmarks/results/[\w-]+\.md)", paragraph)
     known = numbers_of("".join((ROOT / name).read_text() for name in cited))
     return numbers_of(re.sub(r"\]\([^)]*\)", "]", paragraph)) - known
 
@@ -380,7 +388,8 @@ def paragraphs(text: str) -> list[str]:
 
 CITATIONS = [
     (page.name, paragraph)
-    for page in PAGES
+    for page in [README, *PAGES]
+    if page.name != "evidence.md"  # made by tools/evidence.py
     for paragraph in paragraphs(page.read_text())
     if "benchmarks/results/" in paragraph
 ]
@@ -397,9 +406,19 @@ def test_measured_numbers_stand_in_the_results_that_are_cited(page, paragraph):
 
 def test_no_measured_number_stands_without_its_source():
     measured = re.compile(r"\d (?:ms|MiB|GiB|times)\b")
-    found = [part for page in PAGES for part in paragraphs(page.read_text()) if measured.search(part)]
+    found = [part for page in [README, *PAGES] for part in paragraphs(page.read_text()) if measured.search(part)]
     assert len(found) >= 5
-    assert [part for part in found if "](../benchmarks/results/" not in part] == []
+    assert [part for part in found if "benchmarks/results/" not in part] == []
+
+
+def test_the_evidence_is_that_of_the_results():
+    done = subprocess.run([sys.executable, ROOT / "tools" / "evidence.py", "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_readme_and_guide_stay_short():
+    assert len(README.read_text().splitlines()) <= 150
+    assert len((DOCS / "megatron.md").read_bytes()) <= 25_000
 
 
 def test_every_result_has_its_place_in_the_site():
@@ -414,10 +433,7 @@ def test_the_files_that_results_name_are_there_or_the_page_says_which_commit_has
         named = set(re.findall(r"(?<![\w/-])(?:benchmarks|tests|examples)/[\w/]+\.py", text))
         gone = {name for name in named if not (ROOT / name).exists()}
         checked += len(named)
-        head = text.split("\n\n")[1]
-        assert not gone or all(name in head for name in gone | {"commands of this page are of that time", "Commit "}), (
-            page
-        )
+        assert not gone or re.search(r"[Cc]ommit \w*\d\w*", text), (page, gone)
     assert checked >= 20
 
 
@@ -518,7 +534,6 @@ def test_pages_name_the_lines_that_are_generated():
         "plan",
         "refused settings",
         "versions",
-        "words",
     ]
 
 
@@ -537,7 +552,7 @@ def test_a_page_says_above_each_generated_part_that_only_the_site_has_it():
         assert [line for line in text.splitlines() if line not in shown] == [
             line for note in text.split("\n\n") if note.startswith(stubs.NOTE) for line in note.splitlines()
         ]
-    assert checked >= 8
+    assert checked >= 7
 
 
 def test_formats_targets_and_packers_are_those_there_are():
@@ -555,20 +570,16 @@ def test_formats_targets_and_packers_are_those_there_are():
     }
 
 
-def test_the_kinds_of_graphs_are_told_as_in_the_readme():
-    rows = [
-        re.findall(r"^\| `(?:chunk|transformer_engine|local)` \| .*$", page.read_text(), re.M)
-        for page in (README, DOCS / "megatron.md")
+def test_links_lead_to_sections_that_there_are():
+    links = [
+        (page.parent / target if target else page, anchor)
+        for page in [README, *PAGES]
+        for target, anchor in re.findall(r"\]\(((?:docs/)?[\w-]+\.md)?(?:#([\w-]+))?\)", page.read_text())
+        if target or anchor
     ]
-    assert len(rows[0]) == 3
-    assert rows[0] == rows[1]
-
-
-def test_the_readme_leads_to_sections_that_there_are():
-    links = re.findall(r"\]\((docs/[\w-]+\.md)(?:#([\w-]+))?\)", README.read_text())
-    assert len(links) >= 8
+    assert len(links) >= 40
     for page, anchor in links:
-        titles = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), re.M)
+        titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
         slugs = [re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles]
         assert not anchor or anchor in slugs, (page, anchor)
 

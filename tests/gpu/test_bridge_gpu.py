@@ -63,7 +63,7 @@ def test_a_micro_batch_comes_to_its_decision_without_a_wait(tmp_path, monkeypatc
     from support import bridge_referee, bridge_training
 
     from thdprof.runtime.megatron.decoder.packed_seq_params import read
-    from thdprof.runtime.megatron.trainers.bridge_batches import host_boundaries_of_bridge
+    from thdprof.runtime.megatron.trainers.bridge_runs import host_boundaries_of_bridge
 
     gpt_step = bridge_training.gpt_step(monkeypatch)
     path = bridge_referee.write_packed_parquet(tmp_path / "rows.parquet", bridge_training.ROWS)

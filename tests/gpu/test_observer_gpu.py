@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from thdprof.runtime import FallbackReason, Stats  # noqa: E402
-from thdprof.runtime.megatron.trainers.rank_totals import RankTotals  # noqa: E402
+from thdprof.runtime.megatron.trainers.observer import RankTotals  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

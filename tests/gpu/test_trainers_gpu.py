@@ -14,7 +14,7 @@ from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, Reru
 from support.tensor_parallel_batches import arguments_of, batch_of, flat_on_host, micro_batch, params_of
 
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
-from thdprof.runtime.megatron.trainers.result_checks import checked_once_a_step
+from thdprof.runtime.megatron.trainers.training_loops import checked_once_a_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -36,8 +36,8 @@ from thdprof.runtime.graphs.slots import Lease  # noqa: E402
 from thdprof.runtime.graphs.watch.twin import Twin  # noqa: E402
 from thdprof.runtime.graphs.watch.watch import Watch  # noqa: E402
 from thdprof.runtime.megatron import install, packed_seq_params  # noqa: E402
-from thdprof.runtime.megatron.graphs.layer_slots import LayerLease  # noqa: E402
-from thdprof.runtime.megatron.graphs.layer_watch import WatchedLayer, WatchedLayers  # noqa: E402
+from thdprof.runtime.megatron.kinds.layer_graphs import WatchedLayer, WatchedLayers  # noqa: E402
+from thdprof.runtime.megatron.kinds.layer_slots import LayerLease  # noqa: E402
 
 EACH, VOCABULARY, TABLES, SUCCESSORS = 8, 1536, 8, 3
 """Micro-batches of a step; and of the data, from which losses fall: tokens, tables of successors, successors."""
@@ -441,7 +441,7 @@ def _weights(layer: Any) -> list[torch.Tensor]:
 
 
 def _workspaces(layer: Any) -> list[torch.Tensor]:
-    from thdprof.runtime.megatron.quantized.weights import inner_tensors
+    from thdprof.runtime.megatron.quantized import inner_tensors
 
     spaces = [space for part in layer.modules() for space in (getattr(part, "_fp8_workspaces", None) or {}).values()]
     return [tensor for space in spaces if space is not None for tensor in inner_tensors(space).values()]

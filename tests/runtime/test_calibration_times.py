@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
-from thdprof.runtime.megatron.calibration import calibrate, micro_batches
-from thdprof.runtime.megatron.calibration.micro_batches import Shape
-from thdprof.runtime.megatron.calibration.rounds import medians
+from thdprof.runtime.megatron.calibration import script, steps
+from thdprof.runtime.megatron.calibration.script import medians
 from thdprof.runtime.megatron.calibration.solve import Measured, Scale, solve
+from thdprof.runtime.megatron.calibration.steps import Shape
 
 OUTSIDE, OPTIMIZER = 9.0, 14.0
 REPLAY = {16: 38.0, 64: 36.0, 256: 41.0}
@@ -82,7 +82,7 @@ def test_parameters_of_multi_token_prediction_are_not_scaled_with_the_layers():
         }
     )
     training = SimpleNamespace(chunks=[chunk], args=SimpleNamespace(mtp_num_layers=1))
-    found = calibrate.scale_of(training, 2, 6)
+    found = script.scale_of(training, 2, 6)
     assert (found.measured_parameters, found.parameters) == (80, 80 + 4 * 16)
     assert (found.measured_layers, found.layers, found.prediction_layers) == (2, 6, 1)
 
@@ -168,9 +168,9 @@ def test_documents_fill_their_row_in_lengths_that_context_parallelism_can_cut(do
     rng = np.random.default_rng(0)
     size = {"documents": documents, "tokens": 512, "multiple": multiple}
     for sizes in (
-        micro_batches.lengths(rng, **size),
-        micro_batches.equal_lengths(**size),
-        micro_batches.one_long(**size),
+        steps.lengths(rng, **size),
+        steps.equal_lengths(**size),
+        steps.one_long(**size),
     ):
         assert sizes.sum() == 512
         assert sizes.min() >= multiple
@@ -180,7 +180,7 @@ def test_documents_fill_their_row_in_lengths_that_context_parallelism_can_cut(do
 
 def test_a_micro_batch_has_the_fields_and_boundaries_of_a_loader():
     shape = Shape(rows=2, tokens=64, multiple=1, vocabulary=100, padded=False)
-    batch = micro_batches.of_documents(np.random.default_rng(0), shape, 7)
+    batch = steps.of_documents(np.random.default_rng(0), shape, 7)
     fields = batch.fields
     assert {name: tuple(tensor.shape) for name, tensor in fields.items()} == {
         "tokens": (2, 64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -73,6 +74,11 @@ def state_rule(ranks: list[Proposal], buckets: list[Bucket]) -> tuple[str | Buck
     return choice, False, taken.index(False) if taken else None
 
 
+def send(together: list[int], mine: list[int]) -> list[int]:
+    """What all ranks get for `mine`."""
+    return together
+
+
 def draw_ranks(rng: random.Random, num_ranks: int, num_buckets: int) -> list[Proposal]:
     """What the ranks propose for one micro-batch; most have the same size and have captured, or have not."""
     size, captured, num_slots = (rng.choice([8, 8, 16]), rng.choice([1, 1, 2])), rng.random() < 0.7, rng.randint(0, 3)
@@ -105,7 +111,8 @@ def test_ranks_decide_by_the_rule(num_ranks):
         ranks = draw_ranks(rng, num_ranks, len(buckets))
         sizes = {(one.shape.n_tokens, one.shape.cp_size) for one in ranks if one.shape}
         together = [max(column) for column in zip(*(one.message() for one in ranks), strict=True)]
-        answers = [agree(one, Dispatcher(buckets), lambda mine, all_of=together: all_of, opens_at=opens_at) for one in ranks]
+        meet = partial(send, together)
+        answers = [agree(one, Dispatcher(buckets), meet, opens_at=opens_at) for one in ranks]
         assert all(one == answers[0] for one in answers)
         if num_ranks == 1:
             assert agree(ranks[0], Dispatcher(buckets), opens_at=opens_at) == answers[0]

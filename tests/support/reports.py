@@ -8,9 +8,9 @@ from pathlib import Path
 
 from thdprof.analyze import analyze_dataset, make_plan, make_profile
 from thdprof.analyze.analysis import Analysis
+from thdprof.analyze.predictions import Capture, Memory, Origin, Ruling, Times, Verdict, Worth
 from thdprof.analyze.report.contents import Report
 from thdprof.analyze.sources.demo import write_demo
-from thdprof.analyze.times.results import Capture, Memory, Origin, Ruling, Times, Verdict, Worth
 from thdprof.training import Model
 
 SETTINGS = {"loader": "single", "pad_to_max_length": True, "data_parallel_size": 8, "global_batch_size": 64}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
-from thdprof.analyze.schedule.build import build_schedule
+from thdprof.analyze.buckets.statistics import AnalyzedRun, Profile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.schedule.replay import build_schedule
 from thdprof.analyze.settings.resolve import resolve_settings
 from thdprof.analyze.sources.base import Dataset, PackedRows
+from thdprof.training import TrainingSettings
 
 
 def schedule(content, **given):
@@ -44,6 +46,16 @@ def make_table(n_seqs, *, ranks, num_microbatches, max_seqlen=None, squared=None
         exact=True,
         squared=None if squared is None else np.asarray(squared, np.float64).reshape(-1),
     )
+
+
+def analyzed_run(table, settings=None, *, n_tokens=64, longest_possible=None, pipeline_size=1, **fields) -> AnalyzedRun:
+    """The run of `table` with a single slot; without `settings`, of the least context-parallel size."""
+    longest = longest_possible or {1: n_tokens}
+    given = settings or TrainingSettings(
+        seq_length=max(longest.values()), context_parallel_size=min(longest), pipeline_parallel_size=pipeline_size
+    )
+    values = {"slots": ((1,),), "profile": Profile.of(table), "longest_possible": longest, **fields}
+    return AnalyzedRun(settings=given, table=table, n_tokens=n_tokens, **values)
 
 
 def make_costs(eager=100.0, replay=((1, None, 10.0), (100, None, 40.0)), **fields) -> CostTable:

@@ -160,9 +160,9 @@ def run(rank: int, store: str) -> None:
 
 def is_known(tensor: Any, expected: Any) -> bool:
     """Whether the host knows the values of `tensor`, which then are those of `expected`."""
-    from thdprof.runtime.megatron.trainers.host_known import host_of
+    from thdprof.runtime.megatron.trainers.host_boundaries import find_host_values
 
-    on_host = host_of(tensor)
+    on_host = find_host_values(tensor)
     assert on_host is None or torch.equal(on_host, expected)
     return on_host is not None
 

@@ -13,13 +13,8 @@ import torch
 from support.trl_training import small_model
 
 from thdprof.analyze.settings.resolve import resolve_settings
-from thdprof.analyze.times.memory import slot_bytes
+from thdprof.analyze.times.memory import slot_bytes, trainer_loss_bytes, trainer_state_bytes, transformers_tensors
 from thdprof.analyze.times.parameters import stage_parameters, stages
-from thdprof.analyze.times.transformers_memory import (
-    trainer_loss_bytes,
-    trainer_state_bytes,
-    transformers_tensors,
-)
 from thdprof.training import Model
 from thdprof.transformers import attention, refusals
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from thdprof.analyze.analysis import Analysis, analyze_read
+from thdprof.analyze.analysis import Analysis, analyze_read, check_gpu
 from thdprof.analyze.buckets.cost_table import load_costs
 from thdprof.analyze.profile.count import make_profile
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.settings.limits import DEFAULT_BUCKETS, Limits, gbps_of, price_of
 from thdprof.analyze.settings.model.files import read_model
 from thdprof.analyze.settings.model.resolve import experts_of
-from thdprof.analyze.settings.request import shared_captures
+from thdprof.analyze.settings.request import Request, shared_captures
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
 from thdprof.analyze.sources.in_memory import FORMAT, Lengths, lengths_dataset
-from thdprof.analyze.times.gpus import check_gpu
 from thdprof.errors import UsageError
 from thdprof.offload.plan import Choice
 from thdprof.training import Attention, Model, TrainingOptions, check_model
@@ -74,34 +74,21 @@ def analyze_dataset(
             refuse.
         UsageError: the settings, limits, model or lengths contradict each other or cannot be trained with.
     """
-    limits = Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes)
-    check_gpu(gpu, measured=cost_table is not None)
-    price = None if gpu_hour_price is None else price_of(gpu_hour_price)
-    measured = None if cost_table is None else load_costs(Path(cost_table))
-    source = str(model) if isinstance(model, str | os.PathLike) else None
-    known = read_model(model) if isinstance(model, str | os.PathLike) else model
-    given: dict[str, Any] = {**settings}
-    if known is not None:
-        check_model(known)
-        if given.get("experts") is None:
-            given["experts"] = experts_of(known)
-        if given.get("shared_capture_ranks") is None:
-            given.update(shared_captures(given, known))
-    dataset = _dataset(locations, format, given)
-    return analyze_read(
-        dataset,
-        given,
-        measured=measured,
+    request = Request(
+        given={**settings},
+        cost_table=None if cost_table is None else Path(cost_table),
         attention=attention,
-        limits=limits,
-        offload=offload,
-        model=known,
-        model_source=source,
+        limits=Limits(num_buckets=buckets, max_fallback_rate=max_fallback_rate, graph_memory_bytes=graph_memory_bytes),
         gpu=gpu,
-        gpu_hour_price=price,
+        gpu_hour_price=None if gpu_hour_price is None else price_of(gpu_hour_price),
         data_parallel_gbps=None if data_parallel_gbps is None else gbps_of(data_parallel_gbps),
-        impl=impl,
     )
+    check_gpu(request)
+    measured = None if request.cost_table is None else load_costs(request.cost_table)
+    if model is not None:
+        request = _with_model(request, model)
+    dataset = _dataset(locations, format, request.given)
+    return analyze_read(dataset, request, measured=measured, offload=offload, impl=impl)
 
 
 def profile_dataset(
@@ -159,6 +146,19 @@ def profile_dataset(
         **settings,
     )
     return make_profile(analysis, part=part)
+
+
+def _with_model(request: Request, model: Model | str | Path) -> Request:
+    """The request with the model, and the settings that follow from it."""
+    source = str(model) if isinstance(model, str | os.PathLike) else None
+    known = read_model(model) if isinstance(model, str | os.PathLike) else model
+    check_model(known)
+    given = {**request.given}
+    if given.get("experts") is None:
+        given["experts"] = experts_of(known)
+    if given.get("shared_capture_ranks") is None:
+        given.update(shared_captures(given, known))
+    return replace(request, given=given, model=known, model_source=source)
 
 
 def _dataset(locations: tuple[str | Path | Lengths, ...], format: str, given: Mapping[str, Any]) -> Dataset:

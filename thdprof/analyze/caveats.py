@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.recommend import Recommendation
+from thdprof.analyze.predictions import Memory, Times
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
-from thdprof.analyze.times.gpus import Gpu, find_gpu, known_gpu
-from thdprof.analyze.times.results import Memory, Times
-from thdprof.analyze.times.transformers_memory import is_run_of_trainer
 from thdprof.megatron_limits.quantization import UNMEASURED
 from thdprof.training import Kind, Model, TrainingSettings
 from thdprof.words import percent, with_article
+
+if TYPE_CHECKING:
+    from thdprof.analyze.times.gpus import Gpu
 
 _PADDING_REMEDY: dict[Kind, str] = {
     "streams": "train with one sequence length",
@@ -129,8 +131,12 @@ def on_memory(memory: Memory | None, gpu: str | None) -> list[str]:
         memory: the predicted peak; None: not known.
         gpu: name of the GPU that times are of, such as h100; None: no times are modelled.
     """
-    known = None if gpu is None else known_gpu(gpu)
-    if memory is None or known is None or memory.peak_bytes <= known.memory_gib * 2**30:
+    if memory is None or gpu is None:
+        return []
+    from thdprof.analyze.times.gpus import known_gpu
+
+    known = known_gpu(gpu)
+    if known is None or memory.peak_bytes <= known.memory_gib * 2**30:
         return []
     return [
         f"the run needs about {memory.peak_bytes / 2**30:.0f} GiB, and {with_article(known.label)} has "
@@ -170,8 +176,10 @@ def on_the_model(
     sentences: list[str] = []
     if model is None:
         return sentences
-    of_trainer = is_run_of_trainer(settings)
+    of_trainer = settings.is_of_trainer
     if times.origin == "modelled" and gpu is not None:
+        from thdprof.analyze.times.gpus import find_gpu
+
         unlike = _unlike(model, settings, find_gpu(gpu))
         if unlike or not of_trainer:
             sentences.append(f"times are modelled, not measured: {_compared(unlike)}")

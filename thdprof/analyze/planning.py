@@ -12,10 +12,24 @@ from thdprof.analyze.settings.experts import captured
 from thdprof.analyze.settings.layers_choice import LayersAsked, layers_of_plan
 from thdprof.analyze.settings.offload_choice import check_choice
 from thdprof.megatron_limits import check_plan, check_recompute, check_settings
+from thdprof.plan import (
+    SCHEMA,
+    BucketPart,
+    CostsPart,
+    DatasetPart,
+    GraphsPart,
+    MicrobatchesPart,
+    Module,
+    OffloadPart,
+    OneCapPart,
+    Plan,
+    PredictionsPart,
+    TimesPart,
+)
 
 if TYPE_CHECKING:
     from thdprof.analyze.analysis import Analysis
-    from thdprof.plan import Impl, Plan
+    from thdprof.plan import Impl
 
 
 def make_plan(
@@ -40,11 +54,9 @@ def make_plan(
             that the analysis counted as moved, or cannot be cut between layers; or `thdprof.runtime.megatron` would
             always refuse to install the plan.
     """
-    from thdprof.plan import Plan
-
     resolved_impl, modules = captured(analysis.settings.experts, impl, usual=usual)
     check_settings(asdict(analysis.settings), resolved_impl)
-    chosen, settings, costs, offload = analysis.recommendation, analysis.settings, analysis.costs, analysis.offload
+    settings, offload = analysis.settings, analysis.offload
     if offload is not None:
         check_choice(offload.choice, impl=resolved_impl, experts=settings.experts)
     recompute = None if analysis.model is None else analysis.model.recompute_granularity
@@ -57,79 +69,71 @@ def make_plan(
         packer=settings.packer,
     )
     check_recompute(recompute, impl=resolved_impl, packer=settings.packer, layers_per_graph=layers)
-    one_cap, timed = chosen.one_cap, analysis.times.origin != "none"
-    plan = Plan.model_validate(
-        {
-            "schema": "thdprof.plan/1",
-            "written_by": __version__,
-            "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
-            "training": settings,
-            "microbatches": {
-                "exact": analysis.microbatches.exact,
-                "pack_size_guessed": analysis.pack_size_guessed,
-                "count": len(analysis.microbatches),
-                "steps": analysis.steps,
-                "n_seqs": analysis.n_seqs,
-                "max_seqlen": analysis.max_seqlen,
-                "n_tokens_max": analysis.n_tokens_max,
-                "n_tokens_constant": analysis.share_of_full_size == 1.0,
-            },
-            "graphs": {
-                "impl": resolved_impl if chosen.buckets else "none",
-                "modules": modules if chosen.buckets else [],
-                "buckets": [
-                    {
-                        "max_seqs": b.max_seqs,
-                        "max_seqlen": b.max_seqlen,
-                        "cp_size": b.cp_size,
-                        "share": share,
-                    }
-                    for b, share in zip(chosen.buckets, chosen.shares, strict=True)
-                ],
-                "one_cap": None
-                if one_cap is None
-                else {"max_seqs": one_cap.max_seqs, "fallback_rate": one_cap.fallback_rate},
-                "slots": analysis.slots,
-                "tail_policy": settings.tail_policy,
-                "verify": _verify(analysis, resolved_impl, modules) if chosen.buckets else None,
-                "offload": None
-                if offload is None
-                else {
-                    "modules": list(offload.choice.modules),
-                    "fraction": offload.choice.fraction,
-                    "min_bytes": offload.choice.min_bytes,
-                },
-                "layers_per_graph": layers if chosen.buckets else None,
-            },
-            "predictions": {
-                "fallback_rate": chosen.fallback_rate,
-                "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
-                "relative_step_time": chosen.relative_step_time if timed else None,
-                "step_ms": chosen.step_ms if timed else None,
-                "eager_step_ms": chosen.eager_step_ms if timed else None,
-                "times": asdict(analysis.times),
-                "verdict": analysis.verdict.ruling,
-                "graph_memory_bytes": (chosen.graph_memory_bytes if timed else None)
-                if offload is None
-                else offload.graph_memory_bytes,
-                "offload_host_bytes": None if offload is None else offload.host_bytes,
-                "offload_freed_bytes": None if offload is None else offload.device_bytes_freed,
-                "peak_memory_bytes": None if analysis.memory is None else analysis.memory.peak_bytes,
-                "capture_seconds": None if analysis.capture is None else list(analysis.capture.seconds),
-            },
-            "costs": {
-                "name": costs.name,
-                "calibrated": costs.calibrated,
-                "modelled": costs.modelled,
-                "hardware": costs.hardware,
-                "attention": costs.attention,
-                "n_tokens": costs.n_tokens,
-                "stamp": costs.stamp,
-            },
-        }
+    plan = Plan(
+        schema=SCHEMA,
+        written_by=__version__,
+        dataset=DatasetPart(**{**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)}),
+        training=settings,
+        microbatches=MicrobatchesPart(
+            exact=analysis.microbatches.exact,
+            pack_size_guessed=analysis.pack_size_guessed,
+            count=len(analysis.microbatches),
+            steps=analysis.steps,
+            n_seqs=analysis.n_seqs,
+            max_seqlen=analysis.max_seqlen,
+            n_tokens_max=analysis.n_tokens_max,
+            n_tokens_constant=analysis.share_of_full_size == 1.0,
+        ),
+        graphs=_graphs(analysis, resolved_impl, modules, layers),
+        predictions=_predictions(analysis),
+        costs=CostsPart.model_validate(analysis.costs, from_attributes=True),
     )
     check_plan(plan)
     return plan
+
+
+def _graphs(analysis: Analysis, impl: Impl, modules: list[Module], layers: int | None) -> GraphsPart:
+    chosen, offload = analysis.recommendation, analysis.offload
+    buckets = [
+        BucketPart(max_seqs=b.max_seqs, max_seqlen=b.max_seqlen, cp_size=b.cp_size, share=share)
+        for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+    ]
+    one_cap, moved = None, None
+    if chosen.one_cap is not None:
+        one_cap = OneCapPart(max_seqs=chosen.one_cap.max_seqs, fallback_rate=chosen.one_cap.fallback_rate)
+    if offload is not None:
+        choice = offload.choice
+        moved = OffloadPart(modules=list(choice.modules), fraction=choice.fraction, min_bytes=choice.min_bytes)
+    return GraphsPart(
+        impl=impl if buckets else "none",
+        modules=modules if buckets else [],
+        buckets=buckets,
+        one_cap=one_cap,
+        slots=analysis.slots,
+        tail_policy=analysis.settings.tail_policy,
+        verify=_verify(analysis, impl, modules) if buckets else None,
+        offload=moved,
+        layers_per_graph=layers if buckets else None,
+    )
+
+
+def _predictions(analysis: Analysis) -> PredictionsPart:
+    chosen, offload, timed = analysis.recommendation, analysis.offload, analysis.times.origin != "none"
+    graph_memory_bytes = chosen.graph_memory_bytes if timed else None
+    return PredictionsPart(
+        fallback_rate=chosen.fallback_rate,
+        fallback_rate_upper_bound=chosen.fallback_rate_upper_bound,
+        relative_step_time=chosen.relative_step_time if timed else None,
+        step_ms=chosen.step_ms if timed else None,
+        eager_step_ms=chosen.eager_step_ms if timed else None,
+        times=TimesPart.model_validate(analysis.times, from_attributes=True),
+        verdict=analysis.verdict.ruling,
+        graph_memory_bytes=graph_memory_bytes if offload is None else offload.graph_memory_bytes,
+        offload_host_bytes=None if offload is None else offload.host_bytes,
+        offload_freed_bytes=None if offload is None else offload.device_bytes_freed,
+        peak_memory_bytes=None if analysis.memory is None else analysis.memory.peak_bytes,
+        capture_seconds=None if analysis.capture is None else list(analysis.capture.seconds),
+    )
 
 
 def _verify(analysis: Analysis, impl: Impl, modules: Sequence[str]) -> str | None:

@@ -8,19 +8,18 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thdprof.analyze.analysis import Progress, analyze_read
+from thdprof.analyze.analysis import Progress, analyze_read, check_gpu
 from thdprof.analyze.buckets.cost_table import CostTable, load_costs
 from thdprof.analyze.planning import make_plan
-from thdprof.analyze.schedule.memo import Memo
+from thdprof.analyze.predictions import Memory, Times, Verdict, Worth
 from thdprof.analyze.schedule.replay import DatasetSummary
+from thdprof.analyze.schedule.schedule import Memo
 from thdprof.analyze.settings.request import Request
 from thdprof.analyze.settings.resolve import Assumption
 from thdprof.analyze.settings.sweep_axes import Axis
 from thdprof.analyze.sources import read_dataset
 from thdprof.analyze.sources.base import Dataset
-from thdprof.analyze.times.gpus import check_gpu
 from thdprof.analyze.times.ranking import Ranking, Rate, rank, why_unranked
-from thdprof.analyze.times.results import Memory, Times, Verdict, Worth
 from thdprof.errors import DataError, UsageError
 from thdprof.files import check_targets
 from thdprof.plan import Plan
@@ -128,7 +127,7 @@ def sweep(
     for values in value_sets:
         try:
             asked = request_of(values)
-            check_gpu(asked.gpu, measured=asked.cost_table is not None)
+            check_gpu(asked)
             requests.append(asked)
         except UsageError as error:
             requests.append(error)
@@ -203,21 +202,8 @@ def _analysed(
     progress: Progress,
 ) -> Combination:
     try:
-        result = analyze_read(
-            dataset,
-            request.given,
-            measured=costs[request.cost_table] if request.cost_table is not None else None,
-            attention=request.attention,
-            limits=request.limits,
-            model=request.model,
-            model_source=request.model_source,
-            gpu=request.gpu,
-            gpu_hour_price=request.gpu_hour_price,
-            data_parallel_gbps=request.data_parallel_gbps,
-            impl=impl,
-            progress=progress,
-            memo=memo,
-        )
+        measured = None if request.cost_table is None else costs[request.cost_table]
+        result = analyze_read(dataset, request, measured=measured, impl=impl, progress=progress, memo=memo)
         plan = make_plan(result, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     except (DataError, UsageError) as error:
         return Combination(values=values, plan=None, problem=str(error))

@@ -74,45 +74,29 @@ def analyze(
 ) -> None:
     """Predict the micro-batches of a run and recommend which graphs to capture."""
     from thdprof.analyze.analysis import analyze as analyze_files
-    from thdprof.analyze.buckets.stamp_check import note_on_stamp
+    from thdprof.analyze.analysis import check_gpu
+    from thdprof.analyze.buckets.cost_table import note_on_stamp
     from thdprof.analyze.planning import make_plan
-    from thdprof.analyze.settings.beforehand import refused_runs, unknown_refusals
     from thdprof.analyze.settings.limits import share_of
     from thdprof.analyze.settings.offload_choice import choice_of
     from thdprof.analyze.settings.request import read_request
-    from thdprof.analyze.times.gpus import check_gpu
+    from thdprof.analyze.settings.training_command import refused_runs, unknown_refusals
     from thdprof.files import check_not_inputs
 
     to_stdout = output is not None and str(output) == "-"
     _check_outputs(output, profile=profile, part=part, microbatches=microbatches, json=json, force=force)
     share = None if offload_fraction is None else share_of("--offload-fraction", offload_fraction)
     choice = choice_of(offload, share)
-    request = read_request(
-        datasets or [], given, settings=settings, megatron_args=megatron_args, training_args=training_args
-    )
-    check_gpu(request.gpu, measured=request.cost_table is not None)
+    request = read_request(datasets or [], given, settings=settings, launch=megatron_args, training_args=training_args)
+    check_gpu(request)
     _check_captures(request, impl, choice)
     for note in request.notes:
         streams.say(note)
+    script = None if megatron_args is None else megatron_args.file
     outputs = [path for path in (None if to_stdout else output, microbatches, profile) if path is not None]
-    check_not_inputs(outputs, [settings, megatron_args, training_args, request.model_file, request.cost_table])
+    check_not_inputs(outputs, [settings, script, training_args, request.model_file, request.cost_table])
     with streams.progress_bar() as progress:
-        analysis = analyze_files(
-            request.locations,
-            request.given,
-            format=request.format,
-            cost_table=request.cost_table,
-            attention=request.attention,
-            limits=request.limits,
-            offload=choice,
-            model=request.model,
-            model_source=request.model_source,
-            gpu=request.gpu,
-            gpu_hour_price=request.gpu_hour_price,
-            data_parallel_gbps=request.data_parallel_gbps,
-            impl=impl,
-            progress=progress,
-        )
+        analysis = analyze_files(request, offload=choice, impl=impl, progress=progress)
         check_not_inputs(outputs, map(Path, analysis.dataset.uris))
         if microbatches is not None:
             progress("writing the table", 1.0, 0)
@@ -129,20 +113,18 @@ def analyze(
     plan = make_plan(analysis, impl=impl, usual=request.usual_impl, layers_per_graph=request.layers_per_graph)
     for line in refused_runs(plan, script=request.script, model_file=request.model_file):
         streams.say(f"training by this plan would be refused: {line}")
-    if request.script is not None and (
-        reason := unknown_refusals(plan, script=request.script, where=str(megatron_args))
-    ):
+    if request.script is not None and (reason := unknown_refusals(plan, request.script)):
         streams.say(f"which settings of the script training by this plan would refuse is not known: {reason}")
     if to_stdout:
         streams.write(plan.to_yaml())
     elif output is not None:
         plan.save(output, force=force)
     if json:
-        from thdprof.analyze.report.json_ import to_json
+        from thdprof.analyze.report.analysis import to_json
 
         streams.write(to_json(analysis) + "\n")
         return
-    from thdprof.analyze.report.terminal import print_report
+    from thdprof.analyze.report.analysis import print_report
 
     console = streams.console(stderr=to_stdout)
     print_report(analysis, console)

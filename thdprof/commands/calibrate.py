@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from thdprof.analyze.settings.shell import Launch
 from thdprof.commands import streams
 from thdprof.errors import UsageError
 from thdprof.words import install_line
@@ -16,10 +17,12 @@ from thdprof.words import install_line
 def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", help="Cost table to write (YAML).")],
     megatron_args: Annotated[
-        Path | None,
+        Launch | None,
         typer.Option(
             "--megatron-args",
-            help="Launch script or argument list: build and measure its model, with its optimizer.",
+            metavar="<path>",
+            parser=lambda path: Launch(file=Path(path)),
+            help="Launch script or argument list, or -- COMMAND: build and measure its model, with its optimizer.",
         ),
     ] = None,
     module: Annotated[
@@ -81,7 +84,7 @@ def calibrate(
 
     began = time.monotonic()
     check_targets([output], force=force)
-    check_not_inputs([output], [megatron_args])
+    check_not_inputs([output], [None if megatron_args is None else megatron_args.file])
     eager = counts_of("--n-seqs", n_seqs) if n_seqs else None
     caps = counts_of("--max-seqs", max_seqs) if max_seqs else None
     if megatron_args is not None:
@@ -129,7 +132,7 @@ def _refuse_beside_a_script(*, module: str | None, seq_length: int | None, max_s
             raise UsageError(f"{option} {value}: not with --megatron-args, which gives the model and its sizes")
 
 
-def _measure_script(script: Path, asked: Mapping[str, Any], *, began: float) -> dict[str, Any] | None:
+def _measure_script(launch: Launch, asked: Mapping[str, Any], *, began: float) -> dict[str, Any] | None:
     """The cost table of a launch script's model; None on other ranks than the first.
 
     Raises:
@@ -139,11 +142,10 @@ def _measure_script(script: Path, asked: Mapping[str, Any], *, began: float) -> 
     import os
     import warnings
 
-    from thdprof.analyze.settings.training_command import microbatches_of, training_command
-    from thdprof.files import read_text
+    from thdprof.analyze.settings.training_command import count_microbatches, read_training_command
 
-    text = read_text(script, where=f"--megatron-args {script}")
-    command = training_command(text, where=str(script))
+    script = launch.read()
+    command = read_training_command(script)
     if os.environ.get("RANK", "0") == "0":
         for note in command.notes:
             streams.say(note)
@@ -156,9 +158,9 @@ def _measure_script(script: Path, asked: Mapping[str, Any], *, began: float) -> 
 
         request = Request(
             words=command.words,
-            where=str(script),
+            where=script.where,
             environment=command.environment,
-            microbatches=microbatches_of(text, where=str(script)),
+            microbatches=count_microbatches(script),
             began=began,
             **asked,
         )

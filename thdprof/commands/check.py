@@ -42,7 +42,7 @@ def check(
     as training does it.
     """
     from thdprof.analyze.check import check as check_dataset
-    from thdprof.analyze.report.check import print_check, to_json, verdict
+    from thdprof.analyze.report.comparison import check_to_json, print_check, verdict
     from thdprof.analyze.settings.limits import share_of
     from thdprof.commands.plan_file import read_plan, shown
 
@@ -59,7 +59,7 @@ def check(
         )
     with streams.of_a_gate():
         if json:
-            streams.write(to_json(result) + "\n")
+            streams.write(check_to_json(result) + "\n")
         else:
             print_check(result, streams.console(stderr=False))
     if not result.holds:

@@ -50,14 +50,14 @@ def compare(
 
 
 def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> None:
-    from thdprof.analyze.report.comparison import print_comparison, to_json
+    from thdprof.analyze.report.comparison import comparison_to_json, print_comparison
     from thdprof.compare.statistics import compare as compare_shares
     from thdprof.compare.statistics import read_stats
 
     result = compare_shares(plan, read_stats(stats), tolerance=allowed, where=str(stats))
     with streams.of_a_gate():
         if json:
-            streams.write(to_json(result) + "\n")
+            streams.write(comparison_to_json(result) + "\n")
         else:
             print_comparison(result, streams.console(stderr=False))
     if result.wrong_numbers is not None:
@@ -78,13 +78,13 @@ def _compare_stats(plan: Plan, stats: Path, allowed: float, *, json: bool) -> No
 
 
 def _compare_plans(first: Plan, second: Plan, allowed: float, *, where: str, json: bool) -> None:
-    from thdprof.analyze.report.plan_comparison import print_plan_comparison, to_json
+    from thdprof.analyze.report.comparison import plan_comparison_to_json, print_plan_comparison
     from thdprof.compare.plans import compare_plans
 
     result = compare_plans(first, second, tolerance=allowed)
     with streams.of_a_gate():
         if json:
-            streams.write(to_json(result) + "\n")
+            streams.write(plan_comparison_to_json(result) + "\n")
         else:
             print_plan_comparison(result, streams.console(stderr=False))
     if not result.holds:

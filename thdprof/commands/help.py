@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
+
+from thdprof.analyze.settings.shell import Launch
+from thdprof.errors import UsageError
 
 _NARROWEST, _WIDEST = 60, 120
 """Columns of a help page, whatever the terminal has."""
@@ -39,6 +43,31 @@ class PanelCommand(TyperCommand):
             formatter.write(_drawn(title, rows))
 
 
+class LaunchCommand(PanelCommand):
+    """A command that takes the user's own training command behind `--`, in place of `--megatron-args`.
+
+    The words are split before typer reads them, since it drops the dashes.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments in front of `--`; the words behind it become a `Launch`."""
+        if "--" not in args:
+            return super().parse_args(ctx, args)
+        at = args.index("--")
+        words = tuple(args[at + 1 :])
+        rest = super().parse_args(ctx, args[:at])
+        if not words:
+            raise UsageError("--: no command behind it; write the command that trains there, such as torchrun ...")
+        if ctx.params["megatron_args"] is not None:
+            raise UsageError(f"--megatron-args {ctx.params['megatron_args'].file}: not beside a command behind --")
+        ctx.params["megatron_args"] = Launch(command=words, environment=dict(os.environ))
+        return rest
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line, with the command at its end."""
+        return [*super().collect_usage_pieces(ctx), "[-- COMMAND]"]
+
+
 class PanelGroup(TyperGroup):
     """The commands' help."""
 
@@ -60,7 +89,8 @@ class PanelGroup(TyperGroup):
         for title, rows in _panels(self.get_params(ctx), ctx).items():
             formatter.write(_drawn(title, rows))
         commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
-        formatter.write(_drawn("Commands", [(n, c.get_short_help_str(200)) for n, c in commands.items() if c]))
+        shown = [(n, c.get_short_help_str(200)) for n, c in commands.items() if c and not c.hidden]
+        formatter.write(_drawn("Commands", shown))
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from thdprof.analyze.settings.limits import analysis_options
+from thdprof.analyze.settings.shell import Launch
 from thdprof.training import Definition, GraphKind, Panel, definitions, model_definitions
 
 PANELS: tuple[str, ...] = get_args(Panel)
@@ -19,10 +20,12 @@ Given = Mapping[str, Any]
 """Values of options by the settings' names; None counts as not given."""
 
 LaunchScript = Annotated[
-    Path | None,
+    Launch | None,
     typer.Option(
         "--megatron-args",
-        help="Launch script or argument list to take Megatron-LM's flags from.",
+        metavar="<path>",
+        parser=lambda path: Launch(file=Path(path)),
+        help="Launch script or argument list to take Megatron-LM's flags from; or -- COMMAND, the command itself.",
         rich_help_panel="Where settings come from",
     ),
 ]

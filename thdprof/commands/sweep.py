@@ -65,7 +65,7 @@ def sweep(
     with streams.progress_bar() as progress:
         result = analyze_combinations(
             axes,
-            lambda values: read_request(locations, {**given, **values}, settings=settings, megatron_args=megatron_args),
+            lambda values: read_request(locations, {**given, **values}, settings=settings, launch=megatron_args),
             impl=impl,
             progress=progress,
         )

@@ -2,8 +2,8 @@
 
 `limit` has the types. `fields`, `quantization`, `parallelism`, `overlap`, `models`, `dynamic_cp`, `experts`,
 `offloading`, `layers_per_graph` and `recompute` have the rows; `table` joins them. `check` is for analysis,
-`command_line` and `precision_file` for the arguments of Megatron-LM's scripts, `recipes` for Megatron-Bridge's
-performance recipes. `served` and `proved` say of what is not refused which GPU rows proved it.
+`command_line` and `precision_file` for the arguments of Megatron-LM's scripts. `known_fields` has the
+fields of megatron-core's configs that thdprof has looked at.
 `thdprof.runtime.megatron.refusals` reads the same table when training starts.
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,6 @@ class Run:
     """The kind of a model that has no decoder as GPTModel and HybridModel have one: vision-language or diffusion."""
     wrapper: str | None = None
     """Name of the class that wraps the model; empty: none does."""
-    trainer: Mapping[str, Any] | None = None
-    """Settings of the trainer by dotted names, such as `ddp.overlap_grad_reduce`; `peft` is the kind of adapters."""
     recompute: Recompute | None = None
     """How much a backward computes again, as an analysis knows it of the model; `config` says it to `install`."""
     config: Any = None

@@ -19,8 +19,8 @@ from thdprof.plan.parts import (
     PredictionsPart,
     Share,
     TimesPart,
+    Training,
 )
-from thdprof.plan.training import Training
 
 __all__ = [
     "SCHEMA",

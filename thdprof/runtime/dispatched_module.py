@@ -1,7 +1,7 @@
 """DispatchedModule: decides for every micro-batch whether it is replayed or runs eagerly, and counts and times it.
 
 Subclasses capture and replay: `graphs.graphed_module.GraphedModule` replays a whole module from a bank; those in
-`megatron.graphs` lead Megatron's own layer graphs.
+`megatron.kinds` lead Megatron's own layer graphs.
 """
 
 from __future__ import annotations

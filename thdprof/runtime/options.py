@@ -121,8 +121,8 @@ class GraphOptions:
     """
     agree_on: Largest | None = None
     """Returns the largest of each value over the ranks whose captured passes share collectives, such as
-    `thdprof.runtime.megatron.peers.Peers.largest`: they decide together about every micro-batch. None: this rank
-    decides by its own micro-batch.
+    `thdprof.runtime.megatron.rank_agreement.Peers.largest`: they decide together about every micro-batch. None: this
+    rank decides by its own micro-batch.
     """
     verify_every: int = 0
     """One in so many micro-batches is also run eagerly, and compared; 0: none."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from thdprof.training.definition import Definition, Kind, Panel, Setting, definitions_of
-from thdprof.training.model import Fp8Recipe, Model, Norm, Precision, Recompute
-from thdprof.training.model_check import check_model
-from thdprof.training.model_fields import model_definitions
+from thdprof.training.definition import Definition, Kind, Panel, Setting, definitions_of, find_unread_fields
+from thdprof.training.model import Fp8Recipe, Model, Norm, Precision, Recompute, check_model, model_definitions
 from thdprof.training.settings import (
     DEFAULT_PROMPT_FORMAT,
     DYNAMIC_CP,
@@ -20,11 +18,10 @@ from thdprof.training.settings import (
     TrainingOptions,
     TrainingSettings,
     definitions,
+    shared_capture_ranks,
     shown,
     to_give,
 )
-from thdprof.training.shared_captures import shared_capture_ranks
-from thdprof.training.unread import find_unread_fields
 
 __all__ = [
     "DEFAULT_PROMPT_FORMAT",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from support.model_flags import LLAMA, REFEREED
 
-from thdprof.analyze.settings.launch_script import parse_megatron_args
+from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.model.flag_names import flag_values
 from thdprof.analyze.settings.model.resolve import ResolvedModel, resolve_model
+from thdprof.analyze.settings.shell import read_script
 from thdprof.errors import UsageError
 from thdprof.training import Model
 
 
 def read(text: str, **own: object) -> ResolvedModel:
-    script = parse_megatron_args(
-        f"pretrain_gpt.py --seq-length 64 {' '.join(text.split())}", where="train.sh", given=own
+    script = read_launch(
+        read_script(f"pretrain_gpt.py --seq-length 64 {' '.join(text.split())}", where="train.sh"), given=own
     )
     return resolve_model(own, script=script.model)
 
@@ -207,5 +208,5 @@ def test_flags_of_a_program_that_does_not_train_are_not_the_models():
         "python preprocess_data.py --vocab-size 7 --hidden-size 8 --fp16\n"
         "torchrun pretrain_gpt.py --seq-length 8 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --bf16\n"
     )
-    found = resolve_model({}, script=parse_megatron_args(script, where="train.sh").model).model
+    found = resolve_model({}, script=read_launch(read_script(script, where="train.sh")).model).model
     assert found == Model(num_layers=2, hidden_size=64, num_attention_heads=4, normalization="LayerNorm")

@@ -9,6 +9,7 @@ import pytest
 
 from thdprof.analyze import analyze_dataset, read_model
 from thdprof.analyze.settings.request import Request, read_request
+from thdprof.analyze.settings.shell import Launch
 from thdprof.errors import UsageError
 from thdprof.training import Model, check_model
 
@@ -46,7 +47,7 @@ def packs(tmp_path) -> Path:
 def request_of(tmp_path, *, settings: str = "", model: Path | None = None, script: Path | None = None) -> Request:
     (tmp_path / "settings.yaml").write_text(settings)
     flags = {"model": model}
-    return read_request(["data"], flags, settings=tmp_path / "settings.yaml", megatron_args=script)
+    return read_request(["data"], flags, settings=tmp_path / "settings.yaml", launch=script and Launch(file=script))
 
 
 def test_a_config_alone_is_trained_as_is_said(tmp_path, config):

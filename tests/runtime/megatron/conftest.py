@@ -66,7 +66,7 @@ def recomputing(monkeypatch):
     monkeypatch.setattr(random, "_get_all_rng_states", lambda: (torch.get_rng_state(), None, {}))
     monkeypatch.setattr(random, "_set_all_rng_states", lambda *states: torch.set_rng_state(states[0]))
     tracker = SimpleNamespace(current=list, drawing_from=lambda generators: nullcontext())
-    with recompute.mended(Repeats(tracker)):
+    with recompute.repeating_random_numbers(Repeats(tracker)):
         yield
 
 

@@ -22,7 +22,7 @@ from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
 from thdprof.runtime.graphs.module_state import find_hooked_parameters  # noqa: E402
-from thdprof.runtime.megatron.decoder import adapters as found_adapters  # noqa: E402
+from thdprof.runtime.megatron.decoder import parts as found_adapters  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
 from thdprof.runtime.megatron.refusals.settings import SettingsError  # noqa: E402
 
@@ -143,11 +143,11 @@ def test_what_is_frozen_has_no_gradient_buffer():
 
 def test_fused_adapters_and_gradient_hooks_are_found():
     module = frozen("lora")
-    assert [*found_adapters.fused(module)] == [*find_hooked_parameters(module)] == []
+    assert [*found_adapters.find_fused_adapters(module)] == [*find_hooked_parameters(module)] == []
     lora_layers = importlib.import_module("megatron.bridge.peft.lora_layers")
     module.layers[0].linear_fc1.__class__ = lora_layers.TEFusedLoRALinear
     module.layers[1].linear_fc2.adapter.linear_in.weight.register_hook(lambda gradient: gradient)
-    assert [*found_adapters.fused(module)] == ["layers.0.linear_fc1"]
+    assert [*found_adapters.find_fused_adapters(module)] == ["layers.0.linear_fc1"]
     assert [*find_hooked_parameters(module)] == ["layers.1.linear_fc2.adapter.linear_in.weight"]
 
 

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.training")
 
 from thdprof.errors import UsageError  # noqa: E402
-from thdprof.runtime.megatron.calibration import arguments, layer_choice  # noqa: E402
+from thdprof.runtime.megatron.calibration import arguments, solve  # noqa: E402
 
 GIB = 1 << 30
 RUN = "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --lr 1e-4 --bf16 --te-rng-tracker "
@@ -197,7 +197,7 @@ def test_the_vocabulary_is_the_scripts_or_given():
 
 
 def fitting(text: str, gib: float, *, wanted: int, data_parallel: int = 1) -> int:
-    return layer_choice.layers_that_fit(
+    return solve.layers_that_fit(
         parsed(text), vocabulary=128256, memory_bytes=int(gib * GIB), data_parallel=data_parallel, wanted=wanted
     )
 
@@ -218,11 +218,11 @@ def test_as_many_layers_are_built_as_fit():
 def test_parameters_of_a_layer_are_counted_alike_for_known_models():
     llama = RUN + "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --swiglu "
     llama += "--group-query-attention --num-query-groups 8"
-    assert layer_choice.parameters_of_layer(parsed(llama)) == 218_103_808
-    assert layer_choice.parameters_of_layer(parsed(QWEN)) == 15_728_640
+    assert solve.parameters_of_layer(parsed(llama)) == 218_103_808
+    assert solve.parameters_of_layer(parsed(QWEN)) == 15_728_640
 
 
 def test_saved_bytes_are_near_what_a_slot_was_measured_to_hold():
     built_in = RUN + "--num-layers 24 --hidden-size 1024 --num-attention-heads 16"
     measured = 3392 * 2**20 / 24
-    assert layer_choice.saved_bytes_of_layer(parsed(built_in), 4096) == pytest.approx(measured, rel=0.2)
+    assert solve.saved_bytes_of_layer(parsed(built_in), 4096) == pytest.approx(measured, rel=0.2)

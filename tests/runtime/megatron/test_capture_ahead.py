@@ -18,7 +18,7 @@ from torch import nn  # noqa: E402
 from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
-from thdprof.runtime.megatron import capture_agreement, packed_seq_params  # noqa: E402
+from thdprof.runtime.megatron import packed_seq_params, rank_agreement  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of  # noqa: E402
 from thdprof.runtime.megatron.opening import (  # noqa: E402
     MetadataForm,
@@ -191,7 +191,7 @@ def test_plans_that_capture_later_say_why(plan, changes, reason):
 
 
 def test_ranks_without_peers_decide_alone():
-    agreed = capture_agreement.of_groups([], torch.device("cpu"))
+    agreed = rank_agreement.agree_over_groups([], torch.device("cpu"))
     assert agreed(True)
     assert not agreed(False)
 
@@ -199,5 +199,5 @@ def test_ranks_without_peers_decide_alone():
 @pytest.mark.usefixtures("parallel_state")
 def test_a_capture_that_failed_on_any_rank_has_failed():
     group = torch.distributed.group.WORLD  # of this process; the reduction itself is Gloo's
-    agreed = capture_agreement.of_groups([group, group], torch.device("cpu"))
+    agreed = rank_agreement.agree_over_groups([group, group], torch.device("cpu"))
     assert [agreed(ok) for ok in (True, False, True)] == [True, False, True]

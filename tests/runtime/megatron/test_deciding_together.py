@@ -15,8 +15,7 @@ from support.rank_processes import printed_by_ranks
 
 from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape
 from thdprof.runtime.agreement import Proposal, agree
-from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.peers import joined
+from thdprof.runtime.megatron.rank_agreement import Decisions, join_neighbours
 
 WORLD = 3
 
@@ -113,8 +112,8 @@ def test_ranks_that_reach_each_other_through_others_decide_together():
     tensor = [(0, 1), (2, 3), (4, 5), (6, 7)]
     experts = [(0, 2), (1, 3), (4, 6), (5, 7)]
     neighbours = [{other for group in (*tensor, *experts) if rank in group for other in group} for rank in range(8)]
-    assert [joined(neighbours, rank) for rank in range(8)] == [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 4
-    assert joined([{0}, {1}], 1) == (1,)
+    assert [join_neighbours(neighbours, rank) for rank in range(8)] == [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 4
+    assert join_neighbours([{0}, {1}], 1) == (1,)
 
 
 class Other:

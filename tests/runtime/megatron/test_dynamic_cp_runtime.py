@@ -25,11 +25,16 @@ from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket, FallbackReason  # noqa: E402
 from thdprof.runtime.graphs.slots import sample_boundaries  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
-from thdprof.runtime.megatron.decoder.context_groups import ContextGroups, context_group, groups_of, misplaced  # noqa: E402
+from thdprof.runtime.megatron.decoder.context_parallel import (  # noqa: E402
+    ContextGroups,
+    context_group,
+    groups_of,
+    lay_out,
+    misplaced,
+    places_of,
+)
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.decoder.layout import lay_out, places_of  # noqa: E402
-from thdprof.runtime.megatron.graphs.sized_chunks import SizedChunkGraphs  # noqa: E402
-from thdprof.runtime.megatron.graphs.sized_layers import SizedLayerGraphs  # noqa: E402
+from thdprof.runtime.megatron.kinds.sized import SizedChunkGraphs, SizedLayerGraphs  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.megatron.refusals.dynamic_cp import group_sizes  # noqa: E402
 from thdprof.runtime.padding import PackedSequence, pack  # noqa: E402
@@ -271,7 +276,7 @@ def test_megatrons_attention_still_takes_positions_from_the_models_group():
 def test_the_stand_in_for_one_rank_is_enough_for_megatrons_rotary_embedding():
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 
-    from thdprof.runtime.megatron.decoder.context_groups import OneRank
+    from thdprof.runtime.megatron.decoder.context_parallel import OneRank
 
     rope = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
     t, freqs = torch.randn(8, 2, 4), torch.randn(8, 1, 1, 4)
@@ -345,12 +350,12 @@ def test_the_first_micro_batch_captures_whatever_it_is_like():
 
 
 def test_a_plan_of_several_sizes_is_run_by_graphs_of_several_sizes(plan, monkeypatch):
-    from thdprof.runtime.megatron.graphs.chunk import ChunkGraphs
-    from thdprof.runtime.megatron.runners import runner_of
+    from thdprof.runtime.megatron.install import runner_of
+    from thdprof.runtime.megatron.kinds.chunk import ChunkGraphs
 
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
     static = plan.model_copy(update={"training": replace(plan.training, max_seqlen_per_dp_cp_rank=None)})
-    made = "thdprof.runtime.megatron.graphs.sized_layers.SizedLayerGraphs"
+    made = "thdprof.runtime.megatron.kinds.sized.SizedLayerGraphs"
     monkeypatch.setattr(made, lambda decoder, buckets, **_: [bucket.cp_size for bucket in buckets])
     layers = runner_of(Decoder(Block()), graphs(plan, impl="transformer_engine"), config(), slots=1, common={})
     assert sorted({*layers}) == [1, 2, 4]

@@ -12,8 +12,8 @@ from support.layer_graphs import BUCKETS, LARGE, OVER, SMALL, FakeEngine, forwar
 from torch import nn
 
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.megatron import packed_seq_params, surroundings
-from thdprof.runtime.megatron.graphs import transformer_engine
+from thdprof.runtime.megatron import decoder_surroundings, packed_seq_params
+from thdprof.runtime.megatron.kinds import layer_graphs
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 
@@ -42,7 +42,7 @@ def test_a_bucket_that_failed_on_a_peer_runs_eagerly_and_the_others_replay():
 
 def test_layers_are_captured_before_training_without_a_pass_or_a_gather(monkeypatch):
     gathered: list[nn.Module] = []
-    for module in (surroundings, transformer_engine):
+    for module in (decoder_surroundings, layer_graphs):
         monkeypatch.setattr(module, "gather_parameters", gathered.append)
     block, engine, hooked = make_block(), FakeEngine(), []
     run = graphs_of(block, engine, num_slots=1)

@@ -21,9 +21,9 @@ from megatron.core.extensions import transformer_engine as extension
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as core
 from support.layer_graphs import HIDDEN, TOKENS, make_block
 
-from thdprof.runtime.megatron.graphs.split import WholeLayer
-from thdprof.runtime.megatron.offload.groups import Group, freed_bytes, staying
-from thdprof.runtime.megatron.offload.megatron_core import CoreOffloading
+from thdprof.runtime.megatron.core_offload import CoreOffloading
+from thdprof.runtime.megatron.kinds.expert_layers import WholeLayer
+from thdprof.runtime.megatron.layer_offload import Group, freed_bytes, staying
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
 MIB = 2**20

@@ -23,13 +23,12 @@ from thdprof.runtime import calibrate  # noqa: E402
 from thdprof.runtime.dispatched_module import DispatchedModule  # noqa: E402
 from thdprof.runtime.graphs.failed_captures import WarmupError, refuse_half_a_pass  # noqa: E402
 from thdprof.runtime.graphs.graphed_module import GraphedModule, ReplayPass  # noqa: E402
-from thdprof.runtime.megatron import surroundings  # noqa: E402
-from thdprof.runtime.megatron.calibrate import PackedDecoder  # noqa: E402
-from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
+from thdprof.runtime.megatron import decoder_surroundings  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
-from thdprof.runtime.megatron.decoder.arguments import not_known  # noqa: E402
-from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
+from thdprof.runtime.megatron.decoder.decoder import Decoder, find_unknown_arguments  # noqa: E402
+from thdprof.runtime.megatron.decoder_costs import PackedDecoder  # noqa: E402
+from thdprof.runtime.megatron.kinds import chunk  # noqa: E402
+from thdprof.runtime.megatron.rank_agreement import Decisions  # noqa: E402
 from thdprof.runtime.megatron.refusals import settings  # noqa: E402
 from thdprof.runtime.options import Surroundings  # noqa: E402
 from thdprof.runtime.padding import Boundaries, boundaries_of, pack, to_device  # noqa: E402
@@ -229,9 +228,9 @@ def test_the_scale_of_auxiliary_losses_has_its_memory_before_a_capture(monkeypat
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     monkeypatch.setattr(MoEAuxLossAutoScaler, "main_loss_backward_scale", None)
-    surroundings.prepare_experts(config(), torch.device("cpu"))
+    decoder_surroundings.prepare_experts(config(), torch.device("cpu"))
     assert MoEAuxLossAutoScaler.main_loss_backward_scale is None  # no experts
-    surroundings.prepare_experts(SimpleNamespace(num_moe_experts=4), torch.device("cpu"))
+    decoder_surroundings.prepare_experts(SimpleNamespace(num_moe_experts=4), torch.device("cpu"))
     baked = MoEAuxLossAutoScaler.main_loss_backward_scale
     output, loss = torch.ones(2, requires_grad=True), torch.ones((), requires_grad=True)
     MoEAuxLossAutoScaler.apply(output, loss).sum().backward()  # as a warm-up
@@ -243,7 +242,7 @@ def test_the_scale_of_auxiliary_losses_has_its_memory_before_a_capture(monkeypat
 def test_closing_takes_the_gradient_event_off(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda *_: None))
     block = Block()
-    run = chunk.ChunkGraphs(Decoder(block), [], surroundings=surroundings.of_decoder(block))
+    run = chunk.ChunkGraphs(Decoder(block), [], surroundings=decoder_surroundings.surround_decoder(block))
     run._surroundings.on_backward()
     assert all(hasattr(p, "_cudagraph_wgrad_ready_event") for p in block.parameters())
     run.close()
@@ -252,9 +251,9 @@ def test_closing_takes_the_gradient_event_off(monkeypatch):
 
 def test_hooks_that_a_replay_would_not_run_are_found():
     block = Block()
-    assert surroundings.foreign_hooks(block) == ()
+    assert decoder_surroundings.foreign_hooks(block) == ()
     block.linear.register_forward_pre_hook(lambda module, given: None)
-    assert surroundings.foreign_hooks(block) == ("linear",)
+    assert decoder_surroundings.foreign_hooks(block) == ("linear",)
 
 
 def test_parameter_gathering_hooks_run_before_a_replay():
@@ -265,13 +264,13 @@ def test_parameter_gathering_hooks_run_before_a_replay():
     hook = ddp.DistributedDataParallel._make_forward_pre_hook(wrapped)
     for module in block.modules():
         module.register_forward_pre_hook(hook)
-    assert surroundings.foreign_hooks(block) == ()  # megatron-core's own
+    assert decoder_surroundings.foreign_hooks(block) == ()  # megatron-core's own
     group = SimpleNamespace(finish_param_sync=lambda **kwargs: called.append("gathered"))
     wrapped.param_to_bucket_group = dict.fromkeys(block.parameters(), group)
     wrapped.ddp_config = SimpleNamespace(align_param_gather=False)
     wrapped.overlap_param_gather_with_optimizer_step = False
     wrapped._finish_param_sync_for_bucket_group = lambda group: group.finish_param_sync()  # called from 0.20 on
-    surroundings.gather_parameters(block)
+    decoder_surroundings.gather_parameters(block)
     assert called == ["gathered"] * 2
 
 
@@ -369,7 +368,7 @@ def test_passes_communicate_over_every_group_of_a_decoders_collectives(changes, 
     made = config()
     for name, value in changes.items():
         setattr(made, name, value)
-    assert surroundings.communicates(made, data_parallel_size=ranks) is together
+    assert decoder_surroundings.communicates(made, data_parallel_size=ranks) is together
 
 
 def test_every_argument_of_megatrons_decoders_is_taken_or_told():
@@ -382,10 +381,10 @@ def test_every_argument_of_megatrons_decoders_is_taken_or_told():
         names = {*signature.parameters} - {"self"}
         assert {"hidden_states", "attention_mask", "packed_seq_params", "padding_mask"} <= names
         for name in names:
-            found = not_known({name: object()}, signature)
+            found = find_unknown_arguments({name: object()}, signature)
             assert found <= {name}
             told |= found
-            assert not_known({name: signature.parameters[name].default}, signature) <= {"hidden_states"}
+            assert find_unknown_arguments({name: signature.parameters[name].default}, signature) <= {"hidden_states"}
     assert told >= {"context", "context_mask", "attention_bias", "extract_layer_indices", "rotary_pos_cos"}
     assert not told & {"inference_context", "inference_params", "rotary_pos_emb"}
 
@@ -396,8 +395,8 @@ def test_arguments_that_a_decoder_takes_without_naming_them_are_told():
 
     signature = inspect.signature(forward)
     bound = signature.bind(1, causal=False, further=3, nothing=None).arguments
-    assert not_known(bound, signature) == {"causal", "further"}
-    assert not_known(signature.bind(1, causal=True).arguments, signature) == set()
+    assert find_unknown_arguments(bound, signature) == {"causal", "further"}
+    assert find_unknown_arguments(signature.bind(1, causal=True).arguments, signature) == set()
 
 
 def test_a_module_with_main_grads_passes_them_into_the_replay():

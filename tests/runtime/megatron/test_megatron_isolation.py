@@ -13,11 +13,10 @@ pytest.importorskip("megatron.core")
 from support.layer_graphs import BUCKETS, HIDDEN, SMALL, TOKENS, Attention, FakeEngine, make_block  # noqa: E402
 
 from thdprof.runtime.megatron import packed_seq_params  # noqa: E402
-from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs  # noqa: E402
-from thdprof.runtime.megatron.install import Installation  # noqa: E402
-from thdprof.runtime.megatron.runners import PaddedEager  # noqa: E402
+from thdprof.runtime.megatron.install import Installation, PaddedEager  # noqa: E402
+from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs  # noqa: E402
+from thdprof.runtime.megatron.rank_agreement import Decisions  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
 

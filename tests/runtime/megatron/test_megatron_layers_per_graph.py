@@ -20,13 +20,13 @@ from thdprof.analyze import analyze_dataset, make_plan  # noqa: E402
 from thdprof.dispatch import Bucket  # noqa: E402
 from thdprof.plan import OffloadPart  # noqa: E402
 from thdprof.runtime import graphed  # noqa: E402
-from thdprof.runtime.megatron import surroundings  # noqa: E402
+from thdprof.runtime.megatron import decoder_surroundings  # noqa: E402
 from thdprof.runtime.megatron.decoder import packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
-from thdprof.runtime.megatron.graphs.layer_groups import layer_groups  # noqa: E402
+from thdprof.runtime.megatron.install import runner_of  # noqa: E402
+from thdprof.runtime.megatron.kinds import chunk  # noqa: E402
+from thdprof.runtime.megatron.kinds.chunk import layer_groups  # noqa: E402
 from thdprof.runtime.megatron.refusals.settings import SettingsError  # noqa: E402
-from thdprof.runtime.megatron.runners import runner_of  # noqa: E402
 
 TOKENS, HIDDEN, LAYERS = 8, 4, 4
 BUCKET = Bucket(max_seqs=4, max_seqlen=TOKENS, n_tokens=TOKENS)
@@ -132,7 +132,7 @@ def on_a_cpu(monkeypatch):
     recorded_graphs.put_in_place(monkeypatch)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(chunk, "generators", tuple)
-    monkeypatch.setattr(surroundings, "expert_metrics", tuple)
+    monkeypatch.setattr(decoder_surroundings, "expert_metrics", tuple)
 
 
 def attached(block, layers_per_graph, **options):
@@ -142,7 +142,7 @@ def attached(block, layers_per_graph, **options):
         [BUCKET],
         layers_per_graph=layers_per_graph,
         sample_every=0,
-        surroundings=surroundings.of_decoder(block),
+        surroundings=decoder_surroundings.surround_decoder(block),
         **options,
     )
     decoder.attach(run, cp_size=1, shards=1, tail="none")

@@ -23,9 +23,9 @@ from thdprof.dispatch import Shape
 from thdprof.runtime import Bucket, FallbackReason
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.graphs import local
+from thdprof.runtime.megatron.install import runner_of
+from thdprof.runtime.megatron.kinds import local
 from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.runners import runner_of
 
 TOKENS, HIDDEN, LAYERS = 24, 8, 3
 SMALL, WIDE, LARGE = Bucket(2, TOKENS, TOKENS), Bucket(4, TOKENS, TOKENS), Bucket(8, TOKENS, TOKENS)

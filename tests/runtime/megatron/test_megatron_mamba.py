@@ -36,16 +36,16 @@ from thdprof.runtime import Bucket, FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.graphs.module_state import aliased_parameters
 from thdprof.runtime.graphs.slots import Metadata
-from thdprof.runtime.megatron import predictions
-from thdprof.runtime.megatron.decoder import mamba, packed_seq_params
+from thdprof.runtime.megatron import prediction
+from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.install import PaddedEager
+from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 from thdprof.runtime.megatron.models import facts_of
+from thdprof.runtime.megatron.prediction import PredictionLayer
 from thdprof.runtime.megatron.refusals.facts import Facts
 from thdprof.runtime.megatron.refusals.mamba import refusals, refusals_of_plan
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.runners import PaddedEager
 from thdprof.runtime.padding import Boundaries, boundaries_of, document_of_tokens, to_device
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
@@ -139,7 +139,7 @@ def experts_layer():
 
 def seen_by(stack):
     """What the mixers were given, mixer by mixer."""
-    return [layer.mixer.seen for layer in stack.layers if mamba.is_mamba(layer)]
+    return [layer.mixer.seen for layer in stack.layers if parts.is_mamba(layer)]
 
 
 # --- which layers ---------------------------------------------------------------------------------------------------
@@ -147,11 +147,11 @@ def seen_by(stack):
 
 def test_mamba_layers_are_found_and_other_layers_are_foreign():
     stack = make_stack("M*M")
-    assert [mamba.is_mamba(layer) for layer in stack.layers] == [True, False, True]
-    assert mamba.has_mamba(stack)
-    assert not mamba.has_mamba(make_stack("**"))
-    assert list(mamba.foreign(stack.layers)) == []
-    assert list(mamba.foreign([nn.Linear(2, 2), *stack.layers])) == ["Linear"]
+    assert [parts.is_mamba(layer) for layer in stack.layers] == [True, False, True]
+    assert parts.has_mamba(stack)
+    assert not parts.has_mamba(make_stack("**"))
+    assert list(parts.find_foreign_layers(stack.layers)) == []
+    assert list(parts.find_foreign_layers([nn.Linear(2, 2), *stack.layers])) == ["Linear"]
 
 
 def test_a_gated_delta_net_in_a_transformer_layer_is_foreign():
@@ -160,7 +160,7 @@ def test_a_gated_delta_net_in_a_transformer_layer_is_foreign():
     stack = make_stack("**")
     stack.layers[1].self_attention = object.__new__(GatedDeltaNet)
     nn.Module.__init__(stack.layers[1].self_attention)
-    assert list(mamba.foreign(stack.layers)) == ["GatedDeltaNet"]
+    assert list(parts.find_foreign_layers(stack.layers)) == ["GatedDeltaNet"]
 
 
 def test_what_state_space_layers_cannot_do_is_refused():
@@ -479,7 +479,7 @@ def test_mamba_layers_of_multi_token_prediction_know_the_documents_from_its_grap
 def test_mamba_layers_of_multi_token_prediction_are_found():
     model = nn.Module()
     model.decoder = make_stack("*")
-    assert not mamba.has_mamba(model)
+    assert not parts.has_mamba(model)
     model.mtp = make_stack("*M")
     assert facts_of([model], [model]).has_mamba
 
@@ -491,4 +491,4 @@ def test_mamba_layers_of_multi_token_prediction_that_cannot_be_replayed_are_refu
     with pytest.raises(
         SettingsError, match=r"documents stay apart, and graphs\.offload moves activations of the decoder"
     ):
-        predictions.of_model(model, SimpleNamespace(), impl="chunk", offloads=True)
+        prediction.find_replayed_predictions(model, SimpleNamespace(), impl="chunk", offloads=True)

@@ -35,9 +35,9 @@ from thdprof.offload.plan import Choice
 from thdprof.runtime import Bucket, calibrate, pack
 from thdprof.runtime.dispatched_module import DispatchedModule
 from thdprof.runtime.megatron import measure_decoder, models, versions
-from thdprof.runtime.megatron.calibrate import PackedDecoder
-from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
+from thdprof.runtime.megatron.decoder_costs import PackedDecoder
 from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
 ROTARY = 4

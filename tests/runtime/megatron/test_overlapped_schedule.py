@@ -11,8 +11,7 @@ pytest.importorskip("megatron.core")
 
 from torch import nn  # noqa: E402
 
-from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans  # noqa: E402
-from thdprof.runtime.megatron.graphs.weight_gradients import CapturedWeightGradients  # noqa: E402
+from thdprof.runtime.megatron.kinds.overlapped import CapturedWeightGradients, SchedulePlans  # noqa: E402
 
 
 class Store:

@@ -26,8 +26,8 @@ from support.plans import plan_of_shares
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.megatron import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.graphs.overlapped import OverlappedLayerGraphs, SchedulePlans
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
+from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported", "_streams")
 MODULES = ["attn", "moe_router"]

@@ -13,7 +13,7 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from thdprof.runtime.megatron import peers  # noqa: E402
+from thdprof.runtime.megatron import rank_agreement  # noqa: E402
 from thdprof.training import shared_capture_ranks  # noqa: E402
 
 PLAN = SimpleNamespace(captured=["a bucket"], graphs=SimpleNamespace(modules=[], impl="chunk"))
@@ -40,12 +40,12 @@ def on_rank(rank, world, sizes, gathered, monkeypatch):
         everyones[:] = [gathered.get(other, [other]) for other in range(world)]
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    monkeypatch.setattr(peers, "Peers", Made)
+    monkeypatch.setattr(rank_agreement, "Peers", Made)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
         named = {name: size for name, size in sizes.items() if name != "balancing"}
         parallel_state.initialize_model_parallel(**named, create_gloo_process_groups=False)
-        found = peers.peers_of(config, PLAN)
+        found = rank_agreement.peers_of(config, PLAN)
         return None if found is None else found.ranks, parallel_state.get_data_parallel_rank()
     finally:
         parallel_state.destroy_model_parallel()

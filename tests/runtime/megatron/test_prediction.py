@@ -27,16 +27,15 @@ from torch._dynamo import config as dynamo
 from thdprof.plan import OffloadPart
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron import Installation, install, predictions, surroundings, versions
-from thdprof.runtime.megatron.decoder import token_shift
+from thdprof.runtime.megatron import Installation, decoder_surroundings, install, prediction, token_shift, versions
 from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
-from thdprof.runtime.megatron.graphs import chunk
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron.install import PaddedEager, runner_of
+from thdprof.runtime.megatron.kinds import chunk
+from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead
-from thdprof.runtime.megatron.quantized.quantization import of_block
+from thdprof.runtime.megatron.prediction import PredictionLayer
+from thdprof.runtime.megatron.quantized import find_quantization
 from thdprof.runtime.megatron.refusals import settings
-from thdprof.runtime.megatron.runners import PaddedEager, runner_of
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "_engine_can_be_imported")
 ENTRIES = ("_proj_and_transformer_layer", "_checkpointed_forward")
@@ -74,7 +73,7 @@ def attached(model, make):
 
 
 def as_chunk(one):
-    around = replace(surroundings.of_decoder(one.block), while_capturing=nullcontext)
+    around = replace(decoder_surroundings.surround_decoder(one.block), while_capturing=nullcontext)
     return chunk.ChunkGraphs(one, BUCKETS, num_slots=2, sample_every=0, surroundings=around)
 
 
@@ -172,7 +171,7 @@ def test_the_call_before_training_is_the_one_that_the_model_makes():
 )
 def test_what_is_left_to_run_eagerly_is_told(caplog, changes, impl, told):
     model = model_of(**{"predictions": 2, **changes})
-    assert predictions.of_model(model, model.config, impl=impl) == []
+    assert prediction.find_replayed_predictions(model, model.config, impl=impl) == []
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert told in record.getMessage()
@@ -181,7 +180,7 @@ def test_what_is_left_to_run_eagerly_is_told(caplog, changes, impl, told):
 def test_a_stage_without_embedding_predicts_nothing():
     model = model_of(predictions=None, pre_process=False)
     assert not hasattr(model, "embedding")
-    assert predictions.of_model(model, model.config, impl="chunk") == []
+    assert prediction.find_replayed_predictions(model, model.config, impl="chunk") == []
 
 
 def test_layers_that_no_graph_can_hold_keep_prediction_eager(monkeypatch):
@@ -190,13 +189,13 @@ def test_layers_that_no_graph_can_hold_keep_prediction_eager(monkeypatch):
     model = model_of(predictions=1)
     inner = model.mtp.layers[0].mtp_model_layer
     inner.mlp._fused_impl = None  # as Megatron's fused MLP has it
-    assert "fused operations" in predictions.why_eager(model.mtp.layers, model.config, impl="chunk")
-    assert predictions.why_eager(model.mtp.layers, model.config, impl="transformer_engine") == (
+    assert "fused operations" in prediction.why_eager(model.mtp.layers, model.config, impl="chunk")
+    assert prediction.why_eager(model.mtp.layers, model.config, impl="transformer_engine") == (
         "none of its layers can be a graph"
     )
     inner.self_attention = object.__new__(GatedDeltaNet)
     torch.nn.Module.__init__(inner.self_attention)
-    assert "GatedDeltaNet" in predictions.why_eager(model.mtp.layers, model.config, impl="chunk")
+    assert "GatedDeltaNet" in prediction.why_eager(model.mtp.layers, model.config, impl="chunk")
 
 
 @pytest.mark.parametrize(("detached", "frozen"), [(False, False), (True, False), (False, True)])
@@ -204,7 +203,7 @@ def test_layers_that_no_graph_can_hold_keep_prediction_eager(monkeypatch):
 def test_the_embedding_takes_a_gradient_in_the_first_call_as_in_training(detached, frozen):
     model = model_of(predictions=1, mtp_detach_heads=detached, **PADDED)
     model.embedding.requires_grad_(not frozen)
-    (one,) = predictions.of_model(model, model.config, impl="chunk")
+    (one,) = prediction.find_replayed_predictions(model, model.config, impl="chunk")
     run = as_chunk(one)
     one.attach(run, cp_size=1, shards=1, tail="none")
     capture_ahead(
@@ -218,9 +217,9 @@ def test_the_embedding_takes_a_gradient_in_the_first_call_as_in_training(detache
 
 def test_parts_that_a_replay_would_leave_out_keep_a_layer_eager():
     model = model_of(predictions=1)
-    assert predictions.why_eager(model.mtp.layers, model.config, impl="chunk") == ""
+    assert prediction.why_eager(model.mtp.layers, model.config, impl="chunk") == ""
     model.mtp.layers[0].eh_proj.register_forward_hook(lambda *_: None)
-    assert predictions.why_eager(model.mtp.layers, model.config, impl="chunk") == (
+    assert prediction.why_eager(model.mtp.layers, model.config, impl="chunk") == (
         "its eh_proj has hooks that a replay would leave out"
     )
 
@@ -265,7 +264,7 @@ def test_an_installation_that_fails_half_way_leaves_nothing_changed(monkeypatch)
     monkeypatch.setattr(versions, "check", lambda: None)
     monkeypatch.setattr(settings, "check", lambda *_: None)
     model, limit = model_of(predictions=1, **PADDED), dynamo.recompile_limit
-    monkeypatch.setattr(token_shift, "together", lambda: 1 / 0)
+    monkeypatch.setattr(token_shift, "shifting_together", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError) as held:  # whose frames keep alive what was not taken back
         install(model, of_plan(), model.config, replay=False)
     assert held
@@ -389,11 +388,11 @@ def test_layers_of_prediction_are_quantized_as_it_runs_them(monkeypatch, fp8, in
     monkeypatch.setitem(sys.modules, of_engine.__name__, of_engine)
     block, layer = torch.nn.Module(), SimpleNamespace(layer_number=1)
     config = SimpleNamespace(fp8="hybrid" if fp8 else None, fp4=None if fp8 else "e2m1")
-    assert of_block(block, config, layers=True)._of_layer(layer) == (("fp8", 0) if fp8 else ("fp4", 0))
+    assert find_quantization(block, config, layers=True)._of_layer(layer) == (("fp8", 0) if fp8 else ("fp4", 0))
     block.mtp_model_layer = torch.nn.Module()
     if in_stack:
         block.mtp_model_layer.layers = torch.nn.ModuleList()
-    found = of_block(block, config, layers=True)._of_layer(layer)
+    found = find_quantization(block, config, layers=True)._of_layer(layer)
     assert (None if isinstance(found, nullcontext) else found) == entered
 
 

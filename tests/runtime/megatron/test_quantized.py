@@ -17,10 +17,14 @@ from support import quantized_layers, recorded_graphs  # noqa: E402
 from support.quantized_layers import Decoder, Manager  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.megatron.quantized.quantization import Quantization, of_block  # noqa: E402
-from thdprof.runtime.megatron.quantized.updates import Updates  # noqa: E402
-from thdprof.runtime.megatron.quantized.weights import QuantizedParameters, Workspaces  # noqa: E402
-from thdprof.runtime.megatron.surroundings import with_quantization  # noqa: E402
+from thdprof.runtime.megatron.decoder_surroundings import with_quantization  # noqa: E402
+from thdprof.runtime.megatron.quantized import (  # noqa: E402
+    Quantization,
+    QuantizedParameters,
+    Updates,
+    Workspaces,
+    find_quantization,
+)
 from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, SIZE = 12, 4
@@ -386,7 +390,7 @@ def test_a_weight_that_a_second_capture_made_anew_is_an_error():
 
 
 def test_a_decoder_without_quantized_products_needs_nothing():
-    assert of_block(torch.nn.Linear(2, 2), type("Config", (), {"fp8": None})()) is None
+    assert find_quantization(torch.nn.Linear(2, 2), type("Config", (), {"fp8": None})()) is None
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp4", "quant_recipe"])
@@ -396,7 +400,7 @@ def test_products_are_quantized_by_any_of_three_fields(monkeypatch, name):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace())
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.quantization", stand_in)
     config = SimpleNamespace(**{"fp8": None, "fp4": None, name: "something"})
-    assert isinstance(of_block(torch.nn.Linear(2, 2), config, layers=True), Quantization)
+    assert isinstance(find_quantization(torch.nn.Linear(2, 2), config, layers=True), Quantization)
 
 
 def test_weights_that_are_not_kept_are_quantized_in_every_replay():

@@ -17,10 +17,10 @@ from support.quantized_layers import Manager
 from support.quantized_parameters import FourBitTensor, QuantizedLinear, QuantizedTensor
 
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.megatron.decoder.operations import fused_parts
-from thdprof.runtime.megatron.quantized.quantization import Quantization
+from thdprof.runtime.megatron.decoder.parts import find_fused_parts
+from thdprof.runtime.megatron.decoder_surroundings import with_quantization
+from thdprof.runtime.megatron.quantized import Quantization
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.surroundings import with_quantization
 from thdprof.runtime.options import Surroundings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu")
@@ -128,7 +128,7 @@ def test_a_quantized_parameter_that_moved_ends_the_run_by_its_name():
 def test_a_layer_of_fused_operations_runs_eagerly_between_graphs():
     plain, graphed = block_of(), block_of()
     graphed.layers[1].mlp._fused_impl = None  # the operations themselves are made at the first pass
-    assert fused_parts(graphed) == ("layers.1.mlp",)
+    assert find_fused_parts(graphed) == ("layers.1.mlp",)
     entered = []
     graphed.layers[1].mlp.register_forward_pre_hook(lambda *_: entered.append(layer_graphs.FusedScale.capturing))
     run = quantized_graphs(graphed)

@@ -23,8 +23,8 @@ from support.recorded_graphs import RecordedGraph  # noqa: E402
 from torch import nn  # noqa: E402
 
 from thdprof.runtime import Bucket, GraphedModule, pack  # noqa: E402
-from thdprof.runtime.megatron import Installation, recompute, surroundings  # noqa: E402
-from thdprof.runtime.megatron.decisions import Decisions  # noqa: E402
+from thdprof.runtime.megatron import Installation, decoder_surroundings, recompute  # noqa: E402
+from thdprof.runtime.megatron.rank_agreement import Decisions  # noqa: E402
 from thdprof.runtime.options import Surroundings  # noqa: E402
 
 TOKENS, HIDDEN = 12, 4
@@ -120,7 +120,7 @@ def graphed(plain, *, layers_per_piece=None, **options):
     cuts = () if layers_per_piece is None else list(module.layers)[layers_per_piece::layers_per_piece]
 
     def while_capturing():
-        return recompute.mended(FULL)
+        return recompute.repeating_random_numbers(FULL)
 
     around = Surroundings(while_capturing=while_capturing, repeats=FULL)
     generators = random.get_cuda_rng_tracker().get_states().values()
@@ -166,7 +166,7 @@ def assert_equal(one, other):
 def test_replays_recompute_with_the_masks_of_their_forwards(layers_per_piece, reseed):
     kept = train(stack(recomputed=False), reseed=reseed)
     graphs = graphed(stack(), num_slots=2, layers_per_piece=layers_per_piece)
-    with recompute.mended(FULL):
+    with recompute.repeating_random_numbers(FULL):
         assert_equal(train(graphs, reseed=reseed), kept)
     assert graphs.stats().replays == {SMALL: 3, LARGE: 2}
     assert graphs.stats().fallbacks.total() == 1
@@ -177,7 +177,7 @@ def test_replays_recompute_with_the_masks_of_their_forwards(layers_per_piece, re
 
 def test_eager_recomputation_draws_the_masks_of_its_forward():
     kept = train(stack(recomputed=False))
-    with recompute.mended(FULL):
+    with recompute.repeating_random_numbers(FULL):
         module = stack()
         assert_equal(train(module), kept)
     assert [len(layer.calls) for layer in module.layers] == [2 * len(BOUNDS)] * 4
@@ -188,14 +188,14 @@ def test_eager_recomputation_draws_the_masks_of_its_forward():
 def test_megatron_alone_recomputes_nothing_in_a_capture():
     module = stack()
     seeded(7)
-    with surroundings.capturing():
+    with decoder_surroundings.marked_as_capturing():
         module(torch.zeros(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True), pack(BOUNDS[0])).sum().backward()
     assert [len(layer.calls) for layer in module.layers] == [1] * 4
 
 
 def test_a_backward_registers_only_states_from_which_it_draws_again():
     graphs = graphed(stack())
-    with recompute.mended(FULL):
+    with recompute.repeating_random_numbers(FULL):
         train_one(graphs)
     backwards = [g for g in RecordedGraph.made if len(g.generators) > 2]
     assert len(backwards) == 2  # of two buckets in one slot
@@ -223,7 +223,7 @@ def test_sequence_parallel_regions_share_a_state():
     kept = train(Forked(recomputed=False).double())
     torch.manual_seed(1)
     graphs = graphed(Forked().double(), num_slots=2)
-    with recompute.mended(FULL):
+    with recompute.repeating_random_numbers(FULL):
         found = train(graphs)
     assert_equal(found, kept)
     assert graphs.stats().replays.total() == 5
@@ -244,7 +244,7 @@ def test_a_recomputed_part_inside_another_one_draws_the_same():
     kept = train(stack(recomputed=False))
     torch.manual_seed(1)
     graphs = graphed(Nested().double(), num_slots=2)
-    with recompute.mended(FULL):
+    with recompute.repeating_random_numbers(FULL):
         assert_equal(train(graphs), kept)
     graphs.close()
 
@@ -255,9 +255,9 @@ def test_a_state_that_graphs_do_not_register_is_refused():
         module,
         [SMALL],
         sample_every=0,
-        surroundings=Surroundings(while_capturing=lambda: recompute.mended(FULL), repeats=FULL),
+        surroundings=Surroundings(while_capturing=lambda: recompute.repeating_random_numbers(FULL), repeats=FULL),
     )
-    with recompute.mended(FULL):
+    with recompute.repeating_random_numbers(FULL):
         train_one(graphs)
     assert graphs.stats().fallbacks
     graphs.close()
@@ -265,14 +265,14 @@ def test_a_state_that_graphs_do_not_register_is_refused():
 
 def test_owners_may_end_in_any_order():
     own = random.checkpoint
-    first, second = recompute.mended(FULL), recompute.mended(FULL)
+    first, second = recompute.repeating_random_numbers(FULL), recompute.repeating_random_numbers(FULL)
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
     assert tensor_parallel.checkpoint is random.checkpoint is not own
     second.__exit__(None, None, None)
     assert tensor_parallel.checkpoint is random.checkpoint is own
-    with recompute.mended(None):
+    with recompute.repeating_random_numbers(None):
         assert random.checkpoint is own
 
 
@@ -305,7 +305,7 @@ def test_outputs_that_are_dropped_come_back_with_the_same_masks(monkeypatch):
         return x.grad
 
     kept = run(False)
-    with recompute.mended(FULL):
+    with recompute.repeating_random_numbers(FULL):
         assert torch.equal(run(True), kept)
     assert calls == [False, True, True]
 
@@ -314,15 +314,15 @@ def test_graphs_of_layers_keep_what_they_would_recompute():
     module = stack()
     seeded(7)
     x = torch.ones(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
-    with recompute.mended(FULL):
-        with recompute.kept(SELECTIVE):
+    with recompute.repeating_random_numbers(FULL):
+        with recompute.keeping_activations(SELECTIVE):
             y = module(x, pack(BOUNDS[0]))
         y.sum().backward()
         assert [len(layer.calls) for layer in module.layers] == [1] * 4
         module(x, pack(BOUNDS[0])).sum().backward()
         assert [len(layer.calls) for layer in module.layers] == [3] * 4
     assert not cuda_graphs.is_graph_warmup()
-    with recompute.kept(SimpleNamespace(recompute_granularity=None)):
+    with recompute.keeping_activations(SimpleNamespace(recompute_granularity=None)):
         assert not cuda_graphs.is_graph_warmup()
 
 
@@ -358,10 +358,10 @@ def test_transformer_engines_checkpoint_is_mended_too(monkeypatch):
         return within.distributed.checkpoint(body, x, get_rng_state_tracker=tracker, tp_group=None, scale=2.0)
 
     kept = run(lambda body, x: body(x, scale=2.0))
-    with recompute.mended(FULL):
+    with recompute.repeating_random_numbers(FULL):
         assert torch.equal(run(engines), kept)
         assert made == [True]
-        with recompute.kept(SELECTIVE):
+        with recompute.keeping_activations(SELECTIVE):
             assert torch.equal(run(engines), kept)
         assert made == [True]
     assert within.distributed.checkpoint is own
@@ -371,7 +371,7 @@ def test_transformer_engines_checkpoint_is_mended_too(monkeypatch):
 def test_an_installation_mends_until_it_is_closed():
     own = random.checkpoint
     installation = Installation([], [], Decisions(1, enabled=False))
-    installation.until_closed(recompute.mended(FULL))
+    installation.until_closed(recompute.repeating_random_numbers(FULL))
     assert random.checkpoint is not own
     installation.close()
     assert random.checkpoint is own

@@ -30,10 +30,10 @@ from support.layer_graphs import (
 
 from thdprof.runtime import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron import packed_seq_params, surroundings
-from thdprof.runtime.megatron.decoder import decoder, unfused_rope
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
-from thdprof.runtime.megatron.runners import PaddedEager
+from thdprof.runtime.megatron import decoder_surroundings, packed_seq_params, rotary
+from thdprof.runtime.megatron.decoder import decoder
+from thdprof.runtime.megatron.install import PaddedEager
+from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 from thdprof.runtime.padding import PackedSequence
 
 HEADS, CHANNELS, ROTATED = 2, 8, 6
@@ -69,10 +69,10 @@ def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, int
         t = torch.randn(local, HEADS, CHANNELS, generator=torch.Generator().manual_seed(rank)).to(dtype)
         given_there, here = t.clone().requires_grad_(), t.clone().requires_grad_()
         kwargs = {"rotary_interleaved": interleaved, "mscale": 1.25, "cp_group": group(size, rank)}
-        if by_longest and unfused_rope.reads_max_seqlen():
+        if by_longest and rotary.reads_max_seqlen():
             kwargs["max_seqlen"] = longest
         expected = rope_utils._apply_rotary_pos_emb_thd(given_there, own, table, **kwargs)
-        found = unfused_rope.rotated(here, padded, table, **kwargs)
+        found = rotary.rotated(here, padded, table, **kwargs)
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
         out = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -84,11 +84,11 @@ def test_every_token_gets_megatrons_own_numbers(lengths, empty, size, whole, int
 def test_a_longest_document_tells_what_a_table_is_of():
     """megatron-core 0.20 gives it, and takes a table with more rows for one of the micro-batch's tokens."""
     bounds, tokens, table = torch.tensor([0, 5, 8]), torch.randn(8, HEADS, CHANNELS), rope(12)
-    whole = unfused_rope.rotated(tokens, bounds, table[:8], cp_group=group(1, 0))
-    by_document = unfused_rope.rotated(tokens, bounds, table, cp_group=group(1, 0))
+    whole = rotary.rotated(tokens, bounds, table[:8], cp_group=group(1, 0))
+    by_document = rotary.rotated(tokens, bounds, table, cp_group=group(1, 0))
     assert not torch.equal(whole, by_document)
     for rows, max_seqlen, expected in [(12, 5, whole), (12, 8, whole), (8, 8, by_document), (5, 5, by_document)]:
-        found = unfused_rope.rotated(tokens, bounds, table[:rows], cp_group=group(1, 0), max_seqlen=max_seqlen)
+        found = rotary.rotated(tokens, bounds, table[:rows], cp_group=group(1, 0), max_seqlen=max_seqlen)
         assert torch.equal(found, expected), (rows, max_seqlen)
 
 
@@ -97,7 +97,7 @@ def test_boundaries_are_not_read_on_the_host_inside_the_context():
     config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
     on_meta = torch.tensor([0, 3, 8], dtype=torch.int32, device="meta")  # has no values that a host could read
     tokens, table = torch.empty(8, HEADS, CHANNELS, device="meta"), torch.empty(9, 1, 1, ROTATED, device="meta")
-    with unfused_rope.on_the_device():
+    with rotary.on_the_device():
         found = rope_utils.apply_rotary_pos_emb(tokens, table, config, on_meta, cp_group=group(1, 0))
     assert found.shape == tokens.shape
     assert rope_utils._apply_rotary_pos_emb_thd is own
@@ -118,15 +118,15 @@ class Engine(FakeEngine):
     """Makes graphs, and sees what rotates tokens meanwhile."""
 
     def __call__(self, *args, **kwargs):
-        assert rope_utils._apply_rotary_pos_emb_thd is unfused_rope.rotated
+        assert rope_utils._apply_rotary_pos_emb_thd is rotary.rotated
         return super().__call__(*args, **kwargs)
 
 
 def test_no_boundaries_are_read_while_a_chunk_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: None)
     own = rope_utils._apply_rotary_pos_emb_thd
-    with surroundings.of_decoder(torch.nn.Linear(2, 2)).while_capturing():
-        assert rope_utils._apply_rotary_pos_emb_thd is unfused_rope.rotated
+    with decoder_surroundings.surround_decoder(torch.nn.Linear(2, 2)).while_capturing():
+        assert rope_utils._apply_rotary_pos_emb_thd is rotary.rotated
     assert rope_utils._apply_rotary_pos_emb_thd is own
 
 
@@ -159,7 +159,7 @@ def test_a_decoders_numbers_are_those_without_thdprof():
             output.square().sum().backward()
         compared += 1
     assert compared == 5
-    is_told = unfused_rope.reads_max_seqlen()  # that a table of all tokens' rows is of positions in a document
+    is_told = rotary.reads_max_seqlen()  # that a table of all tokens' rows is of positions in a document
     assert run.stats().replays.total() == 3 + is_told
     unknown = {} if is_told else {FallbackReason.argument_not_known: 1}
     assert run.stats().fallbacks == {FallbackReason.too_many_seqs: 1, **unknown}
@@ -187,7 +187,7 @@ def rotated_on_the_device(monkeypatch):
         monkeypatch.setattr(owner, name, noted)
 
     note(rope_utils, "_apply_rotary_pos_emb_thd", False)
-    note(unfused_rope, "rotated", True)
+    note(rotary, "rotated", True)
     return found
 
 
@@ -227,7 +227,7 @@ def test_a_part_that_gives_its_output_up_is_recomputed_as_it_was_computed(rotate
         return rope_utils._apply_rotary_pos_emb_thd(t, boundaries, table, cp_group=group(1, 0))
 
     checkpoint = random.CheckpointWithoutOutput(fp8=None)
-    with unfused_rope.on_the_device() if on_the_device else nullcontext():
+    with rotary.on_the_device() if on_the_device else nullcontext():
         rotated = checkpoint.checkpoint(part, tokens)
         output = rotated.square()
     checkpoint.discard_output_and_register_recompute(output)

@@ -14,8 +14,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from thdprof.megatron_limits import served
-from thdprof.runtime.megatron.stamp import warn_of_unread_fields
+from thdprof.megatron_limits import known_fields
+from thdprof.runtime.megatron.run_stamp import warn_of_unread_fields
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 8, "add_bias_linear": False}
@@ -39,24 +39,24 @@ def test_normal_configs_name_nothing():
         MLATransformerConfig(**SIZES, q_lora_rank=4, kv_lora_rank=4, beta_slow=2),
     ]
     for config in configs:
-        assert served.unread_fields(config, DistributedDataParallelConfig()) == []
+        assert known_fields.unread_fields(config, DistributedDataParallelConfig()) == []
     ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=40_000)
-    assert served.unread_fields(configs[0], ddp) == []
+    assert known_fields.unread_fields(configs[0], ddp) == []
 
 
 def test_what_nobody_looked_at_is_named_with_its_value():
     config = TransformerConfig(**SIZES, mlp_chunks_for_training=4, test_mode=True)
-    assert served.unread_fields(config) == ["test_mode=True", "mlp_chunks_for_training=4"]
+    assert known_fields.unread_fields(config) == ["test_mode=True", "mlp_chunks_for_training=4"]
     ddp = DistributedDataParallelConfig(param_name_patterns_for_fp32_local_accumulation=("router",))
-    assert served.unread_fields(TransformerConfig(**SIZES), ddp) == [
+    assert known_fields.unread_fields(TransformerConfig(**SIZES), ddp) == [
         "ddp.param_name_patterns_for_fp32_local_accumulation=('router',)"
     ]
 
 
 def test_a_field_of_experts_matters_only_with_experts():
     jitter = {"moe_input_jitter_eps": 0.01}
-    assert served.unread_fields(TransformerConfig(**SIZES, **jitter)) == []
-    assert served.unread_fields(TransformerConfig(**SIZES, **EXPERTS, **jitter)) == ["moe_input_jitter_eps=0.01"]
+    assert known_fields.unread_fields(TransformerConfig(**SIZES, **jitter)) == []
+    assert known_fields.unread_fields(TransformerConfig(**SIZES, **EXPERTS, **jitter)) == ["moe_input_jitter_eps=0.01"]
 
 
 @pytest.mark.parametrize(("module", "named"), [(TransformerConfig.__module__, True), ("users.models", False)])
@@ -67,16 +67,16 @@ def test_a_field_that_a_newer_version_adds_is_named_and_one_of_another_package_i
         test_mode: bool = True
 
     Later.__module__ = module
-    assert served.unread_fields(Later(**SIZES)) == ["test_mode=True"]  # off megatron-core's own default
-    changed = served.unread_fields(Later(**SIZES, sparse_attention="block", test_mode=False))
+    assert known_fields.unread_fields(Later(**SIZES)) == ["test_mode=True"]  # off megatron-core's own default
+    changed = known_fields.unread_fields(Later(**SIZES, sparse_attention="block", test_mode=False))
     assert changed == (["sparse_attention='block'"] if named else [])
 
 
 def test_every_field_that_is_said_to_be_known_is_one_and_has_one_kind():
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    assert fields >= served.LOOKED_AT | served.HARMLESS
-    assert {field.name for field in dataclasses.fields(DistributedDataParallelConfig)} >= served.DDP_KNOWN
-    kinds = (served.READ, served.OUTSIDE, served.LOOKED_AT, served.HARMLESS)
+    assert fields >= known_fields.LOOKED_AT | known_fields.HARMLESS
+    assert {field.name for field in dataclasses.fields(DistributedDataParallelConfig)} >= known_fields.DDP_KNOWN
+    kinds = (known_fields.READ, known_fields.OUTSIDE, known_fields.LOOKED_AT, known_fields.HARMLESS)
     counted = [name for kind in kinds for name in kind & fields]
     assert len(counted) == len(set(counted)) > 200
 

@@ -30,11 +30,11 @@ from support.layer_graphs import (
 from torch import nn
 
 from thdprof.runtime import FallbackReason
-from thdprof.runtime.megatron import models, packed_seq_params, surroundings
-from thdprof.runtime.megatron.decoder import deepstack, vision
-from thdprof.runtime.megatron.decoder.decoder import Decoder
-from thdprof.runtime.megatron.graphs import chunk
-from thdprof.runtime.megatron.graphs.transformer_engine import LayerGraphs
+from thdprof.runtime.megatron import decoder_surroundings, models, packed_seq_params
+from thdprof.runtime.megatron.decoder import parts
+from thdprof.runtime.megatron.decoder.decoder import Decoder, DeepStack, is_between_layers, restore_arguments
+from thdprof.runtime.megatron.kinds import chunk
+from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
 BLOCKS, ROPES = pictures.modelling("transformer_block"), pictures.modelling("rope")  # before CUDA is stood in for
@@ -84,7 +84,7 @@ def make_block():
 
 def chunk_graphs(block):
     decoder = Decoder(block, num_features=FEATURES)
-    around = replace(surroundings.of_decoder(block), while_capturing=nullcontext)
+    around = replace(decoder_surroundings.surround_decoder(block), while_capturing=nullcontext)
     run = chunk.ChunkGraphs(decoder, BUCKETS, num_slots=2, sample_every=0, surroundings=around)
     decoder.attach(run, cp_size=1, shards=1, tail="none")
     return decoder, run
@@ -145,7 +145,7 @@ def test_numbers_are_those_of_the_blocks_own_whatever_the_number_of_an_images_to
 
 def test_an_image_moves_its_own_tokens_alone():
     block = make_block()
-    stack = deepstack.DeepStack(block, num_features=FEATURES)
+    stack = DeepStack(block, num_features=FEATURES)
     hidden = torch.randn(TOKENS, 1, HIDDEN)
     hidden[3] = -0.0
     mask = torch.zeros(1, TOKENS, dtype=torch.bool)
@@ -155,8 +155,8 @@ def test_an_image_moves_its_own_tokens_alone():
     stack.attach()
     tensors = stack.taken(arguments, hidden)
     assert not arguments
-    assert all(deepstack.is_between_layers(name) for name in tensors)
-    given = deepstack.as_given(tensors)
+    assert all(is_between_layers(name) for name in tensors)
+    given = restore_arguments(tensors)
     found = block._deepstack_process(hidden.clone(), given["visual_pos_masks"], given["deepstack_visual_embeds"][0])
     assert torch.equal(found, expected)
     assert torch.equal(torch.signbit(found), torch.signbit(expected))  # a zero keeps its sign
@@ -187,20 +187,20 @@ def test_the_language_model_is_found_and_known_by_its_class():
     whole = nn.Module()
     whole.language_model, whole.pre_process = known, True
     whole.vision_transformer_config = SimpleNamespace(deepstack_visual_indexes=[8, 16, 24])
-    assert vision.language_model_of(whole) is known
-    assert vision.is_checked(known)
-    assert not vision.is_checked(other)
-    assert vision.num_features(whole) == 3
+    assert parts.language_model_of(whole) is known
+    assert parts.is_checked(known)
+    assert not parts.is_checked(other)
+    assert parts.num_features(whole) == 3
     whole.pre_process = False
-    assert vision.num_features(whole) == 0
+    assert parts.num_features(whole) == 0
     whole.pre_process, whole.vision_transformer_config = True, SimpleNamespace()  # as Qwen3.5-VL's
-    assert vision.num_features(whole) == 0
-    assert vision.num_features(known) == 0
-    assert not vision.feeds_gradient(whole)
+    assert parts.num_features(whole) == 0
+    assert parts.num_features(known) == 0
+    assert not parts.feeds_gradient(whole)
     whole.vision_model = nn.Linear(2, 2)
-    assert vision.feeds_gradient(whole)
+    assert parts.feeds_gradient(whole)
     whole.vision_model.requires_grad_(False)
-    assert not vision.feeds_gradient(whole)
+    assert not parts.feeds_gradient(whole)
 
 
 def test_install_looks_for_the_decoder_in_the_language_model():
@@ -226,10 +226,10 @@ def test_a_sample_of_rotary_embeddings_has_the_form_of_a_micro_batchs():
     rope = ROPES.Qwen3VLMultimodalRotaryEmbedding
     module = rope(kv_channels=ROTARY, rotary_percent=1.0, cp_group=SimpleNamespace(size=lambda: 1))
     model = SimpleNamespace(rotary_pos_emb=module, position_embedding_type="mrope", mrope_section=[2, 1, 1])
-    sample = vision.rotary_sample_of(model)(TOKENS)
+    sample = parts.rotary_sample_of(model)(TOKENS)
     positions = torch.randint(0, TOKENS, (3, 1, TOKENS))
     real = module(positions, model.mrope_section)
     assert (sample.shape, sample.dtype) == (real.shape, real.dtype) == ((TOKENS, 1, 1, ROTARY), torch.float32)
     assert not module.is_thd_format
     model.position_embedding_type = "rope"
-    assert vision.rotary_sample_of(model) is None
+    assert parts.rotary_sample_of(model) is None

@@ -16,9 +16,9 @@ from support.cpu_graphs import as_if_on_a_gpu  # noqa: E402
 from support.layer_graphs import BUCKETS, HIDDEN, LARGE, SMALL, TOKENS, make_block  # noqa: E402
 
 from thdprof.runtime.graphs import slots  # noqa: E402
-from thdprof.runtime.megatron import packed_seq_params, surroundings  # noqa: E402
+from thdprof.runtime.megatron import decoder_surroundings, packed_seq_params  # noqa: E402
 from thdprof.runtime.megatron.decoder.decoder import Decoder  # noqa: E402
-from thdprof.runtime.megatron.graphs import chunk  # noqa: E402
+from thdprof.runtime.megatron.kinds import chunk  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("parallel_state")
 
@@ -38,7 +38,9 @@ def watched(**options):
     for parameter in block.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
     decoder = Decoder(block)
-    around = replace(surroundings.of_decoder(block), while_capturing=nullcontext)  # layers are made for layer graphs
+    around = replace(
+        decoder_surroundings.surround_decoder(block), while_capturing=nullcontext
+    )  # layers are made for layer graphs
     run = chunk.ChunkGraphs(
         decoder, BUCKETS, num_slots=2, sample_every=0, surroundings=around, name="chunk 0", **options
     )

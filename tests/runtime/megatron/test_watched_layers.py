@@ -35,10 +35,10 @@ from thdprof.runtime.graphs.watch import twin
 from thdprof.runtime.graphs.watch.findings import Evidence
 from thdprof.runtime.graphs.watch.twin import Twin
 from thdprof.runtime.graphs.watch.watch import Watch
-from thdprof.runtime.megatron.graphs import transformer_engine
-from thdprof.runtime.megatron.graphs.layer_watch import WatchedLayer
-from thdprof.runtime.megatron.graphs.split import splits
-from thdprof.runtime.megatron.surroundings import expert_metrics
+from thdprof.runtime.megatron.decoder_surroundings import expert_metrics
+from thdprof.runtime.megatron.kinds import layer_graphs
+from thdprof.runtime.megatron.kinds.expert_layers import find_splits
+from thdprof.runtime.megatron.kinds.layer_graphs import WatchedLayer
 from thdprof.runtime.options import Surroundings
 
 pytestmark = pytest.mark.usefixtures("parallel_state", "as_if_on_a_gpu", "_engine_can_be_imported")
@@ -371,14 +371,14 @@ def test_a_parameter_that_the_graphs_lack_is_compared(caplog, monkeypatch):
     """Its gradient, which eager runs give, counts against zeros."""
     gone = []
     block, run = graphed(dispatcher="alltoall")
-    own = transformer_engine.LayerCapture._rehearse
+    own = layer_graphs.LayerCapture._rehearse
 
     def rehearse(self, slot, bucket):
         recorded, touched = own(self, slot, bucket)
         gone[:] = [block.layers[1].mlp.linear_fc1.weight]
         return recorded, touched - {id(gone[0])}
 
-    monkeypatch.setattr(transformer_engine.LayerCapture, "_rehearse", rehearse)
+    monkeypatch.setattr(layer_graphs.LayerCapture, "_rehearse", rehearse)
     Reduction(block).zero(resets_flags=True)
     train(block, BATCHES[:1], one_f_one_b(1))
     assert gone
@@ -474,8 +474,8 @@ def test_where_there_is_no_room_the_micro_batch_is_not_verified(caplog, monkeypa
         given.update(slot_bytes=slot_bytes, others=others)
         return 2**30
 
-    monkeypatch.setattr(transformer_engine, "missing_bytes", missing)
-    monkeypatch.setattr(transformer_engine, "pool_bytes", lambda *_: 3000)
+    monkeypatch.setattr(layer_graphs, "missing_bytes", missing)
+    monkeypatch.setattr(layer_graphs, "pool_bytes", lambda *_: 3000)
     block, run = graphed(dispatcher="alltoall")
     Reduction(block).zero(resets_flags=True)
     train(block, BATCHES[:2], one_f_one_b(2))
@@ -486,7 +486,7 @@ def test_where_there_is_no_room_the_micro_batch_is_not_verified(caplog, monkeypa
 
 def test_the_twin_of_a_layer_runs_what_is_captured_alone(monkeypatch):
     block, _ = graphed(dispatcher="alltoall")
-    assert [len(split.parts()) > 1 for split in splits(block.layers, MODULES)] == [True, False, True]
+    assert [len(split.parts()) > 1 for split in find_splits(block.layers, MODULES)] == [True, False, True]
     calls = []
     own = block.layers[2].mlp.experts.forward
     monkeypatch.setattr(block.layers[2].mlp.experts, "forward", lambda *given: calls.append(1) or own(*given))

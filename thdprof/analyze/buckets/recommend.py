@@ -1,29 +1,262 @@
-"""Buckets that minimise the expected synchronous step time, over every subset of the candidates."""
+"""The buckets that minimise the expected step time: candidates, the curve of single caps, and the search."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from operator import or_
 
 import numpy as np
+from numpy.typing import NDArray
 
-from thdprof.analyze.buckets.candidates import candidate_caps, candidate_lengths, curve_caps, longest_captured
-from thdprof.analyze.buckets.cap_curve import Candidate, cap_curve
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.search import (
-    choices_of,
-    quickest_covering,
-    quickest_within,
-    refuse_long_search,
-    search_stride,
-)
-from thdprof.analyze.buckets.statistics import Histogram, Profile, upper_bound
-from thdprof.analyze.buckets.step_costs import StepCosts
+from thdprof.analyze.buckets.statistics import PERCENTILES, AnalyzedRun, Histogram, Profile, upper_bound
+from thdprof.analyze.buckets.step_costs import StepCosts, costs_of_run
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.analyze.settings.limits import Limits
 from thdprof.dispatch import Bucket
+from thdprof.errors import UsageError
 from thdprof.plan import FallbackRate
+
+_MAX_SEQLEN_PERCENTILES = (50.0, 90.0, 99.0, 100.0)
+"""Percentiles of max_seqlen that are considered as lengths of a bucket."""
+_MAX_CANDIDATES = 16
+"""Caps that are considered at most, unless the percentiles alone are more."""
+
+
+def candidate_caps(profile: Profile, costs: CostTable) -> list[int]:
+    """Caps worth considering: quantiles of `n_seqs` and measured caps, rounded up to the cost table's steps."""
+    histogram = profile.n_seqs
+    quantiles = {histogram.percentile(p) for p in (75.0, *PERCENTILES.values())}
+    top = max(quantiles)
+    measured = [n for n in costs.measured_max_seqs() if min(quantiles) <= n]
+    longest = profile.max_seqlen.percentile(100.0)
+    at_top = costs.replay_ms(top, longest)
+    beyond = {n for n in measured if n > top and costs.replay_ms(n, longest) < at_top}  # a larger shape can be cheaper
+    optional = sorted({n for n in measured if n < top and n not in quantiles} | beyond)
+    room = max(1, _MAX_CANDIDATES - len(quantiles))
+    spread = optional[:: -(-len(optional) // room)] if optional else []
+    cheapest = min(optional, key=lambda n: costs.replay_ms(n, longest), default=top)
+    return sorted({costs.rounded_max_seqs(n) for n in (*quantiles, *spread, cheapest)})
+
+
+def curve_caps(profile: Profile, costs: CostTable) -> list[int]:
+    """Caps of the curve: the candidates, and the percentiles of `n_seqs` that they were rounded up from."""
+    percentiles = {max(1, profile.n_seqs.percentile(p)) for p in PERCENTILES.values()}
+    return sorted({*candidate_caps(profile, costs), *(percentiles if costs.max_seqs_steps else ())})
+
+
+def candidate_lengths(profile: Profile, costs: CostTable, longest_possible: int) -> list[int]:
+    """Values of max_seqlen worth considering, in tokens; where costs do not depend on it, only the largest possible."""
+    top = max(longest_possible, profile.max_seqlen.percentile(100.0))
+    if not costs.needs_max_seqlen:
+        return [top]
+    step = costs.max_seqlen_granularity
+    quantiles = {profile.max_seqlen.percentile(p) for p in _MAX_SEQLEN_PERCENTILES}
+    return sorted({min(top, max(1, math.ceil(n / step) * step)) for n in quantiles} | {top})
+
+
+def longest_captured(profiles: Mapping[int, Profile], longest_possible: Mapping[int, int]) -> dict[int, int]:
+    """The longest document, in tokens, that one cap's graph of each context-parallel size is captured for.
+
+    Args:
+        profiles: micro-batches of each context-parallel size.
+        longest_possible: tokens of the longest document that a micro-batch of each size can hold.
+    """
+    return {
+        cp_size: max(longest_possible[cp_size], part.max_seqlen.percentile(100.0)) for cp_size, part in profiles.items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A single cap for all context-parallel sizes, with the fallbacks and the step time under it."""
+
+    max_seqs: int
+    """Documents that the graphs are captured for."""
+    coverage: float
+    """Share of micro-batches that replay."""
+    fallback_rate: FallbackRate
+    """Shares of micro-batches, (rank, step) pairs and steps with eager execution."""
+    relative_step_time: float
+    """Mean step time divided by that of running all micro-batches eagerly."""
+    padding_ms: float
+    """Mean time in milliseconds by which a replay takes longer than that of a graph for exactly its documents would."""
+    names: tuple[str, ...]
+    """Names of the percentiles of n_seqs that the cap equals, such as "p90"."""
+
+
+def cap_curve(
+    options: Sequence[tuple[Bucket, ...]], profile: Profile, costs: CostTable, step_costs: StepCosts, eager_ms: float
+) -> tuple[Candidate, ...]:
+    """The fallbacks and the step time under each single cap.
+
+    Its graphs are captured for the longest document, because systems with one cap limit nothing else.
+
+    Args:
+        options: the buckets of each cap, one for each context-parallel size.
+        profile: histograms of the micro-batches.
+        costs: the cost table.
+        step_costs: the step costs of the micro-batches.
+        eager_ms: mean step time in milliseconds with all micro-batches run eagerly.
+    """
+    times = step_costs.step_ms(options)
+    named: dict[int, list[str]] = {}
+    for name, percent in PERCENTILES.items():
+        named.setdefault(profile.n_seqs.percentile(percent), []).append(name)
+    curve = []
+    for buckets, ms in zip(options, times, strict=True):
+        rate, bucket = step_costs.fallback_rate(buckets), buckets[-1]
+        curve.append(
+            Candidate(
+                max_seqs=bucket.max_seqs,
+                coverage=1 - rate.microbatch,
+                fallback_rate=rate,
+                relative_step_time=float(ms) / eager_ms,
+                padding_ms=_padding_ms(profile, costs, bucket),
+                names=tuple(named.get(bucket.max_seqs, ())),
+            )
+        )
+    return tuple(curve)
+
+
+def _padding_ms(profile: Profile, costs: CostTable, bucket: Bucket) -> float:
+    """Mean time in ms by which a replay of `bucket` takes longer than that of a graph for its exact documents."""
+    counts = profile.n_seqs.counts[: bucket.max_seqs + 1]
+    present = np.flatnonzero(counts)
+    if not present.size:
+        return 0.0
+    own = np.array([costs.replay_ms(max(1, int(n)), bucket.max_seqlen) for n in present])
+    paid = costs.replay_ms(bucket.max_seqs, bucket.max_seqlen) - own
+    return float(paid @ counts[present] / counts[present].sum())
+
+
+_SEARCH_WORK = 4_000_000_000
+"""Multiplications that the search over subsets may take; beyond it, it looks at evenly spaced steps."""
+_SLOWNESS_BY_ROUND = 8
+"""Multiplications that take as long as one micro-batch under one choice does with dynamic context parallelism."""
+_MOST_CHOICES = 50_000
+"""Most choices of buckets that are compared."""
+
+
+def subsets(buckets: Sequence[Bucket], most: int) -> list[tuple[Bucket, ...]]:
+    """Every choice of at most `most` of `buckets`, those of fewest buckets first; the empty choice runs all eagerly."""
+    ordered = sorted(buckets)
+    return [choice for size in range(min(most, len(ordered)) + 1) for choice in combinations(ordered, size)]
+
+
+def choices_of(shapes: Sequence[Sequence[Bucket]], most: int, costs: StepCosts) -> Sequence[tuple[Bucket, ...]]:
+    """Choices of at most `most` of `shapes` of each context-parallel size, fewest first.
+
+    For a single size these are all choices. For several sizes they are the combinations of a few choices of each size:
+    the quickest choice of every number of buckets, if it is quicker than those of fewer buckets, and the one bucket
+    that fits all micro-batches.
+    """
+    by_size = [subsets(part, most) for part in shapes]
+    if len(by_size) == 1:
+        return by_size[0]
+    short: list[list[tuple[Bucket, ...]]] = []
+    for part, of_part in zip(shapes, by_size, strict=True):
+        times = costs.total_ms(of_part).round(9)
+        quickest: dict[int, int] = {}
+        for index in np.argsort(times, kind="stable"):
+            quickest.setdefault(len(of_part[index]), int(index))
+        saves = [i for n, i in quickest.items() if all(times[i] < times[quickest[fewer]] for fewer in range(n))]
+        fits_all = replace(part[0], max_seqs=max(b.max_seqs for b in part), max_seqlen=max(b.max_seqlen for b in part))
+        short.append([*dict.fromkeys([*(of_part[i] for i in saves), (fits_all,)])])
+    count = math.prod(len(part) for part in short)
+    if count > _MOST_CHOICES:
+        raise UsageError(
+            f"--buckets {most}: {count:,} choices for {len(short)} context-parallel sizes are more than the "
+            f"{_MOST_CHOICES:,} that are compared; give a smaller number"
+        )
+    return sorted((tuple(b for part in parts for b in part) for parts in product(*short)), key=len)
+
+
+def refuse_long_search(num_shapes: int, num_buckets: int) -> None:
+    """Refuse a search over more choices than are compared.
+
+    Args:
+        num_shapes: shapes of one context-parallel size.
+        num_buckets: most buckets of a choice.
+
+    Raises:
+        UsageError: naming the number of choices.
+    """
+    choices = sum(math.comb(num_shapes, k) for k in range(min(num_shapes, num_buckets) + 1))
+    if choices > _MOST_CHOICES:
+        raise UsageError(
+            f"--buckets {num_buckets}: {choices:,} choices of {num_shapes} shapes are more than the {_MOST_CHOICES:,} "
+            "that are compared; give a smaller number"
+        )
+
+
+def search_stride(table: MicrobatchTable, costs: StepCosts, choices: int) -> int:
+    """The stride of the steps on which so many `choices` are compared: 1, unless all steps would take too long."""
+    if table.data_parallel_size == 1 and table.uniform:
+        return 1
+    if table.groups is not None:
+        return min(table.num_steps, -(-len(table) * choices * _SLOWNESS_BY_ROUND // _SEARCH_WORK))
+    work = table.num_steps * table.data_parallel_size * 2 * len(costs.class_counts) * choices
+    return -(-work // _SEARCH_WORK)
+
+
+def quickest_within(
+    choices: Sequence[tuple[Bucket, ...]],
+    times: NDArray[np.float64],
+    costs: StepCosts,
+    max_fallback_rate: float | None,
+) -> tuple[Bucket, ...]:
+    """The quickest choice within the limits; of equally quick choices, that of the fewest and then smallest buckets.
+
+    Args:
+        choices: the choices, those of fewest buckets first.
+        times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
+        costs: the step costs, for the fallback rates.
+        max_fallback_rate: largest share of steps with an eager micro-batch; None: no limit.
+
+    Raises:
+        UsageError: no choice keeps to the limits.
+    """
+    for index in np.argsort(times.round(9), kind="stable"):  # choices come fewest first
+        choice = choices[int(index)]
+        if not np.isfinite(times[index]):
+            break
+        if max_fallback_rate is None:
+            return choice
+        if not choice and max_fallback_rate < 1:
+            continue  # the empty choice: every step has an eager micro-batch
+        if costs.fallback_rate(choice).step <= max_fallback_rate:
+            return choice
+    raise UsageError(
+        f"--max-fallback-rate {max_fallback_rate:g}: no choice of buckets within the graph-memory budget keeps to "
+        "it; raise --graph-memory-gib, or the rate"
+    )
+
+
+def quickest_covering(
+    choices: Sequence[tuple[Bucket, ...]], times: NDArray[np.float64], costs: StepCosts, *, most_ms: float
+) -> tuple[Bucket, ...]:
+    """The quickest choice under which no micro-batch runs eagerly; empty where none takes at most `most_ms` a step.
+
+    An eager micro-batch needs its activations beside all slots, where a further bucket needs about 1% of a slot.
+
+    Args:
+        choices: the choices, those of fewest buckets first.
+        times: mean step time under each choice, infinite where it exceeds the memory limit, shape [choices].
+        costs: the step costs.
+        most_ms: longest mean step time that graphs may take.
+    """
+    everything = (1 << len(costs.class_counts)) - 1
+    held = {b: costs.classes_held(b) for b in {bucket for choice in choices for bucket in choice}}
+    covers = np.array([functools.reduce(or_, map(held.__getitem__, choice), 0) == everything for choice in choices])
+    covering = np.where(covers, times, np.inf).round(9)
+    best = int(covering.argmin())
+    return choices[best] if covering[best] <= most_ms else ()
+
 
 _KEPT_GAIN = 0.5
 """Share of the time that the quickest buckets save which buckets that hold every micro-batch must save to be chosen."""
@@ -64,68 +297,42 @@ class Recommendation:
     """Number of steps on which choices were compared; the figures of the chosen buckets are of all steps."""
 
 
-def recommend(
-    table: MicrobatchTable,
-    profile: Profile,
-    costs: CostTable,
-    *,
-    longest_possible: Mapping[int, int],
-    pipeline_size: int,
-    num_slots: float,
-    n_tokens_per_rank: int,
-    independent: int,
-    limits: Limits,
-    cp_size: int | None = None,
-) -> Recommendation:
+def recommend(run: AnalyzedRun, costs: CostTable, *, independent: int, limits: Limits) -> Recommendation:
     """Choose the buckets that make a mean step quickest within the limits.
 
     Several buckets also hold every micro-batch, where that keeps to the limits and to most of what graphs save
     (`Limits.cover_largest`).
 
     Args:
-        table: the micro-batches of the run.
-        profile: histograms of these micro-batches.
-        costs: the cost table.
-        longest_possible: tokens of the longest document that a micro-batch of each context-parallel size can hold; the
-            run's size alone without dynamic context parallelism.
-        pipeline_size: pipeline-parallel size, for the bubble.
-        num_slots: slots of the pipeline rank that needs most, in whole models, for the memory.
-        n_tokens_per_rank: tokens of a graph's micro-batches on one context-parallel rank.
-        independent: number of micro-batches of `table` that are independent draws, for the confidence bound.
+        run: the run.
+        costs: the cost table, of the run's context-parallel size.
+        independent: number of the run's micro-batches that are independent draws, for the confidence bound.
         limits: limits that the buckets must keep to.
-        cp_size: the run's context-parallel size, which the cost table is of; None: the least of `longest_possible`.
 
     Raises:
         UsageError: no choice keeps to `limits`, or there are too many choices to compare.
     """
-    run_cp_size = min(longest_possible)
+    table, profile = run.table, run.profile
     asked = _asked(table, profile)
     caps = sorted({*curve_caps(profile, costs), *curve_caps(asked, costs)})
+    run_cp_size = min(run.longest_possible)
     profiles = {run_cp_size: asked} if table.groups is None else Profile.by_cp_size(table, run_cp_size)
     shapes = {
         cp_size: [
-            Bucket(n, s, n_tokens_per_rank, cp_size)
+            Bucket(n, s, run.n_tokens, cp_size)
             for n in candidate_caps(part, costs)
-            for s in candidate_lengths(part, costs, longest_possible[cp_size])
+            for s in candidate_lengths(part, costs, run.longest_possible[cp_size])
         ]
         for cp_size, part in profiles.items()
     }
     every = [bucket for part in shapes.values() for bucket in part]
     lengths = sorted({b.max_seqlen for b in every})
-    step_costs = StepCosts(
-        table,
-        costs,
-        sorted({*caps, *(b.max_seqs for b in every)}),
-        lengths,
-        pipeline_size,
-        n_tokens=n_tokens_per_rank,
-        cp_size=cp_size or run_cp_size,
-    )
+    step_costs = costs_of_run(run, costs, sorted({*caps, *(b.max_seqs for b in every)}), lengths)
     eager_ms = float(step_costs.step_ms([()])[0])
     least = 1 - costs.least_gain
 
     def memory(buckets: Sequence[Bucket]) -> int | None:
-        return costs.graph_memory_bytes(num_slots=num_slots, num_buckets=len(buckets), n_tokens=n_tokens_per_rank)
+        return costs.graph_memory_bytes(num_slots=run.num_slots, num_buckets=len(buckets), n_tokens=run.n_tokens)
 
     for part in shapes.values():
         refuse_long_search(len(part), limits.num_buckets)
@@ -139,8 +346,8 @@ def recommend(
         quickest_ms = float(step_costs.step_ms([chosen])[0])
         most_ms = min(least * eager_ms, eager_ms - _KEPT_GAIN * (eager_ms - quickest_ms))
         chosen = quickest_covering(choices, times_within, step_costs, most_ms=most_ms) or chosen
-    longest = longest_captured(profiles, longest_possible)
-    options = [tuple(Bucket(n, longest[size], n_tokens_per_rank, size) for size in shapes) for n in caps]
+    longest = longest_captured(profiles, run.longest_possible)
+    options = [tuple(Bucket(n, longest[size], run.n_tokens, size) for size in shapes) for n in caps]
     curve = cap_curve(options, profile, costs, step_costs, eager_ms)
     one_graph_fits = limits.graph_memory_bytes is None or (memory(options[0]) or 0) <= limits.graph_memory_bytes
     most_fallbacks = 1.0 if limits.max_fallback_rate is None else limits.max_fallback_rate

@@ -1,4 +1,4 @@
-"""The tensors that a Megatron layer on Transformer Engine saves for its backward, from the model's sizes.
+"""The tensors that layers save for their backward, from the model's sizes, and the memory that they take or free.
 
 The lists are those of megatron-core 0.19 and Transformer Engine 2.20, with fused attention, fused rotary embeddings and
 a fused activation. Norms before a dense linear layer are fused into it: it saves its norm's input, statistics and
@@ -15,8 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
+from thdprof.analyze.buckets.cost_table import CostTable, MeasuredModel
+from thdprof.errors import UsageError
+from thdprof.offload.allocator import Gradients, Segments, reserved
+from thdprof.offload.plan import Choice, OffloadPlan, SavedStorage, plan_offload
 from thdprof.training import Model
 
 Kind = Literal["attention+mlp", "attention+moe", "attention", "mlp", "moe", "mamba"]
@@ -324,3 +329,154 @@ class _Layer:
         self._add("mixer.norm", self._inner, STATISTICS_BYTES)
         self._linear_input("mixer.out_proj", inner)
         self._dropout("mixer.out_proj")
+
+
+def pass_bytes(layers: Sequence[Sequence[Saved]], n_tokens: int) -> int:
+    """Bytes that one forward and backward of `layers` reserve: saved tensors, and gradients during the backward.
+
+    Args:
+        layers: what each layer saves.
+        n_tokens: tokens of the micro-batch on one context-parallel rank.
+    """
+    return reserved(partial(_reserved, [_bytes(layer, n_tokens) for layer in layers]))
+
+
+def saved_bytes(layers: Sequence[Sequence[Saved]], n_tokens: int) -> int:
+    """Bytes that `layers` keep between the forward and the backward of a micro-batch."""
+    return sum(nbytes for layer in layers for nbytes, recomputed in _bytes(layer, n_tokens) if not recomputed)
+
+
+def _bytes(layer: Sequence[Saved], n_tokens: int) -> list[tuple[int, bool]]:
+    return [(round(one.bytes_per_token * n_tokens), one.recomputed) for one in layer]
+
+
+def _reserved(layers: Sequence[Sequence[tuple[int, bool]]], shared: bool) -> int:
+    """Bytes that the allocator reserves.
+
+    Args:
+        layers: size of each storage of each layer, and whether the backward makes it again.
+        shared: whether requests share segments (see `Segments`).
+    """
+    segments = Segments(shared=shared)
+    gradients = Gradients(segments)
+
+    def take(layer: int) -> list[int]:
+        """Allocate what the layer keeps no longer than its own pass; returns these positions."""
+        made = [place for place, (_, recomputed) in enumerate(layers[layer]) if recomputed]
+        for place in made:
+            segments.take((layer, place), layers[layer][place][0])
+        return made
+
+    for number, layer in enumerate(layers):
+        for place, (nbytes, recomputed) in enumerate(layer):
+            if not recomputed:
+                segments.take((number, place), nbytes)
+        for place in take(number):
+            segments.give_back((number, place))
+    for number in reversed(range(len(layers))):
+        take(number)
+        for place in reversed(range(len(layers[number]))):
+            gradients.take(layers[number][place][0])
+            segments.give_back((number, place))
+    return segments.reserved_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadPrediction:
+    """Host and device memory of the pipeline rank with most slots when the chosen activations wait on the host."""
+
+    choice: Choice
+    """The activations that are moved."""
+    offloaded_bytes: int
+    """Bytes that one micro-batch moves to the host, and back, over all layers of the model."""
+    host_bytes: int
+    """Pinned host memory of the rank's slots; chunk graphs pin as much again for each eager micro-batch in flight."""
+    device_bytes_freed: int
+    """Bytes by which the rank's graph memory shrinks."""
+    graph_memory_bytes: int | None
+    """The rank's remaining graph memory in bytes; None where the cost table does not give graph memory."""
+    model: str
+    """Name of the cost table, which describes the model that these figures are of."""
+
+
+def saved_by_layers(model: MeasuredModel, n_tokens: int) -> list[SavedStorage]:
+    """The storages that a forward pass of `model` saves for its backward, in order.
+
+    Layers are those of `saved_tensors`, without biases and dropout. The decoder's input and output are left out,
+    because the decoder does not own them.
+
+    Args:
+        model: sizes of the model.
+        n_tokens: tokens of a micro-batch on one context-parallel rank.
+    """
+    layer = layer_tensors(
+        Model(
+            num_layers=model.layers,
+            hidden_size=model.hidden,
+            ffn_hidden_size=model.ffn_hidden,
+            num_attention_heads=model.heads,
+            num_query_groups=model.query_groups,
+            kv_channels=model.head_size,
+            hidden_dropout=0.0,
+        ),
+        "attention+mlp",
+    )
+    storages: list[SavedStorage] = []
+    position = 0
+    for number in range(model.layers):
+        for one in layer:
+            modules = tuple(f"layers.{number}.{name}" for name in (one.module, one.again) if name is not None)
+            last = position + len(modules) - 1
+            storages.append(
+                SavedStorage(
+                    nbytes=round(n_tokens * one.bytes_per_token),
+                    modules=modules,
+                    first=position,
+                    last=last,
+                    released=number > 0 or not one.is_input,
+                )
+            )
+            position = last + 1
+    return storages
+
+
+def predict_offload(
+    costs: CostTable, choice: Choice, *, n_tokens: int, num_slots: float, graph_memory_bytes: int | None
+) -> OffloadPrediction:
+    """Host and device memory under `choice`, for the model that the cost table was measured on.
+
+    Args:
+        costs: the cost table, with the sizes of its model.
+        choice: the activations that are moved.
+        n_tokens: tokens of a micro-batch on one context-parallel rank.
+        num_slots: slots of the pipeline rank that needs most, in whole models (`AnalyzedRun.num_slots`).
+        graph_memory_bytes: graph memory of this rank in bytes with all activations on the device; None where it is not
+            known.
+
+    Raises:
+        UsageError: the cost table does not give the sizes of the model that it was measured on.
+    """
+    moved = _planned(costs, choice, n_tokens)
+    freed = round(num_slots * moved.device_bytes_freed)
+    return OffloadPrediction(
+        choice=choice,
+        offloaded_bytes=moved.offloaded_bytes,
+        host_bytes=round(num_slots * moved.host_bytes),
+        device_bytes_freed=freed,
+        graph_memory_bytes=None if graph_memory_bytes is None else max(0, graph_memory_bytes - freed),
+        model=costs.name,
+    )
+
+
+def _planned(costs: CostTable, choice: Choice, n_tokens: int) -> OffloadPlan:
+    """The plan of moves for one slot of the cost table's model."""
+    if costs.model is None:
+        raise UsageError(
+            "--offload: the cost table does not say which model it is of; add `model` to it, with layers, hidden, "
+            "ffn_hidden, heads, query_groups and head_size"
+        )
+    storages = saved_by_layers(costs.model, n_tokens)
+    at = [0] * (storages[-1].last + 1)
+    for number, storage in enumerate(storages):
+        at[storage.first] = at[storage.last] = number
+    return plan_offload(at, storages, choice)

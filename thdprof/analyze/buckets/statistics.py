@@ -1,8 +1,9 @@
-"""Mergeable statistics of a micro-batch table: histograms, percentiles, fallback rates."""
+"""A run that is analysed, and mergeable statistics of its micro-batches: histograms, percentiles, fallback rates."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,8 @@ from numpy.typing import NDArray
 
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
 from thdprof.plan import FallbackRate, Percentiles
+from thdprof.training import Model, TrainingSettings
+from thdprof.training.pipeline_slots import slots
 
 PERCENTILES = {"p50": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9, "max": 100.0}
 """The percentiles that plans and reports show, in per cent, by name."""
@@ -89,6 +92,66 @@ class Profile:
     def merge(self, other: Profile) -> Profile:
         """The profile of both tables together."""
         return Profile(n_seqs=self.n_seqs.merge(other.n_seqs), max_seqlen=self.max_seqlen.merge(other.max_seqlen))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnalyzedRun:
+    """A run whose buckets are chosen, and whose times and memory are predicted."""
+
+    settings: TrainingSettings
+    """Its settings."""
+    table: MicrobatchTable
+    """Its micro-batches."""
+    profile: Profile
+    """Their histograms."""
+    n_tokens: int
+    """Tokens of a graph's micro-batches on one context-parallel rank, whatever the context-parallel size."""
+    slots: Sequence[Sequence[int]]
+    """Micro-batches in flight for every pipeline rank and model chunk."""
+    longest_possible: Mapping[int, int]
+    """Tokens of the longest document that a micro-batch of each context-parallel size can hold; the run's size alone
+    without dynamic context parallelism."""
+    model: Model | None = None
+    """The model that it trains; None: not known."""
+    layer_graphs: bool = False
+    """Whether graphs hold single layers, which keep what the model recomputes."""
+
+    @property
+    def num_slots(self) -> float:
+        """Slots of the pipeline rank that needs most, in whole models: one of n model chunks counts 1 / n."""
+        return max(sum(rank) / (len(self.slots) * len(rank)) for rank in self.slots)
+
+
+def make_run(
+    settings: TrainingSettings, table: MicrobatchTable, *, model: Model | None, layer_graphs: bool
+) -> AnalyzedRun:
+    """The run of `settings` and `model` whose micro-batches are `table`.
+
+    Raises:
+        UsageError: megatron-core refuses the number of micro-batches for its interleaved schedule.
+    """
+    n_tokens = settings.max_seqlen_per_dp_cp_rank
+    n_tokens = n_tokens or max(1, int(table.n_tokens.max()) // settings.context_parallel_size)
+    most, possible = int(table.num_microbatches.max()), {settings.context_parallel_size: settings.seq_length}
+    if table.groups is not None:
+        most = -(-most // settings.microbatch_group) * settings.microbatch_group  # as a virtual pipeline wants them
+        longest = settings.seq_length if settings.tail_policy == "none" else int(table.n_tokens.max())
+        possible = {int(size): min(longest, int(size) * n_tokens) for size in np.unique(table.groups.cp_size)}
+    return AnalyzedRun(
+        settings=settings,
+        table=table,
+        profile=Profile.of(table),
+        n_tokens=n_tokens,
+        slots=slots(
+            pipeline_size=settings.pipeline_parallel_size,
+            num_chunks=settings.virtual_pipeline_size or 1,
+            num_microbatches=most,
+            group=settings.microbatch_group_size,
+        ),
+        longest_possible=possible,
+        model=model,
+        layer_graphs=layer_graphs,
+    )
 
 
 def fallback_rate(table: MicrobatchTable, falls_back: NDArray[np.bool_]) -> FallbackRate:

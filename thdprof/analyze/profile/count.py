@@ -14,10 +14,10 @@ from thdprof.analyze.analysis import Analysis
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import PERCENTILES
 from thdprof.analyze.buckets.step_costs import one_cap_step_ms
+from thdprof.analyze.predictions import Range
 from thdprof.analyze.profile.file import COLUMNS, SEGMENTS, CapTime, PartOfRun, Predicted
 from thdprof.analyze.profile.run_profile import RunProfile
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable, RankGroups
-from thdprof.analyze.times.results import Range
 from thdprof.errors import UsageError
 from thdprof.training import Model
 from thdprof.words import counted, shortened

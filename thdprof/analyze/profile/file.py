@@ -28,7 +28,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.times.results import Capture, Memory, Range, Times, Verdict, Worth
+from thdprof.analyze.predictions import Capture, Memory, Range, Times, Verdict, Worth
 from thdprof.errors import DataError
 from thdprof.plan import Training
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from thdprof import __version__
 from thdprof.analyze.buckets.cost_table import CostTable
 from thdprof.analyze.buckets.statistics import Histogram
+from thdprof.analyze.predictions import Range
 from thdprof.analyze.profile.file import CapTime, Metadata, PartOfRun, Predicted, read_profile_file, write_profile_file
-from thdprof.analyze.times.results import Range
 from thdprof.plan import FallbackRate
 from thdprof.training import DYNAMIC_CP, TrainingSettings
 from thdprof.words import counted

@@ -1,4 +1,4 @@
-"""Reporters: they show the results of an analysis. Only `findings` computes anything: sentences and curves.
+"""Reporters: they show the results of an analysis. Only `figures` computes anything: sentences and curves.
 
 from thdprof.analyze.report import figures, open_report
 

@@ -1,35 +1,176 @@
-"""The comparison of a plan with a run's statistics, for a terminal and as JSON, schema `thdprof.comparison/1`."""
+"""A plan held against a dataset (`check`), a run's statistics or another plan (`compare`), as text and as JSON."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from thdprof.analyze.check import Check, Overshoot
+from thdprof.analyze.report.console import name_dataset, plain_table, print_parts
+from thdprof.compare.plans import PlanComparison
 from thdprof.compare.statistics import Comparison
 from thdprof.files import json_text
+from thdprof.words import apart, percentile_name
 
-SCHEMA = "thdprof.comparison/1"
+CHECK_SCHEMA = "thdprof.check/1"
+COMPARISON_SCHEMA = "thdprof.comparison/1"
+PLAN_COMPARISON_SCHEMA = "thdprof.plan-comparison/1"
+_NAMES = ("p50", "p90", "p95", "p99", "p99_9", "max")
+"""Percentiles of a check's table."""
+_LEVELS = {
+    "microbatch": "of micro-batches that run eagerly",
+    "rank_step": "of (rank, step) pairs with one",
+    "step": "of steps with one on any rank",
+}
+"""The label of each level's row in the table of shares."""
+_VERDICTS = {
+    "microbatch": "of micro-batches run eagerly",
+    "rank_step": "of (rank, step) pairs have an eager micro-batch",
+    "step": "of steps have an eager micro-batch",
+}
+"""The words that follow each level's rate in the verdict."""
 
 
-def to_json(comparison: Comparison) -> str:
-    """The comparison as JSON text, indented, schema `thdprof.comparison/1`."""
-    values: dict[str, Any] = {
-        "schema": SCHEMA,
-        "holds": comparison.holds,
-        "largest_difference": comparison.largest_difference,
-        **asdict(comparison),
+def print_check(check: Check, console: Console) -> None:
+    """Write the report of `check` to `console`."""
+    print_parts(_check_parts(check), console)
+
+
+def _check_parts(check: Check) -> Iterator[str | Table | Text]:
+    changed = "as planned" if check.same_data else "other data than planned"
+    yield Text(f"{name_dataset(check.dataset)}: {changed}, {_origin(check)}")
+    yield ""
+    yield _sizes(check)
+    yield ""
+    yield _shares(check)
+    if check.reasons:
+        yield Text("eager, by reason: " + ", ".join(f"{reason} {n:,}" for reason, n in check.reasons.items()))
+    if check.worst is not None:
+        yield Text(f"furthest over: {_overshoot(check.worst)}")
+    for note in check.notes:
+        yield Text(f"warning: {note}", style="yellow")
+    yield Text(verdict(check), style="bold")
+
+
+def _origin(check: Check) -> str:
+    if check.size_guessed:
+        return "replayed with a pack size that is a guess"
+    return "replayed exactly" if check.exact else "not replayed exactly"
+
+
+def _overshoot(worst: Overshoot) -> str:
+    ranks = f" on {worst.cp_size} ranks" if worst.cp_size > 1 else ""
+    return (
+        f"{worst.n_seqs:,} documents, the longest {worst.max_seqlen:,} tokens, of {worst.n_tokens:,} in all{ranks} "
+        f"(step {worst.step}, rank {worst.dp_rank}, micro-batch {worst.microbatch}, from 0): {worst.reason}"
+    )
+
+
+def verdict(check: Check) -> str:
+    """Whether the plan still fits, in one sentence."""
+    if not check.buckets:
+        return "Nothing to outgrow: the plan captures no graphs."
+    fits = "fits" if check.holds else "does not fit"
+    rate, planned, allowed = apart(check.rate, check.planned_rate, check.max_fallback_rate)
+    return f"The dataset {fits} the plan: {rate} {_VERDICTS[check.level]}, {planned} planned, {allowed} allowed."
+
+
+def _sizes(check: Check) -> Table:
+    before, now, microbatches = check.plan.dataset, check.dataset, check.plan.microbatches
+    table = plain_table([""], ["planned", "now", ""])
+    pairs = {
+        "fingerprint": (before.fingerprint[:19], now.fingerprint[:19]),
+        "files": (len(before.uris), len(now.uris)),
+        "rows": (before.rows, now.rows),
+        "documents": (before.documents, now.documents),
+        "tokens": (before.tokens, now.tokens),
+        "micro-batches": (microbatches.count, check.microbatches),
+        "steps": (microbatches.steps, check.steps),
     }
-    return json_text(values)
+    for title, planned, present in (
+        ("documents of a micro-batch", microbatches.n_seqs, check.n_seqs),
+        ("longest document", microbatches.max_seqlen, check.max_seqlen),
+    ):
+        for name in _NAMES:
+            pairs[f"{title}, {percentile_name(name)}"] = getattr(planned, name), getattr(present, name)
+    pairs["tokens of the largest micro-batch"] = microbatches.n_tokens_max, check.n_tokens_max
+    for label, values in pairs.items():
+        texts = [value if isinstance(value, str) else f"{value:,}" for value in values]
+        table.add_row(label, *texts, "" if values[0] == values[1] else "changed")
+    return table
+
+
+def _shares(check: Check) -> Table:
+    before, now = check.plan.predictions.fallback_rate, check.fallback_rate
+    rows = [(label, getattr(before, name), getattr(now, name)) for name, label in _LEVELS.items()]
+    rows += [(f"in {_name_bucket(b)}", b.planned_share, b.share) for b in check.buckets]
+    table = plain_table(["share ..."], ["planned", "now", ""])
+    for label, planned, present in rows:
+        change = "" if planned == present else f"{present - planned:+.3%}"
+        table.add_row(label, f"{planned:.3%}", f"{present:.3%}", change)
+    return table
+
+
+def _name_bucket(bucket: Any) -> str:
+    size = f", context-parallel size {bucket.cp_size}" if bucket.cp_size > 1 else ""
+    return f"{bucket.max_seqs:,} documents of {bucket.max_seqlen:,} tokens{size}"
+
+
+def check_to_dict(check: Check) -> dict[str, Any]:
+    """The JSON object as a dict."""
+    plan = check.plan
+    return {
+        "schema": CHECK_SCHEMA,
+        "holds": check.holds,
+        "level": check.level,
+        "max_fallback_rate": check.max_fallback_rate,
+        "fallback_rate": {
+            name: {"planned": getattr(plan.predictions.fallback_rate, name), "now": getattr(check.fallback_rate, name)}
+            for name in _LEVELS
+        },
+        "fallback_rate_unpadded": None
+        if check.fallback_rate_unpadded is None
+        else check.fallback_rate_unpadded.model_dump(),
+        "dataset_changed": not check.same_data,
+        "dataset": {
+            "planned": plan.dataset.model_dump(mode="json"),
+            "now": {**asdict(check.dataset), "uris": list(check.dataset.uris)},
+        },
+        "exact": check.exact,
+        "microbatches": {"planned": plan.microbatches.count, "now": check.microbatches},
+        "steps": {"planned": plan.microbatches.steps, "now": check.steps},
+        "n_seqs": {"planned": plan.microbatches.n_seqs.model_dump(), "now": check.n_seqs.model_dump()},
+        "max_seqlen": {"planned": plan.microbatches.max_seqlen.model_dump(), "now": check.max_seqlen.model_dump()},
+        "n_tokens_max": {"planned": plan.microbatches.n_tokens_max, "now": check.n_tokens_max},
+        "reasons": check.reasons,
+        "buckets": [asdict(b) for b in check.buckets],
+        "worst": None if check.worst is None else asdict(check.worst),
+        "warnings": list(check.notes),
+    }
+
+
+def check_to_json(check: Check) -> str:
+    """The check as JSON text, indented, schema `thdprof.check/1`."""
+    return json_text(check_to_dict(check))
+
+
+def comparison_to_json(comparison: Comparison) -> str:
+    """The comparison as JSON text, indented, schema `thdprof.comparison/1`."""
+    largest = {"largest_difference": comparison.largest_difference}
+    return json_text({"schema": COMPARISON_SCHEMA, "holds": comparison.holds, **largest, **asdict(comparison)})
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """Write the comparison to `console`: a table of shares, the reasons of eager micro-batches, and times."""
     seen, planned = comparison.microbatches - comparison.evaluated, comparison.plan_microbatches
     evaluated = f"; {comparison.evaluated:,} of evaluation, eager" if comparison.evaluated else ""
-    lines: list[str | Table] = [f"WRONG NUMBERS: {comparison.wrong_numbers}"] if comparison.wrong_numbers else []
+    lines: list[str | Table | Text] = [f"WRONG NUMBERS: {comparison.wrong_numbers}"] if comparison.wrong_numbers else []
     lines.append(f"{seen:,} micro-batches observed, {planned:,} in the plan{evaluated}")
     if comparison.of_this_plan is False:
         lines.append("the run followed another plan: other data, settings or buckets")
@@ -53,20 +194,57 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for title, ms in (("a replayed", comparison.replay_ms), ("an eager", comparison.eager_ms)):
         if ms is not None:
             lines.append(f"run: {title} micro-batch {ms:.2f} ms")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=isinstance(line, str))
+    print_parts(lines, console, markup=False)
 
 
 def _share_table(comparison: Comparison) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("share of micro-batches")
-    for name in ("predicted", "observed", "difference"):
-        table.add_column(name, justify="right")
+    table = plain_table(["share of micro-batches"], ["predicted", "observed", "difference"])
     rows = [("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate)]
-    for b in comparison.buckets:
-        label = f"{b.max_seqs:,} documents of {b.max_seqlen:,} tokens"
-        label += f", context-parallel size {b.cp_size}" if b.cp_size > 1 else ""
-        rows.append((label, b.predicted_share, b.observed_share))
+    rows += [(_name_bucket(b), b.predicted_share, b.observed_share) for b in comparison.buckets]
     for label, predicted, observed in rows:
         table.add_row(label, f"{predicted:.3%}", f"{observed:.3%}", f"{observed - predicted:+.3%}")
     return table
+
+
+def plan_comparison_to_json(comparison: PlanComparison) -> str:
+    """The comparison as JSON text, indented, schema `thdprof.plan-comparison/1`."""
+    largest = {"largest_change": comparison.largest_change}
+    return json_text({"schema": PLAN_COMPARISON_SCHEMA, "holds": comparison.holds, **largest, **asdict(comparison)})
+
+
+def print_plan_comparison(comparison: PlanComparison, console: Console) -> None:
+    """Write the comparison to `console`; changes past the tolerance are marked."""
+    if not comparison.differences:
+        console.print("the plans are the same", highlight=False)
+        return
+    table = plain_table(["what changed"], ["first", "second", "change"])
+    table.add_column("")
+    past = comparison.past_tolerance
+    for d in comparison.differences:
+        share = d.measure == "absolute" or d.field.startswith("graphs.buckets.")
+        table.add_row(
+            d.field.removeprefix("graphs.") if d.field.startswith("graphs.buckets.") else d.field,
+            _text(d.before, share=share),
+            _text(d.after, share=share),
+            "" if d.change is None else f"{d.change:.3%}",
+            "past the tolerance" if d in past else "",
+        )
+    same = "the same data" if comparison.same_data else "other data"
+    count = len(comparison.differences)
+    fields = "1 field differs" if count == 1 else f"{count} fields differ"
+    print_parts([f"{same}; {fields}", "", table], console, markup=False)
+
+
+def _text(value: Any, *, share: bool) -> str:
+    if value is None:
+        return "-"
+    if share:
+        return f"{value:.3%}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:18]}...{text[-19:]}"

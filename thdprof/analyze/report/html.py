@@ -8,16 +8,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 
-from thdprof.analyze.report import figures, findings
-from thdprof.analyze.report.contents import Report
-from thdprof.analyze.report.figures.drawing import Drawing, Note
-from thdprof.analyze.report.figures.svg import STYLE
-from thdprof.analyze.report.findings.facts import facts
-from thdprof.analyze.report.words import counted, percent, ratio
+import numpy as np
+from numpy.typing import NDArray
 
+from thdprof.analyze.buckets.statistics import Histogram
+from thdprof.analyze.report import figures
+from thdprof.analyze.report.answer import Answer, amounts, make_answer
+from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.drawing import STYLE, Figure
+from thdprof.analyze.report.figures.graphs import alternatives, cap_sentences, cheaper_graph
+from thdprof.analyze.report.figures.microbatches import (
+    cut_run,
+    drift_head,
+    drift_over,
+    shown_parts,
+    steps_head,
+    steps_over,
+)
+from thdprof.words import counted, percent, ratio
+
+_EVERY = 400
+"""Largest number of documents up to which a page answers for every cap."""
+_THINNED = 500
+"""Caps about evenly spaced on a logarithmic axis, of which a page answers for those beyond the first few, else."""
 _DIGITS = 6
 """Significant digits of a share that the page's script places marks by."""
 _LABELS = {
@@ -27,9 +44,38 @@ _LABELS = {
     "step": "steps with one",
     "time": "step time, eager = 1",
 }
-"""Labels of the table's columns, by the names of `findings.COLUMNS`."""
-_TOLD = "of steps over the cap"
-"""The end of what hovering over a segment of the run tells."""
+"""Columns of the table of caps, by the names that the page's script knows them by, and their labels."""
+_HOVER = "of steps over the cap"
+"""The end of the words that hovering over a segment of the run shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EveryCap:
+    """What every cap of a page does; sequences have an entry for each cap.
+
+    The shares follow exactly from the profile's counts for any cap. Step times are those of the profile's grid of caps,
+    and linear between them.
+    """
+
+    caps: list[int]
+    """The caps in documents, ascending."""
+    start: int
+    """Index of the cap with which the page opens."""
+    series: dict[str, list[float]]
+    """The curves' values: `replayed`, `microbatch`, `rank_step` and `step` as shares; `time_low` and `time_high` where
+    times are known."""
+    texts: dict[str, list[str]]
+    """Cells of the table by `_LABELS`, `cap` the cap itself, `sentence` what the cap does, and `steps` and `drift` the
+    ends of these figures' sentences."""
+    segments: list[list[float]]
+    """Share of steps over each cap in each segment of the run."""
+    parts: list[list[float]]
+    """Share of steps over each cap in each part that is shown."""
+
+    @property
+    def columns(self) -> list[str]:
+        """The keys of `_LABELS` that the page shows."""
+        return [name for name in _LABELS if name in self.texts]
 
 
 def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
@@ -41,11 +87,10 @@ def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
         title: the page's title.
         version: version of thdprof, for the page's foot.
     """
-    drift, parts = findings.drift(report, cap), findings.parts(report, cap)
-    every = findings.every_cap(report, cap, drift, () if parts is None else parts.keys)
+    answer, every = make_answer(report), _answer_every_cap(report, cap)
     body = "".join(
         (
-            _head(findings.answer(report)),
+            _head(answer),
             _caps(report, cap, every),
             _section(
                 "What will micro-batches look like?",
@@ -56,13 +101,15 @@ def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
             _section(
                 "How does it vary over the run?",
                 "Training is synchronous: not the usual micro-batch counts, but the fullest of each step.",
-                _figure(figures.steps(report, cap), findings.steps(report, cap).head, every, "steps")
-                + _figure(figures.drift(report, cap), drift.head, every, "drift")
+                _figure(figures.steps(report, cap), steps_head(report), every, "steps")
+                + _figure(figures.drift(report, cap), drift_head(report), every, "drift")
                 + _figure(figures.parts(report, cap)),
             ),
-            _section("How many slots, and how much memory?", "", _figure(figures.memory(report, cap)) + _facts(report)),
+            _section(
+                "How many slots, and how much memory?", "", _figure(figures.memory(report, cap)) + _amounts(report)
+            ),
             _section("Did training do what was predicted?", "", _figure(figures.observed(report, cap))),
-            _foot(report, version),
+            _foot(report, answer, version),
         )
     )
     return (
@@ -75,11 +122,61 @@ def to_page(report: Report, cap: int, *, title: str, version: str) -> str:
     )
 
 
+def _answer_every_cap(report: Report, cap: int) -> _EveryCap:
+    """What every cap does that the page can be asked about; it opens with `cap`."""
+    profile = report.profile
+    caps = _page_caps(report, cap)
+    rates = [profile.fallback_rate(n) for n in caps]
+    times = report.relative_step_times(caps)
+    largest = cut_run(report, "segment_step_max")
+    series = {
+        "replayed": [1 - r.microbatch for r in rates],
+        "microbatch": [r.microbatch for r in rates],
+        "rank_step": [r.rank_step for r in rates],
+        "step": [r.step for r in rates],
+    }
+    texts = {name: [percent(v) for v in values] for name, values in series.items()}
+    texts["cap"] = [f"{n:,}" for n in caps]
+    texts["sentence"] = cap_sentences(report, caps)
+    texts["steps"] = [steps_over(report, n) for n in caps]
+    texts["drift"] = [drift_over(largest, n, several=profile.num_runs > 1) for n in caps]
+    if times is not None:
+        series["time_low"], series["time_high"] = ([t[end] for t in times] for end in (0, 1))
+        texts["time"] = [ratio(t) for t in times]
+    at = np.array(caps)
+    return _EveryCap(
+        caps=caps,
+        start=caps.index(cap),
+        series=series,
+        texts=texts,
+        segments=[_over(h, at) for h in largest],
+        parts=[_over(profile.histogram("step_max", part=part.name), at) for part in shown_parts(report)],
+    )
+
+
+def _page_caps(report: Report, cap: int) -> list[int]:
+    """Caps that a page answers for: every one up to `_EVERY` documents; of more, every one at first, then some."""
+    buckets = [b.max_seqs for b in report.plan.graphs.buckets]
+    most = max(report.profile.histogram().percentile(100.0), cap, *buckets, 1)
+    if most <= _EVERY:
+        return list(range(1, most + 1))
+    named = {cap, most, *(c.max_seqs for c in report.profile.caps()), *buckets}
+    spaced = np.unique(np.rint(np.geomspace(1, most, _THINNED)).astype(np.int64)).tolist()
+    return sorted({n for n in (*named, *spaced) if 1 <= n <= most})
+
+
+def _over(histogram: Histogram, caps: NDArray[np.int64]) -> list[float]:
+    """Share of the histogram's values over each of `caps`."""
+    within = np.cumsum(histogram.counts)[np.minimum(caps, len(histogram.counts) - 1)]
+    shares: list[float] = ((histogram.total - within) / histogram.total).tolist()
+    return shares
+
+
 def _asset(name: str) -> str:
     return resources.files("thdprof.analyze.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _head(answer: findings.Answer) -> str:
+def _head(answer: Answer) -> str:
     """The answer: the run, the verdict, three numbers and the caveat."""
     date = f'<time datetime="{escape(answer.date)}">{escape(answer.date)}</time> · ' if answer.date else ""
     numbers = "".join(
@@ -94,12 +191,10 @@ def _head(answer: findings.Answer) -> str:
     )
 
 
-def _caps(report: Report, cap: int, every: findings.EveryCap) -> str:
+def _caps(report: Report, cap: int, every: _EveryCap) -> str:
     """The slider with what its cap does, the curves over all caps, and the table."""
-    curve = findings.cap_curve(report, cap)
-    rates = "".join(
-        f"<div><dt>{_LABELS[name]}</dt>{_cell(every, name, tag='dd')}</div>" for name in _columns(every)[1:]
-    )
+    timed = "time" in every.texts
+    rates = "".join(f"<div><dt>{_LABELS[name]}</dt>{_cell(every, name, tag='dd')}</div>" for name in every.columns[1:])
     panel = (
         '<div class="panel">\n<form hidden><label for="cap">Cap '
         f"{_cell(every, 'cap', tag='span')} documents</label>"
@@ -107,40 +202,33 @@ def _caps(report: Report, cap: int, every: findings.EveryCap) -> str:
         f'<button type="reset">{"recommended" if cap == report.recommended_cap else "back"}</button></form>\n'
         f'<dl class="rates">{rates}</dl>\n</div>\n'
     )
-    drawn = figures.caps(report, cap)
-    caption = "One cap for all micro-batches: what runs eagerly" + (
-        ", and how long a step takes." if curve.cap_step_time else "."
-    )
-    cheaper = f'<p class="note">{escape(curve.cheaper)}</p>' if curve.cheaper else ""
+    caption = f"One cap for all micro-batches: what runs eagerly{', and how long a step takes.' if timed else '.'}"
+    cheaper = cheaper_graph(report) if timed else ""
+    note = f'<p class="note">{escape(cheaper)}</p>' if cheaper else ""
     inner = (
         f'<p id="sentence" aria-live="polite">{_cell(every, "sentence", tag="span")}</p>\n{panel}'
-        f"{_figure(drawn, caption)}{cheaper}{_table(report, every)}"
+        f"{_figure(figures.caps(report, cap), caption)}{note}{_table(report, every)}"
     )
     lead = "A micro-batch over the cap runs eagerly, and holds back all ranks of its step. A larger cap pads more."
     return _section("What does each cap cost?", lead, inner, look=' class="open"')
 
 
-def _cell(every: findings.EveryCap, name: str, *, tag: str, label: str = "") -> str:
+def _cell(every: _EveryCap, name: str, *, tag: str, label: str = "") -> str:
     """An element whose text follows the slider."""
     head = f' data-label="{label}"' if label else ""
     return f'<{tag} data-text="{name}"{head}>{escape(every.texts[name][every.start])}</{tag}>'
 
 
-def _columns(every: findings.EveryCap) -> list[str]:
-    return [name for name in findings.COLUMNS if name in every.texts]
-
-
-def _table(report: Report, every: findings.EveryCap) -> str:
+def _table(report: Report, every: _EveryCap) -> str:
     """The cap of the slider, the caps that have names, and the plan."""
-    names = _columns(every)
+    names = every.columns
     head = "".join(f'<th scope="col">{_LABELS[name]}</th>' for name in names)
     here = "".join(_cell(every, name, tag="td", label=_LABELS[name]) for name in names)
     rows = [
         f'<tr class="here" id="row"><th scope="row"><span>this cap: {_cell(every, "cap", tag="span")}</span></th>'
         f"{here}</tr>"
     ]
-    alternatives = findings.choice(report, every.caps[every.start]).alternatives
-    for one in sorted(alternatives, key=lambda a: (a.role == "plan", a.cap or 0)):
+    for one in sorted(alternatives(report, every.caps[every.start]), key=lambda a: (a.role == "plan", a.cap or 0)):
         values = {
             "replayed": percent(1 - one.rate.microbatch),
             "microbatch": percent(one.rate.microbatch),
@@ -158,31 +246,28 @@ def _table(report: Report, every: findings.EveryCap) -> str:
 
 
 def _section(question: str, lead: str, inner: str, *, look: str = "") -> str:
-    told = f'<p class="lead">{escape(lead)}</p>\n' if lead else ""
-    return f"<section{look}>\n<h2>{escape(question)}</h2>\n{told}{inner}\n</section>\n"
+    intro = f'<p class="lead">{escape(lead)}</p>\n' if lead else ""
+    return f"<section{look}>\n<h2>{escape(question)}</h2>\n{intro}{inner}\n</section>\n"
 
 
-def _figure(
-    drawn: Drawing | Note, head: str | None = None, every: findings.EveryCap | None = None, tail: str = ""
-) -> str:
-    """A figure or note with its caption, whose end follows the slider where `tail` names a text of `every`."""
-    caption = escape(drawn.title if head is None else head)
+def _figure(figure: Figure, head: str | None = None, every: _EveryCap | None = None, tail: str = "") -> str:
+    """A figure with its caption, whose end follows the slider where `tail` names a text of `every`."""
+    caption = escape(figure.text if head is None else head)
     if every is not None:
         caption += _cell(every, tail, tag="span")
-    return drawn.page_html(caption)
+    return figure.page_html(caption)
 
 
-def _facts(report: Report) -> str:
+def _amounts(report: Report) -> str:
     tables = []
-    for one in facts(report):
-        rows = "".join(f'<tr><th scope="row">{escape(a)}</th><td>{escape(b)}</td></tr>' for a, b in one.rows)
-        tables.append(f'<table class="facts"><caption>{escape(one.title)}</caption><tbody>{rows}</tbody></table>')
+    for title, rows in amounts(report).items():
+        cells = "".join(f'<tr><th scope="row">{escape(a)}</th><td>{escape(b)}</td></tr>' for a, b in rows)
+        tables.append(f'<table class="facts"><caption>{escape(title)}</caption><tbody>{cells}</tbody></table>')
     return "".join(tables)
 
 
-def _foot(report: Report, version: str) -> str:
-    warnings = findings.answer(report).warnings
-    listed = "".join(f"<li>{escape(text)}</li>" for text in warnings)
+def _foot(report: Report, answer: Answer, version: str) -> str:
+    listed = "".join(f"<li>{escape(text)}</li>" for text in answer.warnings)
     more = f'<section>\n<h2>What else to know</h2>\n<ul class="warnings">{listed}</ul>\n</section>\n' if listed else ""
     names = ", ".join(uri for part in report.profile.parts for uri in part.uris[:1])
     runs = counted(report.profile.num_runs, "run")
@@ -196,7 +281,7 @@ def _foot(report: Report, version: str) -> str:
     )
 
 
-def _data(every: findings.EveryCap) -> str:
+def _data(every: _EveryCap) -> str:
     """What the script needs: caps, values and words for each; shares of segments and parts as indices into levels."""
     shares: Sequence[Sequence[float]] = (*every.segments, *every.parts)
     levels = sorted({value for row in shares for value in row})
@@ -209,7 +294,7 @@ def _data(every: findings.EveryCap) -> str:
         "levels": [(_rounded(v), percent(v)) for v in levels],
         "segments": [[index[v] for v in row] for row in every.segments],
         "parts": [[index[v] for v in row] for row in every.parts],
-        "told": _TOLD,
+        "told": _HOVER,
     }
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     return text.replace("<", "\\u003c")

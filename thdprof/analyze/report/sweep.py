@@ -10,11 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from thdprof.analyze.report.words import memory_size, percent, ratio, spanned
+from thdprof.analyze.report.console import name_dataset, plain_table, print_parts
 from thdprof.analyze.sweep import Combination, Sweep
 from thdprof.analyze.times.ranking import Ranking, Rate
 from thdprof.files import json_text
 from thdprof.plan import BucketPart, Plan
+from thdprof.words import memory_size, percent, ratio, spanned
 
 SCHEMA = "thdprof.sweep/1"
 _STEPS = "steps with an\neager micro-batch"
@@ -24,15 +25,13 @@ _COSTS, _PEAK, _GRAPHS = "run costs", "peak memory", "graph memory"
 
 def print_sweep(sweep: Sweep, console: Console) -> None:
     """Write the report of `sweep` to `console`."""
-    for part in _parts(sweep):
-        console.print(part, highlight=False, soft_wrap=not isinstance(part, Table))
+    print_parts(_parts(sweep), console)
 
 
 def _parts(sweep: Sweep) -> Iterator[str | Table | Text]:
     data, ranking = sweep.dataset, sweep.ranking()
     rows = [sweep.combinations[place] for place in ranking.order]
-    source = data.uris[0] if len(data.uris) == 1 else f"{data.uris[0]} and {len(data.uris) - 1} more"
-    yield Text(f"{source} ({data.format}): {data.rows:,} rows, {data.documents:,} documents, {data.tokens:,} tokens")
+    yield Text(f"{name_dataset(data)}: {data.rows:,} rows, {data.documents:,} documents, {data.tokens:,} tokens")
     for text, where in _by_row(rows, [[f"{a.flag} {a.value} ({a.why})" for a in c.assumptions] for c in rows]):
         yield Text(f"  assumed {text}{where}", style="dim")
     yield ""
@@ -59,10 +58,8 @@ def _by_row(rows: Sequence[Combination], texts: Sequence[list[str]]) -> Iterator
 
 
 def _table(names: Sequence[str], rows: Sequence[Combination], ranking: Ranking) -> Table:
-    table = Table(box=None, pad_edge=False)
     columns = _columns(rows, ranking)
-    for name in ("row", *(n.replace("_", "-") for n in names), *_COUNTS, *columns):
-        table.add_column(name, justify="right")
+    table = plain_table([], ["row", *(n.replace("_", "-") for n in names), *_COUNTS, *columns])
     problems = any(c.problem is not None for c in rows)
     if problems:
         table.add_column("cannot be")

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from thdprof import __version__
-from thdprof.analyze.report.contents import Report, default_profile, open_report
-from thdprof.analyze.report.figures import ALL
-from thdprof.analyze.report.figures.drawing import Drawing
-from thdprof.analyze.report.findings import Sentence, sentences
+from thdprof.analyze.report.contents import default_profile, open_report
+from thdprof.analyze.report.drawing import Figure
+from thdprof.analyze.report.figures import make_figures
 from thdprof.analyze.report.html import to_page
-from thdprof.analyze.report.words import printable
 from thdprof.errors import UsageError
 from thdprof.files import check_not_inputs, check_targets, json_text, write_text
+from thdprof.words import printable
 
 SCHEMA = "thdprof.report/1"
 FINDINGS = "findings.json"
@@ -29,8 +28,8 @@ class Written:
 
     cap: int
     """Documents of the single cap that the figures are about."""
-    findings: tuple[Sentence, ...]
-    """The sentences of the report."""
+    findings: tuple[Figure, ...]
+    """The figures of the report."""
     files: tuple[Path, ...]
     """The written files; empty where only the sentences were asked for."""
 
@@ -96,11 +95,11 @@ def write_report(
         report.check_cap(cap)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
-    findings = sentences(report, cap)
+    findings = make_figures(report, cap)
     files: tuple[Path, ...] = ()
     if output is not None and form == "figures":
         check_not_inputs(_targets(findings, output), (plan, profile, stats))
-        files = _write_figures(report, cap, findings, output, force=force)
+        files = _write_figures(cap, findings, output, force=force)
     elif output is not None:
         if form == "notebook":
             text = _notebook(plan=plan, profile=profile, stats=stats, cap=cap, directory=output.absolute().parent)
@@ -121,15 +120,12 @@ def _notebook(*, plan: Path, profile: Path, stats: Path | None, cap: int, direct
     return to_text(notebook)
 
 
-def _write_figures(
-    report: Report, cap: int, findings: tuple[Sentence, ...], directory: Path, *, force: bool
-) -> tuple[Path, ...]:
+def _write_figures(cap: int, findings: tuple[Figure, ...], directory: Path, *, force: bool) -> tuple[Path, ...]:
     """Write every figure as `{id}.svg` and all sentences as `FINDINGS`; on an error, delete the new files again."""
     targets = _targets(findings, directory)
     if directory.is_dir():
         check_targets(targets, force=force)
-    drawn = (figure(report, cap) for figure in ALL)
-    texts = [figure.standalone() for figure in drawn if isinstance(figure, Drawing)]
+    texts = [figure.standalone() for figure in findings if figure.drawn]
     texts.append(json_text(_as_dict(cap, findings)) + "\n")
     new_files = [path for path in targets if not os.path.lexists(path)]
     new_directories = [path for path in (directory, *directory.absolute().parents) if not path.exists()]
@@ -148,10 +144,11 @@ def _write_figures(
     return tuple(targets)
 
 
-def _targets(findings: tuple[Sentence, ...], directory: Path) -> list[Path]:
+def _targets(findings: tuple[Figure, ...], directory: Path) -> list[Path]:
     """Paths of the figures and of the sentences in `directory`."""
-    return [directory / f"{s.id}.svg" for s in findings if s.drawn] + [directory / FINDINGS]
+    return [directory / f"{figure.id}.svg" for figure in findings if figure.drawn] + [directory / FINDINGS]
 
 
-def _as_dict(cap: int, findings: tuple[Sentence, ...]) -> dict[str, Any]:
-    return {"schema": SCHEMA, "cap": cap, "findings": [asdict(sentence) for sentence in findings]}
+def _as_dict(cap: int, findings: tuple[Figure, ...]) -> dict[str, Any]:
+    values = [{"id": f.id, "text": f.text, "drawn": f.drawn, "values": f.values} for f in findings]
+    return {"schema": SCHEMA, "cap": cap, "findings": values}

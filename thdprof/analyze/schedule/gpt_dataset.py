@@ -1,22 +1,131 @@
-"""Replays Megatron's GPTDataset with inter-document masking from the lengths of sequences alone.
+"""The schedule of samples of equal length, which Megatron's GPTDataset and SFTDataset cut out of files or blends.
 
-Rules: megatron-core 0.19, `datasets/gpt_dataset.py` (order of the shuffles, `cu_seqlens` of a sample) and
-`datasets/helpers.cpp` (`build_sample_idx`).
+Rules: megatron-core 0.19, `datasets/gpt_dataset.py` (order of the shuffles, `cu_seqlens` of a sample),
+`datasets/helpers.cpp` (`build_sample_idx`), `datasets/blended_megatron_dataset_builder.py`, `blended_dataset.py`,
+`megatron/training/datasets/sft_dataset.py`, and `flatten_batch_for_packed_sequences` of `megatron/core/utils.py`, which
+takes a row's boundaries up to the first that is its end.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.schedule.memo import FORGETFUL, Memo
+from thdprof.analyze.schedule import compiled, samplers
+from thdprof.analyze.schedule.schedule import FORGETFUL, Memo, Schedule, Tick, in_file_order, merged, num_steps
+from thdprof.analyze.sources.base import ConversationFile, Conversations, TokenStream
 from thdprof.errors import DataError, UsageError
+from thdprof.training import TrainingSettings
+
+SURPLUS = 0.005
+"""Share of samples that Megatron builds of each dataset beyond those that the blend should draw
+(mid_level_dataset_surplus)."""
+
+
+def normalize(weights: Sequence[float]) -> list[float]:
+    """Scale weights so that they add up to 1, with the rounding of Megatron's float64 arithmetic."""
+    values = np.array(weights, dtype=np.float64)
+    normalized: list[float] = (values / np.sum(values)).tolist()
+    return normalized
+
+
+def drawn_and_built(weights: Sequence[float], size: int) -> list[tuple[int, int]]:
+    """Two numbers for each dataset: samples that the blend of `size` samples counts on, and samples that are built.
+
+    `weights` hold one normalized weight for each dataset.
+    """
+    drawn = [math.ceil(size * w) for w in weights]
+    return [(d, math.ceil(d * (1 + SURPLUS))) for d in drawn]
+
+
+def blend_order(weights: Sequence[float], size: int) -> NDArray[np.int16]:
+    """Index of the dataset that gives each sample of a blend, int16, shape [size].
+
+    Every dataset gives its samples in its own order. `weights` are normalized once more, as in BlendedDataset.
+    """
+    order = np.empty(size, dtype=np.int16)
+    parts = np.array(normalize(weights), dtype=np.float64)
+    filled: NDArray[np.int16] = compiled.run(_fill_order, size * len(parts), order, parts, np.zeros(len(parts)))
+    return filled
+
+
+def exhaustive_order(sizes: Sequence[int]) -> NDArray[np.int16]:
+    """Index of the dataset that gives each sample of a blend that uses up every dataset, int16, shape [sum of sizes].
+
+    `sizes` are the samples of each dataset.
+    """
+    counts = np.array(sizes, dtype=np.int64)
+    total = int(counts.sum())
+    order = np.empty(total, dtype=np.int16)
+    parts = counts / float(total)
+    filled: NDArray[np.int16] = compiled.run(
+        _fill_exhaustive, total * len(parts), order, parts, np.zeros(len(parts)), counts
+    )
+    return filled
+
+
+def check_draws(order: NDArray[np.int16], sizes: Sequence[int], names: Sequence[str]) -> None:
+    """Refuse a blend that draws more samples from a dataset than the dataset has, as Megatron does.
+
+    Args:
+        order: index of the dataset that gives each sample, shape [samples of the blend].
+        sizes: samples of each dataset.
+        names: name of each dataset, for the error.
+
+    Raises:
+        DataError: a dataset has too few samples; the error names it and gives both numbers.
+    """
+    for drawn, size, name in zip(np.bincount(order, minlength=len(sizes)), sizes, names, strict=True):
+        if drawn > size:
+            raise DataError(
+                f"{name}: the blend draws {drawn} samples, but the dataset has {size}, and Megatron stops on this: "
+                "change --weights, or raise mid_level_dataset_surplus in Megatron"
+            )
+
+
+def _fill_order(order: Any, parts: Any, counts: Any) -> Any:
+    """Fill `order` sample by sample with the dataset that lags furthest behind its share in `parts`.
+
+    `counts` starts as zeros and counts the samples of each dataset. Of equal datasets the first gives the sample.
+    """
+    for i in range(len(order)):
+        position = float(max(i, 1))
+        best = 0
+        error = parts[0] * position - counts[0]
+        for j in range(1, len(parts)):
+            candidate = parts[j] * position - counts[j]
+            if candidate > error:
+                best, error = j, candidate
+        order[i] = best
+        counts[best] += 1.0
+    return order
+
+
+def _fill_exhaustive(order: Any, parts: Any, counts: Any, sizes: Any) -> Any:
+    """Fill `order` as `_fill_order` does, without the datasets that have given all of their `sizes` samples."""
+    for i in range(len(order)):
+        position = float(max(i, 1))
+        best = -1
+        error = 0.0
+        for j in range(len(parts)):
+            if counts[j] >= sizes[j]:
+                continue
+            candidate = parts[j] * position - counts[j]
+            if best < 0 or candidate > error:
+                best, error = j, candidate
+        order[i] = best
+        counts[best] += 1.0
+    return order
+
 
 _LAST_EPOCH_THRESHOLD = 0.80
 """Megatron shuffles the last epoch apart if the run needs less than this share of the epoch's samples."""
@@ -235,3 +344,179 @@ def _longest_and_squared(
         sums[-1] = 0
         squared[inner] += sums[ranges[1::2] - 1] - sums[ranges[0::2] - 1]  # right even where sums wrapped around
     return longest, squared
+
+
+def sft_samples(
+    file: ConversationFile, *, seq_length: int, context_parallel_size: int, split: str, num_samples: int | None
+) -> Samples:
+    """The samples that SFTDataset serves of the training part of `file`; None samples: every line once.
+
+    A sample has `seq_length` tokens. With context parallelism every conversation is padded until the tokens so far
+    are a multiple of 2 x context_parallel_size. The conversation that reaches beyond the sample is cut, those behind
+    it are dropped, and the padding of a sample that is not full belongs to its last conversation.
+
+    Raises:
+        DataError: the split leaves no line to training, or training stops on one of its lines.
+    """
+    lines = train_share(split, len(file.line_numbers)).stop
+    if lines == 0:
+        raise DataError(
+            f"{file.path}: {len(file.line_numbers)} lines, of which --split {split} leaves none to training"
+        )
+    used = lines if num_samples is None else min(lines, num_samples)
+    n_seqs, max_seqlen = (np.empty(used, dtype=np.int32) for _ in range(2))
+    squared = np.empty(used, dtype=np.float64)
+    multiple = 2 * context_parallel_size if context_parallel_size > 1 else 1
+    for line in range(used):
+        lengths = np.diff(_boundaries(file, line, seq_length=seq_length, multiple=multiple))
+        n_seqs[line], max_seqlen[line] = len(lengths), lengths.max()
+        squared[line] = np.square(lengths, dtype=np.float64).sum()
+    read = np.arange(lines if num_samples is None else num_samples) % used
+    return Samples(n_seqs=n_seqs[read], max_seqlen=max_seqlen[read], squared=squared[read])
+
+
+def _boundaries(file: ConversationFile, line: int, *, seq_length: int, multiple: int) -> NDArray[np.int64]:
+    """The boundaries of the sample of a line, from 0 to `seq_length`, shape [documents + 1]."""
+    first, behind = (int(n) for n in file.line_offsets[line : line + 2])
+    where = f"{file.path}: line {file.line_numbers[line]}"
+    ends: list[int] = []
+    total = 0
+    for conversation in range(first, behind):
+        if conversation in file.faults:
+            raise DataError(
+                f"{where}: training stops on conversation {conversation - first}: {file.faults[conversation]}"
+            )
+        total += int(file.conversation_tokens[conversation])
+        total += -total % multiple
+        ends.append(total)
+        if total > seq_length:
+            break
+    if total == 0:
+        raise DataError(f"{where}: has no {'tokens' if ends else 'messages'}, and training stops on it; leave it out")
+    if len(ends) > seq_length:
+        raise DataError(
+            f"{where}: holds {len(ends)} conversations, empty ones among them, and SFTDataset has room for no more "
+            f"than the {seq_length} tokens of a row: leave empty conversations out"
+        )
+    ends[-1] = seq_length
+    return np.array([0, *ends[: ends.index(seq_length) + 1]], dtype=np.int64)
+
+
+def schedule_streams(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Schedule:
+    """The schedule of Megatron's GPTDataset over one token stream, or over a blend of several."""
+    samples = (
+        _blended(streams, settings, tick, memo)
+        if len(streams) > 1 or settings.weights
+        else _samples_of(streams[0], settings.train_samples, settings, tick, memo)
+    )
+    if int(samples.n_seqs.max()) > settings.seq_length:
+        raise DataError(
+            f"a sample of {settings.seq_length} tokens holds {samples.n_seqs.max()} documents, empty ones among them; "
+            "GPTDataset has room for no more than tokens: drop empty sequences from the data"
+        )
+    return _schedule_samples(samples, settings)
+
+
+def schedule_conversations(conversations: Conversations, settings: TrainingSettings) -> Schedule:
+    """The schedule of Megatron's SFTDataset over one file, or over a blend of several."""
+
+    def samples_of(file: int, num_samples: int | None) -> Samples:
+        return sft_samples(
+            conversations.files[file],
+            seq_length=settings.seq_length,
+            context_parallel_size=settings.context_parallel_size,
+            split=settings.split,
+            num_samples=num_samples,
+        )
+
+    if settings.weights is None:
+        samples = samples_of(0, settings.train_samples)
+    else:
+        assert settings.train_samples is not None  # resolve_settings refuses weights without it
+        weights = normalize(settings.weights)
+        sizes = drawn_and_built(weights, settings.train_samples)
+        parts = [samples_of(file, built) for file, (_, built) in enumerate(sizes)]
+        order = blend_order(weights, sum(drawn for drawn, _ in sizes))
+        samples = _in_order(order, parts, [file.path for file in conversations.files])
+    distinct = max(1, conversations.num_lines() // settings.micro_batch_size)
+    schedule = _schedule_samples(samples, settings)
+    row_tokens = np.concatenate([file.line_tokens() for file in conversations.files])
+    return replace(
+        schedule,
+        independent=min(schedule.independent, distinct),
+        row_tokens=float(np.minimum(row_tokens, settings.seq_length).mean()),
+    )
+
+
+def _schedule_samples(samples: Samples, settings: TrainingSettings) -> Schedule:
+    """The schedule of samples of equal length, which Megatron's samplers `single` and `cyclic` read."""
+    steps, warnings = num_steps(len(samples), settings)
+    if settings.loader == "cyclic":
+        rows = samplers.cyclic_rows(len(samples), steps, settings)
+        n_seqs, max_seqlen, squared = samples.n_seqs[rows], samples.max_seqlen[rows], samples.squared[rows]
+    else:
+        n_seqs, max_seqlen = (in_file_order(a, steps, settings) for a in (samples.n_seqs, samples.max_seqlen))
+        squared = in_file_order(samples.squared, steps, settings)
+    tokens = settings.micro_batch_size * settings.seq_length
+    table = merged(n_seqs, max_seqlen, squared, tokens, settings)
+    return Schedule(table=table, warnings=warnings, independent=len(table))
+
+
+def _samples_of(
+    stream: TokenStream, num_samples: int | None, settings: TrainingSettings, tick: Tick, memo: Memo
+) -> Samples:
+    """The samples of one token stream's training split; None samples: one epoch."""
+    lengths = stream.sequence_tokens[train_share(settings.split, len(stream.sequence_tokens))]
+    seq_length, seed, add_extra_token = settings.seq_length, settings.seed, settings.add_extra_token
+    return memo.get(
+        ("samples", stream.path),
+        (len(lengths), seq_length, num_samples, seed, add_extra_token),
+        lambda: gpt_samples(
+            lengths,
+            seq_length=seq_length,
+            num_samples=num_samples,
+            seed=seed,
+            add_extra_token=add_extra_token,
+            where=stream.path,
+            tick=tick,
+            memo=memo,
+        ),
+    )
+
+
+def _blended(streams: Sequence[TokenStream], settings: TrainingSettings, tick: Tick, memo: Memo) -> Samples:
+    """The samples of a blend of several token streams, in the order in which BlendedDataset serves them."""
+    ends = np.cumsum([len(s.sequence_tokens) for s in streams]) / sum(len(s.sequence_tokens) for s in streams)
+    ticks = [partial(_tick_between, tick, low, high) for low, high in zip([0.0, *ends], ends, strict=False)]
+    if settings.weights is not None:
+        assert settings.train_samples is not None  # resolve_settings refuses weights without it
+        weights: Sequence[float] = normalize(settings.weights)
+        sizes = drawn_and_built(weights, settings.train_samples)
+        parts = [_samples_of(s, n, settings, t, memo) for s, (_, n), t in zip(streams, sizes, ticks, strict=True)]
+        order = blend_order(weights, sum(drawn for drawn, _ in sizes))
+    else:
+        parts = [_samples_of(s, None, settings, t, memo) for s, t in zip(streams, ticks, strict=True)]
+        weights = [len(p) for p in parts]
+        if settings.train_samples is None:
+            order = exhaustive_order([len(p) for p in parts])
+        else:
+            order = blend_order(weights, min(settings.train_samples, sum(len(p) for p in parts)))
+    return _in_order(order, parts, [s.path for s in streams])
+
+
+def _in_order(order: NDArray[np.int16], parts: Sequence[Samples], paths: Sequence[str]) -> Samples:
+    """The samples of a blend: `order` has the index of the dataset that gives each, and `parts` their samples."""
+    check_draws(order, [len(p) for p in parts], paths)
+    n_seqs, max_seqlen = (np.empty(len(order), dtype=np.int32) for _ in range(2))
+    squared = np.empty(len(order), dtype=np.float64)
+    for index, part in enumerate(parts):
+        here = order == index  # every dataset gives its samples in its own order
+        count = int(here.sum())
+        n_seqs[here], max_seqlen[here] = part.n_seqs[:count], part.max_seqlen[:count]
+        squared[here] = part.squared[:count]
+    return Samples(n_seqs=n_seqs, max_seqlen=max_seqlen, squared=squared)
+
+
+def _tick_between(tick: Tick, low: float, high: float, done: float) -> None:
+    """Report share `done` of a part of the work that reaches from share `low` to share `high` of all work."""
+    tick(low + (high - low) * done)

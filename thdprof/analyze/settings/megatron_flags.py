@@ -54,7 +54,7 @@ COUNTED_AS_LAYERS = ("--account-for-embedding-in-pipeline-split", "--account-for
 UNEVEN = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers")
 MICROBATCH_GROUP_SIZE = "--microbatch-group-size-per-virtual-pipeline-stage"
 NODES, RANKS_PER_NODE = "--nnodes", ("--nproc-per-node", "--nproc_per_node")
-WORLD_VARIABLES = (("WORLD_SIZE",), ("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"))
+WORLD_VARIABLES = (("WORLD_SIZE",), ("GPUS_PER_NODE", "NUM_NODES"), ("GPUS_PER_NODE", "NNODES"), ("SLURM_NTASKS",))
 """Variables of a script whose product is the number of ranks, the first complete group before the others."""
 PRINTING_COMMANDS = frozenset(("echo", "printf", "cat", "[", "[[", "test", ":", "set", "shift", "let", "logger"))
 """Commands that only print or test words, so that flags among their words start nothing."""

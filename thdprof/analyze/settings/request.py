@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,9 +14,10 @@ from thdprof.analyze.settings.model.files import model_file, read_model_file
 from thdprof.analyze.settings.model.reading import ModelReading
 from thdprof.analyze.settings.model.resolve import experts_of, read_settings, resolve_model
 from thdprof.analyze.settings.settings_file import load_settings_file
+from thdprof.analyze.settings.shell import Launch, Script
 from thdprof.errors import DataError, UsageError
 from thdprof.training import Attention, GraphKind, Model, definitions, model_definitions, shared_capture_ranks
-from thdprof.training.model_fields import read_field
+from thdprof.training.model import read_field
 from thdprof.training.trainer_arguments import trainer_model, trainer_settings
 
 _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
@@ -27,31 +28,35 @@ _EXPERTS = frozenset(("num_experts", "moe_expert_capacity_factor"))
 class Request:
     """The arguments of `thdprof.analyze.analysis.analyze`, and what the user should know about them."""
 
-    locations: list[str]
     given: dict[str, Any]
     """Training settings by name."""
-    format: str
-    cost_table: Path | None
-    attention: Attention
-    limits: Limits
-    model: Model | None
+    locations: list[str] = field(default_factory=list)
+    """Files, globs, directories or Megatron prefixes of the dataset."""
+    format: str = "auto"
+    """Name of the dataset's format, or "auto"."""
+    cost_table: Path | None = None
+    """Measured costs; None: costs are modelled where the model is known, else built-in ones rank the choices."""
+    attention: Attention = "transformer_engine"
+    limits: Limits = field(default_factory=Limits)
+    """Limits that the recommendation must keep to."""
+    model: Model | None = None
     """The model that the run trains; None where it is not known."""
-    model_source: str | None
+    model_source: str | None = None
     """Where the model was read; None where it is not known."""
-    model_file: Path | None
+    model_file: Path | None = None
     """The file of --model that was read; None without one."""
-    script: str | None
-    """The text of the launch script; None without one."""
-    gpu: str | None
-    """Name of the GPU that times are of; None: not given."""
-    gpu_hour_price: float | None
+    script: Script | None = None
+    """The launch; None without one."""
+    gpu: str | None = None
+    """Name of the GPU that times are of; None: this machine's, else the one that is assumed."""
+    gpu_hour_price: float | None = None
     """Price of a GPU-hour, in the user's currency; None: not given."""
-    layers_per_graph: LayersAsked
+    layers_per_graph: LayersAsked = None
     """Layers of one graph of a model chunk; None: as predicted."""
-    data_parallel_gbps: float | None
-    """GB/s of one GPU in collectives of its data-parallel group; None: not given."""
-    notes: list[str]
-    usual_impl: GraphKind
+    data_parallel_gbps: float | None = None
+    """GB/s of one GPU in collectives of its data-parallel group; None: by the GPU's data sheet."""
+    notes: list[str] = field(default_factory=list)
+    usual_impl: GraphKind = "module"
     """What a plan captures where nobody says it: chunks of the model of a launch script, else a torch module."""
 
 
@@ -60,7 +65,7 @@ def read_request(
     flags: Mapping[str, Any],
     *,
     settings: Path | None,
-    megatron_args: Path | None,
+    launch: Launch | None,
     training_args: Path | None = None,
 ) -> Request:
     """The request that flags, a settings file, and a launch script or a Trainer's arguments make, in this order of
@@ -87,36 +92,31 @@ def read_request(
     path = Path(_text("--model", command["model"])) if "model" in command else None
     file = None if path is None else read_model_file(path)
     found, given, notes = list(locations), dict[str, Any](), list[str]()
-    text: str | None = None
+    script: Script | None = None
     said: ModelReading | None = None
     global_aux_loss = False
     usual_format = "auto"
     if training_args is not None:
-        if megatron_args is not None:
+        if launch is not None:
             raise UsageError("--training-args and --megatron-args are of different trainers; give one")
         fields = _read_json("--training-args", training_args)
         given = trainer_settings(fields, where=f"--training-args {training_args}")
         own = {**trainer_model(fields), **own}
         notes.append(f"--training-args {training_args}: {_listed(given)} taken from it")
-    if megatron_args is not None:
-        from thdprof.analyze.settings.launch_script import parse_megatron_args
+    if launch is not None:
+        from thdprof.analyze.settings.launch_script import read_launch
 
         known = {"data_paths": found} if found else {}
         if command.get("format", "auto") != "auto":
             known["format"] = command["format"]
-        text = _read_text("--megatron-args", megatron_args)
-        script = parse_megatron_args(
-            text,
-            where=str(megatron_args),
-            world_size=world_size,
-            given={**stronger, **_ranks(file), **own, **known},
-        )
-        given, notes, said = dict(script.settings), script.notes, script.model
-        global_aux_loss = script.global_aux_loss
+        script = launch.read()
+        run = read_launch(script, world_size=world_size, given={**stronger, **_ranks(file), **own, **known})
+        given, notes, said = dict(run.settings), run.notes, run.model
+        global_aux_loss = run.global_aux_loss
         if not found:
-            found, usual_format = script.data_paths, script.format or "auto"
-            if script.weights is not None:
-                given["weights"] = script.weights
+            found, usual_format = run.data_paths, run.format or "auto"
+            if run.weights is not None:
+                given["weights"] = run.weights
     elif world_size is not None:
         raise UsageError(
             f"{analysis_options()['world_size'].shown()}: only completes --megatron-args; give --data-parallel-size "
@@ -147,13 +147,13 @@ def read_request(
         model=resolved.model,
         model_source=resolved.source,
         model_file=None if path is None else model_file(path),
-        script=text,
+        script=script,
         gpu=_text("--gpu", command["gpu"]) if "gpu" in command else None,
         gpu_hour_price=price_of(command["gpu_hour_price"]) if "gpu_hour_price" in command else None,
         layers_per_graph=layers_asked(command.get("layers_per_graph")),
         data_parallel_gbps=gbps_of(command["data_parallel_gbps"]) if "data_parallel_gbps" in command else None,
         notes=[*notes, *resolved.notes],
-        usual_impl="module" if megatron_args is None else "chunk",
+        usual_impl="module" if launch is None else "chunk",
     )
 
 
@@ -210,7 +210,7 @@ def check_option(name: str, value: Any) -> None:
     elif name == "world_size":
         whole_number(name, {name: value})
     else:
-        read_request([], {name: value}, settings=None, megatron_args=None)
+        read_request([], {name: value}, settings=None, launch=None)
 
 
 def _override(given: dict[str, Any], stronger: Mapping[str, Any]) -> None:

@@ -1,16 +1,31 @@
-"""The command of a launch script that trains: its program, and all the words behind it, for Megatron's own parser."""
+"""The command of a launch that trains, for Megatron's own parser, and what `install` would refuse of its run."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from thdprof.analyze.settings.flag_occurrences import SCRIPT_ARGUMENTS, flag_of, is_flag, launches, words_of
-from thdprof.analyze.settings.launch_script import parse_megatron_args
+from thdprof.analyze.settings.launch_flags import holds_flags, training_commands, unseen, unsettled
+from thdprof.analyze.settings.launch_script import read_launch
 from thdprof.analyze.settings.megatron_flags import FLAGS
-from thdprof.analyze.settings.shell import ShellText, UnclosedQuoteError, Value, Word, read_shell
+from thdprof.analyze.settings.model.recipes import settings_of_recipe
+from thdprof.analyze.settings.shell import Script, Word
 from thdprof.errors import UsageError
+from thdprof.files import parse_yaml, read_text
+from thdprof.megatron_limits.command_line import refused_beforehand
+from thdprof.megatron_limits.limit import Run
+from thdprof.megatron_limits.quantization import takes_unmeasured
+from thdprof.megatron_limits.table import limits_of
+from thdprof.training import DYNAMIC_CP
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
 
 UNNEEDED = re.compile(
     r"--(.*(data-path|data-args-path|data-cache|checkpoint|tensorboard|wandb|one-logger|vocab-file|merge-file).*|"
@@ -21,6 +36,10 @@ UNNEEDED = re.compile(
     r"finetune|non-persistent-.*|record-memory-history|memory-snapshot-path|inprocess-.*|fim-.*|skip-train)"
 )
 """Flags on which the time of a step does not depend: of data, checkpoints, logs and the length of a run."""
+_OF_NO_LIMIT = re.compile(
+    rf"{UNNEEDED.pattern}|--(tokenizer-.*|tiktoken-.*|.*vocab-size.*|no-create-attention-mask-in-dataloader|no-mmap.*)"
+)
+"""Flags that no limit depends on; Megatron-LM's examples choose them by whether there is data."""
 _ENVIRONMENT = re.compile(r"(NVTE|NCCL|TORCH|PYTORCH|MAMBA|CAUSAL_CONV1D)_[A-Z0-9_]+|CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -33,50 +52,41 @@ class TrainingCommand:
     words: tuple[str, ...]
     """Flags and values behind the program, without those of data, checkpoints and logs."""
     environment: dict[str, str]
-    """Variables of the script that change kernels or communication, with their values."""
+    """Variables of the launch that change kernels or communication, with their values."""
     notes: tuple[str, ...]
     """Remarks for the user, each with the place in the script."""
 
 
-def training_command(text: str, *, where: str, passed_over: re.Pattern[str] = UNNEEDED) -> TrainingCommand:
-    """The training command of the launch script or argument list `text`; `where` names it in errors.
-
-    Flags that match `passed_over` are left out with their values, and need not be settled.
+def read_training_command(script: Script, *, passed_over: re.Pattern[str] = UNNEEDED) -> TrainingCommand:
+    """The training command of a launch. Flags that match `passed_over` are left out and need not be settled.
 
     Raises:
         UsageError: no command trains, several do with other flags, or a word on which the model depends is not settled
             by the text.
     """
-    try:
-        script = read_shell(text)
-        commands = [words_of(words) for words in _trains(script)]
-    except UnclosedQuoteError as error:
-        raise UsageError(f"{where}, {error}") from error
-    except RecursionError as error:
-        raise UsageError(f"{where}: its expansions are nested too deeply to be followed") from error
+    commands = [_behind_program(command.words) for command in training_commands(script)]
     if not commands:
-        raise UsageError(f"{where}: no command with Megatron-LM's flags found, such as --seq-length")
+        raise UsageError(f"{script.where}: no command with Megatron-LM's flags found, such as --seq-length")
     notes: list[str] = []
-    parts = [_apart(words) for words in commands]
-    program = parts[-1][0]
-    found = [_settled(words, where, notes, passed_over) for _, words in parts]
+    found = [_settled(words, script, notes, passed_over) for _, words in commands]
     if any(words != found[-1] for words in found):
         raise UsageError(
-            f"{where}: its {len(found)} training commands have other flags; give the flags of one in a file"
+            f"{script.where}: its {len(found)} training commands have other flags; give the flags of one in a file"
         )
-    notes += [f"{where}, line {word.line}: the file that it sources is not read" for word in script.sourced]
+    notes += [f"{script.place(word.line)}: the file that it sources is not read" for word in script.sourced]
+    known = {name: word for name, word in script.variables.items() if _ENVIRONMENT.fullmatch(name)}
     return TrainingCommand(
-        program=program,
+        program=commands[-1][0],
         words=found[-1],
-        environment=_environment(script.variables),
+        environment={name: word.text for name, word in known.items() if not word.open_parts},
         notes=tuple(dict.fromkeys(notes)),
     )
 
 
-def microbatches_of(text: str, *, where: str) -> int | None:
+def count_microbatches(script: Script) -> int | None:
     """Micro-batches of a step on one rank of the script's run; None where the script does not tell."""
     try:
-        settings = parse_megatron_args(text, where=where).settings
+        settings = read_launch(script).settings
     except UsageError:
         return None
     if "global_batch_size" not in settings or "data_parallel_size" not in settings:
@@ -85,65 +95,91 @@ def microbatches_of(text: str, *, where: str) -> int | None:
     return max(1, int(settings["global_batch_size"]) // int(at_once))
 
 
-def _trains(script: ShellText) -> Iterator[list[Word]]:
-    """The commands that train; in a script, a "command" that begins with a flag is a pattern of a case statement."""
-    for words in launches(script):
-        if script.is_list or not words[0].text.startswith("-"):
-            yield words
-
-
-def _apart(words: Sequence[Word]) -> tuple[str | None, list[Word]]:
+def _behind_program(words: Sequence[Word]) -> tuple[str | None, Sequence[Word]]:
     """The Python file that a command runs, and the words behind it."""
-    first = next(i for i, word in enumerate(words) if flag_of(word) in FLAGS and not FLAGS[flag_of(word)].of_torchrun)
+    first = next(i for i, word in enumerate(words) if word.flag in FLAGS and not FLAGS[word.flag].of_torchrun)
     for index in range(first - 1, -1, -1):
-        if words[index].value.outline.endswith(".py"):
-            return words[index].text, list(words[index + 1 :])
-    start = max((i + 1 for i in range(first) if not is_flag(words[i]) and not _is_value(words, i)), default=0)
-    return None, list(words[start:])
+        if words[index].text.endswith(".py"):
+            return words[index].text, words[index + 1 :]
+    start = max((i + 1 for i in range(first) if not words[i].is_flag and not (i and words[i - 1].is_flag)), default=0)
+    return None, words[start:]
 
 
-def _is_value(words: Sequence[Word], index: int) -> bool:
-    return index > 0 and is_flag(words[index - 1])
-
-
-def _settled(words: Sequence[Word], where: str, notes: list[str], passed_over: re.Pattern[str]) -> tuple[str, ...]:
+def _settled(words: Sequence[Word], script: Script, notes: list[str], passed_over: re.Pattern[str]) -> tuple[str, ...]:
     """The text of the words that are needed.
 
     Raises:
-        UsageError: one of them is not known, or stands under a condition.
+        UsageError: one of them is not known.
     """
-    texts: list[str] = []
-    needed = True
-    flag = ""
+    taken: list[Word] = []
+    is_needed, flag = True, ""
     for word in words:
-        if is_flag(word):
-            flag = flag_of(word)
-            needed = passed_over.fullmatch(flag) is None
-        if not needed:
+        if word.is_flag:
+            flag = word.flag
+            is_needed = passed_over.fullmatch(flag) is None
+        if not is_needed:
             continue
-        unknown = word.unknown
-        if unknown is not None and word.wholly_unknown and _stands_alone(unknown.source, texts):
-            notes.append(f"{where}, line {word.line}: {unknown.source} {unknown.reason}; flags in it are not seen")
+        if word.is_open and holds_flags(word, taken[-1] if taken else None):
+            notes.append(unseen(script, word))
             continue
-        if unknown is not None:
-            raise UsageError(
-                f"{where}, line {word.line}: {flag}: {unknown.source} {unknown.reason}; write its value into a copy of "
-                "the script"
-            )
-        if word.conditional:
-            raise UsageError(
-                f"{where}, line {word.line}: {word.text} is given only under a condition; settle it in a copy of the "
-                "script"
-            )
-        texts.append(word.text)
-    return tuple(texts)
+        for part in word.open_parts[:1]:
+            remedy = "write its value into a copy of the script"
+            raise unsettled(f"{script.place(word.line)}: {flag}", part, remedy)
+        taken.append(word)
+    return tuple(word.text for word in taken)
 
 
-def _stands_alone(source: str, before: Sequence[str]) -> bool:
-    """Whether an unknown word holds flags of its own, and is no value of the flag before it."""
-    return source in SCRIPT_ARGUMENTS or not before or not before[-1].startswith("--")
+# --- what `install` would refuse, by the table of limits that `install` reads -----------------------------------------
 
 
-def _environment(variables: dict[str, Value]) -> dict[str, str]:
-    known = {name: value for name, value in variables.items() if _ENVIRONMENT.fullmatch(name)}
-    return {name: v.text for name, v in known.items() if v.first_unknown is None and not v.conditional}
+def refused_runs(plan: Plan, *, script: Script | None, model_file: Path | None) -> Iterator[str]:
+    """A line for every setting with which training by `plan` would be refused.
+
+    Args:
+        plan: the plan of the analysis.
+        script: the launch; None without one.
+        model_file: the file of --model; one that is no recipe says nothing of the trainer.
+    """
+    if script is not None:
+        with suppress(UsageError):  # which unknown_refusals tells
+            yield from refused_beforehand(plan, read_training_command(script, passed_over=_OF_NO_LIMIT).words)
+    if model_file is not None and model_file.suffix.lower() in (".yaml", ".yml"):
+        content = parse_yaml(read_text(model_file, where=str(model_file), kind="YAML"), where="", unique_keys=False)
+        fields = settings_of_recipe(content) if isinstance(content, dict) else None
+        if fields is not None and plan.graphs.impl != "none":
+            yield from (limit.in_fields(run) for run in (_run_of(plan, fields),) for limit in limits_of(run))
+
+
+def unknown_refusals(plan: Plan, script: Script) -> str | None:
+    """Why it is not known with which settings of the launch training by `plan` would be refused; None: it is.
+
+    The analysis itself needs fewer of the script's words to be settled.
+    """
+    if plan.graphs.impl == "none":
+        return None
+    try:
+        read_training_command(script, passed_over=_OF_NO_LIMIT)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def _run_of(plan: Plan, fields: Mapping[str, Any]) -> Run:
+    """The run of a recipe, by the plan."""
+    training, graphs = plan.training, plan.graphs
+    return Run(
+        impl="chunk" if graphs.impl == "module" else graphs.impl,
+        modules=tuple(graphs.modules),
+        pipeline_parallel_size=training.pipeline_parallel_size,
+        context_parallel_size=training.context_parallel_size,
+        dynamic_cp=training.packer in DYNAMIC_CP,
+        packer=training.packer,
+        experts=training.experts,
+        offload_modules=None if graphs.offload is None else tuple(graphs.offload.modules),
+        core_offload=bool(fields.get("fine_grained_activation_offloading")),
+        layers_per_graph=graphs.layers_per_graph,
+        unmeasured=takes_unmeasured(os.environ),
+        position_embedding=str(fields.get("position_embedding_type") or "rope"),
+        wrapper="FullyShardedDataParallel" if fields.get("use_megatron_fsdp") is True else None,
+        config=SimpleNamespace(**{str(name): value for name, value in fields.items()}),
+    )

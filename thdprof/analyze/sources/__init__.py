@@ -17,15 +17,15 @@ from thdprof.analyze.sources import unrecognised
 from thdprof.analyze.sources.base import Dataset, Format, Tokenization
 from thdprof.errors import DataError, UsageError
 
-_MODULES = {
-    "megatron": "indexed",
-    "bridge": "bridge_parquet",
-    "bridge-npy": "bridge_npy",
-    "trl": "trl",
-    "lengths": "lengths",
-    "megatron-sft": "megatron_sft",
+_PLACES = {
+    "megatron": "indexed.FORMAT",
+    "bridge": "bridge.PARQUET",
+    "bridge-npy": "bridge.NPY",
+    "trl": "trl.FORMAT",
+    "lengths": "lengths.FORMAT",
+    "megatron-sft": "megatron_sft.FORMAT",
 }
-FORMATS = tuple(_MODULES)
+FORMATS = tuple(_PLACES)
 """Names of the formats, in the order in which a file is tried."""
 
 
@@ -35,10 +35,10 @@ def get_format(name: str) -> Format:
     Raises:
         UsageError: no such format.
     """
-    if name not in _MODULES:
+    if name not in _PLACES:
         raise UsageError(f"--format {name}: not a known format; known are auto, {', '.join(FORMATS)}")
-    module = import_module(f"thdprof.analyze.sources.{_MODULES[name]}")
-    format_: Format = module.FORMAT
+    module, constant = _PLACES[name].split(".")
+    format_: Format = getattr(import_module(f"thdprof.analyze.sources.{module}"), constant)
     return format_
 
 

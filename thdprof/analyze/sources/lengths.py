@@ -18,16 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Content, Dataset, Format, UnpackedDocuments, check_lengths, fingerprint
-from thdprof.analyze.sources.readers import (
-    arrow_columns,
-    arrow_file,
-    json_lines,
-    npy_header,
-    parquet_file,
-    parquet_lists,
-    row_lists,
-)
+from thdprof.analyze.sources.readers import arrow, json_lines, npy, parquet
 from thdprof.analyze.sources.readers.json_lines import KEYS, PACKED, TOKENS, Lengths
 from thdprof.errors import DataError
 
@@ -35,29 +28,29 @@ from thdprof.errors import DataError
 def recognises(path: Path) -> bool:
     """Whether the file holds lengths, or lists of tokens, and nothing that another format could mean."""
     with path.open("rb") as file:
-        if file.read(len(npy_header.MAGIC)) == npy_header.MAGIC:
+        if file.read(len(npy.MAGIC)) == npy.MAGIC:
             file.seek(0)
-            header = npy_header.read_header(file)
+            header = npy.read_header(file)
             return header is not None and len(header[0]) == 1 and header[1].kind in "iu"
-    if parquet_file.is_parquet(path) or arrow_file.is_arrow(path):
+    if parquet.is_parquet(path) or arrow.is_arrow(path):
         return _column_of(_schema(path)) not in (None, *_not_here(path))
     return json_lines.begins_with_lengths(path)
 
 
 def holds_tokens(path: Path) -> bool:
     """Whether the lengths of the file are those of its lists of tokens."""
-    if parquet_file.is_parquet(path) or arrow_file.is_arrow(path):
+    if parquet.is_parquet(path) or arrow.is_arrow(path):
         return _column_of(_schema(path)) == TOKENS
     return json_lines.begins_with_tokens(path)
 
 
 def _not_here(path: Path) -> tuple[str, ...]:
     """Columns that mean another format: TRL's packed data, which alone is written as Arrow with lengths in it."""
-    return () if parquet_file.is_parquet(path) else ("seq_lengths",)
+    return () if parquet.is_parquet(path) else ("seq_lengths",)
 
 
 def _schema(path: Path) -> Any:
-    return parquet_file.parquet_schema(path) if parquet_file.is_parquet(path) else arrow_file.arrow_schema(path)
+    return parquet.parquet_schema(path) if parquet.is_parquet(path) else arrow.arrow_schema(path)
 
 
 def read(paths: Sequence[Path]) -> Dataset:
@@ -74,7 +67,7 @@ def read(paths: Sequence[Path]) -> Dataset:
         other = next(path for path, part in zip(paths, parts, strict=True) if not isinstance(part, tuple))
         raise DataError(f"{other}: holds single lengths where another file holds lists; analyse them apart")
     if rows:
-        content = row_lists.join_rows(rows, "concatenate")
+        content = base.join_rows(rows, "concatenate")
         digest = fingerprint((content.document_tokens, content.row_offsets))
     else:
         content = UnpackedDocuments(document_tokens=np.concatenate(documents))
@@ -91,45 +84,45 @@ def read(paths: Sequence[Path]) -> Dataset:
 
 def _read_file(path: Path) -> Lengths:
     with path.open("rb") as file:
-        is_npy = file.read(len(npy_header.MAGIC)) == npy_header.MAGIC
-    if parquet_file.is_parquet(path):
+        is_npy = file.read(len(npy.MAGIC)) == npy.MAGIC
+    if parquet.is_parquet(path):
         return _read_parquet(path)
-    if arrow_file.is_arrow(path):
+    if arrow.is_arrow(path):
         return _read_arrow(path)
     return _read_npy(path) if is_npy else json_lines.read_lines(path)
 
 
 def _read_parquet(path: Path) -> Lengths:
-    with parquet_file.open_parquet(path) as file:
+    with parquet.open_parquet(path) as file:
         name = _column_of(file.schema)
         if name is None:
             raise _no_column(path)
         where = f"{path}: column {name}"
         if name == TOKENS and file.leaf(name) >= 0:
-            return _documents(parquet_lists.row_lengths(file, name), where)
+            return _documents(parquet.row_lengths(file, name), where)
         return _lengths_in(file.read_column(name), where)
 
 
 def _read_arrow(path: Path) -> Lengths:
-    name = _column_of(arrow_file.arrow_schema(path))
+    name = _column_of(arrow.arrow_schema(path))
     if name is None:
         raise _no_column(path)
-    column, where = arrow_file.read_column(path, name), f"{path}: column {name}"
-    with arrow_columns.arrow_errors(path):
+    column, where = arrow.read_column(path, name), f"{path}: column {name}"
+    with arrow.arrow_errors(path):
         if name != TOKENS:
             return _lengths_in(column, where)
         lengths, row = [np.empty(0, dtype=np.int64)], 0
         for chunk in column.chunks:
-            lengths.append(arrow_columns.list_lengths(chunk, where, row))
+            lengths.append(arrow.list_lengths(chunk, where, row))
             row += len(chunk)
         return _documents(np.concatenate(lengths), where)
 
 
 def _lengths_in(column: Any, where: str) -> Lengths:
     """A `pyarrow.ChunkedArray` of integers, or of lists of integers."""
-    if arrow_columns.is_list(column.type):
-        return row_lists.check_rows(*arrow_columns.list_integers(column, where), where)
-    return _documents(arrow_columns.integers(column, where), where)
+    if arrow.is_list(column.type):
+        return base.check_rows(*arrow.list_integers(column, where), where)
+    return _documents(arrow.integers(column, where), where)
 
 
 def _no_column(path: Path) -> DataError:
@@ -145,17 +138,17 @@ def _column_of(schema: Any) -> str | None:
     for name in KEYS:
         if schema.get_field_index(name) >= 0:
             kind = schema.field(name).type
-            if types.is_integer(kind.value_type if arrow_columns.is_list(kind) else kind):
+            if types.is_integer(kind.value_type if arrow.is_list(kind) else kind):
                 return name
     if schema.get_field_index(TOKENS) < 0 or any(name in schema.names for name in PACKED):
         return None
     kind = schema.field(TOKENS).type
-    return TOKENS if arrow_columns.is_list(kind) and types.is_integer(kind.value_type) else None
+    return TOKENS if arrow.is_list(kind) and types.is_integer(kind.value_type) else None
 
 
 def _read_npy(path: Path) -> Lengths:
     with path.open("rb") as file:
-        header = npy_header.read_header(file)
+        header = npy.read_header(file)
         if header is None or len(header[0]) != 1 or header[1].kind not in "iu":
             raise DataError(f"{path}: is no .npy of integers of one dimension")
         (count,), dtype = header

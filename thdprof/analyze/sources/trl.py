@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from thdprof.analyze.sources import base
 from thdprof.analyze.sources.base import Dataset, Format, fingerprint
-from thdprof.analyze.sources.readers import arrow_columns, arrow_file, row_lists
-from thdprof.analyze.sources.readers.parquet_file import is_parquet, open_parquet, parquet_schema
+from thdprof.analyze.sources.readers import arrow
+from thdprof.analyze.sources.readers.parquet import is_parquet, open_parquet, parquet_schema
 
 COLUMN = "seq_lengths"
 
 
 def recognises(path: Path) -> bool:
     """Whether the file has a column `seq_lengths` of lists, and is no cache that `datasets` left beside its data."""
-    schema = parquet_schema(path) if is_parquet(path) else arrow_file.arrow_schema(path)
+    schema = parquet_schema(path) if is_parquet(path) else arrow.arrow_schema(path)
     if schema is None or schema.get_field_index(COLUMN) < 0 or "seq_start_id" in schema.names:
         return False
-    return arrow_columns.is_list(schema.field(COLUMN).type)
+    return arrow.is_list(schema.field(COLUMN).type)
 
 
 def read(paths: Sequence[Path]) -> Dataset:
@@ -26,7 +27,7 @@ def read(paths: Sequence[Path]) -> Dataset:
     Raises:
         DataError: the column is missing or has another type, or a row is null, empty or has an impossible length.
     """
-    rows = row_lists.join_rows([_read_rows(path) for path in paths], "trl")
+    rows = base.join_rows([_read_rows(path) for path in paths], "trl")
     return Dataset(
         format=FORMAT.name,
         uris=tuple(str(path) for path in paths),
@@ -35,18 +36,18 @@ def read(paths: Sequence[Path]) -> Dataset:
     )
 
 
-def _read_rows(path: Path) -> row_lists.Rows:
+def _read_rows(path: Path) -> base.Rows:
     """Document tokens and row offsets of one file."""
     where = f"{path}: column {COLUMN}"
     if is_parquet(path):
         with open_parquet(path) as file:
-            arrow_file.require_column(file.schema, COLUMN, path)
+            arrow.require_column(file.schema, COLUMN, path)
             column = file.read_column(COLUMN)
     else:
-        column = arrow_file.read_column(path, COLUMN)
-    with arrow_columns.arrow_errors(path):
-        values, offsets = arrow_columns.list_integers(column, where)
-    return row_lists.check_rows(values, offsets, where)
+        column = arrow.read_column(path, COLUMN)
+    with arrow.arrow_errors(path):
+        values, offsets = arrow.list_integers(column, where)
+    return base.check_rows(values, offsets, where)
 
 
 FORMAT = Format(

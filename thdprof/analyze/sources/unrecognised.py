@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from thdprof.analyze.sources.base import Format
-from thdprof.analyze.sources.readers import arrow_file, json_lines, npy_header, parquet_file
+from thdprof.analyze.sources.readers import arrow, json_lines, npy, parquet
 from thdprof.errors import DataError
 
 _MOST_NAMES = 12
@@ -48,15 +48,15 @@ def _describe(path: Path) -> str:
     with path.open("rb") as file:
         head = file.read(_MOST_BYTES)
         file.seek(0)
-        header = npy_header.read_header(file)
+        header = npy.read_header(file)
     if path.suffix == ".bin":
         return (
             f"a .bin holds tokens, and there is no {path.with_suffix('.idx').name} beside it, which holds the lengths "
             "of a Megatron dataset"
         )
-    if parquet_file.is_parquet(path) or arrow_file.is_arrow(path):
-        kind = "parquet" if parquet_file.is_parquet(path) else "Arrow"
-        schema = parquet_file.parquet_schema(path) if kind == "parquet" else arrow_file.arrow_schema(path)
+    if parquet.is_parquet(path) or arrow.is_arrow(path):
+        kind = "parquet" if parquet.is_parquet(path) else "Arrow"
+        schema = parquet.parquet_schema(path) if kind == "parquet" else arrow.arrow_schema(path)
         if schema is None:
             return f"it begins as {kind} files do, and cannot be read"
         return f"it is {kind} with the columns {_listed(f'{f.name} ({f.type})' for f in schema)}"

@@ -1,61 +1,315 @@
-"""The answer of an analysis: times, verdict and worth, from a cost table and the buckets that were chosen by it."""
+"""The answer of an analysis: times, verdict, worth and captures, from a cost table and the chosen buckets."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.step_costs import StepCosts
+from thdprof.analyze.buckets.recommend import Recommendation
+from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
+from thdprof.analyze.buckets.statistics import AnalyzedRun
+from thdprof.analyze.buckets.step_costs import costs_of_run
+from thdprof.analyze.predictions import Capture, Predictions, Range, Ruling, Times, Verdict, Worth
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.times.gpus import known_gpu
+from thdprof.analyze.times.memory import predict_memory
 from thdprof.analyze.times.modelled_costs import ModelledTimes
-from thdprof.analyze.times.results import Range, Times, Verdict
-from thdprof.analyze.times.verdict import measured_verdict, modelled_verdict
-from thdprof.dispatch import Bucket
-from thdprof.training import TrainingSettings
+from thdprof.analyze.times.overlap import predict_overlap
+from thdprof.dispatch import WARMUP_PASSES, Bucket
+from thdprof.training import STEP_PACKERS, Kind, Model, TrainingSettings
+from thdprof.words import amount
+
+OVERHEAD_SECONDS = (0.02, 0.2)
+"""Time of one capture besides its passes: memory is given back and asked for again, and the graph is instantiated. The
+range was set by the eleven runs of several GPUs in benchmarks/results/megatron.jsonl, whose libraries were loaded: all
+lie in it or within 1% of it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """The run that is answered for."""
+def predict_capture(*, num_buckets: int, slots: Sequence[Sequence[int]], costs: CostTable) -> Capture | None:
+    """What the captures of the pipeline rank that has most take; None without graphs, or without times of the model.
 
-    table: MicrobatchTable
-    """Its micro-batches."""
-    settings: TrainingSettings
-    """Its settings."""
-    buckets: Sequence[Bucket]
-    """The buckets that are captured, ascending."""
-    n_tokens: int
-    """Tokens of a graph's micro-batches on one context-parallel rank."""
-    typical: int
-    """Documents of the median micro-batch."""
-    longest: int
-    """Tokens of the longest document that a graph is captured for."""
+    Each bucket is captured in each slot of each model chunk: WARMUP_PASSES eager passes, forward and backward, and one
+    that is captured, which takes the host as long. What libraries and kernels need at their first use is not counted:
+    an eager run needs it too.
+
+    Args:
+        num_buckets: shapes that are captured.
+        slots: slots of each model chunk, for every pipeline rank.
+        costs: the cost table, whose times are of all layers of one rank.
+    """
+    graphs, chunks = max((num_buckets * sum(rank), len(rank)) for rank in slots)
+    if not graphs or costs.origin == "none":
+        return None
+    passes = graphs * (WARMUP_PASSES + 1)
+    ranges = [point.range_ms or (point.ms, point.ms) for point in costs.eager]
+    lowest, highest = min(low for low, _ in ranges), max(high for _, high in ranges)
+    low, high = (
+        passes * ms / chunks / 1000 + graphs * overhead
+        for ms, overhead in zip((lowest, highest), OVERHEAD_SECONDS, strict=True)
+    )
+    return Capture(graphs=graphs, passes=passes, seconds=(low, high))
 
 
-def times_of(run: Run, costs: CostTable, *, basis: str) -> Times:
+PAYS_BELOW = 0.95
+"""Share of an eager micro-batch's time below which a replay pays, on every host of the range."""
+NO_GAIN_ABOVE = 0.97
+"""Share above which it does not, on a host in the middle of the range."""
+LITTLE_GAIN_ABOVE = 0.9
+"""Share above which it then has to be on the slowest host."""
+MEASURED_GAIN_BELOW = 0.98
+"""Share of the eager step time below which graphs pay where both were measured: measured times vary by as much."""
+
+
+def modelled_verdict(modelled: ModelledTimes, times: Times) -> Verdict:
+    """The verdict on modelled times, with the reason that launching and computing a layer give."""
+    assert times.decoder_replay_ms is not None
+    time = modelled.at(modelled.shapes.typical)
+    mtp, replay = modelled.mtp_gpu_ms, times.decoder_replay_ms
+    low, high = modelled.replay_range(time) or (replay, replay)
+    replay, low, high = replay + mtp, low + mtp, high + mtp
+    least, middle, most = (ms + mtp for ms in modelled.eager_ms(time))
+    slower = modelled.slower_kernels
+    quickest = max(low / least, slower * low / max(slower * low, least))
+    ruling = rule(high / most, replay / middle, quickest)
+    layers = modelled.decoder.num_layers
+    low, high = (ms / layers for ms in modelled.host.launch_ms(time))
+    gpu = f"{_digits(time.gpu_ms / layers)} ms"
+    launching = f"{_digits(low)} to {_digits(high)} ms"
+    if modelled.replay_range(time) is not None:
+        left = modelled.host.partly_replayed_ms(time)[2] / layers
+        return Verdict(
+            ruling=ruling,
+            reason=f"launching a layer takes the host {launching}, computing it the GPU {gpu}; dropless experts stay "
+            f"with the host, so that a replayed layer takes up to {_digits(left)} ms",
+        )
+    decides = (
+        "the processor decides; run thdprof calibrate on it"
+        if slower == 1
+        else "the processor decides, and whether PlanCallback(compile=True) fuses the layers; train some steps by the "
+        "plan and some without"
+    )
+    reason = {
+        "graphs pay": f"launching a layer takes the host {launching}, computing it the GPU {gpu}",
+        "graphs do not pay": f"computing a layer takes the GPU {gpu}, and launching it the host {launching}: eager "
+        "training hides it",
+        "measure first": f"launching a layer takes the host {launching}, computing it the GPU {gpu}: {decides}",
+    }[ruling]
+    return Verdict(ruling=ruling, reason=reason)
+
+
+def rule(slowest: float, middle: float, quickest: float) -> Ruling:
+    """The verdict on shares of eager time that a replay takes, on the slowest, the middle and the quickest host."""
+    if quickest <= PAYS_BELOW:
+        return "graphs pay"
+    if middle >= NO_GAIN_ABOVE and slowest >= LITTLE_GAIN_ABOVE:
+        return "graphs do not pay"
+    return "measure first"
+
+
+def measured_verdict(times: Times) -> Verdict:
+    """The verdict on measured times."""
+    assert times.relative_step_time is not None
+    assert times.step_ms is not None
+    assert times.eager_step_ms is not None
+    pays = times.relative_step_time[1] <= MEASURED_GAIN_BELOW
+    planned, eager = times.step_ms[1], times.eager_step_ms[1]
+    reason = (
+        "by the measured times none of the graphs that may be captured makes a step clearly quicker"
+        if planned == eager
+        else f"by the measured times a step takes {amount(planned)} ms, eagerly {amount(eager)} ms"
+    )
+    return Verdict(ruling="graphs pay" if pays else "graphs do not pay", reason=reason)
+
+
+def _digits(ms: float) -> str:
+    """`ms` with two significant digits, and never in exponents."""
+    if ms <= 0:
+        return "0"
+    return f"{ms:.{max(0, 1 - math.floor(math.log10(ms)))}f}"
+
+
+def num_gpus(settings: TrainingSettings, model: Model | None) -> int:
+    """GPUs of the run: data x context x pipeline x tensor parallel sizes."""
+    tensor = 1 if model is None else model.tensor_model_parallel_size
+    sizes = settings.data_parallel_size, settings.context_parallel_size, settings.pipeline_parallel_size
+    return sizes[0] * sizes[1] * sizes[2] * tensor
+
+
+def document_tokens(
+    table: MicrobatchTable,
+    settings: TrainingSettings,
+    *,
+    kind: Kind,
+    row_tokens: float,
+    packing_efficiency: float | None,
+) -> float:
+    """Tokens of documents that the run trains on: those of its micro-batches without the padding of rows.
+
+    Padding takes time and trains nothing, so that settings which pad more must not count as quicker. Where rows are
+    padded, the documents' tokens are those of the mean row.
+
+    Args:
+        table: the run's micro-batches.
+        settings: the run.
+        kind: what the dataset holds.
+        row_tokens: tokens of the mean row of the dataset, for rows that were packed before.
+        packing_efficiency: share of the packed rows' tokens that hold documents; None where thdprof did not pack.
+    """
+    total = float(table.n_tokens.sum())
+    tail = settings.tail_policy != "none"
+    if packing_efficiency is not None and settings.packer in STEP_PACKERS:
+        return total * packing_efficiency if tail else total
+    padded = {
+        "streams": False,
+        "conversations": True,
+        "bridge": True,
+        "trl": settings.pad_seq_to_mult > 1,
+        "packs": tail,
+        "documents": tail or settings.packer.startswith("first_fit"),
+    }[kind]
+    if not padded:
+        return total
+    in_row = row_tokens if packing_efficiency is None else packing_efficiency * settings.seq_length
+    return min(total, in_row * settings.global_batch_size * table.num_steps)
+
+
+def worth_of(
+    times: Times,
+    settings: TrainingSettings,
+    model: Model | None,
+    table: MicrobatchTable,
+    *,
+    price: float | None,
+    tokens: float | None = None,
+) -> Worth | None:
+    """What the plan is worth; None without times.
+
+    Args:
+        times: the step times, with the plan and eagerly.
+        settings: the run.
+        model: the model, for its tensor-parallel size.
+        table: the run's micro-batches.
+        price: price of a GPU-hour; None: not given.
+        tokens: tokens that the run trains on; None: all those of its micro-batches.
+    """
+    if times.step_ms is None or times.eager_step_ms is None:
+        return None
+    gpus, steps = num_gpus(settings, model), table.num_steps
+    in_step = (float(table.n_tokens.sum()) if tokens is None else tokens) / steps
+    hours = gpus * steps / 3.6e6
+    saved = (
+        (times.eager_step_ms[0] - times.step_ms[0]) * hours,
+        (times.eager_step_ms[1] - times.step_ms[1]) * hours,
+    )
+    if settings.is_of_trainer and times.relative_step_time is not None and times.step_ms != times.eager_step_ms:
+        # Kernels may be slower than modelled, on any host: the ends of the step times do not belong together.
+        least, most = times.relative_step_time
+        saved = times.eager_step_ms[0] * (1 - most) * hours, times.eager_step_ms[1] * (1 - least) * hours
+    return Worth(
+        gpus=gpus,
+        steps=steps,
+        tokens_per_second=_rates(in_step, times.step_ms),
+        eager_tokens_per_second=_rates(in_step, times.eager_step_ms),
+        gpu_hours=(times.step_ms[0] * hours, times.step_ms[1] * hours),
+        gpu_hours_saved=(min(saved), max(saved)),
+        gpu_hour_price=price,
+        saved=None if price is None else (min(saved) * price, max(saved) * price),
+    )
+
+
+def _rates(tokens: float, step_ms: Range) -> Range:
+    return tokens * 1000 / step_ms[1], tokens * 1000 / step_ms[0]
+
+
+def predict(
+    run: AnalyzedRun,
+    costs: CostTable,
+    chosen: Recommendation,
+    *,
+    modelled: ModelledTimes | None,
+    unknown: str,
+    offload: OffloadPrediction | None = None,
+    watched: bool = False,
+    tokens: float | None = None,
+    price: float | None = None,
+    gbps: float | None = None,
+) -> Predictions:
+    """What is predicted of `run` under the chosen buckets, or under the quickest single cap where there are none.
+
+    Args:
+        run: the run, whose model is known, or whose costs were measured.
+        costs: the cost table.
+        chosen: the buckets, chosen by `costs`.
+        modelled: the model of times that `costs` are of; None: they were measured, or are of another model.
+        unknown: how to get times, where `costs` are of another model.
+        offload: activations that wait on the host.
+        watched: whether some replayed micro-batches are verified (`graphs.verify`).
+        tokens: tokens that the run trains on; None: all those of its micro-batches.
+        price: price of a GPU-hour; None: not given.
+        gbps: GB/s of one GPU in collectives of its data-parallel group; None: assumed.
+    """
+    quickest = min(chosen.candidates, key=lambda c: (c.relative_step_time, c.max_seqs)).max_seqs
+    buckets = chosen.buckets or tuple(
+        Bucket(quickest, longest, run.n_tokens, size) for size, longest in run.longest_possible.items()
+    )
+    times = Times(origin="none", basis=unknown)
+    if costs.origin != "none":
+        hosts = "" if modelled is None else f", launched by {modelled.host.basis}"
+        times = times_of(run, costs, buckets, basis=f"{costs.name} on {costs.hardware}{hosts}")
+    overlap = None
+    if chosen.buckets and times.origin != "none":
+        overlap = predict_overlap(
+            run.model,
+            run.settings,
+            known_gpu(costs.hardware),
+            replay_ms=times.decoder_replay_ms,
+            step_ms=chosen.step_ms,
+            num_microbatches=int(run.table.num_microbatches.max()),
+            gbps=gbps,
+        )
+    freed = 0 if offload is None else offload.device_bytes_freed
+    planned = times if chosen.buckets else replace(times, step_ms=times.eager_step_ms)
+    return Predictions(
+        times=times,
+        verdict=verdict_of(times, modelled),
+        worth=worth_of(planned, run.settings, run.model, run.table, price=price, tokens=tokens),
+        memory=predict_memory(run, costs, chosen.buckets, freed_bytes=freed, watched=watched),
+        capture=predict_capture(num_buckets=len(chosen.buckets), slots=run.slots, costs=costs),
+        overlap=overlap,
+    )
+
+
+def times_of(run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, basis: str) -> Times:
     """Times of the median micro-batch and of a step by `costs`, which are of the user's model.
 
     Args:
         run: the run.
         costs: the cost table, measured or modelled.
+        buckets: the buckets that are captured, ascending.
         basis: the model and the GPU that the times are of.
     """
-    assert costs.origin != "none"
+    typical, longest = run.profile.n_seqs.percentile(50.0), max(run.longest_possible.values())
+    caps = sorted({b.max_seqs for b in buckets}) or [1]
+    lengths = sorted({b.max_seqlen for b in buckets}) or [longest]
     ends = costs.ends()
-    steps = [_step_ms(run, end) for end in ends]
+    steps = [tuple(map(float, costs_of_run(run, end, caps, lengths).step_ms([tuple(buckets), ()]))) for end in ends]
     relative = [planned / eager for planned, eager in steps]
-    fitting = [b for b in run.buckets if b.max_seqs >= run.typical]
-    cap = fitting[0].max_seqs if fitting else costs.rounded_max_seqs(run.typical)
-    eager = [float(end.eager_ms(np.array([run.typical]))[0]) for end in ends]
+    fitting = [b for b in buckets if b.max_seqs >= typical]
+    cap = fitting[0].max_seqs if fitting else costs.rounded_max_seqs(typical)
+    eager = [float(end.eager_ms(np.array([typical]))[0]) for end in ends]
+    outside = costs.outside_ms
+    if outside is not None:  # with a micro-batch's share of the optimizer's step
+        outside += (costs.optimizer_ms or 0.0) / max(1, float(run.table.num_microbatches.mean()))
     return Times(
         origin=costs.origin,
         basis=basis,
-        decoder_replay_ms=costs.replay_ms(cap, fitting[0].max_seqlen if fitting else run.longest),
+        decoder_replay_ms=costs.replay_ms(cap, fitting[0].max_seqlen if fitting else longest),
         decoder_eager_ms=(eager[0], eager[-1]),
-        outside_decoder_ms=_outside(run, costs),
+        outside_decoder_ms=outside,
         relative_step_time=(min(relative), max(relative)),
         step_ms=(steps[0][0], steps[-1][0]),
         eager_step_ms=(steps[0][1], steps[-1][1]),
@@ -67,27 +321,3 @@ def verdict_of(times: Times, modelled: ModelledTimes | None) -> Verdict:
     if times.origin == "none":
         return Verdict(ruling=None, reason=times.basis)
     return measured_verdict(times) if modelled is None else modelled_verdict(modelled, times)
-
-
-def _step_ms(run: Run, costs: CostTable) -> Range:
-    """Mean time of a step with the buckets, and with none, in milliseconds."""
-    caps = sorted({b.max_seqs for b in run.buckets}) or [1]
-    lengths = sorted({b.max_seqlen for b in run.buckets}) or [run.longest]
-    step_costs = StepCosts(
-        run.table,
-        costs,
-        caps,
-        lengths,
-        run.settings.pipeline_parallel_size,
-        n_tokens=run.n_tokens,
-        cp_size=run.settings.context_parallel_size,
-    )
-    planned, eager = step_costs.step_ms([tuple(run.buckets), ()])
-    return float(planned), float(eager)
-
-
-def _outside(run: Run, costs: CostTable) -> float | None:
-    """Milliseconds outside the decoder of a micro-batch, with its share of the optimizer's step."""
-    if costs.outside_ms is None:
-        return None
-    return costs.outside_ms + (costs.optimizer_ms or 0.0) / max(1, float(run.table.num_microbatches.mean()))

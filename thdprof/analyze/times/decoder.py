@@ -1,18 +1,611 @@
-"""The time of a decoder's forward and backward on one rank: on the GPU, and what launching it costs the host."""
+"""The time of a decoder's forward and backward on one rank: on the GPU, and what launching it costs the host.
+
+Kernels and their order are those of profiled decoders with the fusions that Megatron-LM's scripts switch on.
+
+Constants are microseconds and rates on an H200 with torch 2.11, cuDNN 9.19 and Transformer Engine 2.20, fitted on half
+of the rows of benchmarks/results/decoder-times.md. Other GPUs are scaled by their rates.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thdprof.analyze.buckets.saved_tensors import Kind
-from thdprof.analyze.times.communication import Links
-from thdprof.analyze.times.device import Device, Kernels
-from thdprof.analyze.times.gpus import Gpu
-from thdprof.analyze.times.layers import Layer, LayerModel, Work
-from thdprof.analyze.times.parameters import stages
+from thdprof.analyze.times.gpus import GPUS, Gpu
+from thdprof.analyze.times.parameters import adapted_widths, stages
 from thdprof.training import Model
+
+GAP_US = 0.55
+"""Time between two kernels of a graph."""
+_TILES = ((256, 128, 1.0), (128, 256, 1.0), (320, 128, 1.0), (192, 128, 0.97), (128, 192, 0.97), (128, 128, 0.93),
+          (128, 64, 0.78), (64, 128, 0.78), (64, 64, 0.6), (64, 32, 0.4))  # fmt: skip
+"""Tiles of an output that one multiprocessor computes, and their efficiency beside the largest."""
+_BASE = GPUS["h200"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Some kernels of one kind, in one pass of one layer."""
+
+    kind: str
+    """products, attention, norms, elementwise, experts, adapters, state space, quantization or communication."""
+    us: float
+    """Time of all of them on the GPU, in microseconds, gaps included."""
+    launches: float = 1.0
+    """Launches that the host makes for them one by one, each from Python."""
+    light_launches: float = 0.0
+    """Launches that one call makes in a row, without Python between them."""
+
+
+class Device:
+    """Kernel times on one GPU."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self._slower = 1 / gpu.other_kernels
+
+    def product(
+        self, m: int, n: int, k: int, *, fp8: bool = False, accumulates: bool = False, kind: str = "products"
+    ) -> Kernels:
+        """A matrix product of shapes [m, k] and [k, n].
+
+        Args:
+            m: rows of the output.
+            n: columns of the output.
+            k: length of the sums.
+            fp8: whether operands are in FP8.
+            accumulates: whether the output is added to a matrix in fp32, as for weight gradients in main_grad.
+            kind: kind of the kernels.
+        """
+        return Kernels(kind=kind, us=self.product_us(m, n, k, fp8=fp8, accumulates=accumulates) + GAP_US)
+
+    def product_us(self, m: int, n: int, k: int, *, fp8: bool = False, accumulates: bool = False) -> float:
+        """Microseconds of `product`, without the gap."""
+        rate = self.gpu.fp8_tflops if fp8 and self.gpu.fp8_tflops else self.gpu.bf16_tflops
+        flops = 2.0 * m * n * k
+        share = max(_occupied(m, n, rows, columns, self.gpu.multiprocessors) * worth for rows, columns, worth in _TILES)
+        boost = 1.0 + _BOOST * math.exp(-flops / _HEAT_FLOPS)  # short products run before the clock drops
+        full = flops / (rate * 1e6 * _AT_BEST[fp8] * boost)
+        output = m * n * (8.0 if accumulates else 2.0)
+        operands = (m * k + n * k) * (1.0 if fp8 else 2.0)
+        memory = (output + operands) / (self.gpu.memory_tbps * 0.8 * 1e6)
+        return _PRODUCT_US + max(
+            full / math.pow(share, _QUANTIZATION) + _OUTPUT * output / (self.gpu.memory_tbps * 1e6), memory
+        )
+
+    def moves(self, megabytes: float, tbps: float, *, kind: str = "elementwise", launches: float = 1.0) -> Kernels:
+        """Kernels that read and write `megabytes` in all, at `tbps` TB/s on an H200."""
+        return Kernels(
+            kind=kind,
+            us=self.memory_us(megabytes, tbps) + launches * (_MOVE_US + GAP_US),
+            launches=launches,
+        )
+
+    def memory_us(self, megabytes: float, tbps: float) -> float:
+        """Microseconds of moving `megabytes` at `tbps` TB/s on an H200; what fits the cache takes no memory."""
+        beyond = megabytes / (megabytes + self.gpu.cache_mib * 4.0)
+        slower = (1 - beyond) * self._slower + beyond * _BASE.memory_tbps / self.gpu.memory_tbps
+        return megabytes / tbps * slower
+
+    def scaled(self, us: float) -> float:
+        """`us` of arithmetic on an H200, on this GPU."""
+        return us * self._slower
+
+    def tiny(self, count: float, us: float = 1.3, *, kind: str = "elementwise", light: bool = True) -> Kernels:
+        """`count` kernels that do next to nothing."""
+        return Kernels(
+            kind=kind,
+            us=count * (us + GAP_US),
+            launches=0.0 if light else count,
+            light_launches=count if light else 0.0,
+        )
+
+
+_PRODUCT_US = 1.5
+_MOVE_US = 1.0
+_AT_BEST = {False: 1.03, True: 1.06}
+_BOOST = 0.12
+_HEAT_FLOPS = 8e10
+_QUANTIZATION = 0.5
+_OUTPUT = 0.25
+
+
+def _occupied(m: int, n: int, rows: int, columns: int, processors: int) -> float:
+    """Share of the multiprocessors' time that computes output, if every tile has `rows` x `columns` elements."""
+    tiles = math.ceil(m / rows) * math.ceil(n / columns)
+    waves = math.ceil(tiles / processors)
+    return m * n / (waves * processors * rows * columns)
+
+
+_QUICK_WIDTHS = (64, 128)
+"""Widths of heads for which the product of output and gradient is quick."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """The shape of one layer's attention on one rank."""
+
+    heads: int
+    """Query heads of the rank."""
+    groups: int
+    """Heads of keys and values of the rank."""
+    query_dim: int
+    """Width of a head's query and key."""
+    value_dim: int
+    """Width of a head's value."""
+
+
+def rounded_documents(max_seqs: int) -> int:
+    """Documents that cuDNN's kernels are made for, given `max_seqs`, by the rule of Transformer Engine."""
+    if max_seqs <= 32:
+        return 32
+    return 1 << math.ceil(math.log2(max_seqs)) if max_seqs <= 512 else max_seqs
+
+
+def attention_forward(device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int) -> list[Kernels]:
+    """The kernels of a forward: its set-up, zeroing of the output, and the fused kernel.
+
+    Args:
+        device: kernel times of the GPU.
+        shape: the attention's shape.
+        tokens: tokens of the micro-batch.
+        squared: sum of its documents' squared lengths.
+        max_seqs: documents that the kernel is called for: the cap of a graph, or the micro-batch's own number.
+    """
+    documents, rows = rounded_documents(max_seqs), shape.heads * tokens
+    width = (shape.query_dim + shape.value_dim) / 2
+    us = device.scaled(2.0 * shape.heads * width * squared * 1.79e-9 + rows * (0.24e-3 + 0.00109e-3 * width))
+    us += documents * (0.093 + 0.00505 * shape.heads)
+    zeroed = rows * shape.value_dim * 2e-6
+    return [
+        device.moves(zeroed, 3.9, kind="attention", launches=0.0),
+        device.tiny(5, 1.6, kind="attention"),
+        Kernels(kind="attention", us=us + GAP_US, launches=2.0),
+    ]
+
+
+def attention_backward(
+    device: Device, shape: Attention, *, tokens: int, squared: float, max_seqs: int
+) -> list[Kernels]:
+    """The kernels of a backward: set-up, zeroed gradients, the product of output and its gradient, the fused kernel,
+    the conversion of the queries' gradient and, where heads share keys, the sums over them.
+
+    Args: as for `forward`.
+    """
+    documents, rows = rounded_documents(max_seqs), shape.heads * tokens
+    width = (shape.query_dim + shape.value_dim) / 2
+    us = device.scaled(5.0 * shape.heads * width * squared * 2.05e-9 + rows * (0.38e-3 + 0.0027e-3 * width))
+    us += documents * (0.109 + 0.0080 * shape.heads)
+    us += device.scaled(_dot_us(shape, documents, tokens))
+    elements = rows * shape.query_dim
+    us += device.scaled(1.51e-6 * elements) + documents * (0.068 + 0.00215 * shape.heads)
+    launches = 4.0
+    if shape.groups < shape.heads:
+        us += 10 + device.scaled(1.53e-6 * elements) + documents * (0.147 + 0.0030 * shape.heads)
+        launches += 2
+    zeroed = tokens * (shape.heads + 2 * shape.groups) * shape.query_dim * 2e-6
+    return [
+        device.moves(zeroed, 3.3, kind="attention", launches=3.0),
+        device.tiny(4, 1.6, kind="attention"),
+        Kernels(kind="attention", us=us + launches * GAP_US, launches=2.0, light_launches=launches - 2),
+    ]
+
+
+def _dot_us(shape: Attention, documents: int, tokens: int) -> float:
+    """Microseconds of the product of the output and its gradient.
+
+    cuDNN has a quick kernel for heads of 64 and 128. The other one's grid covers every document of the cap at the
+    length of the whole micro-batch, so that a large cap is dear.
+    """
+    if shape.query_dim == shape.value_dim and shape.query_dim in _QUICK_WIDTHS:
+        return 5.5e-6 * shape.heads * tokens * shape.query_dim + 0.001 * documents * shape.heads
+    rows = documents * shape.heads * _longest(tokens)
+    return rows * (0.151e-3 if shape.query_dim > 128 else 0.0756e-3)
+
+
+def _longest(tokens: int) -> int:
+    """Tokens that a document may have in cuDNN's kernels, given those of the micro-batch."""
+    if tokens > 32768:
+        return math.ceil(tokens / 32768) * 32768
+    return max(1024, 1 << math.ceil(math.log2(tokens)))
+
+
+_LATENCY_US = 15.0
+_EFFICIENCY = 0.7
+"""Share of a link's bandwidth that collectives of many megabytes reach."""
+_REDUCED = 0.53
+"""Share of the links' bandwidth that reductions and gathers of data-parallel buckets reach inside a host: 238 GB/s were
+measured between two H200s (benchmarks/results/overlap-times.md).
+"""
+_NETWORK_GBPS = 50.0
+"""Bandwidth of one GPU to other hosts, in GB/s and one direction: one adapter of 400 Gb/s a GPU, as is usual."""
+GPUS_A_HOST = 8
+"""GPUs of one host, as is usual."""
+
+
+def data_parallel_gbps(gpu: Gpu, *, across_hosts: bool) -> float:
+    """GB/s of one GPU in reductions and gathers over the ranks that hold the same weights, as they are assumed."""
+    return min(gpu.link_gbps, _NETWORK_GBPS) * _EFFICIENCY if across_hosts else gpu.link_gbps * _REDUCED
+
+
+def data_parallel_ms(nbytes: float, ranks: int, gbps: float) -> float:
+    """Milliseconds of a reduce-scatter or all-gather of `nbytes` over the ranks that hold the same weights."""
+    return 0.0 if ranks == 1 else _LATENCY_US / 1000 + nbytes * (ranks - 1) / ranks / (gbps * 1e6)
+
+
+class Links:
+    """The links of one GPU to the others of its host, or to other hosts."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        """The links of `gpu`."""
+        self._megabytes_a_us = gpu.link_gbps * 1e-3 * _EFFICIENCY
+
+    def _collective(self, megabytes: float, ranks: int) -> Kernels:
+        """An all-gather, reduce-scatter or all-to-all of `megabytes` over all ranks."""
+        us = _LATENCY_US + megabytes * (ranks - 1) / ranks / self._megabytes_a_us
+        return Kernels(kind="communication", us=us)
+
+    def tensor_parallel(
+        self, megabytes: float, ranks: int, sequence_parallel: bool
+    ) -> tuple[list[Kernels], list[Kernels]]:
+        """What goes before a column-parallel and after a row-parallel product, for `megabytes` of hidden states."""
+        if ranks == 1:
+            return [], []
+        one = self._collective(megabytes, ranks)
+        return ([one], [one]) if sequence_parallel else ([], [one, one])
+
+    def context_parallel(self, megabytes: float, ranks: int) -> list[Kernels]:
+        """The exposed part of the ring over which ranks pass `megabytes` of keys and values on."""
+        if ranks == 1:
+            return []
+        return [Kernels(kind="communication", us=(ranks - 1) * _LATENCY_US + 0.2 * megabytes * (ranks - 1)
+                        / self._megabytes_a_us, launches=4.0 * (ranks - 1))]  # fmt: skip
+
+    def expert_parallel(self, megabytes: float, ranks: int) -> list[Kernels]:
+        """One exchange of `megabytes` of tokens between expert-parallel ranks."""
+        return [] if ranks == 1 else [self._collective(megabytes, ranks)]
+
+
+TUNED_NORMS = frozenset(
+    (512, 768, 1024, 1536, 2048, 2304, 3072, 3840, 4096, 5120, 6144, 8192, 10240, 12288, 12800, 14336, 15360, 16384)
+)
+"""Widths for which Transformer Engine has tuned normalization kernels; others run general ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one rank computes in a micro-batch."""
+
+    tokens: int
+    """Tokens of the rank: those of the micro-batch, shared out over context-parallel ranks."""
+    squared: float
+    """Sum of the squared lengths of the micro-batch's documents."""
+    max_seqs: int
+    """Documents that attention is called for: the cap of a graph, or the micro-batch's own number."""
+    cp_size: int = 1
+    """Context-parallel size."""
+
+
+@dataclass(slots=True)
+class Layer:
+    """The kernels of one layer."""
+
+    forward: list[Kernels] = field(default_factory=list)
+    """Kernels of the forward."""
+    backward: list[Kernels] = field(default_factory=list)
+    """Kernels of the backward, without recomputation."""
+
+    def add(self, other: Layer) -> None:
+        """Append the kernels of `other`."""
+        self.forward += other.forward
+        self.backward += other.backward
+
+
+class LayerModel:
+    """Makes the kernels of the layers of one model on one GPU."""
+
+    def __init__(self, model: Model, device: Device, links: Links) -> None:
+        self._model, self._device, self._links = model, device, links
+        self._tp = model.tensor_model_parallel_size
+        self._fp8 = model.fp8_recipe is not None and device.gpu.fp8_tflops is not None
+
+    def attention_layer(self, work: Work) -> Layer:
+        """Normalization, attention with its projections, and the residual."""
+        layer = self._latent_attention(work) if self._model.multi_latent_attention else self._attention(work)
+        layer.add(self._residual(work))
+        return layer
+
+    def mlp_layer(self, work: Work) -> Layer:
+        """Normalization, the dense MLP, and the residual."""
+        layer = self._norm(work, self._model.hidden_size)
+        layer.add(self._gather_and_reduce(work))
+        layer.add(self._mlp(work.tokens, self._model.ffn_size))
+        layer.add(self._residual(work))
+        return layer
+
+    def expert_layer(self, work: Work) -> Layer:
+        """Normalization, router, experts with their exchange of tokens, shared experts, and the residual."""
+        layer = self._norm(work, self._model.hidden_size)
+        layer.add(self._experts(work))
+        if self._model.moe_shared_expert_intermediate_size:
+            layer.add(self._gather_and_reduce(work))
+            layer.add(self._mlp(work.tokens, self._model.moe_shared_expert_intermediate_size))
+        layer.add(self._residual(work))
+        return layer
+
+    def mamba_layer(self, work: Work) -> Layer:
+        """Normalization, a Mamba-2 mixer, and the residual."""
+        model, device, tokens = self._model, self._device, work.tokens
+        heads = model.mamba_num_heads or 2 * model.hidden_size // model.mamba_head_dim
+        inner = heads * model.mamba_head_dim // self._tp
+        states = model.mamba_num_groups * model.mamba_state_dim // min(self._tp, model.mamba_num_groups)
+        layer = self._norm(work, model.hidden_size)
+        layer.add(self._gather_and_reduce(work))
+        layer.add(self._linear(tokens, model.hidden_size, 2 * inner + 2 * states + heads // self._tp))
+        convolved, width = tokens * (inner + 2 * states), tokens * inner * (0.5 + 0.5 * model.mamba_state_dim / 128)
+        scan = device.scaled(_SCAN_FORWARD * width + _CONVOLUTION_FORWARD * convolved)
+        layer.forward.append(Kernels(kind="state space", us=scan + 11 * GAP_US + 10, launches=11))
+        scan = device.scaled(_SCAN_BACKWARD * width + _CONVOLUTION_BACKWARD * convolved)
+        layer.backward.append(Kernels(kind="state space", us=scan + 50 * GAP_US + 50, launches=50))
+        layer.add(self._linear(tokens, inner, model.hidden_size))
+        layer.add(self._residual(work))
+        return layer
+
+    def adapters(self, work: Work, kind: Kind) -> Layer:
+        """The adapters of a layer's linear layers: two thin products each, and their sum with what the layer gives."""
+        model, device, layer = self._model, self._device, Layer()
+        if model.lora_dim is None:
+            return layer
+        for width in adapted_widths(model, kind):
+            product = device.product_us(work.tokens, int(width), model.lora_dim)
+            added = device.memory_us(3 * work.tokens * width * 2e-6, 3.0)
+            for kernels, times, launches in (
+                (layer.forward, 1, _ADAPTER_FORWARD),
+                (layer.backward, 2, _ADAPTER_BACKWARD),
+            ):
+                us = times * product + added + launches * GAP_US
+                kernels.append(Kernels(kind="adapters", us=us, launches=launches))
+        return layer
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _between(self, work: Work) -> int:
+        """Tokens of the rank between matrix products."""
+        return work.tokens // self._tp if self._model.sequence_parallel else work.tokens
+
+    def _gather_and_reduce(self, work: Work) -> Layer:
+        """Communication of tensor parallelism around two products: before the first and after the second."""
+        megabytes = work.tokens * self._model.hidden_size * 2e-6
+        gather, reduce = self._links.tensor_parallel(megabytes, self._tp, self._model.sequence_parallel)
+        return Layer(forward=[*gather, *reduce], backward=[*reduce, *gather, *(gather if reduce else [])])
+
+    def _norm(self, work: Work, width: int) -> Layer:
+        """A normalization in the fused layer before a product; its backward adds up the residual's gradient."""
+        device, tokens = self._device, self._between(work)
+        megabytes = tokens * width * 2e-6
+        tuned = width in TUNED_NORMS
+        adds = device.moves(3 * megabytes, 4.3)
+        if tuned:
+            forward = device.moves(2 * megabytes, 3.5, kind="norms")
+            backward = [device.moves(3 * megabytes, 3.3, kind="norms"), device.tiny(1, 3.2, kind="norms")]
+        else:
+            forward = device.moves(2 * megabytes, 1.2, kind="norms")
+            backward = [device.moves(3 * megabytes, 2.1, kind="norms"), device.tiny(1, 21, kind="norms")]
+        return Layer(forward=[forward], backward=[*backward, adds])
+
+    def _head_norms(self, tokens: int, heads: int) -> Layer:
+        """Normalization of queries or keys, a head at a time."""
+        forward = self._device.scaled(0.2e-3 * tokens * heads) + GAP_US
+        backward = self._device.scaled(0.32e-3 * tokens * heads + 73) + 2 * GAP_US
+        return Layer(
+            forward=[Kernels(kind="norms", us=forward)], backward=[Kernels(kind="norms", us=backward, launches=2)]
+        )
+
+    def _residual(self, work: Work) -> Layer:
+        """The addition after attention or MLP, with bias and dropout where there are any."""
+        device, tokens, model = self._device, self._between(work), self._model
+        megabytes = tokens * model.hidden_size * 2e-6
+        if not model.hidden_dropout:
+            return Layer(forward=[device.moves(3 * megabytes, 4.4)])
+        forward = [device.moves(3.5 * megabytes, 1.75), device.tiny(1, 2.2)]
+        backward = [device.moves(2.5 * megabytes, 5.0)]
+        if model.add_bias_linear:
+            backward.append(device.tiny(2, 3.2))
+        return Layer(forward=forward, backward=backward)
+
+    def _linear(self, tokens: int, inputs: int, outputs: int, *, fused_scale: bool = True) -> Layer:
+        """A linear layer: its product forward, and the products for the gradients of its input and its weights.
+
+        Args:
+            tokens: rows of the input.
+            inputs: columns of the input on this rank.
+            outputs: columns of the output on this rank.
+            fused_scale: whether the kernel before computes the largest magnitude that FP8 scales by.
+        """
+        device, model, fp8 = self._device, self._model, self._fp8
+        fused = model.gradient_accumulation_fusion
+        forward = [device.product(tokens, outputs, inputs, fp8=fp8), device.tiny(1, 0.7)]
+        backward = [
+            device.product(tokens, inputs, outputs, fp8=fp8),
+            device.product(outputs, inputs, tokens, fp8=fp8, accumulates=fused),
+            device.tiny(2, 0.7),
+        ]
+        if model.add_bias_linear:
+            backward.append(device.moves(tokens * outputs * 2e-6, 2.5))
+        if not fused:
+            backward.append(device.moves(outputs * inputs * 10e-6, 4.0))
+        if fp8:
+            forward += self._quantize(tokens * inputs, seen=fused_scale)
+            backward += self._quantize(tokens * outputs, seen=False)
+        return Layer(forward=forward, backward=backward)
+
+    def _quantize(self, elements: int, *, seen: bool) -> list[Kernels]:
+        """Casts a tensor to FP8 in both orders, after finding its largest magnitude if it was not `seen` already."""
+        device, recipe = self._device, self._model.fp8_recipe
+        megabytes = elements * 1e-6
+        cast = device.moves(4 * megabytes, 3.4, kind="quantization", launches=0.3)
+        small = device.tiny(1.5 if seen else 2.0, 1.1, kind="quantization")
+        if seen or recipe in ("delayed", "mxfp8", "blockwise"):
+            return [cast, small]
+        return [cast, device.moves(2 * megabytes, 3.5, kind="quantization", launches=0.3), small]
+
+    def _mlp(self, tokens: int, width: int) -> Layer:
+        """Two products with an activation between them."""
+        model, inner = self._model, width // self._tp
+        layer = self._linear(tokens, model.hidden_size, inner * (2 if model.gated_linear_unit else 1))
+        layer.add(self._activation(tokens * inner))
+        layer.add(self._linear(tokens, inner, model.hidden_size, fused_scale=False))
+        return layer
+
+    def _activation(self, elements: int) -> Layer:
+        """SwiGLU or GELU of so many `elements`."""
+        device, megabytes = self._device, elements * 2e-6
+        if self._model.gated_linear_unit:
+            return Layer(
+                forward=[device.moves(3 * megabytes, 4.2)], backward=[device.moves(5 * megabytes, 2.6, launches=1)]
+            )
+        backward = [device.moves(3 * megabytes, 3.2)]
+        if self._model.add_bias_linear:
+            backward.append(device.moves(megabytes, 2.0))
+        return Layer(forward=[device.moves(2 * megabytes, 2.6)], backward=backward)
+
+    def _attention(self, work: Work) -> Layer:
+        model, device, tokens, cp = self._model, self._device, work.tokens, work.cp_size
+        heads, width = max(1, model.num_attention_heads // self._tp), model.head_dim
+        groups = max(1, model.query_groups // self._tp)
+        layer = self._norm(work, model.hidden_size)
+        layer.add(self._gather_and_reduce(work))
+        layer.add(self._linear(tokens, model.hidden_size, (heads + 2 * groups) * width))
+        if model.qk_layernorm:
+            layer.add(self._head_norms(tokens, heads))
+            layer.add(self._head_norms(tokens, groups))
+        copied = groups + (heads if groups < heads else 0) + (groups if model.qk_layernorm else 0)
+        layer.forward.append(device.moves(2 * tokens * copied * width * 2e-6, 1.5, launches=2))
+        if model.rotary:
+            us = device.scaled(tokens * (heads + groups) * (0.11e-3 + 0.00226e-3 * width)) + 2 * GAP_US
+            layer.forward.append(Kernels(kind="elementwise", us=us, launches=2))
+            layer.backward.append(Kernels(kind="elementwise", us=us, launches=2))
+        shape = Attention(heads=heads, groups=groups, query_dim=width, value_dim=width)
+        layer.add(self._kernels_of(shape, work, cp))
+        layer.backward.append(device.moves(2 * tokens * (heads + 2 * groups) * width * 2e-6, 4.2))
+        layer.add(self._linear(tokens, heads * width, model.hidden_size, fused_scale=False))
+        if self._fp8:  # the output of attention is kept in bf16, and cast again in the backward
+            layer.backward += self._quantize(tokens * heads * width, seen=False)
+        return layer
+
+    def _kernels_of(self, shape: Attention, work: Work, cp: int) -> Layer:
+        """The attention kernels; under context parallelism a part for each step of the ring."""
+        layer = Layer()
+        tokens, squared = work.tokens, work.squared / (cp * cp)
+        for _ in range(cp):
+            layer.forward += attention_forward(
+                self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs
+            )
+            layer.backward += attention_backward(
+                self._device, shape, tokens=tokens, squared=squared, max_seqs=work.max_seqs
+            )
+        ring = self._links.context_parallel(tokens * shape.groups * (shape.query_dim + shape.value_dim) * 2e-6, cp)
+        layer.forward += ring
+        layer.backward += [*ring, *ring]
+        return layer
+
+    def _latent_attention(self, work: Work) -> Layer:
+        """Multi-latent attention: compressed projections, rotary parts, keys wider than values."""
+        model, device, tokens = self._model, self._device, work.tokens
+        heads = max(1, model.num_attention_heads // self._tp)
+        query = model.qk_head_dim + model.qk_pos_emb_head_dim
+        layer = self._norm(work, model.hidden_size)
+        layer.add(self._gather_and_reduce(work))
+        if model.q_lora_rank:
+            layer.add(self._linear(tokens, model.hidden_size, model.q_lora_rank))
+            layer.add(self._linear(tokens, model.q_lora_rank, heads * query))
+        else:
+            layer.add(self._linear(tokens, model.hidden_size, heads * query))
+        layer.add(self._linear(tokens, model.hidden_size, model.kv_lora_rank + model.qk_pos_emb_head_dim))
+        layer.add(self._linear(tokens, model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim)))
+        layer.forward += [
+            device.moves(2 * tokens * model.kv_lora_rank * 2e-6, 2.0),
+            Kernels(kind="attention", us=0.0, launches=_LATENT_LAUNCHES),
+        ]
+        layer.backward.append(device.moves(tokens * model.hidden_size * 3 * 2e-6, 4.3))
+        rotary = tokens * heads * query * 2e-6
+        layer.forward += [device.moves(2 * rotary, 1.4), device.moves(3 * rotary, 3.4)]
+        layer.backward += [device.moves(2 * rotary, 1.4), device.moves(2 * rotary, 2.4)]
+        shape = Attention(heads=heads, groups=heads, query_dim=query, value_dim=model.v_head_dim)
+        layer.forward.append(device.moves(2 * rotary, 2.2, launches=2))
+        layer.backward.append(device.moves(3 * rotary, 2.2, launches=4))
+        layer.add(self._kernels_of(shape, work, work.cp_size))
+        layer.forward.append(device.moves(2 * tokens * heads * model.v_head_dim * 2e-6, 1.5))
+        layer.add(self._linear(tokens, heads * model.v_head_dim, model.hidden_size, fused_scale=False))
+        return layer
+
+    def _experts(self, work: Work) -> Layer:
+        """Router, permutation, exchange and products of the experts, padded to capacity or with every token in one."""
+        model, device = self._model, self._device
+        experts = model.num_experts or 1
+        tokens = self._between(work)
+        routed = int(tokens * model.moe_router_topk * (model.moe_expert_capacity_factor or 1.0))
+        local = max(1, experts // model.expert_model_parallel_size)
+        share = model.expert_tensor_parallel_size or self._tp
+        inner = max(1, model.expert_ffn_size // share)
+        received = routed * (share if share > 1 else 1)
+        layer = Layer()
+        router = 90 + 0.5e-3 * tokens * experts
+        layer.forward.append(Kernels(kind="experts", us=router * 1.2 + 20 * GAP_US, launches=22))
+        layer.backward.append(Kernels(kind="experts", us=router * 0.6 + 14 * GAP_US, launches=16))
+        layer.forward.append(device.moves(4 * routed * model.hidden_size * 2e-6, 5.0, kind="experts", launches=8))
+        permuted = device.scaled(8.1e-6 * routed * model.hidden_size)
+        layer.backward.append(Kernels(kind="experts", us=permuted, launches=8))
+        exchange = self._links.expert_parallel(routed * model.hidden_size * 2e-6, model.expert_model_parallel_size)
+        layer.forward += [*exchange, *exchange]
+        layer.backward += [*exchange, *exchange]
+        gate = 2 if model.gated_linear_unit else 1
+        rows = max(1, received // local)
+        for m, n, k in ((rows, gate * inner, model.hidden_size), (rows, model.hidden_size, inner)):
+            layer.forward += self._grouped(local, m, n, k, accumulates=False)
+            layer.backward += self._grouped(local, m, k, n, accumulates=False)
+            layer.backward += self._grouped(local, n, k, m, accumulates=model.gradient_accumulation_fusion)
+        elements = received * inner
+        layer.forward.append(device.moves(3 * elements * 2e-6, 4.4, kind="experts"))
+        layer.backward.append(device.moves(7 * elements * 2e-6, 2.2, kind="experts", launches=2))
+        if self._fp8:
+            for elements_cast in (received * model.hidden_size, received * inner):
+                layer.forward += self._quantize_experts(elements_cast, local)
+            for elements_cast in (received * model.hidden_size, received * inner * gate):
+                layer.backward += self._quantize_experts(elements_cast, local)
+        return layer
+
+    def _quantize_experts(self, elements: int, experts: int) -> list[Kernels]:
+        """FP8 casts of the experts' inputs, an expert at a time."""
+        us = experts * (_QUANTIZE_EXPERT_US + 4 * GAP_US)
+        moved = self._device.memory_us(6 * elements * 1e-6, 3.0)
+        return [Kernels(kind="quantization", us=max(us, moved), launches=0, light_launches=4 * experts)]
+
+    def _grouped(self, experts: int, m: int, n: int, k: int, *, accumulates: bool) -> list[Kernels]:
+        """The same product for every local expert, on several streams at once."""
+        one = self._device.product_us(m, n, k, fp8=self._fp8)
+        if accumulates:  # sums are so short that nothing hides the reads and writes of the gradients
+            one += self._device.memory_us(m * n * 8e-6, _ACCUMULATE_TBPS)
+        us = experts * one * _AT_ONCE
+        return [Kernels(kind="experts", us=us, launches=2, light_launches=experts)]
+
+
+_SCAN_FORWARD = 13.0e-6
+_SCAN_BACKWARD = 44.7e-6
+_CONVOLUTION_FORWARD = 2.45e-6
+_CONVOLUTION_BACKWARD = 7.9e-6
+_ADAPTER_FORWARD, _ADAPTER_BACKWARD = 6, 7
+"""Launches of an adapter in the two passes: what a step of LoRA took longer (benchmarks/results/trainer-rows.md)."""
+_LATENT_LAUNCHES = 16
+"""Launches that splitting and joining the latent parts costs the host as much as, though they launch little."""
+_AT_ONCE = 0.88
+"""Time of products on several streams at once, beside that of one after the other."""
+_ACCUMULATE_TBPS = 2.4
+_QUANTIZE_EXPERT_US = 6.0
+
 
 _LAUNCH_US = 77.0
 """A launch on a host in the middle of the stated range, by which layers of different kinds are compared."""

@@ -10,18 +10,23 @@ all slots, and with the dropless experts of replayed ones, which run behind thei
 first step, when one warm-up pass runs beside the graphs that are there and the optimizer has not yet made its moments.
 One is a verified micro-batch, which runs eagerly beside all slots after the loss has had its backward; where graphs
 hold single layers, one layer of it at a time.
+
+Under Hugging Face's Trainer, layers are those of transformers 5.17 with root-mean-square norms and a gated MLP,
+unfused. Weights, their gradients and Adam's moments are in the model's precision.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.buckets.pass_memory import pass_bytes, saved_bytes
 from thdprof.analyze.buckets.saved_tensors import (
+    STATISTICS_BYTES,
     Kind,
     Saved,
     around_router,
@@ -29,20 +34,187 @@ from thdprof.analyze.buckets.saved_tensors import (
     layer_tensors,
     mtp_around_router,
     mtp_tensors,
+    pass_bytes,
     recomputed_together,
+    saved_bytes,
 )
-from thdprof.analyze.schedule.eager_in_flight import eager_in_flight
+from thdprof.analyze.buckets.statistics import AnalyzedRun
+from thdprof.analyze.predictions import Memory, Moment
 from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
-from thdprof.analyze.times.parameters import Stage, stage_parameters, stages, state_bytes
-from thdprof.analyze.times.results import Memory, Moment
-from thdprof.analyze.times.transformers_memory import (
-    is_run_of_trainer,
-    trainer_loss_bytes,
-    trainer_state_bytes,
-    transformers_tensors,
-)
+from thdprof.analyze.times.parameters import Parameters, Stage, stage_parameters, stages, state_bytes
 from thdprof.dispatch import WATCHED_BYTES, WATCHED_COPIES, WATCHED_HIDDEN, Bucket, Shapes, holds
 from thdprof.training import Model, TrainingSettings
+from thdprof.training.pipeline_slots import passes
+
+_AT_ONCE = 1 << 14
+"""Rows that are simulated at once: what is counted of them stays in the processor's cache."""
+
+
+def eager_in_flight(
+    table: MicrobatchTable, eager: NDArray[np.bool_], *, pipeline_size: int, num_chunks: int, group: int | None = None
+) -> list[int]:
+    """The most eager micro-batches in flight at once on each pipeline rank; one in each of two chunks counts as two.
+
+    Args:
+        table: the micro-batches; without dynamic context parallelism.
+        eager: whether each runs eagerly, shape [micro-batches].
+        pipeline_size: pipeline ranks.
+        num_chunks: model chunks on a pipeline rank; over 1 the schedule is the interleaved one.
+        group: contiguous micro-batches of one chunk in the interleaved schedule; None: `pipeline_size`.
+    """
+    most = [0] * pipeline_size
+    if not eager.any():
+        return most
+    for rows in _by_count(table, eager):
+        rows = _distinct(rows[rows.any(axis=1)])
+        parts = (rows[first : first + _AT_ONCE] for first in range(0, len(rows), _AT_ONCE))
+        columns = [np.ascontiguousarray(part.T).view(np.int8) for part in parts]
+        for rank in range(pipeline_size):
+            events = _events(
+                rank=rank,
+                pipeline_size=pipeline_size,
+                num_chunks=num_chunks,
+                num_microbatches=rows.shape[1],
+                group=group or pipeline_size,
+            )
+            for marks in columns:
+                most[rank] = max(most[rank], _worst(marks, events))
+    return most
+
+
+def _worst(marks: NDArray[np.int8], events: list[tuple[int, int]]) -> int:
+    """The most marked micro-batches that are in flight at once in any row.
+
+    Args:
+        marks: 1 for each micro-batch that counts, shape [micro-batches, rows].
+        events: the micro-batch of every pass in order, and 1 for its forward, -1 for its backward.
+    """
+    held = np.zeros(marks.shape[1], dtype=np.int32)
+    most = held.copy()
+    for place, change in events:
+        if change > 0:
+            held += marks[place]
+            np.maximum(most, held, out=most)
+        else:
+            held -= marks[place]
+    return int(most.max(initial=0))
+
+
+def _distinct(rows: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """The distinct rows, where a row fits into an integer; else all rows."""
+    if rows.shape[1] > 63:
+        return rows
+    codes = rows @ (1 << np.arange(rows.shape[1], dtype=np.int64))
+    return rows[np.unique(codes, return_index=True)[1]]
+
+
+def _by_count(table: MicrobatchTable, eager: NDArray[np.bool_]) -> list[NDArray[np.bool_]]:
+    """`eager` as one array [(step, rank) pairs, micro-batches] for each number of micro-batches that steps have."""
+    counts = np.asarray(table.num_microbatches, dtype=np.int64)
+    if table.uniform:
+        return [eager.reshape(-1, int(counts[0]))]
+    begins = np.concatenate(([0], np.cumsum(counts[:-1] * table.data_parallel_size)))
+    found = []
+    for count in np.unique(counts):
+        steps = begins[counts == count]
+        places = steps[:, None] + np.arange(count * table.data_parallel_size)
+        found.append(eager[places].reshape(-1, int(count)))
+    return found
+
+
+def _events(
+    *, rank: int, pipeline_size: int, num_chunks: int, num_microbatches: int, group: int
+) -> list[tuple[int, int]]:
+    """The micro-batch of every pass of a pipeline rank in one step, and 1 for its forward, -1 for its backward."""
+    begun: Counter[tuple[str, int]] = Counter()
+    events = []
+    for kind, chunk in passes(
+        rank=rank,
+        pipeline_size=pipeline_size,
+        num_chunks=num_chunks,
+        num_microbatches=num_microbatches,
+        group=group,
+    ):
+        events.append((begun[kind, chunk], 1 if kind == "forward" else -1))
+        begun[kind, chunk] += 1  # each chunk takes the micro-batches in their order
+    return events
+
+
+_ADAPTER_STATE_BYTES = 16
+"""Bytes of an adapter's parameter, which peft keeps in float32: weight, gradient and two moments."""
+_TILE = (4096, 32768)
+"""Tokens and words of a tile of logits in TRL's loss."""
+
+
+def trainer_state_bytes(model: Model, parameters: Parameters) -> tuple[float, float]:
+    """Bytes of weights, gradients and the optimizer's state, and of the part that its first step adds."""
+    element = _element(model)
+    every = parameters.dense + parameters.experts
+    if parameters.adapters is not None:
+        return element * every + _ADAPTER_STATE_BYTES * parameters.adapters, 8 * parameters.adapters
+    return 4 * element * every, 2 * element * every
+
+
+def trainer_loss_bytes(model: Model, vocab_size: int, n_tokens: int) -> int:
+    """Bytes that TRL's loss needs at once: a tile of logits, and the output layer's gradient, summed in float32."""
+    tokens, words = _TILE
+    tile = min(tokens, n_tokens) * min(words, vocab_size) * 2
+    hidden = n_tokens * model.hidden_size * (STATISTICS_BYTES + _element(model))
+    gradient = 0 if model.lora_dim else vocab_size * model.hidden_size * (4 + _element(model))
+    return tile + hidden + gradient
+
+
+def transformers_tensors(model: Model, kind: Kind) -> list[Saved] | None:
+    """What one layer saves for its backward, in the order in which it does; None for layers of other kinds.
+
+    Args:
+        model: the model.
+        kind: what the layer holds.
+    """
+    if kind != "attention+mlp":
+        return None
+    element, hidden, ffn = _element(model), model.hidden_size, model.ffn_size
+    queries, keys = model.num_attention_heads * model.head_dim, model.query_groups * model.head_dim
+    found: list[tuple[str, float]] = []
+
+    def norm(name: str, width: int, count: int) -> None:
+        """A norm of `count` times `width` values: its input and statistics in float32, and what its weight scales."""
+        found.extend([(name, 4 * width * count), (name, STATISTICS_BYTES * count), (name, element * width * count)])
+
+    def linear(name: str, *widths: int) -> None:
+        """The inputs of a linear layer that nothing before has saved, and what its adapter saves."""
+        found.extend((name, element * width) for width in widths)
+        if model.lora_dim is not None:
+            found.append((name, element * model.lora_dim))
+
+    norm("input_layernorm", hidden, 1)
+    linear("self_attn.q_proj", hidden)
+    linear("self_attn.k_proj")
+    linear("self_attn.v_proj")
+    if model.qk_layernorm:
+        norm("self_attn.q_norm", model.head_dim, model.num_attention_heads)
+        norm("self_attn.k_norm", model.head_dim, model.query_groups)
+    found += [("self_attn", element * width) for width in (queries, keys, keys, queries)]
+    found.append(("self_attn", STATISTICS_BYTES * model.num_attention_heads))
+    linear("self_attn.o_proj")
+    norm("post_attention_layernorm", hidden, 1)
+    linear("mlp.gate_proj", hidden)
+    linear("mlp.up_proj")
+    found += [("mlp", element * ffn)] * 3
+    linear("mlp.down_proj", ffn)
+    saved = [Saved(module=module, bytes_per_token=nbytes) for module, nbytes in found]
+    if model.recompute_granularity is None:
+        return saved
+    return [
+        Saved(module="input_layernorm", bytes_per_token=element * hidden, is_input=True),
+        *(Saved(module=one.module, bytes_per_token=one.bytes_per_token, recomputed=True) for one in saved),
+    ]
+
+
+def _element(model: Model) -> int:
+    """Bytes of a number in the model's precision."""
+    return 4 if model.precision == "fp32" else 2
+
 
 LIBRARY_BYTES = 64 * 2**20
 """Workspaces of cuBLAS and Transformer Engine outside graphs, 32 MiB each on Hopper."""
@@ -102,17 +274,7 @@ class _Rank:
 
 
 def predict_memory(
-    model: Model | None,
-    settings: TrainingSettings,
-    table: MicrobatchTable,
-    *,
-    buckets: Sequence[Bucket],
-    slots: Sequence[Sequence[int]],
-    costs: CostTable,
-    n_tokens: int,
-    layer_graphs: bool = False,
-    freed_bytes: int = 0,
-    watched: bool = False,
+    run: AnalyzedRun, costs: CostTable, buckets: Sequence[Bucket], *, freed_bytes: int = 0, watched: bool = False
 ) -> Memory | None:
     """Peak memory of the pipeline rank that needs most; None where it is not known.
 
@@ -120,23 +282,19 @@ def predict_memory(
     dynamic context parallelism, where ranks hold different micro-batches.
 
     Args:
-        model: the model; None: it is not known.
-        settings: the run's settings.
-        table: the micro-batches of the run.
-        buckets: the shapes that are captured; none: all micro-batches run eagerly.
-        slots: slots of each model chunk, for every pipeline rank.
+        run: the run.
         costs: the cost table; a measured one gives the memory of a slot.
-        n_tokens: tokens of a graph's micro-batches on one context-parallel rank.
-        layer_graphs: whether graphs hold single layers, which keep what the model recomputes.
+        buckets: the shapes that are captured; none: all micro-batches run eagerly.
         freed_bytes: bytes by which activations that wait on the host shrink the graphs of the rank with most slots.
         watched: whether some replayed micro-batches are verified (`graphs.verify`).
     """
+    model, settings, table = run.model, run.settings, run.table
     if model is None or model.vocab_size is None or table.groups is not None:
         return None
     shapes = Shapes(
         n_seqs=table.n_seqs,
         max_seqlen=table.max_seqlen,
-        n_tokens=np.array([n_tokens]),
+        n_tokens=np.array([run.n_tokens]),
         cp_size=np.array([settings.context_parallel_size]),
     )
     eager = np.ones(len(table), dtype=np.bool_)
@@ -153,16 +311,14 @@ def predict_memory(
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=chunks)
     ranks = [
         _rank(
+            run,
             model,
-            settings,
             stage,
-            slots=slots[rank] if buckets else [0] * chunks,
+            costs,
+            slots=run.slots[rank] if buckets else [0] * chunks,
             in_flight=in_flight[rank],
             num_buckets=len(buckets),
-            costs=costs,
             share_of_model=1 / (len(parts) * chunks),
-            n_tokens=n_tokens,
-            layer_graphs=layer_graphs,
             freed_bytes=freed_bytes if rank == 0 else 0,
             watched=watched and bool(buckets),
         )
@@ -200,23 +356,22 @@ def _memory(rank: _Rank, number: int, in_flight: int) -> Memory:
 
 
 def _rank(
+    run: AnalyzedRun,
     model: Model,
-    settings: TrainingSettings,
     stage: Stage,
+    costs: CostTable,
     *,
     slots: Sequence[int],
     in_flight: int,
     num_buckets: int,
-    costs: CostTable,
     share_of_model: float,
-    n_tokens: int,
-    layer_graphs: bool,
     freed_bytes: int,
     watched: bool,
 ) -> _Rank:
     """What a rank of `stage` holds."""
     assert model.vocab_size is not None
-    of_trainer = is_run_of_trainer(settings)
+    settings, n_tokens, layer_graphs = run.settings, run.n_tokens, run.layer_graphs
+    of_trainer = settings.is_of_trainer
     parameters = stage_parameters(model, stage, model.vocab_size)
     state, moments = (
         trainer_state_bytes(model, parameters)
@@ -302,7 +457,7 @@ def _pass_bytes(
         depths: layers of multi-token prediction behind the last chunk.
         n_tokens: tokens of the micro-batch on one context-parallel rank.
     """
-    of_trainer = is_run_of_trainer(settings)
+    of_trainer = settings.is_of_trainer
     layers = [layer for chunk in chunks for layer in _layers(model, chunk, of_trainer=of_trainer)]
     layers += [mtp_tensors(model)] * depths
     return pass_bytes(layers, n_tokens) + _keys_of_others(model, settings, chunks, depths, n_tokens)
@@ -330,7 +485,7 @@ def _replayed(
     layer_graphs: bool,
 ) -> _Replayed:
     """What one replayed micro-batch takes; arguments are those of `_pass_bytes` and `predict_memory`."""
-    if is_run_of_trainer(settings):
+    if settings.is_of_trainer:
         return _Replayed(in_pool=_pass_bytes(model, settings, chunks, depths, n_tokens))
     if settings.experts != "dropless":
         captured = replace(model, recompute_granularity=None) if layer_graphs else model
@@ -371,7 +526,7 @@ def slot_bytes(model: Model, settings: TrainingSettings, n_tokens: int, *, layer
     """
     parts = stages(model, pipeline_size=settings.pipeline_parallel_size, num_chunks=settings.virtual_pipeline_size or 1)
     chunks = [chunk for stage in parts for chunk in stage.chunks]
-    depths = 0 if is_run_of_trainer(settings) else model.mtp_num_layers
+    depths = 0 if settings.is_of_trainer else model.mtp_num_layers
     pools = _replayed(model, settings, chunks, depths, n_tokens, layer_graphs=layer_graphs).in_pool
     return pools + (1 + depths) * _GRAPH_WORKSPACE
 

@@ -1,20 +1,159 @@
-"""Makes a cost table from a model of the user's kernels."""
+"""The cost table of a run whose times are modelled: from its kernels, what is outside the decoder, and its host."""
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from thdprof.analyze.buckets.cost_table import CostTable, EagerPoint, ReplayPoint
-from thdprof.analyze.times.attention import rounded_documents
-from thdprof.analyze.times.decoder import Decoder, DecoderTime
-from thdprof.analyze.times.gpus import Gpu
-from thdprof.analyze.times.host import HostRate
+from thdprof.analyze.buckets.statistics import AnalyzedRun
+from thdprof.analyze.predictions import Range
+from thdprof.analyze.times.decoder import Decoder, DecoderTime, Device, rounded_documents
+from thdprof.analyze.times.gpus import GPUS, Gpu, find_gpu, known_gpu
 from thdprof.analyze.times.memory import slot_bytes
-from thdprof.analyze.times.outside import optimizer_ms, outside_launches, outside_ms
 from thdprof.analyze.times.parameters import stage_parameters, stages
-from thdprof.analyze.times.results import Range
-from thdprof.analyze.times.transformers_memory import is_run_of_trainer
-from thdprof.training import Model, TrainingSettings
+from thdprof.errors import UsageError
+from thdprof.training import Attention, Model, TrainingSettings
+from thdprof.words import with_article
+
+LAUNCHES = 140.0
+"""Launches outside the decoder in a micro-batch of Megatron's training loop, its reads of the GPU counted as such."""
+_OF_ONE_END = 0.5
+"""Share of them on the pipeline rank that makes most, where there are several: steps of two stages took as long as if
+each made half (benchmarks/results/trainer-rows.md)."""
+_LOSS_US_AN_ELEMENT = 17.4e-6
+"""Cross entropy over the vocabulary, forward and backward, for one token and one entry: unfused, in fp32."""
+_OPTIMIZER_MS_A_PARAMETER = 14e-9
+"""Adam with clipping and zeroed gradients, for one parameter, on an H200."""
+
+
+def outside_launches(model: Model, *, pipeline_size: int) -> float:
+    """Launches outside the decoder of a micro-batch, without those of layers of multi-token prediction.
+
+    Args:
+        model: the model. A layer of multi-token prediction has an embedding, an output layer and a loss besides.
+        pipeline_size: stages of the pipeline. Of several the first has the embedding and the last has the rest, and the
+            launches are those of the one that has more.
+    """
+    return LAUNCHES * ((1.0 if pipeline_size == 1 else _OF_ONE_END) + model.mtp_num_layers)
+
+
+def outside_ms(model: Model, gpu: Gpu, tokens: int) -> float:
+    """GPU time of embedding, output layer and loss of a micro-batch, in milliseconds; 0 without a vocabulary.
+
+    Args:
+        model: the model.
+        gpu: the GPU.
+        tokens: tokens of the micro-batch on one context-parallel rank.
+    """
+    if model.vocab_size is None:
+        return 0.0
+    device = Device(gpu)
+    entries = model.vocab_size // model.tensor_model_parallel_size
+    hidden = model.hidden_size
+    products = (
+        device.product_us(tokens, entries, hidden)
+        + device.product_us(tokens, hidden, entries)
+        + device.product_us(entries, hidden, tokens, accumulates=model.gradient_accumulation_fusion)
+    )
+    heads = 1 + model.mtp_num_layers
+    loss = device.memory_us(tokens * entries, 1 / _LOSS_US_AN_ELEMENT)
+    embedding = device.memory_us(3 * tokens * hidden * 2e-6, 3.0) + device.memory_us(entries * hidden * 6e-6, 4.0)
+    return (heads * (products + loss) + embedding) / 1000
+
+
+def optimizer_ms(gpu: Gpu, parameters: float) -> float:
+    """GPU time of a step of the optimizer over `parameters` of one rank, in milliseconds."""
+    return parameters * _OPTIMIZER_MS_A_PARAMETER * 4.8 / gpu.memory_tbps
+
+
+_LIGHT = 0.4
+"""Host's time for a launch that comes in a row out of one call, beside one from Python."""
+_MEGATRON = 4.7
+"""Host's time for a launch from Megatron's modules, beside one from torch's own, which is what can be measured."""
+_GAPS = 1.05
+"""GPU time of an eager micro-batch whose launches all come early enough, beside that of a replay, at most."""
+_SHARP = 6
+_SPREAD = 1.5
+"""Factor by which that ratio differs between models."""
+_SECONDS = 60
+"""Longest time that the measurement may take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRate:
+    """The time that a host takes for one launch, as a range."""
+
+    low_us: float
+    """Microseconds on the quickest host that is expected."""
+    high_us: float
+    """Microseconds on the slowest host that is expected."""
+    basis: str
+    """The processors that the range is of."""
+
+    def launch_ms(self, time: DecoderTime) -> tuple[float, float]:
+        """The host's time for the launches of a micro-batch, in milliseconds, as a range."""
+        launches = time.launches + _LIGHT * time.light_launches
+        return launches * self.low_us / 1000, launches * self.high_us / 1000
+
+    def partly_replayed_ms(self, time: DecoderTime) -> tuple[float, float, float]:
+        """Time of a micro-batch whose experts run eagerly between graphs: lowest, middle and highest, in milliseconds.
+
+        The host launches the experts' kernels alone.
+        """
+        launches = time.expert_launches + _LIGHT * time.expert_light_launches
+        low, high = launches * self.low_us / 1000, launches * self.high_us / 1000
+        return max(time.gpu_ms, low), _larger(time.gpu_ms, math.sqrt(low * high)), _larger(time.gpu_ms * _GAPS, high)
+
+    def eager_ms(self, time: DecoderTime) -> tuple[float, float]:
+        """Eager time of a micro-batch, in milliseconds: the larger of GPU time and launches, as a range."""
+        low, high = self.launch_ms(time)
+        return max(time.gpu_ms, low), _larger(time.gpu_ms * _GAPS, high)
+
+    def middle_ms(self, time: DecoderTime) -> float:
+        """Eager time of a micro-batch on a host in the middle of the range, in milliseconds."""
+        low, high = self.launch_ms(time)
+        return _larger(time.gpu_ms * _GAPS**0.5, math.sqrt(low * high))
+
+
+def _larger(gpu: float, host: float) -> float:
+    """The larger of both times, and a little more where they are alike: neither hides behind the other altogether."""
+    return math.pow(gpu**_SHARP + host**_SHARP, 1 / _SHARP)
+
+
+STATED = HostRate(low_us=40.0, high_us=150.0, basis="server processors of 2021 to 2025")
+"""The range of hosts on which eager Megatron training was measured, with a margin."""
+
+
+@functools.cache
+def measured_host() -> HostRate | None:
+    """This machine's rate, if it has a GPU and torch; None where it cannot be measured.
+
+    The measurement runs in a process of its own, because analysis does not import torch. It runs once: all analyses of
+    a sweep have the same host.
+    """
+    if not has_gpu() or importlib.util.find_spec("torch") is None:
+        return None
+    command = [sys.executable, "-m", "thdprof.runtime.timing"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        us = float(json.loads(done.stdout)["launch_us"]) * _MEGATRON
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
+        return None
+    return HostRate(low_us=us / _SPREAD, high_us=us * _SPREAD, basis="this machine's processor, measured")
+
+
+def has_gpu() -> bool:
+    """Whether this process may use a GPU of this machine."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+
 
 _STEPS = (32, 64, 128, 256, 512)
 """Numbers of documents up to which Transformer Engine's fused attention rounds."""
@@ -60,7 +199,7 @@ class ModelledTimes:
     def slower_kernels(self) -> float:
         """Factor by which replays may take longer: under Hugging Face's Trainer the layers are fused only where
         `PlanCallback(compile=True)` compiles them, which the settings do not tell."""
-        return _OWN_LAYERS if is_run_of_trainer(self.settings) else 1.0
+        return _OWN_LAYERS if self.settings.is_of_trainer else 1.0
 
     def at(self, max_seqs: int) -> DecoderTime:
         """A micro-batch of typical lengths whose attention is called for `max_seqs` documents."""
@@ -176,3 +315,75 @@ def describe(model: Model) -> str:
     if model.tensor_model_parallel_size > 1:
         words.append(f"TP {model.tensor_model_parallel_size}")
     return f"{model.num_layers} layers, " + ", ".join(words)
+
+
+ASSUMED_GPU = "h100"
+"""The GPU that times are of where nobody names one and this machine has none."""
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver describes each GPU of this machine."""
+
+
+def why_not(settings: TrainingSettings, attention: Attention) -> str | None:
+    """Why times of a run whose model is known cannot be modelled; None where they can.
+
+    Args:
+        settings: the run's settings.
+        attention: the attention backend.
+    """
+    if settings.max_seqlen_per_dp_cp_rank is not None:
+        return "times under dynamic context parallelism are not modelled: measure them and give --cost-table"
+    if attention != "transformer_engine":
+        return f"times of --attention {attention} are not modelled: measure them with thdprof calibrate"
+    return None
+
+
+def modelled_times(run: AnalyzedRun, gpu: Gpu) -> ModelledTimes:
+    """The model of times for the micro-batches of a run whose model is known.
+
+    Raises:
+        UsageError: the model is trained in FP8, which the GPU has not.
+    """
+    assert run.model is not None
+    if run.model.fp8_recipe is not None and gpu.fp8_tflops is None:
+        raise UsageError(
+            f"--gpu {gpu.name}: {with_article(gpu.label)} has no FP8, and the model is trained with the FP8 recipe "
+            f"{run.model.fp8_recipe}; name the GPU of the run, or set fp8_recipe to none"
+        )
+    shapes = Shapes(
+        tokens=run.n_tokens,
+        squared=0.0 if run.table.squared is None else float(run.table.squared.mean()),
+        typical=run.profile.n_seqs.percentile(50.0),
+        most=run.profile.n_seqs.percentile(100.0),
+    )
+    return ModelledTimes(run.model, gpu, host_of(gpu), run.settings, shapes, layer_graphs=run.layer_graphs)
+
+
+def host_of(gpu: Gpu) -> HostRate:
+    """The host that launches on `gpu`: this machine's where it has such a GPU, else the stated range."""
+    here = local_gpu()
+    measured = measured_host() if here is not None and here.name == gpu.name else None
+    return measured or STATED
+
+
+def gpu_of(name: str | None) -> tuple[Gpu, str | None]:
+    """The GPU that `name` names, else this machine's, else the one that is assumed, with a note that says so.
+
+    Raises:
+        UsageError: no such GPU is known.
+    """
+    if name is not None:
+        return find_gpu(name), None
+    here = local_gpu()
+    if here is not None:
+        return here, f"times are of this machine's {here.label}; --gpu names another"
+    assumed = GPUS[ASSUMED_GPU]
+    return assumed, f"times are of {with_article(assumed.label)}, since no GPU was named: give --gpu"
+
+
+def local_gpu() -> Gpu | None:
+    """This machine's first GPU by its driver; None where there is none that times are modelled for."""
+    try:
+        facts = next(iter(sorted(DRIVER.glob("*/information")))).read_text()
+    except (OSError, StopIteration):
+        return None
+    return known_gpu(facts)

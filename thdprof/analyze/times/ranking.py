@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thdprof.analyze.buckets.cost_table import CostTable
-from thdprof.analyze.times.results import Times, Worth
+from thdprof.analyze.predictions import Times, Worth
 from thdprof.training import model_definitions
 
 _LIKE_TOKENS = 0.05

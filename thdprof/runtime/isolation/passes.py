@@ -1,26 +1,309 @@
-"""Passes of a module over one micro-batch, with the inputs and output gradients of some documents replaced."""
+"""Passes of a module over one micro-batch, in each mode, with the values of some documents replaced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from thdprof.runtime.isolation.compare import Watched, told_of_shapes
-from thdprof.runtime.isolation.perturb import along, other_values, token_dim_of, token_mask
-from thdprof.runtime.isolation.regions import Region
+from thdprof.dispatch import Bucket, Dispatcher, FallbackReason, Shape, advice
+from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.isolation.result import Mode, Region
+from thdprof.runtime.padding import Boundaries, PackedSequence, boundaries_of, fill_padded, shape_of, to_device
+from thdprof.training import TailPolicy
+
+SPARE_SEQS = 4
+"""Documents without tokens by which boundaries are padded where neither the caller nor a plan names a bucket."""
 
 Run = Callable[[Sequence[torch.Tensor]], Any]
 """The type of a function that runs the module on tensors, and returns its output."""
+CallModule = Callable[[Sequence[torch.Tensor], PackedSequence], Any]
+"""The type of a function that runs what is verified on tensors and metadata, and returns its output."""
+_NO_INPUT = ("", torch.empty(0), 0)
 
 
 class NotReplayed(Exception):
     """A micro-batch that was to be replayed ran eagerly; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A module, its call, and the modules in it that decide whether a micro-batch is replayed."""
+
+    module: nn.Module
+    """The module whose buffers and gradients are kept."""
+    call: CallModule
+    """Runs the module. Metadata is on the host for modules in `dispatched`, else on the device of the tensors."""
+    dispatched: tuple[DispatchedModule, ...] = ()
+    """The modules inside that replay graphs."""
+    generators: Sequence[torch.Generator] = ()
+    """Generators, besides torch's default ones, that the module draws from."""
+    random_states: Sequence[Callable[[], object]] = ()
+    """Functions that set further random states to what they are now."""
+    extra_state: Callable[[], Sequence[torch.Tensor]] = tuple
+    """Returns tensors outside the module that passes change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One packed micro-batch as a subject runs it."""
+
+    packed: PackedSequence
+    """The caller's metadata."""
+    boundaries: Boundaries
+    """The boundaries after the tail policy, on the host."""
+    shape: Shape
+    """Its documents, its longest document and its tokens."""
+    policy: TailPolicy
+    """The tail policy."""
+    device: torch.device
+    """The device of the tensors."""
+    on_gpu: bool
+    """Whether graphs could replay there."""
+
+    @classmethod
+    def of(
+        cls, packed: PackedSequence, tensors: Sequence[torch.Tensor], *, token_dim: int, policy: TailPolicy
+    ) -> MicroBatch:
+        """The micro-batch of `tensors`; dimension `token_dim` of the first runs over tokens.
+
+        Raises:
+            ValueError: the boundaries reach past the tokens.
+        """
+        n_tokens = tensors[0].shape[token_dim]
+        boundaries = boundaries_of(packed, n_tokens, policy)
+        return cls(
+            packed=packed,
+            boundaries=boundaries,
+            shape=shape_of(packed, boundaries, n_tokens),
+            policy=policy,
+            device=tensors[0].device,
+            on_gpu=tensors[0].is_cuda,
+        )
+
+    def padded(self, bucket: Bucket) -> PackedSequence:
+        """The metadata with boundaries on the host, padded to `bucket` by repeated end entries."""
+
+        def pad(values: NDArray[np.int32] | torch.Tensor) -> NDArray[np.int32]:
+            target = np.empty(bucket.max_seqs + 1, dtype=np.int32)
+            fill_padded(target, np.asarray(values))
+            return target
+
+        valid = pad(self.boundaries.valid)
+        memory = None if self.boundaries.padded is None else pad(self.boundaries.padded)
+        return PackedSequence(
+            cu_seqlens=torch.from_numpy(valid),
+            max_seqlen=bucket.max_seqlen,
+            seq_idx=self.packed.seq_idx,
+            cp_size=self.packed.cp_size,
+            host=valid,
+            cu_seqlens_padded=None if memory is None else torch.from_numpy(memory),
+            host_padded=memory,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModeRun:
+    """How one mode runs a micro-batch."""
+
+    mode: Mode
+    """The mode."""
+    bucket: Bucket | None
+    """The bucket of `padded` and `replayed`."""
+    run: Run
+    """Runs the module on tensors."""
+
+
+def plan_runs(
+    subject: Subject, batch: MicroBatch, bucket: Bucket | None, wanted: Sequence[Mode]
+) -> tuple[list[ModeRun], dict[Mode, str]]:
+    """How `subject` runs `batch` in the wanted modes, and why it cannot in others.
+
+    Args:
+        subject: what is verified.
+        batch: the micro-batch.
+        bucket: the bucket to pad to; None: the one that the subject's plan chooses, or without a plan one with
+            `SPARE_SEQS` documents more.
+        wanted: the modes that the caller wants.
+
+    Raises:
+        ValueError: the micro-batch does not fit `bucket`.
+    """
+    runs, skipped = list[ModeRun](), dict[Mode, str]()
+    target = _choose_bucket(subject, batch, bucket)
+    for mode in wanted:
+        if mode == "eager":
+            runs.append(ModeRun(mode=mode, bucket=None, run=_eagerly(subject, batch, batch.packed)))
+        elif not isinstance(target, Bucket):
+            skipped[mode] = target
+        elif mode == "padded":
+            runs.append(ModeRun(mode=mode, bucket=target, run=_eagerly(subject, batch, batch.padded(target))))
+        else:
+            reason = _why_not_replayed(subject, batch)
+            if reason:
+                skipped[mode] = reason
+            else:
+                runs.append(ModeRun(mode=mode, bucket=target, run=_replayed(subject, batch)))
+    return runs, skipped
+
+
+def _choose_bucket(subject: Subject, batch: MicroBatch, bucket: Bucket | None) -> Bucket | str:
+    """The bucket to pad to, or why there is none."""
+    shape = batch.shape
+    if bucket is not None:
+        choice = Dispatcher([bucket]).decide(shape)
+        if isinstance(choice, FallbackReason):
+            raise ValueError(f"the micro-batch does not fit {bucket}: {advice(choice, shape, [bucket])}")
+        return choice
+    if not subject.dispatched:
+        return Bucket(shape.n_seqs + SPARE_SEQS, shape.max_seqlen, shape.n_tokens)
+    buckets = subject.dispatched[0].buckets
+    choice = Dispatcher(buckets).decide(shape)
+    return choice if isinstance(choice, Bucket) else advice(choice, shape, buckets)
+
+
+def _why_not_replayed(subject: Subject, batch: MicroBatch) -> str:
+    if not subject.dispatched:
+        return "the module has no graphs: give a graphed module, or call verify_isolation of an Installation"
+    if not batch.on_gpu:
+        return "the inputs are not on a GPU"
+    return next((one.why_no_rehearsal for one in subject.dispatched if one.why_no_rehearsal), "")
+
+
+def _eagerly(subject: Subject, batch: MicroBatch, packed: PackedSequence) -> Run:
+    """Runs the module eagerly with the boundaries of `packed`."""
+    moved = packed
+    if not subject.dispatched:
+        n_tokens = batch.shape.n_tokens
+        moved = to_device(packed, boundaries_of(packed, n_tokens, batch.policy), n_tokens, batch.device)
+
+    def run(tensors: Sequence[torch.Tensor]) -> Any:
+        with ExitStack() as stack:
+            for one in subject.dispatched:
+                stack.enter_context(one.only(None))
+            return subject.call(tensors, moved)
+
+    return run
+
+
+def _replayed(subject: Subject, batch: MicroBatch) -> Run:
+    """Runs the module as training does, and makes sure that it was replayed."""
+
+    def run(tensors: Sequence[torch.Tensor]) -> Any:
+        before = [one.stats().replays.total() for one in subject.dispatched]
+        outputs = subject.call(tensors, batch.packed)
+        for one, replays in zip(subject.dispatched, before, strict=True):
+            if one.stats().replays.total() == replays:
+                reasons = list(one.stats().fallbacks)
+                raise NotReplayed(
+                    advice(reasons[-1], batch.shape, one.buckets)
+                    if reasons
+                    else "the module did not run its graphed part"
+                )
+        return outputs
+
+    return run
+
+
+def mixes_on_purpose(module: nn.Module) -> tuple[str, ...]:
+    """Parts of a module that let documents move each other by design, each with what to change for a proof."""
+    notes: dict[str, None] = {}
+    batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    for name, part in module.named_modules():
+        if isinstance(part, batch_norms) and part.training:
+            notes[f"{name or type(part).__name__} takes its statistics from all documents: verify in eval mode"] = None
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "moe_expert_capacity_factor", None) is not None:
+            notes[
+                "which tokens an expert drops depends on all documents: verify with moe_expert_capacity_factor None"
+            ] = None
+        loss: Any = getattr(config, "moe_aux_loss_coeff", None)
+        if getattr(config, "num_moe_experts", None) and any(loss if isinstance(loss, list) else [loss]):
+            notes[
+                "the router's auxiliary loss counts the tokens of all documents, and moves gradients: verify with "
+                "moe_aux_loss_coeff 0"
+            ] = None
+    return tuple(notes)
+
+
+def other_values(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor | None:
+    """Values of the shape and dtype of `tensor`, none of which should equal the tensor's own at its place.
+
+    Floating-point values are drawn with the mean and standard deviation of the tensor. Integers and booleans are drawn
+    from the values in the tensor, so that tokens stay in their vocabulary and positions in their table.
+
+    Returns:
+        None for integers that are all equal.
+    """
+    if tensor.is_floating_point() or tensor.is_complex():
+        kind = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        values = tensor.detach().real.to(kind) if tensor.is_complex() else tensor.detach().to(kind)
+        drawn = torch.randn(tensor.shape, generator=generator, dtype=kind).to(tensor.device)
+        std, mean = values.std(correction=0), values.mean()
+        usable = bool(torch.isfinite(std)) and bool(std > 0)
+        return ((mean + std * drawn) if usable else drawn + 1).to(tensor.dtype)
+    given = tensor.to(torch.int64)
+    present: torch.Tensor = torch.unique(given)
+    if present.numel() < 2:
+        return None
+    shift = torch.randint(1, present.numel(), tensor.shape, generator=generator).to(tensor.device)
+    return present[(torch.searchsorted(present, given) + shift) % present.numel()].to(tensor.dtype)
+
+
+def token_mask(regions: Iterable[Region], n_tokens: int, device: torch.device) -> torch.Tensor:
+    """Which tokens lie in one of `regions`: bool, shape [n_tokens]."""
+    mask = torch.zeros(n_tokens, dtype=torch.bool)
+    for region in regions:
+        mask[region.begin : region.end] = True
+    return mask.to(device)
+
+
+def along(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """`mask`, shape [n_tokens], as a view that broadcasts over `tensor`, whose dimension `dim` is the tokens."""
+    shape = [1] * tensor.dim()
+    shape[dim] = len(mask)
+    return mask.view(shape)
+
+
+def token_dim_of(tensor: torch.Tensor, n_tokens: int, preferred: int) -> int | None:
+    """The dimension of `tensor` that runs over tokens: `preferred` if it has their number, else the first that has.
+
+    Returns:
+        None where no dimension has their number.
+    """
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == n_tokens]
+    if preferred < 0:
+        preferred += tensor.dim()
+    return preferred if preferred in dims else next(iter(dims), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """One tensor of a pass that is compared: an output, or the gradient of an input."""
+
+    what: Literal["output", "gradient"]
+    """Which of the two it is."""
+    name: str
+    """How a message calls it."""
+    values: torch.Tensor
+    """The values, without a graph."""
+    dim: int
+    """The dimension that runs over tokens."""
+
+
+def unequal_shapes(name: str, one: torch.Tensor, other: torch.Tensor) -> str:
+    """The message where a tensor has another shape, or another tensor stands in its place, in another pass."""
+    return (
+        f"{name} has shape {tuple(one.shape)} in one pass and {tuple(other.shape)} in another, over equal boundaries: "
+        "the shapes of a module's outputs may not depend on the values of its inputs"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +486,7 @@ class Passes:
             self._output_grads[position] = Input(values=given, others=others, dim=dim)
         made = self._output_grads[position]
         if made.values.shape != output.shape:
-            raise ValueError(told_of_shapes(f"outputs[{position}]", made.values, output))
+            raise ValueError(unequal_shapes(f"outputs[{position}]", made.values, output))
         return made
 
 
@@ -238,6 +521,3 @@ def embedded(
     finally:
         for handle in handles:
             handle.remove()
-
-
-_NO_INPUT = ("", torch.empty(0), 0)

@@ -7,11 +7,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thdprof.dispatch import Bucket
-from thdprof.runtime.isolation.regions import Region
 from thdprof.words import counted
 
 Mode = Literal["eager", "padded", "replayed"]
 """How a micro-batch ran: eagerly; eagerly with its boundaries padded to a bucket; or through captured graphs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Neighbouring tokens of a micro-batch that belong to one document, or to none."""
+
+    kind: Literal["document", "padding", "tail"]
+    """Whether these are a document's tokens, the padding after a document, or the tail after the last one."""
+    number: int
+    """The document, counted from 0; of padding, the document that it follows; of a tail, the number of documents."""
+    begin: int
+    """The first token, counted from the micro-batch's first."""
+    end: int
+    """One more than the last token."""
+
+    def __str__(self) -> str:
+        names = {"document": f"document {self.number}", "padding": f"the padding after document {self.number}"}
+        return names.get(self.kind, "the tail after the last document")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +90,6 @@ class ModeCheck:
     unseen: tuple[int, ...]
     """Documents whose own outputs, or own gradients, did not move when they were perturbed: nothing is proved of
     them.
-    """
-    distance_from_eager: float | None
-    """Largest difference between this mode's unperturbed outputs and those of `eager`, as a share of the largest
-    output; None for `eager`, and where `eager` did not run. Other kernels round otherwise; more than rounding is a
-    fault, though no leak.
     """
 
     def __str__(self) -> str:

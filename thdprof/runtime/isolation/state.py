@@ -119,7 +119,7 @@ class _Gradient:
         self._added: Any = getattr(parameter, "grad_added_to_main_grad", None)
         self._hooks: Any = parameter._post_accumulate_grad_hooks
         if self._hooks:
-            _hook(parameter, None)
+            self._set_hooks(None)
 
     def put_back(self) -> None:
         parameter = self._parameter
@@ -134,8 +134,7 @@ class _Gradient:
         if self._added is not None:
             parameter.grad_added_to_main_grad = self._added  # type: ignore[attr-defined]
         if self._hooks:
-            _hook(parameter, self._hooks)
+            self._set_hooks(self._hooks)
 
-
-def _hook(parameter: nn.Parameter, hooks: Any) -> None:
-    parameter._post_accumulate_grad_hooks = hooks
+    def _set_hooks(self, hooks: Any) -> None:
+        self._parameter._post_accumulate_grad_hooks = hooks

@@ -3,53 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import nn
 
 from thdprof.dispatch import Bucket
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.isolation.passes import NotReplayed, Passes, inputs_of
-from thdprof.runtime.isolation.regions import regions_of
-from thdprof.runtime.isolation.result import Isolation, Leak, Mode, ModeCheck
-from thdprof.runtime.isolation.search import Search
-from thdprof.runtime.isolation.state import unchanged
-from thdprof.runtime.isolation.subject import (
+from thdprof.runtime.isolation.passes import (
     CallModule,
     MicroBatch,
+    ModeRun,
+    NotReplayed,
+    Passes,
     Subject,
+    Watched,
+    inputs_of,
     mixes_on_purpose,
-    rehearsal,
-    ways_of,
+    plan_runs,
+    token_mask,
+    unequal_shapes,
 )
-from thdprof.runtime.padding import PackedSequence
+from thdprof.runtime.isolation.result import Isolation, Leak, Mode, ModeCheck, Region
+from thdprof.runtime.isolation.state import unchanged
+from thdprof.runtime.padding import Boundaries, PackedSequence
 from thdprof.training import TailPolicy
+
+SPREADS_ALLOWED = 4.0
+"""Of a module that does not repeat itself, what moves by at most so many of its own spreads counts as unmoved: the
+spread is known from few passes."""
+_REPEATS = 4
+"""Unperturbed passes, besides the first, before a leak is reported or a spread is believed. One is enough for a module
+that repeats itself and has no leak.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a subject is verified: the arguments of `verify_isolation` that are not the micro-batch."""
+    """How a subject is verified: the arguments of `verify_isolation` of the same names."""
 
     modes: Sequence[Mode] | None = None
-    """The modes that must run; None: all that can."""
     bucket: Bucket | None = None
-    """The bucket to pad to; None: that of the plan."""
     tail_policy: TailPolicy | None = None
-    """The tail policy; None: that of the plan, else `none`."""
     token_dim: int | None = None
-    """Dimension of the first tensor that runs over tokens; None: that of the graphed module, else 0."""
     output_token_dim: int | None = None
-    """Preferred dimension of outputs over tokens; None: `token_dim`."""
     shared: Sequence[int] = ()
-    """Positions of tensors that all documents share."""
     gradients: bool = True
-    """Whether to compare gradients, too."""
     tolerance: float = 0.0
-    """Largest difference that counts as none, as a share of a tensor's largest absolute value."""
     seed: int = 0
-    """Seed of the values that replace a document's."""
 
 
 def verify_isolation(
@@ -162,17 +166,16 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
             f"the micro-batch has {len(documents)} documents with tokens, and no padding: give at least two documents"
         )
     inputs = inputs_of(tensors, batch.shape.n_tokens, token_dim=token_dim, shared=settings.shared, seed=settings.seed)
-    ways = ways_of(subject, batch, settings.bucket, settings.modes or get_args(Mode))
+    runs, skipped = plan_runs(subject, batch, settings.bucket, settings.modes or get_args(Mode))
     search = Search(regions=regions, documents=documents, n_tokens=batch.shape.n_tokens, tolerance=settings.tolerance)
     checks: list[ModeCheck] = []
     leak: Leak | None = None
-    with (
-        unchanged(
-            subject.module, batch.device, subject.generators, subject.extra_state, subject.random_states
-        ) as put_back,
-        rehearsal(subject.dispatched),
-    ):
-        for way in ways.runs:
+    with ExitStack() as stack:
+        kept = unchanged(subject.module, batch.device, subject.generators, subject.extra_state, subject.random_states)
+        put_back = stack.enter_context(kept)
+        for one in subject.dispatched:
+            stack.enter_context(one.rehearsal())
+        for way in runs:
             passes = Passes(
                 module=subject.module,
                 run=way.run,
@@ -188,7 +191,7 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
             try:
                 check, leak = search.check(way, passes)
             except NotReplayed as error:
-                ways.skipped[way.mode] = str(error)
+                skipped[way.mode] = str(error)
                 continue
             checks.append(check)
             if leak is not None:
@@ -197,8 +200,8 @@ def verify(subject: Subject, packed: PackedSequence, tensors: Sequence[torch.Ten
         documents=len(documents),
         checks=tuple(checks),
         leak=leak,
-        skipped=ways.skipped,
-        missing=tuple(mode for mode in settings.modes or () if mode in ways.skipped),
+        skipped=skipped,
+        missing=tuple(mode for mode in settings.modes or () if mode in skipped),
         notes=mixes_on_purpose(subject.module),
     )
 
@@ -231,3 +234,250 @@ def _check(subject: Subject, packed: Any, tensors: Sequence[Any], settings: Sett
         raise ValueError(f"shared {list(settings.shared)}: there are {len(tensors)} tensors, counted from 0")
     if settings.tolerance < 0:
         raise ValueError(f"tolerance {settings.tolerance}: must not be negative")
+
+
+def regions_of(boundaries: Boundaries, n_tokens: int) -> tuple[Region, ...]:
+    """The regions of a micro-batch in the order of their tokens, those without a token left out.
+
+    Args:
+        boundaries: boundaries after the tail policy, on the host.
+        n_tokens: tokens of the micro-batch.
+    """
+    valid, memory = np.asarray(boundaries.valid), np.asarray(boundaries.in_memory)
+    found = []
+    for number, (begin, end, length) in enumerate(zip(memory[:-1], memory[1:], np.diff(valid), strict=True)):
+        middle = int(begin + length)
+        found.append(Region(kind="document", number=number, begin=int(begin), end=middle))
+        found.append(Region(kind="padding", number=number, begin=middle, end=int(end)))
+    found.append(Region(kind="tail", number=len(valid) - 1, begin=int(memory[-1]), end=n_tokens))
+    return tuple(region for region in found if region.begin < region.end)
+
+
+def rounds(regions: Sequence[Region]) -> tuple[tuple[Region, ...], ...]:
+    """Sets of regions to perturb at once, so that every ordered pair of regions is once apart: the one perturbed, the
+    other not.
+
+    Few regions are perturbed one by one. Of many, each round takes those whose position has a certain binary digit at a
+    certain place: two positions differ in a digit, so that 2 * log2 of their number rounds are enough for all pairs.
+    """
+    digits = (len(regions) - 1).bit_length()
+    if len(regions) <= 2 * digits:
+        return tuple((region,) for region in regions)
+    return tuple(
+        tuple(region for position, region in enumerate(regions) if position >> place & 1 == digit)
+        for place in range(digits)
+        for digit in (0, 1)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movement:
+    """The first token of a document that moved, in the first tensor that did."""
+
+    tensor: Watched
+    """The tensor, of the unperturbed pass."""
+    region: Region
+    """The document."""
+    token: int
+    """The first token, counted from the micro-batch's first."""
+    tokens_moved: int
+    """Number of the document's tokens that moved in that tensor."""
+    moved: float
+    """Largest absolute difference at that token."""
+    limit: float
+    """Largest absolute difference that counts as unmoved."""
+
+
+def moved_by_token(one: Watched, other: Watched) -> torch.Tensor:
+    """Largest absolute difference at each token: shape [n_tokens]; infinite where one is no number and the other is.
+
+    Raises:
+        ValueError: the tensors have different shapes.
+    """
+    a, b = one.values, other.values
+    if a.shape != b.shape or one.name != other.name:
+        raise ValueError(unequal_shapes(one.name, a, b))
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    kind = torch.float32 if a.dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float64
+    by_value = (a.to(kind) - b.to(kind)).abs().movedim(one.dim, 0)[..., None].flatten(1)
+    if by_value.shape[1] == 0:
+        return by_value.new_zeros(by_value.shape[0])
+    return torch.nan_to_num(by_value, nan=torch.inf, posinf=torch.inf).amax(1)
+
+
+class Baseline:
+    """Unperturbed passes: the values to compare with, and how far the module's own passes differ."""
+
+    def __init__(self, first: Sequence[Watched], documents: Sequence[Region], n_tokens: int, tolerance: float) -> None:
+        """The baseline of one unperturbed pass.
+
+        Args:
+            first: the tensors of that pass.
+            documents: the documents' regions.
+            n_tokens: tokens of the micro-batch.
+            tolerance: largest difference that counts as none, as a share of a tensor's largest absolute value.
+
+        Raises:
+            ValueError: a value is infinite or no number, so that it could not be seen to move.
+        """
+        self.tensors = tuple(first)
+        """The tensors of the first pass."""
+        self.documents, self._n_tokens = tuple(documents), n_tokens
+        self.spreads = [0.0 for _ in first]
+        """Largest difference between passes, a tensor."""
+        self._allowed = [0.0 for _ in first]
+        for position, tensor in enumerate(first):
+            mask = token_mask(documents, n_tokens, tensor.values.device)
+            sizes = moved_by_token(tensor, _zeros_like(tensor))
+            if not bool(torch.isfinite(sizes[mask]).all()):
+                token = int(torch.nonzero(mask & ~torch.isfinite(sizes))[0])
+                raise ValueError(
+                    f"{tensor.name} is infinite or not a number at token {token}, before anything was perturbed: what "
+                    "moves could not be seen; give inputs and weights as in training"
+                )
+            self._allowed[position] = tolerance * float(sizes[mask].max())
+
+    def is_deterministic(self) -> bool:
+        """Whether all unperturbed passes so far were equal, value for value, over the documents' tokens."""
+        return not any(self.spreads)
+
+    def repeat(self, again: Sequence[Watched]) -> None:
+        """Widen the spreads by another unperturbed pass."""
+        for position, (tensor, other) in enumerate(zip(self.tensors, again, strict=True)):
+            mask = token_mask(self.documents, self._n_tokens, tensor.values.device)
+            self.spreads[position] = max(self.spreads[position], float(moved_by_token(tensor, other)[mask].max()))
+
+    def limit(self, position: int) -> float:
+        """Largest difference of the tensor at `position` that counts as unmoved."""
+        return max(SPREADS_ALLOWED * self.spreads[position], self._allowed[position])
+
+    def first_moved(self, now: Sequence[Watched], watch: Sequence[Region]) -> Movement | None:
+        """The first movement of a document in `watch`: outputs before gradients, then by token; None without one."""
+        if not watch:
+            return None
+        for position, (tensor, other) in enumerate(zip(self.tensors, now, strict=True)):
+            moved = moved_by_token(tensor, other)
+            beyond = token_mask(watch, self._n_tokens, moved.device) & (moved > self.limit(position))
+            if not bool(beyond.any()):
+                continue
+            token = int(torch.nonzero(beyond)[0])
+            region = next(r for r in watch if r.begin <= token < r.end)
+            return Movement(
+                tensor=tensor,
+                region=region,
+                token=token,
+                tokens_moved=int(beyond[region.begin : region.end].sum()),
+                moved=float(moved[token]),
+                limit=self.limit(position),
+            )
+        return None
+
+    def unmoved(self, now: Sequence[Watched], perturbed: Sequence[Region]) -> set[int]:
+        """Documents in `perturbed` of which no output moved, or no gradient although gradients are compared."""
+        documents = [region for region in perturbed if region.kind == "document"]
+        seen: dict[str, set[int]] = {}
+        for position, (tensor, other) in enumerate(zip(self.tensors, now, strict=True)):
+            beyond = (moved_by_token(tensor, other) > self.limit(position)).cpu()
+            seen.setdefault(tensor.what, set()).update(
+                r.number for r in documents if bool(beyond[r.begin : r.end].any())
+            )
+        return {r.number for r in documents if not all(r.number in numbers for numbers in seen.values())}
+
+
+def _zeros_like(tensor: Watched) -> Watched:
+    return Watched(what=tensor.what, name=tensor.name, values=torch.zeros_like(tensor.values), dim=tensor.dim)
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Looks for the first leak in one mode after the other."""
+
+    regions: Sequence[Region]
+    """What is perturbed."""
+    documents: Sequence[Region]
+    """What is watched."""
+    n_tokens: int
+    """Tokens of the micro-batch."""
+    tolerance: float
+    """Largest difference that counts as none, as a share of a tensor's largest absolute value."""
+
+    def check(self, way: ModeRun, passes: Passes) -> tuple[ModeCheck, Leak | None]:
+        """What was compared in one mode, and the first leak in it."""
+        baseline = Baseline(passes.perturbed(()), self.documents, self.n_tokens, self.tolerance)
+        self._repeat(baseline, passes, 1)
+        if not baseline.is_deterministic():
+            self._repeat(baseline, passes, _REPEATS - 1)
+        first: tuple[Sequence[Region], Movement] | None = None
+        unseen = set[int]()
+        for together in rounds(self.regions):
+            moved, unmoved = self._perturb(baseline, passes, together)
+            if moved is not None and baseline.is_deterministic():  # is it the module itself that does not repeat?
+                self._repeat(baseline, passes, _REPEATS - 1)
+                if not baseline.is_deterministic():
+                    moved, unmoved = self._perturb(baseline, passes, together)
+            unseen |= unmoved
+            if moved is not None and (first is None or moved.tensor.what == "output"):
+                first = together, moved
+                if moved.tensor.what == "output":  # told rather than its mirror image among gradients
+                    break
+        found = None if first is None else self._named(baseline, passes, *first)
+        of = [tensor.what for tensor in baseline.tensors]
+        check = ModeCheck(
+            mode=way.mode,
+            bucket=way.bucket,
+            outputs=of.count("output"),
+            gradients=of.count("gradient"),
+            deterministic=baseline.is_deterministic(),
+            spread=max(baseline.spreads),
+            passes=passes.count,
+            unseen=tuple(sorted(unseen)),
+        )
+        return check, None if found is None else _leak(way.mode, *found)
+
+    def _repeat(self, baseline: Baseline, passes: Passes, times: int) -> None:
+        for _ in range(times):
+            baseline.repeat(passes.perturbed(()))
+
+    def _perturb(
+        self, baseline: Baseline, passes: Passes, together: Sequence[Region]
+    ) -> tuple[Movement | None, set[int]]:
+        """The first movement of a document outside `together` when those are perturbed, and the documents inside that
+        did not move.
+        """
+        now = passes.perturbed(together)
+        watch = [document for document in self.documents if document not in together]
+        return baseline.first_moved(now, watch), baseline.unmoved(now, together)
+
+    def _named(
+        self, baseline: Baseline, passes: Passes, together: Sequence[Region], moved: Movement
+    ) -> tuple[tuple[Region, ...], Movement]:
+        """The fewest of `together` that still move the document of `moved`, by halving; and what they move."""
+        suspects = tuple(together)
+        while len(suspects) > 1:
+            middle = len(suspects) // 2
+            for half in (suspects[:middle], suspects[middle:]):
+                again = baseline.first_moved(passes.perturbed(half), [moved.region])
+                if again is not None:
+                    suspects, moved = half, again
+                    break
+            else:
+                break
+        now = passes.perturbed(suspects)
+        watch = [document for document in self.documents if document not in suspects]
+        return suspects, baseline.first_moved(now, watch) or moved
+
+
+def _leak(mode: Mode, sources: tuple[Region, ...], moved: Movement) -> Leak:
+    return Leak(
+        mode=mode,
+        what=moved.tensor.what,
+        name=moved.tensor.name,
+        sources=sources,
+        document=moved.region.number,
+        token=moved.token,
+        token_in_document=moved.token - moved.region.begin,
+        tokens_moved=moved.tokens_moved,
+        moved=moved.moved,
+        limit=moved.limit,
+    )

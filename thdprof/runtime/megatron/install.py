@@ -13,29 +13,165 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.dispatch import Bucket
+from thdprof.runtime.dispatched_module import Call, DispatchedModule
+from thdprof.runtime.graphs.graphed_module import offload_of
 from thdprof.runtime.isolation.result import Isolation, Mode
 from thdprof.runtime.isolation.verify import Settings
-from thdprof.runtime.megatron import capture_agreement, isolation, predictions, recompute, surroundings, versions
-from thdprof.runtime.megatron.decisions import Decisions
-from thdprof.runtime.megatron.decoder import token_shift, vision
-from thdprof.runtime.megatron.decoder.context_groups import groups_of
+from thdprof.runtime.megatron import (
+    decoder_surroundings,
+    isolation,
+    layer_offload,
+    prediction,
+    rank_agreement,
+    recompute,
+    rotary,
+    token_shift,
+    versions,
+)
+from thdprof.runtime.megatron.decoder import packed_seq_params, parts
+from thdprof.runtime.megatron.decoder.context_parallel import groups_of
 from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.kinds import chunk, local
+from thdprof.runtime.megatron.kinds.sized import SizedChunkGraphs
+from thdprof.runtime.megatron.layer_offload import Offloading, SavedTensors
 from thdprof.runtime.megatron.models import decoder_of, facts_of, unwrapped, whole
 from thdprof.runtime.megatron.opening import MetadataForm, Openings, capture_ahead, takes_gradient
-from thdprof.runtime.megatron.peers import DEFAULT_TIMEOUT, peers_of
+from thdprof.runtime.megatron.prediction import PredictionLayer
+from thdprof.runtime.megatron.rank_agreement import DEFAULT_TIMEOUT, Decisions, peers_of
 from thdprof.runtime.megatron.refusals import settings
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
-from thdprof.runtime.megatron.runners import PaddedEager, runner_of, schedule_plans
-from thdprof.runtime.megatron.stamp import warn_of_other_surroundings, warn_of_unread_fields
+from thdprof.runtime.megatron.run_stamp import warn_of_other_surroundings, warn_of_unread_fields
 from thdprof.runtime.stats import Prediction, Stats
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from thdprof.plan import Plan
-    from thdprof.runtime.megatron.decoder.prediction import PredictionLayer
-    from thdprof.runtime.megatron.graphs.overlapped import SchedulePlans
+    from thdprof.runtime.megatron.kinds.overlapped import SchedulePlans
+
+
+class PaddedEager(DispatchedModule):
+    """Pads micro-batches as their graphs would have them, and runs them eagerly: the run to compare a replaying run
+    with, and a decoder without layers in a replaying run.
+    """
+
+    why_no_rehearsal = "the installation pads and runs eagerly (replay=False)"
+    """Why no micro-batch can be replayed that is no part of training."""
+
+    def _open(self, call: Call) -> None:
+        """Does nothing: there are no graphs."""
+
+    def _replay(self, bucket: Bucket, call: Call) -> Any:
+        args, kwargs = call.substitute(call.tensors, packed_seq_params.padded(call, bucket))
+        # Megatron's own operations may take no documents without tokens
+        with rotary.on_the_device(), self._timed(call.tensors, replayed=True) as outputs:
+            result = self.module(*args, **kwargs)
+            outputs.append(result)
+        return result
+
+
+def schedule_plans(
+    models: Sequence[Any], decoders: Sequence[Decoder], runs: Sequence[DispatchedModule], config: Any
+) -> list[SchedulePlans]:
+    """What leads the nodes of Megatron's overlapping schedule to graphs, and lets them take packed input; one for each
+    model chunk, or none where nothing overlaps.
+    """
+    if not getattr(config, "overlap_moe_expert_parallel_comm", False):
+        return []
+    from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs, SchedulePlans
+
+    return [
+        SchedulePlans(model, decoder, run if isinstance(run, OverlappedLayerGraphs) else None)
+        for model, decoder, run in zip(models, decoders, runs, strict=True)
+    ]
+
+
+def runner_of(
+    decoder: Decoder,
+    plan: Plan,
+    config: Any,
+    *,
+    slots: int,
+    common: dict[str, Any],
+    verify_every: int = 0,
+    name: str = "",
+    wrapper: Any = None,
+) -> DispatchedModule:
+    """The DispatchedModule that runs the decoder as the plan's `graphs.impl` says.
+
+    Args:
+        decoder: the decoder to run.
+        plan: the plan to follow.
+        config: the model's TransformerConfig.
+        slots: number of slots of this model chunk.
+        common: arguments that every kind of DispatchedModule takes.
+        verify_every: one in so many micro-batches is verified, but for graphs that Megatron replays (local); 0: none.
+        name: the model chunk's name in what is logged of verified micro-batches.
+        wrapper: what reduces the model chunk's gradients, megatron-core's DistributedDataParallel.
+
+    Raises:
+        SettingsError: `graphs.impl` is not known.
+    """
+    common = {**common, "capture": plan.graphs.capture}
+    together = decoder_surroundings.communicates(config, data_parallel_size=plan.training.data_parallel_size)
+    layers = plan.graphs.impl == "transformer_engine"
+    around = decoder_surroundings.surround_decoder(
+        decoder.block, communicates=together, agreed=common.get("agreed"), layers=layers
+    )
+    around = replace(around, reducing=partial(decoder_surroundings.is_reducing, wrapper))
+    match plan.graphs.impl:
+        case "chunk" | "none":
+            return (SizedChunkGraphs if is_dynamic(plan) else chunk.ChunkGraphs)(
+                decoder,
+                plan.captured,
+                num_slots=slots,
+                layers_per_graph=None if isinstance(decoder, PredictionLayer) else plan.graphs.layers_per_graph,
+                surroundings=around,
+                offload=offload_of(plan),
+                verify_every=verify_every,
+                name=name,
+                **common,
+            )
+        case "local":
+            return local.LocalGraphs(decoder, plan.captured, generators=decoder_surroundings.generators, **common)
+        case "transformer_engine":
+            from thdprof.runtime.megatron.kinds.layer_graphs import LayerGraphs
+            from thdprof.runtime.megatron.kinds.overlapped import OverlappedLayerGraphs
+            from thdprof.runtime.megatron.kinds.sized import SizedLayerGraphs
+
+            overlaps = bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+            kind = SizedLayerGraphs if is_dynamic(plan) else OverlappedLayerGraphs if overlaps else LayerGraphs
+            return kind(
+                decoder,
+                plan.captured,
+                num_slots=slots + overlaps,  # a micro-batch's forward begins before the backward of the one before
+                modules=plan.graphs.modules,
+                generators=decoder_surroundings.generators,
+                surroundings=around,
+                offload=_layer_offloading(decoder, plan, config),
+                verify_every=verify_every,
+                name=name,
+                **common,
+            )
+        case other:
+            raise settings.SettingsError(f"graphs.impl is {other}: set it to chunk, local, transformer_engine or none")
+
+
+def _layer_offloading(decoder: Decoder, plan: Plan, config: Any) -> Offloading | None:
+    """The offloading in graphs of single layers: megatron-core's own if the model was built with it; None without."""
+    asked = plan.graphs.offload
+    if asked is None:
+        return None
+    if not layer_offload.uses_core(config):
+        choice = offload_of(plan)
+        return None if choice is None else SavedTensors(choice)
+    from thdprof.runtime.megatron.core_offload import CoreOffloading
+
+    return CoreOffloading(
+        decoder.block, modules=asked.modules, fraction=asked.fraction, min_size=config.min_offloaded_tensor_size
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -248,8 +384,8 @@ def install(
     shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
     rank = parallel_state.get_pipeline_model_parallel_rank()
     device = next(models[0].parameters()).device
-    surroundings.prepare_experts(config, device)
-    of_replicas = capture_agreement.of_model_parallel_ranks(device, dynamic=is_dynamic(plan))
+    decoder_surroundings.prepare_experts(config, device)
+    of_replicas = rank_agreement.agree_over_model_parallel_ranks(device, dynamic=is_dynamic(plan))
     agreed = of_replicas if peers is None else peers.all  # which are all of those ranks, and more
     decoders, runs = [], []
     predicting: list[tuple[PredictionLayer, DispatchedModule]] = []
@@ -269,8 +405,8 @@ def install(
         recorded = {**common, "on_decision": decisions.recorder(number)}
         decoders.append(decoder)
         runs.append(run_of(decoder, slots=slots, name=name, common=recorded))
-        passes, offloads = predictions.passes_a_microbatch(config), plan.graphs.offload is not None
-        layers = predictions.of_model(model, config, impl=plan.graphs.impl, offloads=offloads)
+        passes, offloads = prediction.passes_a_microbatch(config), plan.graphs.offload is not None
+        layers = prediction.find_replayed_predictions(model, config, impl=plan.graphs.impl, offloads=offloads)
         for depth, layer in enumerate(layers, start=1):
             told = f"multi-token prediction {depth}, {name}"
             predicting.append((layer, run_of(layer, slots=slots * passes, name=told, common=common)))
@@ -290,17 +426,17 @@ def install(
         installation = Installation(decoders, runs, decisions, plans, predicting)
         undone.callback(installation._take_back)
         if plan.captured:
-            installation.until_closed(recompute.mended(recompute.repeats_of(config)))
-            installation.until_closed(surroundings.room_for_compiled_captures())
-            if any(map(predictions.prediction_layers, models)):
-                installation.until_closed(token_shift.together())
+            installation.until_closed(recompute.repeating_random_numbers(recompute.repeats_of(config)))
+            installation.until_closed(decoder_surroundings.room_for_compiled_captures())
+            if any(map(prediction.prediction_layers, models)):
+                installation.until_closed(token_shift.shifting_together())
         undone.pop_all()
     if replay and capture_now:
         try:
             openings = Openings(plan, config, shards=shards, form=form or MetadataForm())
             with_graphs = [number for number, model in enumerate(models) if has_layers(model.decoder)]
             takes_grad = [
-                takes_gradient(models[number]) or vision.feeds_gradient(whole(chunks[number])) for number in with_graphs
+                takes_gradient(models[number]) or parts.feeds_gradient(whole(chunks[number])) for number in with_graphs
             ]
             capture_ahead(
                 [*(decoders[number] for number in with_graphs), *(layer for layer, _ in predicting)],

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from thdprof.runtime.dispatched_module import DispatchedModule
+from thdprof.runtime.isolation.passes import Subject
 from thdprof.runtime.isolation.result import Isolation
-from thdprof.runtime.isolation.subject import Subject
 from thdprof.runtime.isolation.verify import Settings, verify
-from thdprof.runtime.megatron import surroundings
+from thdprof.runtime.megatron import decoder_surroundings
 from thdprof.runtime.megatron.decoder import packed_seq_params
 from thdprof.runtime.megatron.decoder.decoder import Decoder
 from thdprof.runtime.padding import PackedSequence
@@ -61,7 +61,7 @@ def verify_decoder(
         dispatched=(run,),
         generators=(*run.generators(), *_generators()),
         random_states=_tracker_states(),
-        extra_state=surroundings.expert_metrics,
+        extra_state=decoder_surroundings.expert_metrics,
     )
     return verify(subject, packed, [hidden_states], settings)
 
@@ -93,7 +93,7 @@ def _refuse_several_ranks(config: Any) -> None:
     large = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     if large:
         raise ValueError(f"{large}: verify the same layers in a model on one rank, with these sizes 1")
-    if surroundings.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size()):
+    if decoder_surroundings.communicates(config, data_parallel_size=parallel_state.get_data_parallel_world_size()):
         raise ValueError(
             "moe_router_load_balancing_type has global_aux_loss, which counts the tokens of all data-parallel ranks: "
             "verify the same layers in a model on one rank"
@@ -122,7 +122,7 @@ def _generators() -> tuple[torch.Generator, ...]:
     """The generators of Megatron's tracker, if its states are such."""
     if _tracker() is None:
         return ()
-    return tuple(state for state in surroundings.generators() if isinstance(state, torch.Generator))
+    return tuple(state for state in decoder_surroundings.generators() if isinstance(state, torch.Generator))
 
 
 def _tracker_states() -> Sequence[Callable[[], object]]:

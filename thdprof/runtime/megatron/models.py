@@ -8,24 +8,19 @@ from typing import Any
 from torch import nn
 
 from thdprof.runtime.graphs.module_state import find_hooked_parameters
-from thdprof.runtime.megatron import surroundings
-from thdprof.runtime.megatron.decoder import adapters, mamba, operations, vision
+from thdprof.runtime.megatron import decoder_surroundings
+from thdprof.runtime.megatron.decoder import parts
 from thdprof.runtime.megatron.decoder.decoder import Decoder, rope_of
 from thdprof.runtime.megatron.refusals import settings
 
 
 def decoder_of(chunk: nn.Module, model: Any) -> Decoder:
-    """The decoder of a model chunk, not attached yet.
-
-    Args:
-        chunk: the model chunk, wrapped or not.
-        model: the model in it that has the decoder.
-    """
+    """The decoder of `model`, which a model chunk holds, not attached yet."""
     return Decoder(
         model.decoder,
         rope_of(model),
-        rotary_sample=vision.rotary_sample_of(model),
-        num_features=vision.num_features(whole(chunk)),
+        rotary_sample=parts.rotary_sample_of(model),
+        num_features=parts.num_features(whole(chunk)),
     )
 
 
@@ -36,7 +31,7 @@ def unwrapped(model: nn.Module) -> Any:
         SettingsError: neither the module nor any that it wraps has a decoder.
     """
     inner_model = whole(model)
-    language_model = vision.language_model_of(inner_model)
+    language_model = parts.language_model_of(inner_model)
     return inner_model if language_model is None else language_model
 
 
@@ -59,11 +54,8 @@ def whole(model: nn.Module) -> Any:
 
 
 def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Facts:
-    """Everything that the checks of settings must know of the models besides their configuration.
-
-    Args:
-        chunks: this rank's model chunks, wrapped or not.
-        models: the models in them.
+    """Everything that the checks of settings must know of the `models` in this rank's `chunks` besides their
+    configuration.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel
@@ -77,11 +69,11 @@ def facts_of(chunks: Sequence[nn.Module], models: Sequence[Any]) -> settings.Fac
         model=model_kind(chunks),
         position_embedding=str(getattr(models[0], "position_embedding_type", "none")),
         graph_safe_rng=has_graph_safe_rng(),
-        foreign_hooks=tuple(name for model in models for name in surroundings.foreign_hooks(model.decoder)),
-        foreign_layers=tuple(sorted(set(mamba.foreign(layers)))),
-        has_mamba=any(mamba.has_mamba(model) for model in models),
-        fused_adapters=tuple(name for model in models for name in adapters.fused(model.decoder)),
-        fused_operations=tuple(name for model in models for name in operations.fused_parts(model.decoder)),
+        foreign_hooks=tuple(name for model in models for name in decoder_surroundings.foreign_hooks(model.decoder)),
+        foreign_layers=tuple(sorted(set(parts.find_foreign_layers(layers)))),
+        has_mamba=any(parts.has_mamba(model) for model in models),
+        fused_adapters=tuple(name for model in models for name in parts.find_fused_adapters(model.decoder)),
+        fused_operations=tuple(name for model in models for name in parts.find_fused_parts(model.decoder)),
         hooked_parameters=tuple(name for model in models for name in find_hooked_parameters(model.decoder)),
         wrapper=wrapper,
         data_parallel_size=parallel_state.get_data_parallel_world_size(),
@@ -92,10 +84,10 @@ def model_kind(chunks: Sequence[nn.Module]) -> str | None:
     """The kind of the model in `chunks`, where it is more than a decoder: vision-language, or another one of which no
     decoder was checked; None: it is a GPTModel or a HybridModel.
     """
-    languages = [found for chunk in chunks if (found := vision.language_model_of(whole(chunk))) is not None]
+    languages = [found for chunk in chunks if (found := parts.language_model_of(whole(chunk))) is not None]
     if not languages:
         return None
-    return "vision-language" if all(map(vision.is_checked, languages)) else "other vision-language"
+    return "vision-language" if all(map(parts.is_checked, languages)) else "other vision-language"
 
 
 def has_graph_safe_rng() -> bool:

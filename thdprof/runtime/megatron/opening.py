@@ -56,14 +56,7 @@ class Openings:
     """The calls that show captures what training's micro-batches are like."""
 
     def __init__(self, plan: Plan, config: Any, *, shards: int, form: MetadataForm) -> None:
-        """Calls for a run by `plan`.
-
-        Args:
-            plan: the plan to follow.
-            config: the models' TransformerConfig.
-            shards: number of ranks that share a micro-batch's tokens out among them, besides context parallelism.
-            form: the form of training's PackedSeqParams.
-        """
+        """Calls for a run by `plan`, where `shards` ranks share a micro-batch's tokens besides context parallelism."""
         self.why_not = why_not_ahead(plan)
         """Why there is no such call before the first step; "" if there is."""
         self.captures_nothing = not plan.captured
@@ -119,17 +112,11 @@ def capture_ahead(
     *,
     say: Callable[[str], None],
 ) -> None:
-    """Capture all graphs of this rank, chunk by chunk, and tell how long it took.
+    """Capture all graphs of this rank, chunk by chunk, and report in one line how long it took.
 
-    Where `openings` has a reason, or a decoder is not in training mode, nothing is captured here, and the first
-    micro-batch of each chunk captures. All ranks call this together.
-
-    Args:
-        decoders: the attached decoders of this rank's model chunks, in order.
-        runs: what runs each of them.
-        openings: makes the calls.
-        takes_grad: whether the hidden states of each take a gradient.
-        say: tells of the captures, in one line.
+    Where `openings` has a reason, or a decoder is not in training mode, nothing is captured here, and the first micro-
+    batch of each chunk captures. All ranks call this together. `takes_grad` says whether the hidden states of each
+    decoder take a gradient.
     """
     if openings.captures_nothing:
         return

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from thdprof.runtime.megatron.decoder import unfused_rope
-from thdprof.runtime.megatron.trainers.replaced import Shared, replaced
+from thdprof.runtime.megatron import rotary
+from thdprof.runtime.megatron.replacing import Shared, replaced
 from thdprof.runtime.random_states import Repeats
 
 
@@ -58,23 +58,16 @@ _REPEATS = Repeats(MegatronTracker())
 
 
 def repeats_of(config: Any) -> Repeats | None:
-    """The parts that a model recomputes; None: none.
-
-    Args:
-        config: megatron.core.transformer.TransformerConfig, or an object with its fields.
-    """
+    """The parts that a model of this TransformerConfig recomputes; None: none."""
     return _REPEATS if getattr(config, "recompute_granularity", None) else None
 
 
 @contextmanager
-def kept(config: Any) -> Iterator[None]:
+def keeping_activations(config: Any) -> Iterator[None]:
     """Let passes inside the block keep what they would recompute: graphs of single layers recompute nothing.
 
     A recomputation would draw random numbers that no graph has registered, and megatron-core itself makes none while it
     captures layers.
-
-    Args:
-        config: as `repeats_of` takes it.
     """
     from megatron.core.transformer import cuda_graphs
 
@@ -89,21 +82,14 @@ def kept(config: Any) -> Iterator[None]:
 
 
 def is_full(config: Any) -> bool:
-    """Whether a model recomputes whole layers.
-
-    Args:
-        config: as `repeats_of` takes it.
-    """
+    """Whether a model recomputes whole layers."""
     return getattr(config, "recompute_granularity", None) == "full"
 
 
 @contextmanager
 def layer_by_layer(config: Any) -> Iterator[None]:
     """Let a decoder call each of its layers once inside the block, also where it recomputes whole layers: those that
-    are graphs keep what they would recompute, and the others are recomputed one by one (`graphs.eager_layers`).
-
-    Args:
-        config: the decoder's configuration, as `repeats_of` takes it.
+    are graphs keep what they would recompute, and the others are recomputed one by one (`layer_graphs.EagerLayers`).
     """
     with replaced(config, "recompute_granularity", None) if is_full(config) else nullcontext():
         yield
@@ -112,10 +98,7 @@ def layer_by_layer(config: Any) -> Iterator[None]:
 def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """`function(*tensors)`, of which only the tensors are kept: it runs again in the backward, as Megatron does it.
 
-    Args:
-        layer: the layer of which `function` is a part, or which it runs.
-        function: takes `tensors`; it may read other tensors that take no gradient.
-        tensors: on the GPU.
+    `function` is a part of `layer`, or runs it; it may read other tensors that take no gradient.
     """
     from megatron.core import tensor_parallel
 
@@ -132,13 +115,9 @@ def checkpointed(layer: Any, function: Callable[..., Any], *tensors: torch.Tenso
 
 
 @contextmanager
-def mended(repeats: Repeats | None) -> Iterator[None]:
-    """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap.
-
-    Args:
-        repeats: what `repeats_of` returned; None: nothing is changed.
-    """
-    with nullcontext() if repeats is None else _MENDING.owned(repeats):
+def repeating_random_numbers(repeats: Repeats | None) -> Iterator[None]:
+    """Let all that Megatron recomputes inside the block go through `repeats`, in captures too. Blocks may overlap."""
+    with nullcontext() if repeats is None else _REPEATING.owned(repeats):
         yield
 
 
@@ -165,7 +144,7 @@ def _recomputing_through(repeats: Repeats) -> Iterator[None]:
         yield
 
 
-_MENDING = Shared(_recomputing_through)
+_REPEATING = Shared(_recomputing_through)
 
 
 @contextmanager
@@ -198,7 +177,7 @@ def _repeated(repeats: Repeats, function: Callable[..., Any]) -> Callable[..., A
 
     if repeats.captured is None and (is_graph_capturing() or is_graph_warmup()):
         return function
-    return repeats.repeated(unfused_rope.as_now(function))
+    return repeats.repeated(rotary.as_now(function))
 
 
 def _default() -> torch.Generator:

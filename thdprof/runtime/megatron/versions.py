@@ -89,13 +89,13 @@ def _rope_is_ours() -> bool:
     """Whether unfused RoPE of packed tokens gives what `decoder.unfused_rope` gives in captures."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    from thdprof.runtime.megatron.decoder import unfused_rope
+    from thdprof.runtime.megatron import rotary
 
     config = SimpleNamespace(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False)
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     tokens, bounds = torch.linspace(-1, 1, 64).view(8, 2, 4), torch.tensor([0, 5, 8], dtype=torch.int32)
     table = torch.linspace(0, 3, 48).view(12, 1, 1, 4)
-    told = {"max_seqlen": 5} if unfused_rope.reads_max_seqlen() else {}
+    told = {"max_seqlen": 5} if rotary.reads_max_seqlen() else {}
 
     def rotate(rows: int) -> torch.Tensor:
         rotated: torch.Tensor = rope_utils.apply_rotary_pos_emb(
@@ -104,7 +104,7 @@ def _rope_is_ours() -> bool:
         return rotated
 
     own = [rotate(5), rotate(8)]  # of positions in a document, and of the micro-batch's tokens
-    with unfused_rope.on_the_device():
+    with rotary.on_the_device():
         return all(torch.equal(rotate(rows), expected) for rows, expected in zip((5, 8), own, strict=True))
 
 
@@ -112,12 +112,12 @@ def _shift_is_ours() -> bool:
     """Whether the shift of packed tokens gives what `decoder.token_shift` gives."""
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
-    from thdprof.runtime.megatron.decoder import token_shift
+    from thdprof.runtime.megatron import token_shift
 
     params = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 8], dtype=torch.int32))
     tokens = torch.arange(1, 9)[None]
     own, _ = roll_tensor(tokens, packed_seq_params=params)
-    with token_shift.together():
+    with token_shift.shifting_together():
         return torch.equal(roll_tensor(tokens, packed_seq_params=params)[0], own)
 
 

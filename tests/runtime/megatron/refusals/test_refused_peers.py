@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core")
 
 from support.refusals import config
 
-from thdprof.runtime.megatron.peers import peers_of
+from thdprof.runtime.megatron.rank_agreement import peers_of
 from thdprof.runtime.megatron.refusals.settings import SettingsError
 
 

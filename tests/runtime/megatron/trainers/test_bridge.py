@@ -16,7 +16,7 @@ from thdprof.errors import DataError
 from thdprof.plan import Plan
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.trainers import bridge, bridge_refusals, bridge_settings
+from thdprof.runtime.megatron.trainers import bridge, bridge_refusals, bridge_runs
 from thdprof.runtime.megatron.trainers.bridge import ThdprofCallback
 
 EVENTS = {"on_train_start", "on_train_step_end", "on_train_end"}
@@ -173,7 +173,7 @@ def test_every_reason_against_a_run_is_told_at_once(run, plan, monkeypatch):
     run.config = configuration(inprocess_restart=SimpleNamespace(enabled=True), rng_te_rng_tracker=False)
     run.refuses = "cuda_graph_impl is 'local', graphs.impl chunk needs 'none'"
     found = [Misfit(setting="seq_length", planned=16, run=32, changes="graphs", why="other shapes")]
-    monkeypatch.setattr(bridge_settings, "misfits", lambda plan, settings, data_paths: found)
+    monkeypatch.setattr(bridge_runs, "misfits", lambda plan, settings, data_paths: found)
     with pytest.raises(SettingsError) as told:
         run.start(ThdprofCallback(plan))
     lines = str(told.value).splitlines()
@@ -224,7 +224,7 @@ def test_graphs_are_captured_for_the_metadata_that_bridge_makes(run, plan):
     run.fire("on_train_end")
     specs = run.config.dataset.offline_packing_specs
     specs.pad_seq_to_mult = 4
-    assert bridge_settings.pads_documents(run.config)
+    assert bridge_runs.pads_documents(run.config)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -233,7 +233,7 @@ def test_a_step_that_packs_samples_itself_tells_of_padding(run, plan, deferred):
     run.config = configuration(dataset_enable_offline_packing=False)
     run.config.dataset.enable_in_batch_packing = True
     run.config.dataset.defer_in_batch_packing_to_step = deferred
-    assert bridge_settings.pads_documents(run.config) is deferred
+    assert bridge_runs.pads_documents(run.config) is deferred
 
 
 def test_nothing_is_captured_for_a_run_that_is_refused(run, plan):
@@ -244,7 +244,7 @@ def test_nothing_is_captured_for_a_run_that_is_refused(run, plan):
 
 
 def test_the_plan_and_the_configuration_are_compared(run, plan):
-    assert bridge_settings.misfits_of(configuration(), plan) == []
+    assert bridge_runs.misfits_of(configuration(), plan) == []
     run.config = configuration(model_context_parallel_size=2, dataset_seed=1)
     with pytest.raises(SettingsError, match=r"model\.context_parallel_size: the plan was made for 1, the run has 2"):
         run.start(ThdprofCallback(plan))
@@ -254,7 +254,7 @@ def test_the_plan_and_the_configuration_are_compared(run, plan):
 
 def test_a_difference_that_only_the_prediction_feels_is_said(run, plan, monkeypatch):
     found = [Misfit(setting="seed", planned=1, run=2, changes="prediction", why="another order")]
-    monkeypatch.setattr(bridge_settings, "misfits", lambda plan, settings, data_paths: found)
+    monkeypatch.setattr(bridge_runs, "misfits", lambda plan, settings, data_paths: found)
     run.start(ThdprofCallback(plan))
     run.fire("on_train_end")
     assert run.said == [
@@ -299,13 +299,13 @@ def test_graphs_that_bridge_would_capture_itself_are_refused(plan):
 def test_settings_have_the_names_of_analyze():
     from thdprof.training import TrainingOptions
 
-    settings = bridge_settings.settings_of(configuration())
+    settings = bridge_runs.settings_of(configuration())
     assert set(settings) <= set(TrainingOptions.__annotations__)
-    assert set(settings) <= set(bridge_settings.FIELDS)
+    assert set(settings) <= set(bridge_runs.FIELDS)
     assert settings["train_samples"] == 8
     assert settings["loader"] == "batch"
-    assert bridge_settings.data_paths_of(configuration()) == ["rows.parquet"]
-    ramped = bridge_settings.settings_of(configuration(train_rampup_batch_size=[2, 2, 100]))
+    assert bridge_runs.data_paths_of(configuration()) == ["rows.parquet"]
+    ramped = bridge_runs.settings_of(configuration(train_rampup_batch_size=[2, 2, 100]))
     assert not {"global_batch_size", "train_samples"} & set(ramped)
 
 
@@ -324,7 +324,7 @@ def test_ranks_that_share_collectives_of_experts_in_graphs_are_counted(padded, b
         "expert_tensor_parallel_size": 1,
     }.items():
         setattr(config.model, name, value)
-    assert bridge_settings.settings_of(config).get("shared_capture_ranks") == together
+    assert bridge_runs.settings_of(config).get("shared_capture_ranks") == together
 
 
 @pytest.mark.parametrize("weights", [None, [0.3, 0.7]])
@@ -332,9 +332,9 @@ def test_the_weights_of_a_blend_are_compared(weights):
     dataset = SimpleNamespace(enable_offline_packing=False, blend=(["a", "b"], weights), random_seed=1234)
     config = configuration()
     config.dataset = dataset
-    assert bridge_settings.settings_of(config)["weights"] == weights
-    assert "weights" not in bridge_settings.settings_of(configuration())
-    assert bridge_settings.data_paths_of(config) == ["a", "b"]
+    assert bridge_runs.settings_of(config)["weights"] == weights
+    assert "weights" not in bridge_runs.settings_of(configuration())
+    assert bridge_runs.data_paths_of(config) == ["a", "b"]
 
 
 def test_a_file_that_is_no_plan_is_refused_before_anything_starts(tmp_path):

@@ -22,9 +22,16 @@ from support.gpu_stand_in import OnGpu
 from support.tensor_parallel_batches import arguments_of, batch_of, flat_on_host, micro_batch, params_of
 
 from thdprof.runtime.megatron.decoder import packed_seq_params
-from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
-from thdprof.runtime.megatron.trainers.host_known import host_of, known, plain
-from thdprof.runtime.megatron.trainers.tensor_parallel_peers import RowBoundaries, TensorParallelPeers, decoded, encoded
+from thdprof.runtime.megatron.trainers.host_boundaries import (
+    RowBoundaries,
+    TensorParallelPeers,
+    attach_host_values,
+    decoded,
+    encoded,
+    find_host_values,
+    host_boundaries,
+    plain,
+)
 
 
 def test_without_gloo_megatrons_own_functions_send_the_boundaries(monkeypatch):
@@ -88,7 +95,7 @@ def test_evaluation_may_have_another_micro_batch_size(gpu):
     batch = micro_batch(0, rows=3, tokens=64, longest=20, padded=False, mask=False)
     with host_boundaries():
         flat = batch_of(utils, RerunDataIterator(iter([dict(batch)])), arguments_of(1, 64), 0)
-    assert host_of(flat["cu_seqlens"])[0, -1] == 3 * 64
+    assert find_host_values(flat["cu_seqlens"])[0, -1] == 3 * 64
 
 
 def test_a_rerun_gets_the_same_batches_and_checkpoints_hold_ordinary_tensors():
@@ -104,7 +111,7 @@ def test_a_rerun_gets_the_same_batches_and_checkpoints_hold_ordinary_tensors():
             again = [next(iterator) for _ in range(2)]
             for batch, expected in zip(again, batches, strict=False):
                 assert batch.keys() == expected.keys()
-                assert torch.equal(host_of(batch["cu_seqlens"]), expected["cu_seqlens"])
+                assert torch.equal(find_host_values(batch["cu_seqlens"]), expected["cu_seqlens"])
         saved = io.BytesIO()
         torch.save(iterator.state_dict(), saved)
         saved.seek(0)
@@ -113,7 +120,7 @@ def test_a_rerun_gets_the_same_batches_and_checkpoints_hold_ordinary_tensors():
         resumed = RerunDataIterator(iter(batches[2:]))
         resumed.load_state_dict(state)
         resumed.rewind()
-        assert torch.equal(host_of(next(resumed)["cu_seqlens"]), batches[0]["cu_seqlens"])
+        assert torch.equal(find_host_values(next(resumed)["cu_seqlens"]), batches[0]["cu_seqlens"])
         resumed.advance()
         assert torch.equal(next(resumed)["tokens"], batches[2]["tokens"])
 
@@ -139,15 +146,15 @@ def test_what_is_no_packed_batch_comes_as_it_is(batch):
 
 
 def test_what_a_script_computes_from_boundaries_is_not_known():
-    tensor = known(torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 4, 9], dtype=torch.int32))
+    tensor = attach_host_values(torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 4, 9], dtype=torch.int32))
     for made in (tensor + 1, tensor[1:], tensor[None], tensor.clone(), tensor.to(torch.int64), tensor.view(-1)):
-        assert host_of(made) is None
+        assert find_host_values(made) is None
         assert type(made) is torch.Tensor
-    assert host_of(tensor.squeeze(0)) is not None
+    assert find_host_values(tensor.squeeze(0)) is not None
     assert int(tensor[-1]) == 9
     assert tensor.tolist() == [0, 4, 9]
     tensor += 1
-    assert host_of(tensor) is None
+    assert find_host_values(tensor) is None
     assert plain(tensor).tolist() == tensor.tolist() == [1, 5, 10]
     assert tensor[-1].item() == 10
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from thdprof.runtime.megatron.trainers.own_capture import left_to_the_plan
+from thdprof.runtime.megatron.trainers.megatron_lm import left_to_the_plan
 
 
 @pytest.mark.parametrize(("asked", "seen"), [("transformer_engine", "none"), ("local", "local"), ("none", "none")])

@@ -25,7 +25,7 @@ from megatron.core.rerun_state_machine import (
     RerunStateMachine,
 )
 
-from thdprof.runtime.megatron.trainers.result_checks import checked_once_a_step
+from thdprof.runtime.megatron.trainers.training_loops import checked_once_a_step
 
 MODES = [RerunMode.DISABLED, RerunMode.VALIDATE_RESULTS, RerunMode.REPORT_DETERMINISM_STATS]
 ATTRIBUTES = (

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from thdprof.runtime.megatron.decoder import packed_seq_params
-from thdprof.runtime.megatron.trainers.schedule_plans import GIVEN, packed_schedule_plans
+from thdprof.runtime.megatron.trainers.training_loops import GIVEN, packed_schedule_plans
 
 
 def params(*boundaries: int) -> PackedSeqParams:

@@ -17,7 +17,7 @@ from support import stage_batches
 from support.rank_processes import printed_by_ranks
 from support.stage_batches import CASES, EVAL_ITERS, GLOBAL_BATCH, TRAIN_STEPS
 
-from thdprof.runtime.megatron.trainers.stage_datasets import READ_BY_ALL, datasets_on_all_stages
+from thdprof.runtime.megatron.trainers.megatron_lm import READ_BY_ALL, datasets_on_all_stages
 
 WORLD, STAGES = 4, 4
 

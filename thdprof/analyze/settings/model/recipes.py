@@ -17,7 +17,7 @@ from thdprof.analyze.settings.model.recipe_ddp import read_ddp
 from thdprof.analyze.settings.model.recipe_precision import read_precision
 from thdprof.errors import DataError, UsageError
 from thdprof.training import definitions, model_definitions
-from thdprof.training.model_fields import read_field
+from thdprof.training.model import read_field
 
 _DEEPEST = 6
 _OTHER_NAMES = {

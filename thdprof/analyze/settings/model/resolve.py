@@ -17,8 +17,7 @@ from thdprof.analyze.settings.model.reading import (
 )
 from thdprof.errors import UsageError
 from thdprof.training import Experts, Model, model_definitions
-from thdprof.training.model_check import problems, shown_field
-from thdprof.training.model_fields import read_field
+from thdprof.training.model import problems, read_field, shown_field
 
 SETTINGS = "settings"
 """The source of a model that is made of settings."""

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from thdprof.analyze.sources.readers.row_lists import Rows
+from thdprof.analyze.sources.base import Rows
 from thdprof.errors import DataError
 
 KEYS = ("length", "lengths", "seq_lengths", "document_lengths", "num_tokens")

@@ -85,10 +85,6 @@ class Ranks:
 def parse(words: Sequence[str], *, where: str) -> tuple[Any, list[str]]:
     """The words of a training command by Megatron's own parser, and the words that it does not know.
 
-    Args:
-        words: flags and values.
-        where: name of the launch script in errors.
-
     Raises:
         UsageError: the parser refuses the words, or they ask for training that cannot be measured.
     """
@@ -121,11 +117,7 @@ def ranks_of(args: Any) -> Ranks:
 
 
 def check_world(ranks: Ranks, world: int, *, where: str) -> None:
-    """Refuse a number of processes on which one pipeline stage cannot run.
-
-    Raises:
-        UsageError: `world` is no multiple of the ranks that the stage needs.
-    """
+    """Raise UsageError where one pipeline stage cannot run on `world` processes."""
     if world % ranks.least:
         sizes = f"tensor {ranks.tensor} x context {ranks.context}"
         if ranks.expert > 1:
@@ -137,12 +129,7 @@ def check_world(ranks: Ranks, world: int, *, where: str) -> None:
 
 
 def vocabulary(args: Any, *, given: int | None, where: str) -> int:
-    """Rows of the embedding, padded as training pads them.
-
-    Args:
-        args: parsed arguments, as the script gives them.
-        given: tokens of the tokenizer, from the user; None where not given.
-        where: name of the launch script in errors.
+    """Rows of the embedding, padded as training pads them; `given` is the user's number of tokens.
 
     Raises:
         UsageError: neither the script nor the user tells the vocabulary.
@@ -170,11 +157,7 @@ def total_layers(args: Any) -> int:
 
 
 def stage_layers(args: Any) -> int:
-    """Most layers that a pipeline rank of the script's own run has, over all its chunks.
-
-    Raises:
-        UsageError: Megatron does not take the pipeline layout.
-    """
+    """Most layers that a pipeline rank of the script's own run has; UsageError where Megatron refuses the layout."""
     total, stages = total_layers(args), max(1, int(args.pipeline_model_parallel_size))
     if chunks := _layers_of_chunks(args, stages):
         return max(sum(chunks[rank::stages]) for rank in range(stages))
@@ -205,15 +188,7 @@ def _layers_of_chunks(args: Any, stages: int) -> list[int]:
 
 
 def set_for_measuring(args: Any, *, layers: int, vocabulary: int, microbatches: int, world: int) -> None:
-    """Change the parsed arguments for a measurement of `layers` layers on `world` ranks, without a pipeline.
-
-    Args:
-        args: parsed arguments; changed in place.
-        layers: layers to build.
-        vocabulary: rows of the embedding.
-        microbatches: micro-batches of a step.
-        world: number of ranks.
-    """
+    """Change the parsed arguments for a measurement of `layers` layers on `world` ranks, without a pipeline."""
     set_layers(args, layers)
     for name, value in _OFF.items():
         if hasattr(args, name):
@@ -255,10 +230,8 @@ def alike[T](kinds: Sequence[T], count: int) -> Sequence[T]:
 
 
 def validate(args: Any, *, where: str) -> Any:
-    """The arguments after Megatron's own checks, which also fill in defaults.
-
-    Raises:
-        UsageError: they do not fit together.
+    """The arguments after Megatron's own checks, which also fill in defaults; UsageError where they do not fit
+    together.
     """
     from megatron.training.arguments import validate_args
 

@@ -1,14 +1,10 @@
-"""A Megatron decoder (TransformerBlock or HybridStack) as a module that takes tensors and one PackedSequence.
-
-The decoder stays where it is in the model, with its parameters and the keys of its checkpoints: only its `forward` is
-replaced on the instance, and put back at the end.
-"""
+"""The decoder of a Megatron model as a module that takes tensors and one PackedSequence."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +13,139 @@ from torch import nn
 
 from thdprof.dispatch import FallbackReason
 from thdprof.runtime.dispatched_module import DispatchedModule
-from thdprof.runtime.megatron.decoder import adapters, deepstack, mamba, packed_seq_params, unfused_rope
-from thdprof.runtime.megatron.decoder.arguments import FOR_INFERENCE, KNOWN_ARGUMENTS, further, not_known
-from thdprof.runtime.megatron.decoder.rotary import KeptTables, keep_tables
+from thdprof.runtime.megatron import rotary
+from thdprof.runtime.megatron.decoder import packed_seq_params, parts
 from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.rotary import KeptTables, keep_tables
 from thdprof.runtime.padding import PackedSequence
 from thdprof.training import TailPolicy
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from thdprof.runtime.megatron.decoder.context_groups import ContextGroups
+    from thdprof.runtime.megatron.decoder.context_parallel import ContextGroups
+
+
+KNOWN_ARGUMENTS = frozenset({"hidden_states", "attention_mask", "rotary_pos_emb", "packed_seq_params", "padding_mask"})
+"""Arguments of a decoder's forward that graphs take: their tensors are copied into static ones."""
+FOR_INFERENCE = frozenset({"inference_context", "inference_params"})
+"""With one of these the decoder's own forward runs, past everything else."""
+
+
+def find_unknown_arguments(
+    arguments: Mapping[str, Any], signature: inspect.Signature, known: frozenset[str] = KNOWN_ARGUMENTS
+) -> set[str]:
+    """Names of `arguments`, bound by a forward's `signature`, that no graph takes and that are not at their default."""
+    names = {name for name, value in further(arguments, signature).items() if value is not None}
+    for name, value in arguments.items():
+        parameter = signature.parameters[name]
+        taken = name in known | FOR_INFERENCE or parameter.kind is parameter.VAR_KEYWORD
+        if not taken and not _is_default(value, parameter.default):
+            names.add(name)
+    return names
+
+
+def further(arguments: Mapping[str, Any], signature: inspect.Signature) -> dict[str, Any]:
+    """The keyword arguments that a forward takes without naming them (`**kwargs`)."""
+    names = [name for name, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+    return {key: value for name in names for key, value in arguments.get(name, {}).items()}
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    """Whether an argument says nothing: None, its own default, or an empty collection in place of None."""
+    if value is None or value is default:
+        return True
+    if isinstance(value, set | frozenset | list | tuple | dict):
+        return not value and not default
+    return isinstance(value, bool | int | float | str) and type(value) is type(default) and value == default
+
+
+_MASK, _ROWS, _ADD = "visual_pos_masks", "deepstack_visual_embeds", "_deepstack_process"
+"""The block's arguments, and the method that adds one layer's rows."""
+_TOKENS, _FEATURES = "deepstack_tokens", "deepstack_features_"
+"""Names of the tensors that stand for these arguments: the mask, and one for each list of rows."""
+
+
+def is_between_layers(name: str) -> bool:
+    """Whether the argument of that name is read between layers, and by none of them."""
+    return name == _TOKENS or name.startswith(_FEATURES)
+
+
+class DeepStack:
+    """Stands for the method by which one block adds features, and makes the tensors that it adds.
+
+    Megatron-Bridge gives its decoder a mask of the image's tokens and, for each of the first layers, a row of features
+    for every such token. Their shape differs between micro-batches, and adding them waits for the GPU. Here the
+    features of a layer become a tensor with a row for each token of the micro-batch, which a graph can take. The sums
+    are the same bit for bit: tokens without an image keep their hidden states.
+    """
+
+    def __init__(self, block: nn.Module, *, num_features: int) -> None:
+        """Nothing replaced yet; behind `num_features` layers of this pipeline stage features are added."""
+        self._block: Any = block
+        self._num = num_features
+
+    def attach(self) -> None:
+        """Replace the block's method, on the instance, by one that takes tensors of either form."""
+        own = getattr(self._block, _ADD, None)
+        if own is None:
+            return
+
+        def add(hidden: torch.Tensor, mask: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+            if features.dim() == 2:
+                rows: torch.Tensor = own(hidden, mask, features)
+                return rows
+            return torch.where(mask.reshape(-1, 1, 1), hidden + features, hidden)
+
+        vars(self._block)[_ADD] = add
+
+    def detach(self) -> None:
+        """Give the block its own method back."""
+        vars(self._block).pop(_ADD, None)
+
+    def taken(self, arguments: dict[str, Any], hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Take the features out of a call's arguments; returns the tensors that stand for them.
+
+        A micro-batch without images has features of zeros, so that all micro-batches give the same arguments. Features
+        of another number than the model has stay where they are. `hidden` has the shape [tokens of this rank, 1, hidden
+        size].
+        """
+        mask, rows = arguments.get(_MASK), arguments.get(_ROWS)
+        if rows is not None and len(rows) != self._num:
+            return {}
+        arguments.pop(_MASK, None)
+        arguments.pop(_ROWS, None)
+        if self._num == 0:
+            return {}
+        return dict(self._tensors(mask, rows, hidden))
+
+    def _tensors(
+        self, mask: torch.Tensor | None, rows: Any, hidden: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        tokens = int(hidden.shape[0])
+        takes_grad = torch.is_grad_enabled()
+        if mask is None or rows is None:
+            yield _TOKENS, torch.zeros(tokens, dtype=torch.bool, device=hidden.device)
+            for number in range(self._num):
+                yield f"{_FEATURES}{number}", torch.zeros_like(hidden, requires_grad=takes_grad)
+            return
+        yield _TOKENS, mask.reshape(-1)
+        places = torch.nonzero_static(mask.reshape(-1), size=len(rows[0])).reshape(-1)
+        for number, of_layer in enumerate(rows):
+            empty = torch.zeros(tokens, of_layer.shape[-1], dtype=of_layer.dtype, device=of_layer.device)
+            if takes_grad:
+                empty.requires_grad_()
+            yield f"{_FEATURES}{number}", empty.index_copy(0, places, of_layer).unsqueeze(1)
+
+
+def restore_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments with the block's own names, whose features are the tensors that `DeepStack.taken` made."""
+    if _TOKENS not in arguments:
+        return arguments
+    features = [value for name, value in arguments.items() if name.startswith(_FEATURES)]
+    others = {name: value for name, value in arguments.items() if not is_between_layers(name)}
+    return {**others, _MASK: arguments[_TOKENS], _ROWS: features}
+
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +188,7 @@ class Decoder(nn.Module):
         super().__init__()
         self._entry = entry
         self._instance_forward = vars(block).get(entry)
-        if self._instance_forward is not None and not adapters.is_bridges_forward(self._instance_forward):
+        if self._instance_forward is not None and not parts.is_bridges_forward(self._instance_forward):
             raise SettingsError(
                 f"the forward of {type(block).__name__} is replaced already: close the installation that is there, or "
                 "undo what replaced it"
@@ -79,12 +197,12 @@ class Decoder(nn.Module):
         self._own_forward: Callable[..., Any] = getattr(block, entry)
         self._rope, self._rotary_sample = rope, rotary_sample
         self._unfused = is_unfused(block)
-        self._deepstack = deepstack.DeepStack(block, num_features=num_features)
+        self._deepstack = DeepStack(block, num_features=num_features)
         self._kept: dict[int, torch.Tensor] = {}
         self._layers_tables: tuple[KeptTables, ...] = ()
         self._like: PackedSeqParams | None = None
         self._shards, self._lengths = 1, frozenset[int]()
-        self._with_seq_idx = mamba.has_mamba(block)
+        self._with_seq_idx = parts.has_mamba(block)
         self._groups: ContextGroups | None = None
 
     @property
@@ -118,7 +236,7 @@ class Decoder(nn.Module):
             with_rope: whether the layers take rotary embeddings; they then cover the whole buffer.
             kwargs: all other arguments with which the model calls its decoder.
         """
-        kwargs = deepstack.as_given(kwargs)
+        kwargs = restore_arguments(kwargs)
         assert self._like is not None  # set by the forward that `attach` installs
         params = packed_seq_params.write(packed, self._like)
         if self._groups is not None:
@@ -130,19 +248,14 @@ class Decoder(nn.Module):
             return self.run_block(hidden_states, packed_seq_params=params, **kwargs)
 
     def run_block(self, hidden_states: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        """What the block's own pass returns.
-
-        Args:
-            hidden_states: as `forward` takes them.
-            arguments: the block's other arguments.
-        """
+        """What the block's own pass returns; `hidden_states` as `forward` takes them."""
         with input_given(self.block, hidden_states):
             output: torch.Tensor = self._own_forward(hidden_states=hidden_states, **arguments)
         return output
 
     def is_between_layers(self, name: str) -> bool:
         """Whether the argument of that name is read between layers, and by none of them."""
-        return deepstack.is_between_layers(name)
+        return is_between_layers(name)
 
     def draws_apart(self) -> bool:
         """Whether the block runs its layers over the random state of this tensor-parallel rank alone."""
@@ -200,8 +313,8 @@ class Decoder(nn.Module):
             with_rope = self._rope is not None and not runs_on and arguments.pop("rotary_pos_emb", None) is not None
             features = self._deepstack.taken(arguments, hidden)
             if self._with_seq_idx and cp_size > 1 and tail == "none":
-                mamba.check_covered(packed, int(hidden.shape[0]) * shards * cp_size)
-            unknown = not_known(arguments, signature, self.known)
+                parts.check_covered(packed, int(hidden.shape[0]) * shards * cp_size)
+            unknown = find_unknown_arguments(arguments, signature, self.known)
             if self._rope is not None and runs_on:
                 unknown.add("rotary_pos_emb")
             if unknown and not explained.issuperset(unknown):
@@ -232,9 +345,7 @@ class Decoder(nn.Module):
     def call_block(self, hidden: torch.Tensor, params: PackedSeqParams) -> torch.Tensor:
         """Run the block on one packed micro-batch as its model does, through what is attached.
 
-        Args:
-            hidden: hidden states, shape [tokens, 1, hidden size].
-            params: the micro-batch's metadata.
+        `hidden` has the shape [tokens, 1, hidden size].
         """
         rope = self._sampled(hidden)
         if self._rope is not None:
@@ -248,9 +359,7 @@ class Decoder(nn.Module):
     def show(self, hidden: torch.Tensor, params: PackedSeqParams) -> None:
         """Give one packed micro-batch to what is attached, as the model does in training, past the block's hooks.
 
-        Args:
-            hidden: hidden states, shape [tokens of this rank, 1, hidden size].
-            params: the micro-batch's metadata.
+        `hidden` has the shape [tokens of this rank, 1, hidden size].
         """
         rope = self._sampled(hidden)
         if self._rope is not None:
@@ -261,9 +370,7 @@ class Decoder(nn.Module):
     def decide(self, hidden: torch.Tensor, **arguments: Any) -> Any:
         """What is attached returns for one packed micro-batch of a schedule that does not call the block itself.
 
-        Args:
-            hidden: hidden states of the first layer, shape [tokens of this rank, 1, hidden size].
-            arguments: the block's other arguments.
+        `hidden` has the shape [tokens of this rank, 1, hidden size]; `arguments` are the block's others.
         """
         with input_given(self.block, hidden):
             return self.block.forward(hidden_states=hidden, **arguments)
@@ -303,7 +410,7 @@ class Decoder(nn.Module):
         if length in self._lengths and length not in self._kept:
             self._kept[length] = self._rope(rows)
         table = self._kept[length] if length in self._lengths else self._rope(rows)
-        return table[:longest] if self._unfused and unfused_rope.reads_max_seqlen() else table
+        return table[:longest] if self._unfused and rotary.reads_max_seqlen() else table
 
     def as_now(self) -> Callable[[], AbstractContextManager[None]]:
         """Returns a function that returns a context, in which the decoder runs the micro-batch that it runs now: later
@@ -350,25 +457,19 @@ def is_unfused(block: nn.Module) -> bool:
 
 
 def runs_on_over_documents(table: torch.Tensor | None, packed: PackedSequence, num_tokens: int) -> bool:
-    """Whether unfused RoPE takes the rows of `table` for positions in the whole micro-batch: it does so where there
-    are as many of them as tokens or, from megatron-core 0.20 on, more than the longest document has. Where documents
-    are one or fewer, it makes no difference.
-
-    Args:
-        table: the rotary embeddings of the micro-batch; None: it has none.
-        packed: the micro-batch's documents.
-        num_tokens: tokens of all ranks that share the micro-batch.
+    """Whether unfused RoPE takes the rows of `table` for positions in the whole micro-batch of `num_tokens` tokens over
+    all ranks: it does so where there are as many of them as tokens or, from megatron-core 0.20 on, more than the
+    longest document has. Where documents are one or fewer, it makes no difference.
     """
     if table is None or packed.cu_seqlens.numel() <= 2:
         return False
     rows = int(table.shape[0])
-    return rows > packed.max_seqlen if unfused_rope.reads_max_seqlen() else rows == num_tokens
+    return rows > packed.max_seqlen if rotary.reads_max_seqlen() else rows == num_tokens
 
 
 def rope_of(model: Any) -> Rope | None:
-    """The function that returns the rotary embeddings of a GPTModel or HybridModel.
-
-    None where the layers make their own embeddings, or there are none.
+    """The function that returns the rotary embeddings of a GPTModel or HybridModel; None where the layers make their
+    own.
     """
     module, embedding_type = getattr(model, "rotary_pos_emb", None), getattr(model, "position_embedding_type", None)
     if module is None or embedding_type not in ("rope", "yarn") or model.config.multi_latent_attention:

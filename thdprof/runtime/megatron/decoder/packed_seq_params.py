@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thdprof.runtime.megatron.decoder.context_groups import context_group
+from thdprof.runtime.megatron.decoder.context_parallel import context_group
 from thdprof.runtime.padding import PackedSequence, document_of_tokens, fill_padded, moved, pack
 from thdprof.training import TailPolicy
 
@@ -180,11 +180,8 @@ def read(params: PackedSeqParams, *, cp_size: int, tail: TailPolicy, with_seq_id
 
 
 def constants(params: PackedSeqParams, *, of_size: bool = True) -> str:
-    """The fields that a graph fixes besides the number of boundaries, as one string to compare.
-
-    Args:
-        params: the micro-batch's metadata.
-        of_size: whether to include the fields that differ between context-parallel sizes.
+    """The fields that a graph fixes besides the number of boundaries, as one string to compare; without `of_size`,
+    those that differ between context-parallel sizes are left out.
     """
     fields = {name: _name(getattr(params, name)) for name in _CONSTANT if of_size or name not in _OF_SIZE}
     return " ".join(f"{name}={value}" for name, value in {**fields, "pad_between_seqs": _pads(params)}.items())

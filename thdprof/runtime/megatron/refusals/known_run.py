@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from thdprof.megatron_limits import Run, limits_of, takes_unmeasured
-from thdprof.runtime.megatron.offload.groups import uses_core
+from thdprof.runtime.megatron.layer_offload import uses_core
 from thdprof.runtime.megatron.refusals.dynamic_cp import is_dynamic
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from thdprof.offload.plan import EXPERT_MODULES, MODULES
-from thdprof.runtime.megatron.offload.groups import uses_core
+from thdprof.runtime.megatron.layer_offload import uses_core
 
 if TYPE_CHECKING:
     from thdprof.plan import OffloadPart, Plan

@@ -20,14 +20,16 @@ from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.opening import MetadataForm
 from thdprof.runtime.megatron.refusals.settings import SettingsError
-from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_settings
-from thdprof.runtime.megatron.trainers.agreed_exit import is_agreed
-from thdprof.runtime.megatron.trainers.bridge_batches import host_boundaries_of_bridge
+from thdprof.runtime.megatron.replacing import replaced
+from thdprof.runtime.megatron.trainers import bridge_refusals, bridge_runs
+from thdprof.runtime.megatron.trainers.bridge_runs import host_boundaries_of_bridge
 from thdprof.runtime.megatron.trainers.observer import Observer
-from thdprof.runtime.megatron.trainers.plans import for_megatron
-from thdprof.runtime.megatron.trainers.replaced import replaced
-from thdprof.runtime.megatron.trainers.result_checks import checked_once_a_step
-from thdprof.runtime.megatron.trainers.schedule_plans import packed_schedule_plans
+from thdprof.runtime.megatron.trainers.training_loops import (
+    checked_once_a_step,
+    for_megatron,
+    is_agreed,
+    packed_schedule_plans,
+)
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
@@ -102,7 +104,7 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
 
         with ExitStack() as around:
             around.push(self._around.pop_all())
-            constant_length = bridge_settings.pads_to_constant(context.state.cfg)
+            constant_length = bridge_runs.pads_to_constant(context.state.cfg)
             around.enter_context(host_boundaries_of_bridge(*steps, constant_length=constant_length))
             around.enter_context(checked_once_a_step(on_restore=self._recapture))
             around.enter_context(replaced(train_utils, "print_rank_last", with_counters))
@@ -131,8 +133,8 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
 
         config = context.state.cfg
         lines = bridge_refusals.refusals(config, self._plan, replay=self._replay)
-        found = bridge_settings.misfits_of(config, self._plan)
-        told = [(misfit.changes, misfit.told(bridge_settings.FIELDS)) for misfit in found]
+        found = bridge_runs.misfits_of(config, self._plan)
+        told = [(misfit.changes, misfit.told(bridge_runs.FIELDS)) for misfit in found]
         lines += [f"{line}; analyse for this run" for changes, line in told if changes == "graphs"]
         for line in (line for changes, line in told if changes == "prediction"):
             _say(f"WARNING: thdprof: {line}")
@@ -143,9 +145,9 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
                 get_model_config(context.model[0]),
                 replay=self._replay,
                 capture_now=not lines,
-                form=MetadataForm(padded=bridge_settings.pads_documents(config)),
+                form=MetadataForm(padded=bridge_runs.pads_documents(config)),
                 say=lambda line: _say(f"thdprof: {line}"),
-                host_timeout=bridge_settings.host_timeout(config),
+                host_timeout=bridge_runs.host_timeout(config),
             )
         except SettingsError as error:
             raise bridge_refusals.joined(lines, error) from None
@@ -164,10 +166,8 @@ class ThdprofCallback(Callback):  # type: ignore[misc]
             self._installation.recapture()
 
     def _end(self, *, together: bool = False) -> None:
-        """Tell what was observed, free the graphs and give Bridge's functions back; a second call does nothing.
-
-        Args:
-            together: whether all ranks end here.
+        """Report what was observed, free the graphs and give Bridge's functions back; a second call does nothing. All
+        ranks end here `together`, or this one alone.
         """
         installation, observer = self._installation, self._observer
         self._installation = self._observer = None

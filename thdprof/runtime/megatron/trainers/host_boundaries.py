@@ -13,16 +13,207 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import distributed
 
 from thdprof.runtime.megatron.decoder.packed_seq_params import attach_host
-from thdprof.runtime.megatron.trainers.host_known import host_of, known, plain
-from thdprof.runtime.megatron.trainers.replaced import replaced
-from thdprof.runtime.megatron.trainers.tensor_parallel_peers import RowBoundaries, TensorParallelPeers
+from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.padding import moved
+
+
+class HostKnown(torch.Tensor):
+    """A tensor, on any device, that carries its values on the host along.
+
+    Reading a value (`item`, `tolist`, one entry by its number) never waits for a GPU. `cuda` and `squeeze` keep the
+    values; every other operation gives an ordinary tensor, of which nobody claims to know the values.
+    """
+
+    plain: torch.Tensor
+    """The same tensor without what the host knows."""
+    _on_host: torch.Tensor
+    _changes: int | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Every operation gives what it gives of ordinary tensors."""
+        del types
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def cuda(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As of every tensor; the values go along."""
+        return self._after("cuda", None, *args, **kwargs)
+
+    def squeeze(self, *dims: Any) -> torch.Tensor:
+        """As of every tensor; the values go along."""
+        return self._after("squeeze", "squeeze", *dims)
+
+    def item(self) -> Any:
+        """The only value, from the host if it is known there."""
+        values = find_host_values(self)
+        return (self.plain if values is None else values).item()
+
+    def tolist(self) -> Any:
+        """The values, from the host if they are known there."""
+        values = find_host_values(self)
+        return (self.plain if values is None else values).tolist()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """One entry of a vector lies on the host if it is known there; any other part lies where the tensor does."""
+        values = find_host_values(self) if isinstance(index, int) and self.plain.dim() == 1 else None
+        return (self.plain if values is None else values)[index]
+
+    def _after(self, operation: str, on_host: str | None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = getattr(self.plain, operation)(*args, **kwargs)
+        values = find_host_values(self)
+        if values is None:
+            return cast(torch.Tensor, result)
+        return attach_host_values(result, values if on_host is None else getattr(values, on_host)(*args, **kwargs))
+
+
+def attach_host_values(tensor: torch.Tensor, on_host: torch.Tensor) -> HostKnown:
+    """`tensor`, whose memory the result shares, with its values on the host, which nobody may change from now on."""
+    result = tensor.as_subclass(HostKnown)
+    result.plain, result._on_host, result._changes = tensor, on_host, _changes_of(tensor)
+    return result
+
+
+def find_host_values(tensor: Any) -> torch.Tensor | None:
+    """The values of `tensor` on the host; None if they are not known there, or `tensor` was changed in place."""
+    if isinstance(tensor, HostKnown) and _changes_of(tensor.plain) == tensor._changes:
+        return tensor._on_host
+    return None
+
+
+def plain(value: Any) -> Any:
+    """`value` without what the host knows of it; anything but such a tensor as it is."""
+    return value.plain if isinstance(value, HostKnown) else value
+
+
+def _changes_of(tensor: torch.Tensor) -> int | None:
+    """How often `tensor` was changed in place; None of one made in inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+FRAME = 1024
+"""Values of the first message, int32; longer boundaries need a second one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowBoundaries:
+    """Boundaries of one micro-batch on the host, as a data loader gives them."""
+
+    cu_seqlens: torch.Tensor
+    """int32, shape [rows, columns]: each row's document boundaries, its last value repeated to the end."""
+    max_seqlen: torch.Tensor
+    """int32, shape [rows]: tokens of each row's longest document."""
+    cu_seqlens_padded: torch.Tensor | None = None
+    """int32, shape [rows, columns]: positions in memory at which documents begin, if they are padded."""
+
+
+class TensorParallelPeers:
+    """The tensor-parallel groups that boundaries were sent in, each with a group of the same ranks on the host.
+
+    The message is a vector of int32: the number of micro-batch rows (0 if the sender does not know the boundaries), the
+    columns of `cu_seqlens` and of `cu_seqlens_padded` (-1 without them), `max_seqlen` of each row, and then every row,
+    shortened by the repetitions of its last value: the number of values that follow, and the values.
+    """
+
+    def __init__(self, timeout: Callable[[], timedelta | None]) -> None:
+        """No groups yet; `timeout` gives that of a group on the host, or None where none may be made, the same on all
+        ranks.
+        """
+        self._timeout = timeout
+        self._on_host: dict[Any, Any] = {}
+
+    def share(self, boundaries: RowBoundaries | None, group: Any, source: int) -> RowBoundaries | None:
+        """The micro-batch's boundaries that the global rank `source` gives, on every rank of `group`; call it on all of
+        them.
+
+        The first call for a group makes a gloo group of its ranks, which only they take part in. None where the source
+        does not know the boundaries, or no group may be made.
+        """
+        if distributed.get_world_size(group) == 1:
+            return boundaries
+        if group not in self._on_host:
+            timeout = self._timeout()
+            if timeout is None:
+                return None
+            self._on_host[group] = distributed.new_group(
+                distributed.get_process_group_ranks(group),
+                timeout=timeout,
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        sends = distributed.get_rank() == source
+        payload = encoded(boundaries) if sends else np.empty(0, dtype=np.int32)
+        first = np.zeros(FRAME, dtype=np.int32)
+        if sends:
+            head = payload[: FRAME - 1]
+            first[0], first[1 : 1 + len(head)] = len(payload), head
+        self._broadcast(first, group, source)
+        size = int(first[0])
+        if size < FRAME:
+            return boundaries if sends else decoded(first[1 : 1 + size])
+        rest = payload[FRAME - 1 :].copy() if sends else np.empty(size - FRAME + 1, dtype=np.int32)
+        self._broadcast(rest, group, source)
+        return boundaries if sends else decoded(np.concatenate((first[1:], rest)))
+
+    def _broadcast(self, values: NDArray[np.int32], group: Any, source: int) -> None:
+        distributed.broadcast(torch.from_numpy(values), source, group=self._on_host[group])
+
+
+def encoded(boundaries: RowBoundaries | None) -> NDArray[np.int32]:
+    """The message that says `boundaries`, int32, one-dimensional."""
+    if boundaries is None:
+        return np.zeros(1, dtype=np.int32)
+    matrices = [boundaries.cu_seqlens.numpy()]
+    if boundaries.cu_seqlens_padded is not None:
+        matrices.append(boundaries.cu_seqlens_padded.numpy())
+    columns = [matrix.shape[1] for matrix in matrices]
+    head = np.array([len(matrices[0]), columns[0], columns[1] if len(columns) > 1 else -1], dtype=np.int32)
+    return np.concatenate(
+        (head, boundaries.max_seqlen.numpy(), *(part for matrix in matrices for part in _shortened(matrix)))
+    )
+
+
+def decoded(message: NDArray[np.int32]) -> RowBoundaries | None:
+    """The boundaries that `message` says."""
+    rows = int(message[0])
+    if rows == 0:
+        return None
+    columns, columns_padded = int(message[1]), int(message[2])
+    start = 3 + rows
+    longest = torch.from_numpy(message[3:start].copy())
+    cu_seqlens, start = _filled(message, start, rows, columns)
+    padded = None if columns_padded < 0 else _filled(message, start, rows, columns_padded)[0]
+    return RowBoundaries(cu_seqlens=cu_seqlens, max_seqlen=longest, cu_seqlens_padded=padded)
+
+
+def _shortened(matrix: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
+    for row in matrix:
+        others = np.flatnonzero(row != row[-1])
+        kept = int(others[-1]) + 2 if len(others) else 1
+        yield np.array([kept], dtype=np.int32)
+        yield row[:kept]
+
+
+def _filled(message: NDArray[np.int32], start: int, rows: int, columns: int) -> tuple[torch.Tensor, int]:
+    """The matrix that begins at `start`, and where the message goes on."""
+    matrix = np.empty((rows, columns), dtype=np.int32)
+    for row in matrix:
+        kept = int(message[start])
+        row[:kept] = message[start + 1 : start + 1 + kept]
+        row[kept:] = row[kept - 1]
+        start += 1 + kept
+    return torch.from_numpy(matrix), start
+
 
 _BOUNDARIES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 """Entries of a batch that the host must know."""
@@ -70,7 +261,7 @@ def _next(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
         batch = copy.copy(batch)
         for name in _BOUNDARIES:
             if batch.get(name) is not None:
-                batch[name] = known(batch[name], batch[name])
+                batch[name] = attach_host_values(batch[name], batch[name])
         return batch
 
     return next_batch
@@ -87,7 +278,7 @@ def _of_tensor_parallel_rank(own: Callable[..., dict[str, Any]], peers: TensorPa
         reads = of_call["tp_rank"] == 0
         boundaries = None
         if of_call["has_cu_seqlens"] and not of_call["is_hybrid_cp"]:
-            boundaries = _of_batch(of_call["batch"], host_of) if reads else None
+            boundaries = _of_batch(of_call["batch"], find_host_values) if reads else None
             if boundaries is not None and len(boundaries.max_seqlen) != of_call["micro_batch_size"]:
                 alone = torch.distributed.get_world_size(of_call["broadcast_group"]) == 1
                 boundaries = boundaries if alone else None
@@ -110,7 +301,7 @@ def _flattened(own: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dic
     """flatten_batch_for_packed_sequences, which works on the host's boundaries and gives those of the device, too."""
 
     def flattened(batch: dict[str, Any]) -> dict[str, Any]:
-        boundaries = _of_batch(batch, host_of)
+        boundaries = _of_batch(batch, find_host_values)
         if boundaries is None:
             _forget(batch)
             return own(batch)
@@ -123,7 +314,7 @@ def _flattened(own: Callable[[dict[str, Any]], dict[str, Any]]) -> Callable[[dic
             flat, rows = batch.get(name), on_device[name]
             if flat is not None:
                 prefix = rows[0, : flat.shape[1]].unsqueeze(0) if len(rows) == 1 else moved(flat, rows.device)
-                batch[name] = known(prefix, flat)
+                batch[name] = attach_host_values(prefix, flat)
         return batch
 
     return flattened
@@ -134,7 +325,7 @@ def _post_init(owner: Any) -> Callable[[Any], None]:
     own = owner.__post_init__
 
     def post_init(params: Any) -> None:
-        on_host = {name: host_of(getattr(params, name)) for name in _FIELDS}
+        on_host = {name: find_host_values(getattr(params, name)) for name in _FIELDS}
         for name in _FIELDS:
             setattr(params, name, plain(getattr(params, name)))
         valid, padded = on_host["cu_seqlens_q"], on_host["cu_seqlens_q_padded"]
@@ -152,12 +343,7 @@ def _post_init(owner: Any) -> Callable[[Any], None]:
 
 
 def _of_batch(batch: Any, values: Callable[[Any], torch.Tensor | None]) -> RowBoundaries | None:
-    """The boundaries of a batch on the host; None if it has none, or not all of them are there.
-
-    Args:
-        batch: what a data iterator gave.
-        values: gives the values of one entry on the host, or None.
-    """
+    """The boundaries of a batch by `values` of its entries on the host; None if it has none, or not all are there."""
     if not isinstance(batch, dict) or batch.get("local_cp_size") is not None:
         return None
     cu_seqlens, padded, longest = (values(batch.get(name)) for name in _BOUNDARIES)
@@ -193,5 +379,8 @@ def _received(boundaries: RowBoundaries, *, with_padded: bool) -> dict[str, Any]
     device = torch.device(torch.cuda.current_device())
     padded = boundaries.cu_seqlens_padded if with_padded else None
     values = {"cu_seqlens": boundaries.cu_seqlens, "cu_seqlens_padded": padded, "max_seqlen": boundaries.max_seqlen}
-    given = {name: None if value is None else known(moved(value, device), value) for name, value in values.items()}
+    given = {
+        name: None if value is None else attach_host_values(moved(value, device), value)
+        for name, value in values.items()
+    }
     return {"local_cp_size": None, "hybrid_cp_group": None, **given}

@@ -12,18 +12,79 @@ from typing import TYPE_CHECKING, Any
 from thdprof.runtime.megatron import versions
 from thdprof.runtime.megatron.install import Installation, install
 from thdprof.runtime.megatron.opening import MetadataForm
-from thdprof.runtime.megatron.trainers.agreed_exit import is_agreed
+from thdprof.runtime.megatron.replacing import replaced
 from thdprof.runtime.megatron.trainers.host_boundaries import host_boundaries
 from thdprof.runtime.megatron.trainers.observer import Observer
-from thdprof.runtime.megatron.trainers.own_capture import left_to_the_plan
-from thdprof.runtime.megatron.trainers.plans import for_megatron
-from thdprof.runtime.megatron.trainers.replaced import replaced
-from thdprof.runtime.megatron.trainers.result_checks import checked_once_a_step
-from thdprof.runtime.megatron.trainers.schedule_plans import packed_schedule_plans
-from thdprof.runtime.megatron.trainers.stage_datasets import datasets_on_all_stages
+from thdprof.runtime.megatron.trainers.training_loops import (
+    checked_once_a_step,
+    for_megatron,
+    is_agreed,
+    packed_schedule_plans,
+)
 
 if TYPE_CHECKING:
     from thdprof.plan import Plan
+
+
+@contextmanager
+def left_to_the_plan(args: Any) -> Iterator[None]:
+    """Inside the block, Megatron's loop finds no graphs to capture among its arguments.
+
+    With `--cuda-graph-impl transformer_engine` the model is built for graphs of layers, which the plan captures. The
+    loop would capture them again, of whichever boundaries it meets, after its own warm-up steps. The model's
+    TransformerConfig keeps its value.
+    """
+    asked = getattr(args, "cuda_graph_impl", "none")
+    if asked != "transformer_engine":
+        yield
+        return
+    args.cuda_graph_impl = "none"
+    try:
+        yield
+    finally:
+        args.cuda_graph_impl = asked
+
+
+READ_BY_ALL = (
+    "--dataloader-inter-document-masking: every stage of the pipeline builds the datasets and reads its documents' "
+    "boundaries from them, since Megatron-LM 0.19 builds none for middle stages"
+)
+
+
+@contextmanager
+def datasets_on_all_stages(say: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, datasets with boundaries between documents are built for every stage and virtual stage.
+
+    With `--dataloader-inter-document-masking` every stage reads a micro-batch, but the scripts of Megatron-LM 0.19
+    build their datasets for the first and last stage, and for stages that predict further tokens, alone: a middle stage
+    ends in its first micro-batch. The samplers of one data-parallel rank give all its stages the same samples, as they
+    do for the first and the last one, so that boundaries need no message.
+
+    The tensor-parallel ranks of a stage that read no data go on reading none.
+
+    Args:
+        say: takes one line for the log, once, where the pipeline has middle stages.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+
+    own_init = BlendedMegatronDatasetBuilder.__init__
+    lines = [READ_BY_ALL]
+
+    def init(builder: Any, *args: Any, **kwargs: Any) -> None:
+        own_init(builder, *args, **kwargs)
+        masked = getattr(builder.config, "inter_document_masking", False)
+        if not masked or not parallel_state.model_parallel_is_initialized():
+            return
+        is_built_by_script = builder.is_built_on_rank
+        builder.is_built_on_rank = lambda: is_built_by_script() or parallel_state.get_tensor_model_parallel_rank() == 0
+        virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+        if virtual * parallel_state.get_pipeline_model_parallel_world_size() > 2 and lines:
+            say(lines.pop())
+
+    with replaced(BlendedMegatronDatasetBuilder, "__init__", init):
+        yield
+
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +208,8 @@ class _Loop:
             self._installation.recapture()
 
     def end(self, *, together: bool = False) -> None:
-        """Tell what was observed and free the graphs; the second call does nothing.
-
-        Args:
-            together: whether all ranks end here.
+        """Report what was observed and free the graphs; the second call does nothing. All ranks end here `together`, or
+        this one alone.
         """
         installation, observer = self._installation, self._observer
         self._installation = self._observer = None

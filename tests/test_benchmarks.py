@@ -1,0 +1,197 @@
+"""The benchmarks: their command lines work, and their cases are runs that Megatron-LM accepts; no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from support.command import run_script
+from support.paths import ROOT
+
+COMMANDS = ("agreement", "analyze", "bridge", "calibrated", "decoder_times", "report", "runtime", "trainer",
+            "transformers_sft")  # fmt: skip
+needs_megatron = pytest.mark.usefixtures("megatron_parser")
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_line_shows_its_help(name):
+    pytest.importorskip("torch")
+    done = run_script(f"benchmarks/{name}.py", "--help")
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
+def test_every_script_is_a_command_or_imported_by_one():
+    scripts = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    imported = {name for name in scripts for text in scripts.values() if f"import {name}" in text}
+    imported |= {name for name in scripts for text in scripts.values() if f"from {name} import" in text}
+    started = {name for name in scripts for text in scripts.values() if f'"{name}.py"' in text}
+    assert {*scripts} == {*COMMANDS} | imported | started
+
+
+def cases() -> ModuleType:
+    """The module of the cases of `exact`."""
+    return importlib.import_module("trainer_cases")
+
+
+def test_megatron_knows_every_argument_of_every_case(megatron_parser, tmp_path):
+    rows = cases().ROWS
+    assert len({row.name for row in rows}) == len(rows) > 100
+    for row in rows:
+        parsed, unknown = megatron_parser.parse_known_args(cases().exact_flags(row, tmp_path, 40))
+        own = ["--adapters", "--adapters-dropout", "--switch-on"] if row.script == cases().ADAPTERS_SCRIPT else []
+        assert {word for word in unknown if word.startswith("--")} <= {*own}, row.name
+        assert parsed.group_query_attention != parsed.multi_latent_attention  # Megatron takes one of the two
+        model = parsed.tensor_model_parallel_size * parsed.pipeline_model_parallel_size * parsed.context_parallel_size
+        each = parsed.global_batch_size * model / (row.gpus * parsed.micro_batch_size)
+        assert each == int(each) >= 2, row.name  # micro-batches of a step on every rank
+        assert (parsed.train_iters, parsed.eval_interval) == (40, 20)
+        assert parsed.gradient_accumulation_fusion == ("fused" in row.options)
+        assert (parsed.hidden_dropout > 0) == ("dropout" in row.options)
+
+
+def test_a_case_is_read_with_its_options_and_parts():
+    text = "\nPP 2, one\nCP 4, two |\n    @fused @impl=local CP\n    --context-parallel-size 4\n"
+    one, two = cases().read_cases(text)
+    assert (one.gpus, one.flags, one.impl, one.layers_per_graph, one.multiple) == (2, "", "chunk", "all", 1)
+    assert (two.gpus, two.options) == (4, {"fused": "", "impl": "local"})
+    assert two.flags == "--context-parallel-size 2 --context-parallel-size 4"
+    assert not any(word.isupper() for row in cases().ROWS for word in row.flags.split() if word.isidentifier())
+
+
+@pytest.fixture
+def _as_with_an_engine(monkeypatch):
+    """What Megatron's checks of its arguments ask of Transformer Engine and of a GPU, as an H100 has them."""
+    import torch
+    from megatron.core import utils
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+    from packaging.version import Version
+
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(utils, "get_te_version", lambda: Version("2.20.2"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0))
+    fused = {
+        rope_utils: ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"),
+        moe_utils: ("fused_permute", "fused_permute_with_probs", "fused_sort_chunks_by_index", "fused_unpermute"),
+    }
+    for module, names in fused.items():
+        for name in (*names, *(["fused_sort_chunks_by_index_with_probs"] if module is moe_utils else [])):
+            monkeypatch.setattr(module, name, object())
+
+
+@pytest.mark.usefixtures("_as_with_an_engine")
+def test_megatron_takes_the_arguments_of_every_run_together(megatron_parser, monkeypatch, tmp_path):
+    from megatron.training import arguments
+
+    learned, stages, trainer = (
+        importlib.import_module(name) for name in ("trainer_learned", "trainer_stages", "trainer")
+    )
+    runs = [(row.name, cases().exact_flags(row, tmp_path), row.gpus, row.environment) for row in cases().ROWS]
+    runs += [
+        (name, stages.stages_flags(name, tmp_path, 100), ranks, {}) for name, (ranks, _) in stages.PIPELINES.items()
+    ]
+    options = ["--megatron-lm", str(tmp_path), "--out", str(tmp_path / "out.md")]
+    runs.append(("overlap", trainer.overlap_flags(tmp_path, trainer.arguments(["overlap", *options])), 2, {}))
+    wide = trainer.arguments(["experts", *options, "--fused"])
+    runs += [("experts", trainer.experts_flags(tmp_path, wide, gpus), gpus, {}) for gpus in (1, 2)]
+    monkeypatch.setattr(learned, "write_learned", lambda *args, **more: None)
+    for model in learned.MODELS:
+        flags = learned.flags_of(tmp_path, f"{model}, FP8 delayed", True)
+        runs.append((model, flags, 1, {}))
+    experts = 0
+    for name, flags, ranks, environment in runs:
+        parsed, _ = megatron_parser.parse_known_args(flags)
+        parsed._is_global_batch_size_explicitly_specified, parsed.rank, parsed.world_size = True, 0, ranks
+        for variable, value in {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **environment}.items():
+            monkeypatch.setenv(variable, value)
+        try:
+            arguments.validate_args(parsed, {})
+            config = arguments.core_transformer_config_from_args(parsed)
+        except (AssertionError, ValueError) as error:
+            pytest.fail(f"{name}: {error}")
+        experts += bool(config.num_moe_experts)
+    assert experts > 30
+
+
+def test_a_case_resolves_to_a_plan(megatron_parser, tmp_path):
+    (row,) = (row for row in cases().ROWS if row.name == "EP 2, dropout")
+    cases().exact_data([row], tmp_path / "data")
+    plan = importlib.import_module("megatron_lm").plan_of(
+        cases().exact_flags(row, tmp_path / "data"), tmp_path, "plan", gpus=2, caps=cases().CAPS, impl=row.impl
+    )
+    loaded = importlib.import_module("thdprof.plan").load_plan(plan)
+    assert (loaded.graphs.impl, len(loaded.graphs.buckets), loaded.training.shared_capture_ranks) == ("chunk", 2, 2)
+    assert loaded.predictions.fallback_rate.microbatch > 0
+
+
+def test_runs_of_a_case_are_compared_step_by_step(monkeypatch, tmp_path):
+    exact, rows = importlib.import_module("trainer_exact"), cases().read_cases("one GPU\nPP 2 | a")
+    began = []
+
+    def script_run(script, flags, *, tensorboard, environment, **more):
+        name = tensorboard.parent.name
+        began.append((name, tensorboard.name, environment["CUDA_VISIBLE_DEVICES"]))
+        losses = {1: 4.0, 2: 3.5 if (name, tensorboard.name) == ("PP-2", "on") else 3.0}
+        return exact.Ran(code=0, log="", seconds=9.0, scalars={"lm loss": losses, "grad-norm": losses})
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(exact, "script_run", script_run)
+    monkeypatch.setattr(exact, "plan_of", lambda *args, **more: tmp_path / "plan.yaml")
+    limits = {"jobs": 1, "limit": 100.0, "seconds": 1000.0}
+    head, one, two = exact.run_rows(rows, tmp_path, tmp_path, tell=lambda lines: None, **limits)
+    assert [(name, kind) for name, kind, _ in began[:4]] == [(n, k) for n in ("one-GPU", "PP-2") for k in ("on", "off")]
+    assert {gpus for name, _, gpus in began if name == "PP-2"} == {"0,1"}
+    assert head[2] == "losses differ"
+    assert (one[1:4], two[1:4]) == (["0, 0, 0", "0 of 2", "0 of 2"], ["0, 0, 0", "1 of 2", "1 of 2"])
+    late = exact.run_rows(rows, tmp_path, tmp_path, tell=lambda lines: None, **{**limits, "seconds": 1.0})
+    assert [line[1] for line in late[1:]] == ["not run", "not run"]
+
+
+def test_the_cost_of_the_watch_at_a_rate_is_of_verifying_and_of_watching():
+    watch = importlib.import_module("trainer_watch")
+    early = [{"ms": 9000.0, "watched": True, "verified": 8}] * watch.BEFORE  # is not counted
+    quiet = [{"ms": 202.0, "watched": True, "verified": 0}] * 6
+    without = [{"ms": 200.0, "watched": False, "verified": 0}] * 8
+    often = [{"ms": 702.0, "watched": True, "verified": 2}, {"ms": 452.0, "watched": True, "verified": 1}]
+    steps = [*early, *quiet, *without, *often]
+    # three of them took 750 ms more; one in 1000 is 8 / 1000 of a step's 200 ms, and watching takes 2 ms of 200
+    told = watch.share_at(steps, every=1000, microbatches=8)
+    assert "250 ms more" in told
+    assert "1.000% of a step" in told
+    assert "2.000%, standard error 0.000%" in told
+    assert [line[1] for line in watch.lines_of(steps)[1:]] == ["8", "8", "6", "2"]
+    assert watch.share_at(steps[: watch.BEFORE], every=1000, microbatches=8) == "Too few steps to tell."
+
+
+def test_no_kernel_is_tuned_where_the_folder_for_it_is_on_the_path(tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "kernel.py").write_text(
+        "import triton\nimport triton.language as tl\n"
+        "@triton.autotune(configs=[triton.Config({'SIZE': 1}), triton.Config({'SIZE': 2})], key=['n'])\n"
+        "@triton.jit\ndef kernel(x, n, SIZE: tl.constexpr):\n    pass\n"
+        "print([config.kwargs for config in kernel.configs])\n"
+    )
+    for folder, configurations in (
+        (ROOT / "benchmarks" / "untuned", "[{'SIZE': 1}]"),
+        (tmp_path, "[{'SIZE': 1}, {'SIZE': 2}]"),
+    ):
+        ran = subprocess.run(
+            [sys.executable, tmp_path / "kernel.py"],
+            env={**os.environ, "PYTHONPATH": str(folder)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert ran.stdout.strip() == configurations

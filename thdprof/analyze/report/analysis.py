@@ -1,0 +1,404 @@
+"""An analysis as text for a terminal, and as one JSON object of schema `thdprof.analysis/1`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from thdprof.analyze.analysis import Analysis, CpSize
+from thdprof.analyze.buckets.recommend import Candidate
+from thdprof.analyze.buckets.saved_tensors import OffloadPrediction
+from thdprof.analyze.report.console import name_dataset, plain_table, print_parts
+from thdprof.analyze.report.sentences import capture_sentence, memory_sentence, model_sentence, overlap_sentence
+from thdprof.files import json_text
+from thdprof.megatron_limits import DROPLESS_EXPERTS_RUN_EAGERLY, UP_TO_ROUTER
+from thdprof.training import shown
+from thdprof.words import counted, listed, percent, percentile_name, saved, spanned
+
+SCHEMA = "thdprof.analysis/1"
+_DERIVED = ("head_dim", "query_groups", "ffn_size", "expert_ffn_size", "moe_layers")
+"""Sizes of a model that follow from others."""
+_BAR = 20
+"""Characters of the bar of a step as long as an eager one."""
+
+
+def print_report(analysis: Analysis, console: Console) -> None:
+    """Write the report of `analysis` to `console`."""
+    block = "█" if console.encoding.lower().startswith("utf") else "#"
+    print_parts(_parts(analysis, block), console)
+
+
+def _offloaded(offload: OffloadPrediction) -> str:
+    """The activations that wait on the host, and the memory that they take there and free on the device."""
+    choice = offload.choice
+    if not offload.offloaded_bytes and choice.fraction:
+        return (
+            f"activations on the host ({', '.join(choice.modules)}): the measured model saves none that would be moved "
+            f"({offload.model})"
+        )
+    text = (
+        f"activations on the host ({', '.join(choice.modules)}; {choice.fraction:.0%} of their bytes): "
+        f"{offload.offloaded_bytes / 2**20:,.0f} MiB a micro-batch, there and back; on the busiest pipeline rank "
+        f"{offload.host_bytes / 2**30:.2f} GiB of pinned host memory and {offload.device_bytes_freed / 2**30:.2f} GiB "
+        "less graph memory"
+    )
+    if offload.graph_memory_bytes is not None:
+        text += f", {offload.graph_memory_bytes / 2**30:.2f} GiB in all"
+    return f"{text} ({offload.model})"
+
+
+def _parts(analysis: Analysis, block: str) -> Iterator[str | Table | Text]:
+    data, table = analysis.dataset, analysis.microbatches
+    amounts = (
+        counted(n, word) for n, word in ((data.rows, "row"), (data.documents, "document"), (data.tokens, "token"))
+    )
+    yield Text(f"{name_dataset(data)}: {', '.join(amounts)}")
+    origin = (
+        "replayed exactly"
+        if table.exact
+        else "drawn, not replayed"
+        if analysis.drawn
+        else "replayed with a pack size that is a guess"
+        if table.size_guessed
+        else "replayed up to a step that Megatron stops on"
+    )
+    count = counted(len(table), "micro-batch", "micro-batches")
+    yield Text(f"{count} in {counted(analysis.steps, 'step')}, {origin}")
+    if analysis.model is not None:
+        yield Text(model_sentence(analysis.model, gpu=analysis.gpu, source=analysis.model_source))
+    for assumption in analysis.assumptions:
+        yield Text(f"  assumed {assumption.flag} {assumption.value} ({assumption.why})", style="dim")
+    for note in analysis.notes:
+        yield Text(f"  note: {note}", style="yellow")
+    if analysis.packing_efficiency is not None:
+        yield Text(_packing(analysis))
+    yield ""
+    yield _percentiles(analysis)
+    yield ""
+    if analysis.cp_sizes:
+        yield _cp_sizes(analysis)
+        yield ""
+    yield _caps(analysis, block)
+    yield ""
+    yield Text(verdict_sentence(analysis), style="bold")
+    for line in times_lines(analysis):
+        yield Text(f"  {line}")
+    yield Text(sentence(analysis), style="bold")
+    for reason in reasons(analysis):
+        yield Text(f"  - {reason}")
+    for warning in (text for text in analysis.warnings if text not in analysis.notes):
+        yield Text(f"warning: {warning}", style="yellow")
+    if analysis.offload is not None:
+        yield Text(_offloaded(analysis.offload))
+    if analysis.memory is not None:
+        yield Text(memory_sentence(analysis.memory))
+    if analysis.capture is not None:
+        yield Text(capture_sentence(analysis.capture))
+    if analysis.overlap is not None:
+        yield Text(overlap_sentence(analysis.overlap))
+
+
+def _packing(analysis: Analysis) -> str:
+    text = f"packed by {analysis.settings.packer}: {analysis.packing_efficiency:.2%} of the tokens hold documents"
+    if analysis.packing_efficiency_without_cap is not None and analysis.packing_efficiency is not None:
+        lost = analysis.packing_efficiency_without_cap - analysis.packing_efficiency
+        text += f"; {shown('max_docs_per_pack', analysis.settings.max_docs_per_pack)} loses {lost * 100:.2f} points"
+    return text
+
+
+def _percentiles(analysis: Analysis) -> Table:
+    table = plain_table(["micro-batch"], ["mean", "P50", "P90", "P95", "P99", "P99.9", "max"])
+    for label, p in (("documents", analysis.n_seqs), ("longest document", analysis.max_seqlen)):
+        values = (p.p50, p.p90, p.p95, p.p99, p.p99_9, p.max)
+        table.add_row(label, f"{p.mean:,.1f}", *(f"{v:,}" for v in values))
+    return table
+
+
+def _cp_sizes(analysis: Analysis) -> Table:
+    table = plain_table(
+        [],
+        [
+            *("ranks", "micro-batches", "documents P50", "P99", "max"),
+            *("longest document P50", "P99", "max", "tokens"),
+        ],
+    )
+    for size in analysis.cp_sizes:
+        numbers = [getattr(p, n) for p in (size.n_seqs, size.max_seqlen) for n in ("p50", "p99", "max")]
+        table.add_row(
+            str(size.cp_size),
+            percent(size.share),
+            *(f"{v:,}" for v in numbers),
+            f"{size.n_tokens_max:,}/{size.n_tokens:,}",
+        )
+    return table
+
+
+def _caps(analysis: Analysis, block: str) -> Table:
+    chosen = {b.max_seqs for b in analysis.recommendation.buckets}
+    timed = analysis.times.origin != "none"
+    table = Table(box=None, pad_edge=False)
+    table.add_column("one cap", justify="right")
+    table.add_column("")
+    for name in ("replayed", "steps with an\neager micro-batch"):
+        table.add_column(name, justify="right")
+    if timed:
+        table.add_column("step time, eager = 1")
+    for candidate in analysis.recommendation.candidates:
+        label = ", ".join(percentile_name(n) for n in candidate.names)
+        table.add_row(
+            f"{'*' if candidate.max_seqs in chosen else ''}{candidate.max_seqs:,}",
+            label,
+            percent(candidate.coverage),
+            percent(candidate.fallback_rate.step),
+            *([f"{candidate.relative_step_time:.3f} {_bar(candidate.relative_step_time, block)}"] if timed else []),
+        )
+    return table
+
+
+def _bar(value: float, block: str) -> str:
+    return block * max(1, round(min(value, 1.5) * _BAR))
+
+
+def sentence(analysis: Analysis) -> str:
+    """The recommendation in one sentence."""
+    chosen = analysis.recommendation
+    if not chosen.buckets:
+        best = chosen.unlimited_relative_step_time
+        if analysis.times.origin == "none":
+            if best > 1 - analysis.costs.least_gain:
+                return f"No graphs were chosen: in {analysis.costs.name}, which is not your model, none would pay."
+            return "Capture no graphs: none keep to the limits."
+        if best >= 1:
+            return "Do not use CUDA graphs here: running eagerly is quickest of all that was considered."
+        if best > 1 - analysis.costs.least_gain:
+            if analysis.verdict.ruling == "measure first":
+                return (
+                    f"Capture no graphs before you have measured: on a host in the middle of the range the best would "
+                    f"take {best:.3f} of the eager step time, no clear gain."
+                )
+            busy = "the host" if analysis.settings.experts == "dropless" else "the GPU"
+            return (
+                f"Do not use CUDA graphs here: the best would take {best:.3f} of the eager step time, no clear gain; "
+                f"{busy} is busy without them too."
+            )
+        gain = f"{analysis.costs.least_gain:.0%}"
+        return f"Do not use CUDA graphs here: none within the limits saves {gain} of the eager step time."
+    caps = [
+        f"{b.max_seqs} ({f'{_ranks(b.cp_size)}, ' if analysis.cp_sizes else ''}{percent(share)})"
+        for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+    ]
+    documents = "document" if [b.max_seqs for b in chosen.buckets] == [1] else "documents"
+    fallbacks = (
+        "no micro-batch seen falls back"
+        if chosen.fallback_rate.microbatch == 0
+        else f"{percent(chosen.fallback_rate.step)} of steps have an eager micro-batch"
+    )
+    return f"Capture graphs for {listed(caps)} {documents}: {fallbacks}."
+
+
+def verdict_sentence(analysis: Analysis) -> str:
+    """The verdict with the range of the step time and its origin; without times, that there is none and why."""
+    times, verdict = analysis.times, analysis.verdict
+    if verdict.ruling is None or times.relative_step_time is None:
+        return f"No times and no verdict on speed: {verdict.reason}."
+    low, high = times.relative_step_time
+    span = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"
+    would = "takes" if analysis.recommendation.buckets else "would take"
+    saved = f": a step {would} {span} of its eager time ({times.origin})"
+    return f"{verdict.ruling.capitalize()}{saved}. {verdict.reason[0].upper()}{verdict.reason[1:]}."
+
+
+def times_lines(analysis: Analysis) -> list[str]:
+    """The times of the median micro-batch, and what the plan is worth; none without times."""
+    times, worth = analysis.times, analysis.worth
+    if times.decoder_replay_ms is None or times.decoder_eager_ms is None:
+        return []
+    outside = "" if times.outside_decoder_ms is None else f"; outside the decoder {times.outside_decoder_ms:.1f} ms"
+    slower = analysis.costs.slower_kernels
+    replayed = f"{times.decoder_replay_ms:.1f}" + ("" if slower == 1 else f" to {slower * times.decoder_replay_ms:.1f}")
+    lines = [
+        f"median micro-batch, one rank: decoder replayed {replayed} ms, eagerly "
+        f"{spanned(times.decoder_eager_ms, 'ms')}{outside}"
+    ]
+    lines.append(f"of {times.basis}")
+    if worth is not None and analysis.recommendation.buckets:
+        line = (
+            f"{spanned(worth.tokens_per_second, 'tokens/s')} on {counted(worth.gpus, 'GPU')} "
+            f"({spanned(worth.eager_tokens_per_second)} eagerly); over {counted(worth.steps, 'step')} "
+            f"{spanned(worth.gpu_hours, 'GPU-hours')}, {saved(worth.gpu_hours_saved, 'GPU-hours')}"
+        )
+        if worth.saved is not None:
+            line += f", worth {spanned(worth.saved)} at {worth.gpu_hour_price:g} each"
+        lines.append(line)
+    return lines
+
+
+def _ranks(cp_size: int) -> str:
+    return "1 rank" if cp_size == 1 else f"{cp_size} ranks"
+
+
+def reasons(analysis: Analysis) -> list[str]:
+    """The reasons for the recommendation, a sentence each; graph memory is counted after offloading."""
+    chosen, offload = analysis.recommendation, analysis.offload
+    sentences = [text for name in ("p90", "p99") if (text := _percentile_advice(analysis, name)) is not None]
+    one = chosen.one_cap
+    timed = analysis.times.origin != "none"
+    if one is None:
+        if timed:
+            sentences.append(f"no single cap saves {analysis.costs.least_gain:.0%} of the eager step time")
+    elif len(chosen.buckets) > 1:
+        time = f"{one.relative_step_time:.3f} of the eager step time, " if timed else ""
+        best = " is best" if timed else ""
+        sentences.append(
+            f"with one cap only, {one.max_seqs}{best}: {time}{percent(one.fallback_rate.step)} of steps with an "
+            "eager micro-batch"
+        )
+    if chosen.buckets and analysis.settings.experts == "dropless":
+        sentences.append(DROPLESS_EXPERTS_RUN_EAGERLY)
+    if chosen.buckets:
+        sentences.append(
+            "unseen data: with 95% confidence fewer than "
+            f"{chosen.fallback_rate_upper_bound:.2g} of micro-batches will fall back; " + _coverage_of_run(analysis)
+        )
+        most = max(sum(rank) for rank in analysis.slots)
+        memory = ""
+        size = chosen.graph_memory_bytes if offload is None else offload.graph_memory_bytes
+        if size is not None and timed:
+            after = "" if offload is None else " after offloading"
+            memory = f", about {size / 2**30:.1f} GiB of graph memory{after}"
+        sentences.append(f"slots: at most {most} on a pipeline rank{memory}")
+    return sentences
+
+
+def _percentile_advice(analysis: Analysis, name: str) -> str | None:
+    """The fallbacks under the usual advice, a cap at a percentile; None where it has none or was not considered."""
+    candidate = next((c for c in analysis.recommendation.candidates if name in c.names), None)
+    if candidate is None or candidate.fallback_rate.step == 0:
+        return None
+    return _stall(candidate, percentile_name(name))
+
+
+def _stall(candidate: Candidate, name: str) -> str:
+    rate = candidate.fallback_rate
+    return (
+        f"a cap at {name} ({candidate.max_seqs}) with eager fallback runs {percent(rate.microbatch)} of "
+        f"micro-batches eagerly, and so stalls {percent(rate.step)} of steps"
+    )
+
+
+def _coverage_of_run(analysis: Analysis) -> str:
+    if analysis.settings.train_epochs is not None:
+        return "the table is the whole run, so only a change of its data brings any"
+    if analysis.settings.train_samples is None:
+        return "one epoch was analysed; say how long the run is with --train-samples or --train-iters"
+    wanted = analysis.settings.train_samples // analysis.settings.global_batch_size
+    if analysis.drawn:
+        return "the run was drawn, not replayed"
+    if analysis.steps == wanted:
+        return "the table is the whole run, so only a change of its data brings any"
+    return f"the table covers {percent(analysis.steps / wanted)} of the run's steps"
+
+
+def to_dict(analysis: Analysis) -> dict[str, Any]:
+    """The JSON object as a dict; it has the key `offload` if activations are moved to the host, and `overlap` if
+    data-parallel communication overlaps.
+    """
+    chosen, offload, timed = analysis.recommendation, analysis.offload, analysis.times.origin != "none"
+    return {
+        "schema": SCHEMA,
+        "dataset": {**asdict(analysis.dataset), "uris": list(analysis.dataset.uris)},
+        "training": asdict(analysis.settings),
+        "assumptions": [asdict(a) for a in analysis.assumptions],
+        "model": _model(analysis),
+        "gpu": analysis.gpu,
+        "exact": analysis.microbatches.exact,
+        "microbatches": len(analysis.microbatches),
+        "steps": analysis.steps,
+        "n_seqs": analysis.n_seqs.model_dump(),
+        "max_seqlen": analysis.max_seqlen.model_dump(),
+        "n_tokens_max": analysis.n_tokens_max,
+        "cp_sizes": [_cp_size(size) for size in analysis.cp_sizes],
+        "packing_efficiency": analysis.packing_efficiency,
+        "packing_efficiency_without_cap": analysis.packing_efficiency_without_cap,
+        "verdict": analysis.verdict.ruling,
+        "verdict_reason": analysis.verdict.reason,
+        "times": asdict(analysis.times),
+        "worth": None if analysis.worth is None else asdict(analysis.worth),
+        "candidates": [_candidate(c, timed=timed) for c in chosen.candidates],
+        "recommendation": {
+            "max_packed_seqs": max((b.max_seqs for b in chosen.buckets), default=None),
+            "buckets": [
+                {
+                    "max_seqs": b.max_seqs,
+                    "max_seqlen": b.max_seqlen,
+                    "cp_size": b.cp_size,
+                    "share": share,
+                }
+                for b, share in zip(chosen.buckets, chosen.shares, strict=True)
+            ],
+            "captures": _captures(analysis),
+            "slots": analysis.slots,
+            "fallback_rate": chosen.fallback_rate.model_dump(),
+            "fallback_rate_upper_bound": chosen.fallback_rate_upper_bound,
+            "relative_step_time": chosen.relative_step_time if timed else None,
+            "step_ms": chosen.step_ms if timed else None,
+            "eager_step_ms": chosen.eager_step_ms if timed else None,
+            "graph_memory_bytes": chosen.graph_memory_bytes if timed else None,
+            "one_cap": None if chosen.one_cap is None else _candidate(chosen.one_cap, timed=timed),
+        },
+        **({} if offload is None else {"offload": asdict(offload)}),
+        "memory": None if analysis.memory is None else asdict(analysis.memory),
+        "capture": None if analysis.capture is None else asdict(analysis.capture),
+        **({} if (cut := analysis.overlap) is None else {"overlap": {**asdict(cut), "gained_ms": cut.gained_ms}}),
+        "costs": {
+            "name": analysis.costs.name,
+            "calibrated": analysis.costs.calibrated,
+            "modelled": analysis.costs.modelled,
+            "hardware": analysis.costs.hardware,
+            "attention": analysis.costs.attention,
+            "n_tokens": analysis.costs.n_tokens,
+        },
+        "notes": list(analysis.notes),
+        "warnings": list(analysis.warnings),
+    }
+
+
+def to_json(analysis: Analysis) -> str:
+    """The analysis as JSON text, indented."""
+    return json_text(to_dict(analysis))
+
+
+def _model(analysis: Analysis) -> dict[str, Any] | None:
+    """All fields of the model, the sizes that follow from them, and where it was read; None where it is not known."""
+    model = analysis.model
+    if model is None:
+        return None
+    derived = {name: getattr(model, name) for name in _DERIVED}
+    return {**asdict(model), **derived, "gpu": analysis.gpu, "source": analysis.model_source}
+
+
+def _candidate(candidate: Candidate, *, timed: bool) -> dict[str, Any]:
+    """One cap; its times are null unless `timed`, because they are of another model then."""
+    return {
+        "max_seqs": candidate.max_seqs,
+        "coverage": candidate.coverage,
+        "fallback_rate": candidate.fallback_rate.model_dump(),
+        "relative_step_time": candidate.relative_step_time if timed else None,
+        "padding_ms": candidate.padding_ms if timed else None,
+    }
+
+
+def _cp_size(size: CpSize) -> dict[str, Any]:
+    return {**asdict(size), "n_seqs": size.n_seqs.model_dump(), "max_seqlen": size.max_seqlen.model_dump()}
+
+
+def _captures(analysis: Analysis) -> dict[str, Any] | None:
+    """The parts of the model to capture where dropless experts decide them; None where `--impl` does."""
+    if not analysis.recommendation.buckets or analysis.settings.experts != "dropless":
+        return None
+    return {"impl": "transformer_engine", "modules": [*UP_TO_ROUTER], "why": DROPLESS_EXPERTS_RUN_EAGERLY}

@@ -1,0 +1,603 @@
+"""Figures of the graphs: what caps cost, why the plan's were chosen, their slots and memory, and their use in a run."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from thdprof.analyze.buckets.statistics import PERCENTILES
+from thdprof.analyze.predictions import Range
+from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.drawing import EM, LINE, Canvas, Figure, Panel, Scale, write_whole
+from thdprof.compare.statistics import Comparison
+from thdprof.plan import BucketPart, FallbackRate, Plan
+from thdprof.words import counted, listed, memory_size, percent, percentile_name, ratio
+
+NO_STATS = "No statistics of a run were given: thdprof report plan.yaml stats.jsonl compares them."
+_LEFT = 52
+"""Pixels to the left of a panel, for the labels of its y axis."""
+_NEAR = 0.7
+"""The share of the longest step time above which all times count as near to one another."""
+_MOST_BARS = 40
+"""Most pipeline ranks that are drawn; of more, every second, third, ... is."""
+_BAR = 18
+"""Height of a bar that lies, in pixels."""
+_NAMED = 4
+"""Most graphs whose documents are named in a sentence."""
+_ALIKE = 5e-4
+"""Difference of two relative step times that no report shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """One way to train: eagerly, under a single cap, or by the plan."""
+
+    name: str
+    """The alternative in words."""
+    relative_step_time: Range | None
+    """Mean step time divided by that of running all micro-batches eagerly; None without times."""
+    rate: FallbackRate
+    """The three shares that run eagerly."""
+    role: Literal["plan", "cap", "other"] = "other"
+    """Whether it is the plan, the cap that the report is asked about, or another alternative."""
+    cap: int | None = None
+    """The single cap, in documents; None for the plan and for running eagerly."""
+
+
+def caps(report: Report, cap: int) -> Figure:
+    """The fallbacks and the step time under every single cap."""
+    profile, recommended = report.profile, report.recommended_cap
+    frame = profile.curve()
+    xs = frame["max_seqs"].tolist()
+    rates = {
+        "eager micro-batches": frame["fallback_rate_microbatch"].tolist(),
+        "(rank, step) with an eager one": frame["fallback_rate_rank_step"].tolist(),
+        "steps with an eager one": frame["fallback_rate_step"].tolist(),
+    }
+    times, rate = report.relative_step_times([*xs, cap]), profile.fallback_rate(cap)
+    tips = [f"cap {n:,} — " + "; ".join(f"{k}: {percent(v[i])}" for k, v in rates.items()) for i, n in enumerate(xs)]
+
+    def paint(canvas: Canvas) -> None:
+        top = canvas.legend(0, 0, [(name, i) for i, name in enumerate(rates)])
+        canvas.text(0, top + 14, "Share that runs eagerly", look="b")
+        x = Scale(max(1, min(xs[0], cap)), max(xs[-1], cap, 2), _LEFT, canvas.width - 8, True)
+        panel = Panel(canvas, x, Scale(0, 1, top + 48 + 190, top + 48))
+        panel.axes(x_label="" if times is not None else "cap, documents", x_ticks=times is None)
+        for style, values in enumerate(rates.values()):
+            panel.line(xs, values, style)
+        panel.strips(xs, tips)
+        panel.cap(cap)
+        for name in ("microbatch", "rank_step", "step"):
+            panel.dot(cap, getattr(rate, name), name)
+        if times is not None:
+            _paint_times(canvas, report, x, xs, times, cap)
+
+    documents = profile.histogram()
+    alt = "The three shares that run eagerly, over the cap. At the percentiles: " + ", ".join(
+        f"{percentile_name(name)} {documents.percentile(PERCENTILES[name]):,}" for name in ("p90", "p99", "max")
+    )
+    if times is not None:
+        alt += f". Below, the step time relative to eager: cap {cap:,} {ratio(times[-1])}"
+    of_recommended = None if recommended is None else report.relative_step_times([recommended])
+    return Figure(
+        id="caps",
+        text=cap_sentences(report, [cap])[0],
+        alt=f"{alt}.",
+        paint=paint,
+        values={
+            "cap_documents": cap,
+            "replayed_share": 1 - rate.microbatch,
+            "eager_microbatch_share": rate.microbatch,
+            "eager_rank_step_share": rate.rank_step,
+            "eager_step_share": rate.step,
+            "relative_step_time": None if times is None else list(times[-1]),
+            "recommended_cap_documents": recommended,
+            "recommended_relative_step_time": None if of_recommended is None else list(of_recommended[0]),
+        },
+    )
+
+
+def _paint_times(canvas: Canvas, report: Report, x: Scale, xs: list[int], times: list[Range], cap: int) -> None:
+    """The step time of every cap, as a band where it is a range, beside that of the plan.
+
+    Args:
+        canvas: the canvas, below whose marks the panel lies.
+        report: the report.
+        x: the scale of caps.
+        xs: the caps of the curve, in documents.
+        times: relative step times of `xs`, then of `cap`.
+        cap: the cap that is marked, in documents.
+    """
+    lows, highs = [low for low, _ in times[:-1]], [high for _, high in times[:-1]]
+    entries: list[tuple[str, int | str]] = [("one cap", 0)]
+    num_buckets, of_plan = len(report.plan.graphs.buckets), report.times.relative_step_time
+    plan = of_plan if num_buckets else None
+    if plan is not None:
+        entries.append((f"the plan's {counted(num_buckets, 'graph')}: {ratio(plan)}{_own_data(report)}", 2))
+    top = canvas.bottom + 20
+    canvas.text(0, top + 14, "Step time, all eager = 1", look="b")
+    top = canvas.legend(0, top + 20, entries, marked=False) + 8
+    low, high = _time_limits([*itertools.chain(*times), *(of_plan or ())])
+    panel = Panel(canvas, x, Scale(low, high, top + 190, top))
+    panel.axes(x_label="cap, documents", write_y=lambda value: f"{value:.3g}")
+    panel.band(xs, lows, highs, 0)
+    panel.line(xs, highs, 0)
+    if lows != highs:
+        panel.line(xs, lows, 0, marked=False)
+    if plan is not None:
+        panel.band([x.low, x.high], [plan[0]] * 2, [plan[1]] * 2, 2)
+        for value in sorted(set(plan)):
+            canvas.line([(x.start, panel.y(value)), (x.end, panel.y(value))], "l s2")
+    panel.strips(
+        xs, [f"cap {n:,} — {ratio((a, b))} of the eager step time" for n, a, b in zip(xs, lows, highs, strict=True)]
+    )
+    panel.cap(cap, named=False)
+    for value, name in zip(times[-1], ("time_low", "time_high"), strict=True):
+        panel.dot(cap, value, name)
+
+
+def _time_limits(times: list[float]) -> tuple[float, float]:
+    """Lower and upper end of the axis of step times: from 0, unless the times would then look the same."""
+    low, high = min(times), max(times)
+    if low < _NEAR * high:
+        return 0.0, max(1.08, high * 1.05)
+    spread = max(high - low, 0.01)
+    return low - 0.4 * spread, high + 0.3 * spread
+
+
+def cap_sentences(report: Report, caps: list[int]) -> list[str]:
+    """What each of `caps` does, in a sentence each, beside the recommended cap."""
+    recommended = report.recommended_cap
+    times = report.relative_step_times([*caps, recommended or 1])
+    grid = {c.max_seqs for c in report.profile.caps()}
+    sentences = []
+    for index, cap in enumerate(caps):
+        rate = report.profile.fallback_rate(cap)
+        one = f"One cap of {counted(cap, 'document')} replays"
+        if rate.step == 0:
+            text = f"{one} every micro-batch"
+        else:
+            text = (
+                f"{one} {percent(1 - rate.microbatch)} of micro-batches, but {percent(rate.step)} of steps wait for an "
+                "eager one"
+            )
+        if times is not None:
+            about = "" if cap in grid or cap > max(grid) else "about "
+            text += f": a step takes {about}{ratio(times[index])} of its eager time"
+            differs = any(abs(a - b) >= _ALIKE for a, b in zip(times[index], times[-1], strict=True))
+            if recommended is not None and cap != recommended and differs:
+                text += f", under the recommended cap, {recommended:,}, {ratio(times[-1])}"
+        sentences.append(f"{text}.")
+    return sentences
+
+
+def cheaper_graph(report: Report) -> str:
+    """On the widest fall of the replay time from one cap of the cost table to the next; empty where none falls."""
+    costs, longest = report.profile.costs, report.profile.training.seq_length
+    measured = costs.measured_max_seqs()
+    times = [costs.replay_ms(n, longest) for n in measured]
+    falls = [(before - after, i) for i, (before, after) in enumerate(itertools.pairwise(times))]
+    most, at = max(falls, default=(0.0, 0))
+    if most <= 0:
+        return ""
+    small, large = measured[at], measured[at + 1]
+    return (
+        f"A larger graph can be cheaper: one of {large:,} documents replays in {times[at + 1]:.1f} ms, one of "
+        f"{small:,} in {times[at]:.1f} ms by the cost table, since the time of attention kernels need not grow with "
+        f"the documents that they are launched for. So from a cap of {small:,} to one of {large:,} the step time falls "
+        "for two reasons: fewer micro-batches run eagerly, and the others replay a quicker graph."
+    )
+
+
+def choice(report: Report, cap: int) -> Figure:
+    """The plan's graphs beside their alternatives: step times, or without times what runs eagerly."""
+    graphs, rate = report.plan.graphs, report.plan.predictions.fallback_rate
+    every = alternatives(report, cap)
+    shares = [(_label(b, graphs.buckets), b.share) for b in graphs.buckets]
+    shares.append(("eager", rate.microbatch))
+
+    def paint(canvas: Canvas) -> None:
+        _paint_alternatives(canvas, every)
+        _paint_shares(canvas, shares)
+
+    alt = "Bars of " + "; ".join(
+        f"{a.name}: "
+        + (f"{ratio(a.relative_step_time)}, " if a.relative_step_time else "")
+        + f"{percent(a.rate.step)} of steps wait"
+        for a in every
+    )
+    return Figure(
+        id="choice",
+        text=_choice_text(report),
+        alt=f"{alt}. Bars of the plan's graphs: {', '.join(f'{n} {percent(s)}' for n, s in shares)}.",
+        paint=paint,
+        values={
+            "impl": graphs.impl,
+            "graphs": [{**_sizes(b), "share": b.share} for b in graphs.buckets],
+            "times_origin": report.times.origin,
+            "relative_step_time": _pair(report.times.relative_step_time),
+            "eager_step_share": rate.step,
+            "one_cap_documents": report.recommended_cap,
+            "alternatives": [
+                {"name": a.name, "relative_step_time": _pair(a.relative_step_time), "eager_step_share": a.rate.step}
+                for a in every
+            ],
+        },
+    )
+
+
+def _pair(times: Range | None) -> list[float] | None:
+    return None if times is None else list(times)
+
+
+def _sizes(bucket: Any) -> dict[str, int]:
+    return {
+        "max_seqs_documents": bucket.max_seqs,
+        "max_seqlen_tokens": bucket.max_seqlen,
+        "cp_size": bucket.cp_size,
+    }
+
+
+def alternatives(report: Report, cap: int) -> list[Alternative]:
+    """Eager, the usual advice, the recommended single cap, `cap` and the plan.
+
+    The slowest come first; without times, those with most eager micro-batches.
+    """
+    plan, profile = report.plan, report.profile
+    names: dict[int, list[str]] = {}
+    documents = profile.histogram()
+    for name in ("p90", "p99", "max"):
+        words = "pad to the most" if name == "max" else f"cap at {percentile_name(name)}"
+        names.setdefault(documents.percentile(PERCENTILES[name]), []).append(words)
+    if report.recommended_cap is not None:
+        names.setdefault(report.recommended_cap, []).append("recommended cap")
+    if cap != report.default_cap:
+        names.setdefault(cap, []).append("your cap")
+    times = report.relative_step_times([*names])
+    everything = FallbackRate(microbatch=1.0, rank_step=1.0, step=1.0)
+    found = [Alternative(name="all eager", relative_step_time=None if times is None else (1.0, 1.0), rate=everything)]
+    found += [
+        Alternative(
+            name=f"{', '.join(of_cap)}: {at:,}",
+            relative_step_time=None if times is None else times[index],
+            rate=profile.fallback_rate(at),
+            role="cap" if at == cap else "other",
+            cap=at,
+        )
+        for index, (at, of_cap) in enumerate(names.items())
+    ]
+    buckets = plan.graphs.buckets
+    if buckets:
+        distinct = len({b.max_seqs for b in buckets}) == len(buckets) <= _NAMED
+        graphs = listed([f"{b.max_seqs:,}" for b in buckets]) if distinct else f"{len(buckets)} graphs"
+        found.append(
+            Alternative(
+                name=f"plan{_own_data(report)}: {graphs}",
+                relative_step_time=None if times is None else report.times.relative_step_time,
+                rate=plan.predictions.fallback_rate,
+                role="plan",
+            )
+        )
+    return sorted(found, key=lambda a: (sum(a.relative_step_time or ()), a.rate.microbatch, a.name), reverse=True)
+
+
+def _own_data(report: Report) -> str:
+    """Words beside the plan's numbers where the profile also counts data that the plan was not made for."""
+    return ", on its own data" if report.profile.num_runs > 1 else ""
+
+
+def _label(bucket: BucketPart, buckets: list[BucketPart]) -> str:
+    tail = ""
+    if len({b.cp_size for b in buckets}) > 1:
+        tail = f", {counted(bucket.cp_size, 'rank')}"
+    elif len({b.max_seqlen for b in buckets}) > 1:
+        tail = f" of {counted(bucket.max_seqlen, 'token')}"
+    return f"{counted(bucket.max_seqs, 'document')}{tail}"
+
+
+def bucket_names(report: Report) -> str:
+    """The documents of the plan's graphs in words, such as "64, 113 and 358 documents"."""
+    buckets = report.plan.graphs.buckets
+    repeated = len({b.max_seqs for b in buckets}) < len(buckets)
+    names = [f"{b.max_seqs:,} (to {b.max_seqlen:,} tokens)" if repeated else f"{b.max_seqs:,}" for b in buckets]
+    one = len(buckets) == 1 and buckets[0].max_seqs == 1
+    return f"{listed(names)} {'document' if one else 'documents'}" if len(names) <= _NAMED else f"{len(names)} shapes"
+
+
+def _choice_text(report: Report) -> str:
+    plan, profile = report.plan, report.profile
+    buckets, rate = plan.graphs.buckets, plan.predictions.fallback_rate
+    relative = report.times.relative_step_time
+    if not buckets or plan.graphs.impl == "none":
+        return _eager_text(report)
+    stalls = "no step waits for an eager micro-batch" if rate.step == 0 else f"{percent(rate.step)} of steps wait"
+    text = f"Graphs for {bucket_names(report)} were chosen"
+    if relative is None:
+        replayed = "every micro-batch" if rate.microbatch == 0 else f"{percent(1 - rate.microbatch)} of micro-batches"
+        text += f": they replay {replayed}, and {stalls}"
+    else:
+        text += f" because a step takes {ratio(relative)} of its eager time and {stalls}"
+    if profile.num_runs > 1:
+        return f"{text}, on the data that the plan was made for."
+    one = report.recommended_cap
+    times = None if one is None else report.relative_step_times([one])
+    if relative is None or one is None or times is None or len(buckets) == 1:
+        return f"{text}."
+    less = [1 - own / single for own, single in zip(relative, times[0], strict=True)]
+    if min(less) <= 0:
+        return f"{text}."
+    low, high = percent(min(less)), percent(max(less))
+    return f"{text}: {low if low == high else f'{low} to {high}'} less than under the recommended cap, {one:,}."
+
+
+def _eager_text(report: Report) -> str:
+    """Why running eagerly was chosen."""
+    profile = report.profile
+    considered = sorted({max(1, profile.histogram().percentile(p)) for p in PERCENTILES.values()})
+    times = report.relative_step_times(considered)
+    if times is None:
+        return "Running eagerly was chosen: the plan captures no graphs."
+    # Without limits, a cap that saves more would have been chosen.
+    bound = profile.num_runs == 1 and min(high for _, high in times) <= 1 - profile.costs.least_gain
+    none = f"no graphs {'within the limits that were given' if bound else 'that were considered'} save"
+    return f"Running eagerly was chosen: {none} {profile.costs.least_gain:.0%} of the step time."
+
+
+def _paint_alternatives(canvas: Canvas, every: list[Alternative]) -> None:
+    """A lying bar for the step time of each alternative; without times, for its steps that wait."""
+    known = all(a.relative_step_time is not None for a in every)
+    looks = {"other": "f0", "cap": "fc", "plan": "f2"}
+    canvas.text(0, 14, "Step time, all eager = 1" if known else "Steps with an eager micro-batch", look="b")
+    longest = max([1.0, *(max(a.relative_step_time) if a.relative_step_time else a.rate.step for a in every)])
+    x = Scale(0, longest, 0, canvas.width * (0.42 if canvas.narrow else 0.6))
+    at = 24.0
+    for alternative in every:
+        rate = alternative.rate
+        low, high = alternative.relative_step_time or (0.0, rate.step)
+        words = f"{ratio((low, high))}, {percent(rate.step)} of steps wait" if known else percent(rate.step)
+        canvas.text(0, at + 13, canvas.shorten(alternative.name), look="b" if alternative.role == "plan" else "")
+        at += LINE + 2
+        canvas.rect(0, at, max(1.0, x(high)), _BAR, looks[alternative.role])
+        if known and high > low:
+            canvas.rect(x(low), at, x(high) - x(low), _BAR, "hit range", extra=' style="fill-opacity:.35"')
+        tip = f"{alternative.name}: {words}; {percent(rate.microbatch)} of micro-batches run eagerly"
+        canvas.text(x(high) + 8, at + 13, words)
+        canvas.rect(0, at - LINE, canvas.width, LINE + _BAR + 4, "hit", tip=tip)
+        at += _BAR + 8
+    canvas.bottom = at
+
+
+def _paint_shares(canvas: Canvas, shares: list[tuple[str, float]]) -> None:
+    """A lying bar for the share of micro-batches of each of the plan's graphs, and of the eager ones."""
+    at = canvas.bottom + 12
+    canvas.text(0, at + 14, "Share of micro-batches, by the plan's graphs", look="b")
+    at += 24
+    widest = max(len(name) for name, _ in shares) * EM
+    left = min(widest, canvas.width * 0.5) + 20
+    x = Scale(0, 1, left, canvas.width - 64)
+    for name, value in shares:
+        canvas.text(left - 8, at + 13, name, anchor="end")
+        canvas.rect(left, at, x(value) - left, _BAR, "f1" if name == "eager" else "f2")
+        canvas.text(x(value) + 6, at + 13, percent(value))
+        canvas.rect(0, at - 2, canvas.width, _BAR + 4, "hit", tip=f"{name}: {percent(value)} of micro-batches")
+        at += _BAR + 6
+    canvas.bottom = at
+
+
+def memory(report: Report, cap: int) -> Figure:
+    """Slots of every pipeline rank, and graph memory of the busiest one for 1, 2, ... buckets.
+
+    The sentence on a plan that captures nothing says which slots and which memory one `cap` would need.
+    """
+    plan, timed = report.plan, report.times.origin != "none"
+    slots = plan.graphs.slots
+    num_buckets = 0 if plan.graphs.impl == "none" else len(plan.graphs.buckets)
+    most, num_models = max(sum(rank) for rank in slots), len(slots) * len(slots[0])
+    freed, host = _offloaded(plan) if num_buckets and timed else (0, None)
+    gib = []
+    for buckets in range(1, max(3, num_buckets) + 1) if timed else ():
+        size = report.profile.costs.graph_memory_bytes(
+            num_slots=most / num_models, num_buckets=buckets, n_tokens=_tokens_per_rank(plan)
+        )
+        if size is not None:
+            gib.append(max(0, size - freed) / 2**30)
+
+    def paint(canvas: Canvas) -> None:
+        if num_models > 1:
+            _paint_slots(canvas, slots)
+        if gib:
+            _paint_memory(canvas, gib, num_buckets, offloads=host is not None)
+
+    alt = "Slots of each pipeline rank: " + ", ".join("+".join(map(str, rank)) for rank in slots[:_MOST_BARS])
+    alt += "".join(f"; {counted(n, 'graph')} a slot {size:.2f} GiB" for n, size in enumerate(gib, start=1))
+    alt += "" if host is None else f"; pinned host memory {host:.2f} GiB"
+    return Figure(
+        id="memory",
+        text=_memory_text(plan, most, gib, num_buckets, host, known=timed)
+        if num_buckets
+        else _nothing_captured(plan, most, gib, cap, known=timed),
+        alt=f"{alt}.",
+        paint=paint if gib or num_models > 1 else None,
+        values={
+            "captured_graphs": num_buckets,
+            "slots_by_rank": slots if num_buckets else [],
+            "graph_memory_gib": (gib[num_buckets - 1] if num_buckets else 0.0) if gib else None,
+            "graph_memory_by_graphs_gib": gib,
+            "pinned_host_memory_gib": host,
+        },
+    )
+
+
+def _offloaded(plan: Plan) -> tuple[int, float | None]:
+    """Bytes of graph memory that offloading frees, and GiB of host memory that it takes; 0 and None without it."""
+    predicted = plan.predictions
+    host = None if predicted.offload_host_bytes is None else predicted.offload_host_bytes / 2**30
+    return predicted.offload_freed_bytes or 0, host
+
+
+def _tokens_per_rank(plan: Plan) -> int:
+    """Tokens of a micro-batch on one context-parallel rank."""
+    fixed = plan.training.max_seqlen_per_dp_cp_rank
+    return fixed or max(1, plan.microbatches.n_tokens_max // plan.training.context_parallel_size)
+
+
+def _busiest_rank(plan: Plan) -> str:
+    ranks = len(plan.graphs.slots)
+    return "the only pipeline rank" if ranks == 1 else f"the busiest of {ranks:,} pipeline ranks"
+
+
+def _nothing_captured(plan: Plan, most: int, gib: list[float], cap: int, *, known: bool) -> str:
+    would = f"with one cap of {counted(cap, 'document')} {_busiest_rank(plan)} would need {counted(most, 'slot')}"
+    size = f" and about {memory_size(gib[0])} of graph memory" if gib else f"; {_unknown('one', known=known)}"
+    return f"The plan captures nothing, so no slot and no graph memory are needed; {would}{size}."
+
+
+def _unknown(what: str, *, known: bool) -> str:
+    """Why the memory that `what` takes is not in a sentence."""
+    return f"the cost table does not tell what {what} takes" if known else f"what {what} takes depends on the model"
+
+
+def _memory_text(plan: Plan, most: int, gib: list[float], num_buckets: int, host: float | None, *, known: bool) -> str:
+    rank = _busiest_rank(plan)
+    text = f"{rank[0].upper()}{rank[1:]} needs {counted(most, 'slot')}"
+    pinned = "" if host is None else f" and {memory_size(host)} of pinned host memory"
+    after = "" if host is None else " after offloading"
+    if not gib:
+        return f"{text}{pinned if known else ''}; {_unknown('a slot', known=known)}."
+    text += f"{',' if pinned else ' and'} about {memory_size(gib[num_buckets - 1])}"
+    if num_buckets == 1:
+        return f"{text} of graph memory{after}{pinned}."
+    times = gib[num_buckets - 1] / gib[0] if gib[0] else 1.0
+    shared = f"{num_buckets} graphs a slot"
+    if host is not None:
+        return (
+            f"{text} of graph memory for {shared}{after}{pinned}: {times:.2f} times the graph memory of one graph, "
+            "because all graphs of a slot share its memory."
+        )
+    return f"{text} for {shared}, {times:.2f} times that of one, because all graphs of a slot share its memory."
+
+
+def _paint_slots(canvas: Canvas, every: list[list[int]]) -> None:
+    """An upright bar for each pipeline rank, of one piece for each model chunk."""
+    stride = -(-len(every) // _MOST_BARS)
+    ranks, chunks = range(0, len(every), stride), len(every[0])
+    most = max(sum(rank) for rank in every)
+    label = "Slots" + (f"; the pieces are {chunks} model chunks, chunk 0 below" if chunks > 1 else "")
+    canvas.text(0, 14, canvas.shorten(label), look="b")
+    x = Scale(-0.5 * stride, ranks[-1] + 0.5 * stride, _LEFT, canvas.width - 8)
+    panel = Panel(canvas, x, Scale(0, most * 1.05, 190, 28))
+    panel.axes(x_label="pipeline rank" + (f", every {stride}th" if stride > 1 else ""), write_y=write_whole)
+    for rank in ranks:
+        base, left, width = 0, x(rank - 0.35 * stride), x(rank + 0.35 * stride) - x(rank - 0.35 * stride)
+        for slots in every[rank]:
+            canvas.rect(left, panel.y(base + slots) + 1, width, panel.y(base) - panel.y(base + slots) - 1, "f0")
+            base += slots
+        tip = f"pipeline rank {rank}: {counted(base, 'slot')}"
+        tip += f" ({' + '.join(map(str, every[rank]))})" if chunks > 1 else ""
+        canvas.rect(left, 28, width, panel.y.start - 28, "hit", tip=tip)
+
+
+def _paint_memory(canvas: Canvas, gib: list[float], num_buckets: int, *, offloads: bool) -> None:
+    """A lying bar for each number of graphs a slot."""
+    at = canvas.bottom + (16 if canvas.bottom else 0)
+    after = ", after offloading" if offloads else ""
+    canvas.text(0, at + 14, f"Graph memory of the busiest rank{after}", look="b")
+    at += 24
+    x = Scale(0, max(gib) or 1, 100, canvas.width - 130)
+    for number, size in enumerate(gib, start=1):
+        plan = number == num_buckets
+        canvas.text(92, at + 13, counted(number, "graph"), anchor="end")
+        canvas.rect(100, at, x(size) - 100, _BAR, "f2" if plan else "f0")
+        canvas.text(x(size) + 6, at + 13, f"{size:.2f} GiB" + (", the plan" if plan else ""))
+        canvas.rect(0, at - 2, canvas.width, _BAR + 4, "hit", tip=f"{counted(number, 'graph')} a slot: {size:.2f} GiB")
+        at += _BAR + 6
+    canvas.bottom = at
+
+
+def observed(report: Report, cap: int) -> Figure:
+    """The plan's shares beside those that a run observed, as pairs of bars."""
+    comparison = report.comparison
+    if comparison is None:
+        return Figure(id="observed", text=NO_STATS, values={})
+    several = len({b.cp_size for b in comparison.buckets}) > 1
+    pairs = [
+        (
+            f"{counted(b.max_seqs, 'document')} of {counted(b.max_seqlen, 'token')}"
+            + (f", {counted(b.cp_size, 'rank')}" if several else ""),
+            b.predicted_share,
+            b.observed_share,
+        )
+        for b in comparison.buckets
+    ]
+    pairs.append(("eager by shape", comparison.predicted_fallback_rate, comparison.observed_fallback_rate))
+    return Figure(
+        id="observed",
+        text=_observed_text(comparison),
+        alt=f"Predicted and observed shares: {'; '.join(f'{n} {p:.2%} and {o:.2%}' for n, p, o in pairs)}.",
+        paint=lambda canvas: _paint_pairs(canvas, pairs, _observed_note(comparison)),
+        values={
+            "dispatched_microbatches": comparison.dispatched,
+            "predicted_fallback_share": comparison.predicted_fallback_rate,
+            "observed_fallback_share": comparison.observed_fallback_rate,
+            "largest_difference_share": comparison.largest_difference,
+            "holds": comparison.holds,
+            "graphs": [
+                {**_sizes(b), "predicted_share": b.predicted_share, "observed_share": b.observed_share}
+                for b in comparison.buckets
+            ],
+            "verified_microbatches": comparison.verified,
+            "mismatches": comparison.mismatches,
+            "suspicions": comparison.suspicions,
+            "other_fallbacks_microbatches": {str(reason): n for reason, n in comparison.other_fallbacks.items()},
+            "replay_ms": comparison.replay_ms,
+            "eager_ms": comparison.eager_ms,
+        },
+    )
+
+
+def _observed_text(comparison: Comparison) -> str:
+    verdict = "as predicted" if comparison.is_as_predicted else "not as predicted"
+    dispatched = counted(comparison.dispatched, "dispatched micro-batch", "dispatched micro-batches")
+    wrong = f"{comparison.wrong_numbers}. " if comparison.wrong_numbers else ""
+    return (
+        f"{wrong}{percent(comparison.observed_fallback_rate)} of {dispatched} fell back by their shape, "
+        f"{percent(comparison.predicted_fallback_rate)} were predicted: {verdict}, no share is further off than "
+        f"{comparison.largest_difference * 100:.2f} points."
+    )
+
+
+def _observed_note(comparison: Comparison) -> str:
+    """Sentences on other fallbacks and on measured times; empty where there are none."""
+    notes = []
+    if comparison.basis == "decided":
+        notes.append("Nothing was replayed; what the shapes decide is shown.")
+    if comparison.other_fallbacks:
+        named = ", ".join(f"{reason} {n:,}" for reason, n in comparison.other_fallbacks.items())
+        notes.append(f"Eager for reasons that no plan predicts: {named}.")
+    for way, ms in (("A replayed", comparison.replay_ms), ("An eager", comparison.eager_ms)):
+        if ms is not None:
+            notes.append(f"{way} micro-batch took {ms:.2f} ms.")
+    return " ".join(notes)
+
+
+def _paint_pairs(canvas: Canvas, pairs: list[tuple[str, float, float]], note: str) -> None:
+    """A predicted and an observed bar for each name, and the note below."""
+    canvas.text(0, 14, "Share of dispatched micro-batches", look="b")
+    x = Scale(0, max(max(p, o) for _, p, o in pairs) or 1, 0, canvas.width - 150)
+    at = 24.0
+    for name, predicted, seen in pairs:
+        canvas.text(0, at + 13, name)
+        at += LINE + 2
+        for value, kind, look in ((predicted, "predicted", "f0"), (seen, "observed", "f1")):
+            canvas.rect(0, at, max(1.0, x(value)), _BAR - 4, look)
+            canvas.text(x(value) + 8, at + 11, f"{value:.2%} {kind}")
+            at += _BAR - 2
+        tip = f"{name}: {predicted:.2%} predicted, {seen:.2%} observed"
+        canvas.rect(0, at - 2 * _BAR - LINE, canvas.width, 2 * _BAR + LINE, "hit", tip=tip)
+        at += 8
+    for line in textwrap.wrap(note, int(canvas.width / EM)):
+        canvas.text(0, at + 13, line, look="q")
+        at += LINE
+    canvas.bottom = at

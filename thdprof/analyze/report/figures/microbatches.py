@@ -1,0 +1,630 @@
+"""Figures of the micro-batches: their shapes, and how these vary over ranks, steps and parts of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.buckets.statistics import PERCENTILES, Histogram
+from thdprof.analyze.profile.file import PartOfRun
+from thdprof.analyze.profile.run_profile import histogram_of, share_over
+from thdprof.analyze.report.contents import Report
+from thdprof.analyze.report.drawing import EM, LINE, MARKERS, Canvas, Figure, Panel, Scale, write_whole
+from thdprof.words import counted, percent, percentile_name, printable, shortened
+
+NO_PARTS = (
+    "One part of data was profiled, so differences between shards, or between the components of a blend, are not "
+    "known: profile each by itself (analyze --profile) and join them with thdprof merge."
+)
+LONGEST_NAME = 60
+"""Characters of a part's name in a sentence."""
+_LEFT = 60
+"""Pixels to the left of a panel, for the labels of its y axis."""
+_BINS = 40
+"""Most bars of a histogram, and most columns and rows of the map of both measures."""
+_POINTS = 400
+"""Most points of a curve."""
+_SKEWED = 8
+"""A largest value more than this many times the (least) median is shown on a logarithmic axis."""
+_MOST_PARTS = 20
+"""Most parts of the data that are shown."""
+_LEAST = 200
+"""Least micro-batches of a segment, where the run has that many: the P99 of fewer would be noise."""
+_ONCE_IN_1000 = 1.949
+"""Critical value of the two-sample Kolmogorov-Smirnov statistic, which chance exceeds once in 1000 times."""
+_ONCE_IN_1000_NORMAL = 3.291
+"""Deviations from the mean that a normal distribution exceeds, to either side, once in 1000 times."""
+_ENDS = ("p50", "p90", "p99", "max")
+"""Percentiles of documents that are shown over the run and of parts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Distribution:
+    """How a measure is spread over micro-batches."""
+
+    edges: NDArray[np.float64]
+    """Borders of the bars, half-way between whole numbers, shape [bars + 1]."""
+    shares: NDArray[np.float64]
+    """Share of micro-batches in each bar, shape [bars]."""
+    densities: NDArray[np.float64]
+    """Share of micro-batches for each whole number in a bar: bars of unequal width compare by it, shape [bars]."""
+    values: NDArray[np.int64]
+    """Values that occur, ascending, shape [points]; evenly spaced ones where there are too many for a curve to show."""
+    cumulative: NDArray[np.float64]
+    """Share of micro-batches with at most each value, shape [points]."""
+    percentiles: dict[str, int]
+    """Values at the percentiles, by their names in `PERCENTILES`."""
+    logarithmic: bool
+    """Whether the values are so skewed that the figure has a logarithmic axis."""
+
+
+def distribution(histogram: Histogram) -> Distribution:
+    """The distribution that `histogram` counts."""
+    logarithmic = _is_skewed(histogram)
+    edges = bin_edges(histogram.percentile(100.0), _BINS, logarithmic=logarithmic)
+    cumulative = np.concatenate(([0], np.cumsum(histogram.counts)))
+    below = cumulative[np.clip(np.ceil(edges).astype(np.int64), 0, len(histogram.counts))]
+    values = _thin(np.flatnonzero(histogram.counts))
+    return Distribution(
+        edges=edges,
+        shares=np.diff(below) / histogram.total,
+        densities=np.diff(below) / histogram.total / np.diff(edges),
+        values=values,
+        cumulative=cumulative[values + 1] / histogram.total,
+        percentiles={name: histogram.percentile(p) for name, p in PERCENTILES.items()},
+        logarithmic=logarithmic,
+    )
+
+
+def _is_skewed(histogram: Histogram) -> bool:
+    return histogram.percentile(100.0) > _SKEWED * max(1, histogram.percentile(50.0))
+
+
+def _thin(values: NDArray[np.int64]) -> NDArray[np.int64]:
+    """At most `_POINTS` of the values, evenly spaced."""
+    if len(values) <= _POINTS:
+        return values
+    return values[np.unique(np.linspace(0, len(values) - 1, _POINTS).astype(np.int64))]
+
+
+def bin_edges(largest: int, bins: int, *, logarithmic: bool) -> NDArray[np.float64]:
+    """Borders of at most `bins` bins over 1 to `largest`, half-way between whole numbers.
+
+    The bins are equally wide. Where `logarithmic` they are about equally wide on a logarithmic axis, but no bin holds
+    fewer whole numbers than the one before it.
+    """
+    if logarithmic:
+        ratio = (largest + 1) ** (1 / bins)
+        ends = [1]
+        while ends[-1] <= largest:
+            last = ends[-1] - ends[-2] if len(ends) > 1 else 1
+            ends.append(ends[-1] + max(last, round(ends[-1] * (ratio - 1))))
+        numbers = np.array(ends)
+    else:
+        step = max(1, -(-largest // bins))
+        numbers = np.arange(1, largest + step + 1, step)
+    return np.asarray(numbers - 0.5)
+
+
+def shapes(report: Report, cap: int) -> Figure:
+    """Histograms and cumulative curves of a micro-batch's documents and of the tokens of its longest document."""
+    documents, tokens = report.profile.histogram(), report.profile.histogram(measure="max_seqlen")
+    n_seqs, longest = distribution(documents), distribution(tokens)
+    measures = (
+        ("documents of a micro-batch", "document", n_seqs),
+        ("tokens of its longest document", "token", longest),
+    )
+
+    def paint(canvas: Canvas) -> None:
+        columns = 1 if canvas.narrow else 2
+        width = (canvas.width - 24 * (columns - 1)) / columns
+        top = 0.0
+        for index, (label, unit, spread) in enumerate(measures):
+            left = index % columns * (width + 24)
+            if columns == 1:
+                top = canvas.bottom + (24 if index else 0)
+            panels = _paint_distribution(canvas, left, top, width, label, unit, spread)
+            if index == 0:
+                for panel in panels:
+                    panel.cap(cap, named=panel is panels[0])
+            _paint_percentiles(canvas, left + _LEFT, top + 352, spread)
+
+    alt = (
+        "Two histograms above two cumulative curves: documents of a micro-batch and tokens of its longest. "
+        + "; ".join(
+            f"{label}: " + ", ".join(f"{percentile_name(n)} {v:,}" for n, v in spread.percentiles.items())
+            for label, _, spread in measures
+        )
+    )
+    return Figure(
+        id="shapes",
+        text=f"{_spread(documents, n_seqs.percentiles)}; the longest document has "
+        f"{counted(longest.percentiles['p50'], 'token')} at the median and {longest.percentiles['max']:,} at most.",
+        alt=alt,
+        paint=paint,
+        values={
+            "n_seqs_documents": {"mean": documents.mean, **n_seqs.percentiles},
+            "max_seqlen_tokens": {"mean": tokens.mean, **longest.percentiles},
+        },
+    )
+
+
+def _spread(documents: Histogram, p: dict[str, int]) -> str:
+    """The documents of a micro-batch in words.
+
+    Args:
+        documents: micro-batches by their number of documents.
+        p: percentiles of that number, by name.
+    """
+    most = percent(share_over(documents, p["max"] - 1))
+    if p["p50"] == p["max"]:
+        if documents.counts[-1] == documents.total:
+            return f"Every micro-batch holds {counted(p['max'], 'document')}"
+        return f"No micro-batch holds more than {counted(p['max'], 'document')}, and {most} of them hold so many"
+    text = f"Half of the micro-batches hold at most {counted(p['p50'], 'document')}"
+    if p["p99"] == p["max"]:
+        return f"{text}, the fullest, {most} of all, {p['max']:,}"
+    return f"{text} and {percent(share_over(documents, p['p99']))} more than {p['p99']:,}, the fullest {p['max']:,}"
+
+
+def _paint_distribution(
+    canvas: Canvas, left: float, top: float, width: float, label: str, unit: str, spread: Distribution
+) -> tuple[Panel, Panel]:
+    """The histogram and the cumulative curve of one measure."""
+    low, high = float(spread.edges[0]), float(spread.edges[-1])
+    canvas.text(left, top + 14, f"Share of micro-batches, per {unit}", look="b")
+    x = Scale(low, high, left + _LEFT, left + width - 6, spread.logarithmic)
+    y = Scale(0, float(spread.densities.max()) * 1.05, top + 180, top + 48)
+    panel = Panel(canvas, x, y)
+    panel.axes(x_ticks=False)
+    for at, (density, part) in enumerate(zip(spread.densities, spread.shares, strict=True)):
+        if part == 0:
+            continue
+        begin, end = spread.edges[at : at + 2]
+        first, last = int(begin + 0.5), int(end - 0.5)
+        numbers = counted(first, unit) if first == last else f"{first:,} to {last:,} {unit}s"
+        tip = f"{numbers}: {percent(float(part))} of micro-batches"
+        start, stop = x(begin), x(end)
+        gap = 0.6 if stop - start > 3 else 0
+        canvas.rect(start + gap, y(density), stop - start - 2 * gap, y.start - y(density), "f0")
+        canvas.rect(start, y.end, stop - start, y.start - y.end, "hit", tip=tip)
+    canvas.text(left, top + 210, "Share with at most so many", look="b")
+    below = Panel(canvas, x, Scale(0, 1, top + 352, top + 222))
+    below.axes(x_label=label)
+    below.stairs([low, *spread.values], [0.0, *spread.cumulative], 0)
+    values = spread.values.tolist()
+    tips = [
+        f"{percent(c)} hold at most {counted(v, unit)}" for v, c in zip(values, spread.cumulative.tolist(), strict=True)
+    ]
+    below.strips(values, tips)
+    return panel, below
+
+
+def _paint_percentiles(canvas: Canvas, left: float, top: float, spread: Distribution) -> None:
+    """The percentiles below a cumulative curve, in two lines."""
+    names = [f"{percentile_name(name)} {value:,}" for name, value in spread.percentiles.items()]
+    half = -(-len(names) // 2)
+    for row, words in enumerate((names[:half], names[half:])):
+        canvas.text(left, top + (3 + row) * LINE + 4, "   ".join(words), look="q", extra=' xml:space="preserve"')
+    canvas.bottom = max(canvas.bottom, top + 4 * LINE + 8)
+
+
+def joint(report: Report, cap: int) -> Figure:
+    """A map of micro-batches by documents and by tokens of the longest document."""
+    rows = report.profile.rows("microbatch")
+    n_seqs, max_seqlen, count = (rows[c].to_numpy(dtype=np.int64) for c in ("n_seqs", "max_seqlen", "count"))
+    documents = report.profile.histogram()
+    logarithmic = _is_skewed(documents)
+    xs = bin_edges(documents.percentile(100.0), _BINS, logarithmic=logarithmic)
+    ys = bin_edges(int(max_seqlen.max()), _BINS, logarithmic=False)
+    column = np.clip(np.searchsorted(xs, n_seqs) - 1, 0, len(xs) - 2)
+    row = np.clip(np.searchsorted(ys, max_seqlen) - 1, 0, len(ys) - 2)
+    shape = (len(ys) - 1, len(xs) - 1)
+    counts = np.bincount(row * shape[1] + column, weights=count, minlength=shape[0] * shape[1])
+    cells = counts.astype(np.int64).reshape(shape)
+    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
+    buckets = [(b.max_seqs, b.max_seqlen) for b in report.plan.graphs.buckets]
+    top = float(max([xs[-1], *(s + 0.5 for s, _ in buckets), cap]))
+    most = max(1, int(cells.max()))
+
+    def paint(canvas: Canvas) -> None:
+        canvas.text(0, 14, "Longest document of a micro-batch, tokens", look="b")
+        height = 300 if canvas.narrow else 340
+        x = Scale(float(xs[0]), top * (1.1 if logarithmic else 1.03), _LEFT, canvas.width - 8, logarithmic)
+        panel = Panel(canvas, x, Scale(float(ys[0]), float(ys[-1]) * 1.04, 48 + height, 48))
+        panel.axes(x_label="documents of a micro-batch", write_y=write_whole)
+        _paint_cells(panel, xs, ys, cells)
+        _paint_borders(panel, buckets)
+        panel.cap(cap)
+        key = [
+            f"pale to solid: 1 to {counted(most, 'micro-batch', 'micro-batches')} in a cell",
+            "dotted: the plan's graphs",
+        ]
+        for line in key if canvas.narrow else ["; ".join(key)]:
+            canvas.text(_LEFT, canvas.bottom + LINE + 2, line, look="q")
+            canvas.bottom += LINE
+
+    return Figure(
+        id="joint",
+        text=joint_text(n_seqs, max_seqlen, count, documents),
+        alt="A map of how many micro-batches have so many documents and so long a longest document, the plan's graphs "
+        "as dotted borders and the cap as a dashed line.",
+        paint=paint,
+        values={
+            "n_seqs_p90_documents": border,
+            "over_p90_share": share_over(documents, border),
+            "max_seqlen_p50_over_p90_tokens": long_many,
+            "max_seqlen_p50_elsewhere_tokens": long_few,
+        },
+    )
+
+
+def _paint_cells(panel: Panel, xs: NDArray[np.float64], ys: NDArray[np.float64], cells: NDArray[np.int64]) -> None:
+    """A rectangle for each cell with micro-batches, the more the darker; `cells` has shape [rows, columns]."""
+    x, y, most = panel.x, panel.y, max(1, int(cells.max()))
+    for row, column in np.argwhere(cells > 0).tolist():
+        count = int(cells[row, column])
+        shade = 0.3 + 0.7 * (np.log(count) / np.log(most) if most > 1 else 1)
+        x0, x1, y0, y1 = x(xs[column]), x(xs[column + 1]), y(ys[row]), y(ys[row + 1])
+        tip = (
+            f"{_numbers(xs, column)} documents, the longest {_numbers(ys, row)} tokens: "
+            f"{counted(count, 'micro-batch', 'micro-batches')}"
+        )
+        extra = f' fill="#2a87c8" fill-opacity="{shade:.2f}"'
+        panel.canvas.rect(x0, y1, x1 - x0, y0 - y1, "cell", tip=tip, extra=extra)
+
+
+def _numbers(edges: NDArray[np.float64], index: int) -> str:
+    first, last = int(edges[index] + 0.5), int(edges[index + 1] - 0.5)
+    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+
+
+def _paint_borders(panel: Panel, buckets: Sequence[tuple[int, int]]) -> None:
+    """The documents and the tokens that each graph of the plan holds, as dotted lines."""
+    named: list[float] = []
+    for number, (seqs, length) in enumerate(buckets):
+        right, up = panel.x(seqs + 0.5), panel.y(length + 0.5)
+        dash = f"1 {1 + 2 * (number % 4)}"
+        path = f"M{panel.x.start:.1f} {up:.1f}H{right:.1f}V{panel.y.start:.1f}"
+        panel.canvas.add(f'<path class="m a" stroke-dasharray="{dash}" d="{path}"/>')
+        if length < max(longest for other, longest in buckets if other == seqs):
+            continue  # a number of documents is named once, at its longest bucket
+        if any(abs(right - other) < LINE for other in named):
+            continue
+        named.append(right)
+        turned = f' transform="rotate(-90 {right - 5:.1f} {up + 6:.1f})"'
+        panel.canvas.text(right - 5, up + 6, f"graph {seqs:,}", anchor="end", extra=turned)
+
+
+def _apart(
+    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
+) -> tuple[int, int | None, int]:
+    """P90 of documents, and the median longest document of micro-batches with more, if any, and of the others."""
+    border = documents.percentile(90.0)
+    many = n_seqs > border
+    few = _median(max_seqlen[~many], count[~many])
+    return border, _median(max_seqlen[many], count[many]) if many.any() else None, few
+
+
+def _median(values: NDArray[np.int64], count: NDArray[np.int64]) -> int:
+    return Histogram(np.bincount(values, weights=count).astype(np.int64)).percentile(50.0)
+
+
+def joint_text(
+    n_seqs: NDArray[np.int64], max_seqlen: NDArray[np.int64], count: NDArray[np.int64], documents: Histogram
+) -> str:
+    """A sentence that says whether micro-batches of many documents have longer or shorter documents than the others.
+
+    Args:
+        n_seqs: documents of each distinct shape of a micro-batch, of shape (shapes,).
+        max_seqlen: tokens of the longest document of each shape.
+        count: micro-batches of each shape.
+        documents: micro-batches by their number of documents, whose P90 parts the many from the others.
+    """
+    border, long_many, long_few = _apart(n_seqs, max_seqlen, count, documents)
+    if long_many is None:
+        most = percent(float(count[n_seqs == border].sum() / count.sum()))
+        return f"{most} of micro-batches hold the most documents there are, {border:,}."
+    share = percent(share_over(documents, border))
+    relation = "longer than" if long_many > long_few else "as long as" if long_many == long_few else "shorter than"
+    return (
+        f"Where documents are many they are {relation} elsewhere: the {share} of micro-batches with more than "
+        f"{border:,} have a longest document of {counted(long_many, 'token')} at the median, the others of "
+        f"{long_few:,}."
+    )
+
+
+def steps(report: Report, cap: int) -> Figure:
+    """Documents of a micro-batch beside those of the fullest micro-batch of a rank and of a step."""
+    units = ("a micro-batch", "fullest of a rank's step", "fullest of a step")
+    histograms = [report.profile.histogram(kind) for kind in ("microbatch", "rank_step_max", "step_max")]
+    curves = {name: _exceeding(h) for name, h in zip(units, histograms, strict=True)}
+    at_cap = [share_over(h, cap) for h in histograms]
+    largest = max(int(values[-1]) for values, _ in curves.values())
+    logarithmic = largest > 40
+
+    def tell(documents: int) -> str:
+        shares = []
+        for name, (values, over) in curves.items():
+            index = int(np.searchsorted(values, documents, side="right")) - 1
+            shares.append(f"{name} {percent(float(over[max(0, index)]))}")
+        return f"over {counted(documents, 'document')} — {'; '.join(shares)}"
+
+    def paint(canvas: Canvas) -> None:
+        top = canvas.legend(0, 0, [(name, i) for i, name in enumerate(curves)], marked=False)
+        canvas.text(0, top + 14, "Share with more documents", look="b")
+        x = Scale(1 if logarithmic else 0, max(largest, cap, 2), _LEFT, canvas.width - 8, logarithmic)
+        panel = Panel(canvas, x, Scale(0, 1, top + 48 + 200, top + 48))
+        panel.axes(x_label="documents")
+        for style, (values, over) in enumerate(curves.values()):
+            panel.stairs(values.tolist(), over.tolist(), style)
+        every = sorted({int(v) for values, _ in curves.values() for v in values if v >= x.low})
+        panel.strips(every, [tell(at) for at in every])
+        panel.cap(cap)
+        for name, value in zip(("microbatch", "rank_step", "step"), at_cap, strict=True):
+            panel.dot(cap, value, name)
+
+    rate = report.profile.fallback_rate(cap)
+    return Figure(
+        id="steps",
+        text=steps_head(report) + steps_over(report, cap),
+        alt="Falling curves of the share with more than so many documents. Over the cap: "
+        + ", ".join(f"{name} {percent(value)}" for name, value in zip(units, at_cap, strict=True)),
+        paint=paint,
+        values={
+            "cap_documents": cap,
+            "microbatch_p50_documents": histograms[0].percentile(50.0),
+            "step_max_p50_documents": histograms[2].percentile(50.0),
+            "over_cap_microbatch_share": rate.microbatch,
+            "over_cap_rank_step_share": rate.rank_step,
+            "over_cap_step_share": rate.step,
+        },
+    )
+
+
+def steps_head(report: Report) -> str:
+    """The part of the sentence of `steps` that does not depend on the cap."""
+    micro, step = report.profile.histogram(), report.profile.histogram("step_max")
+    return (
+        f"The fullest micro-batch of a step holds {counted(step.percentile(50.0), 'document')} at the median, where a "
+        f"micro-batch holds {micro.percentile(50.0):,}: "
+    )
+
+
+def steps_over(report: Report, cap: int) -> str:
+    """The end of the sentence of `steps`: what lies over `cap`."""
+    rate = report.profile.fallback_rate(cap)
+    return (
+        f"over a cap of {cap:,} are {percent(rate.microbatch)} of micro-batches, and {percent(rate.step)} of steps "
+        "have one of them."
+    )
+
+
+def _exceeding(histogram: Histogram) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Values of the histogram, at most `_POINTS`, and the share of larger values than each."""
+    present = np.flatnonzero(histogram.counts)
+    values = _thin(np.concatenate(([max(0, int(present[0]) - 1)], present)))
+    over = histogram.total - np.cumsum(histogram.counts)
+    return values, over[values] / histogram.total
+
+
+def drift(report: Report, cap: int) -> Figure:
+    """Percentiles of documents over the run: all parts together, each from its own first step to its last."""
+    micro, largest = (cut_run(report, kind) for kind in ("segment_microbatch", "segment_step_max"))
+    percentiles = {name: [h.percentile(PERCENTILES[name]) for h in micro] for name in _ENDS}
+    step_median = [h.percentile(50.0) for h in largest]
+    stalled = [share_over(h, cap) for h in largest]
+    logarithmic = max(percentiles["max"]) > _SKEWED * min(percentiles["p50"])
+    most = max(*percentiles["max"], *step_median, cap, 2)
+    number, num_runs = len(stalled), report.profile.num_runs
+    each = max(1, round(report.profile.steps / num_runs / number))
+    label = f"segment of {'the run' if num_runs == 1 else 'each run'}, about {counted(each, 'step')} each"
+    order = _ENDS[::-1]
+    tips = [
+        f"segment {i + 1:,}: "
+        + ", ".join(f"{percentile_name(n)} {percentiles[n][i]:,}" for n in order)
+        + f"; fullest of a step at the median {step_median[i]:,}"
+        for i in range(number)
+    ]
+
+    def paint(canvas: Canvas) -> None:
+        names = [(f"{percentile_name(name)} of micro-batches", i) for i, name in enumerate(order)]
+        top = canvas.legend(0, 0, [*names, ("the cap", "cap")])
+        canvas.text(0, top + 14, "Documents", look="b")
+        x = Scale(0.5, number + 0.5, _LEFT, canvas.width - 8)
+        upper = Panel(canvas, x, Scale(1 if logarithmic else 0, most, top + 220, top + 28, logarithmic))
+        upper.axes(x_ticks=False, write_y=write_whole)
+        at = list(range(1, number + 1))
+        for style, name in enumerate(order):
+            upper.line(at, percentiles[name], style)
+        upper.level(cap)
+        upper.strips(at, tips)
+        below = top + 236
+        canvas.text(0, below + 14, "Steps over the cap", look="b")
+        y = Scale(0, 1, below + 150, below + 28)
+        Panel(canvas, x, y).axes(x_label=label)
+        for i, value in enumerate(stalled):
+            left, right = x(i + 0.55), x(i + 1.45)
+            data = f' data-bar="segments {i}" data-y="{y.data}"'
+            canvas.rect(left, y(value), right - left, y.start - y(value), "fc", extra=data)
+            canvas.rect(
+                x(i + 0.5), y.end, x(i + 1.5) - x(i + 0.5), y.start - y.end, "hit",
+                tip=f"segment {i + 1:,}: {percent(value)} of steps over the cap", extra=f' data-told="segments {i}"',
+            )  # fmt: skip
+
+    return Figure(
+        id="drift",
+        text=drift_head(report) + drift_over(largest, cap, several=num_runs > 1),
+        alt=f"Percentiles of documents in {number} segments of the run; steps over the cap: {percent(min(stalled))} to "
+        f"{percent(max(stalled))}, {label}.",
+        paint=paint,
+        values={
+            "cap_documents": cap,
+            "runs": num_runs,
+            "steps": report.profile.steps,
+            "n_seqs_documents": percentiles,
+            "step_max_p50_documents": step_median,
+            "over_cap_step_share": stalled,
+        },
+    )
+
+
+def cut_run(report: Report, kind: str) -> list[Histogram]:
+    """Units of `kind` by their documents, in equal stretches of the run, none of them empty.
+
+    A run of fewer steps than a profile has segments has gaps in its segment numbers. To keep every stretch from being
+    empty, a part is cut by the rank of a segment among the segments that the part has, not by the segment's number.
+    """
+    profile = report.profile
+    segments = {part.name: profile.segments(part.name) for part in profile.parts}
+    bins = int(np.clip(profile.microbatches // _LEAST, 1, min(map(len, segments.values()))))
+    rows = profile.rows(kind)
+    of_row = np.empty(len(rows), dtype=np.int64)
+    for part, present in segments.items():
+        chosen = (rows["part"] == part).to_numpy()
+        place = np.searchsorted(present, rows["segment"].to_numpy()[chosen])
+        of_row[chosen] = place * bins // len(present)
+    return [histogram_of(rows[of_row == index], "n_seqs") for index in range(bins)]
+
+
+def _compared(stretches: Sequence[Histogram]) -> tuple[Histogram, Histogram, str]:
+    """The first and the last third of the run, or halves of two stretches, and the name of what they are."""
+    length, share = (1, "half") if len(stretches) == 2 else (len(stretches) // 3, "third")
+    first, last = (reduce(Histogram.merge, part) for part in (stretches[:length], stretches[-length:]))
+    return first, last, share
+
+
+def drift_head(report: Report) -> str:
+    """The part of the sentence of `drift` that does not depend on the cap."""
+    micro, several = cut_run(report, "segment_microbatch"), report.profile.num_runs > 1
+    if len(micro) == 1:
+        return f"{'One of the runs that were joined' if several else 'The run'} is too short to tell a drift; "
+    run = "the runs that were joined, each by itself," if several else "the run"
+    first, last, share = _compared(micro)
+    apart, by_chance = _distance(first, last)
+    if apart <= by_chance:
+        return (
+            f"Documents of a micro-batch do not drift: the first and the last {share} of {run} differ no more than by "
+            "chance; "
+        )
+    early, late = (tuple(h.percentile(p) for p in (50.0, 99.0)) for h in (first, last))
+    return (
+        f"Documents of a micro-batch drift: from the first {share} of {run} to the last P50 goes from {early[0]:,} to "
+        f"{late[0]:,} and P99 from {early[1]:,} to {late[1]:,}; "
+    )
+
+
+def drift_over(largest: Sequence[Histogram], cap: int, *, several: bool) -> str:
+    """The end of the sentence of `drift`: the steps over `cap` at the begin and at the end of the run.
+
+    The shares of single segments are left out: a segment has few steps, so that its share jumps where nothing drifts.
+
+    Args:
+        largest: steps of each stretch by the documents of their fullest micro-batch.
+        cap: documents.
+        several: whether several runs were joined.
+    """
+    over = f"over a cap of {cap:,} are "
+    if len(largest) == 1:
+        return f"{over}{percent(share_over(largest[0], cap))} of {'all' if several else 'its'} steps."
+    first, last, stretch = _compared(largest)
+    early, late = share_over(first, cap), share_over(last, cap)
+    if early == late:
+        return f"{over}{percent(early)} of the steps of both."
+    both = (early * first.total + late * last.total) / (first.total + last.total)
+    deviation = float(np.sqrt(both * (1 - both) * (1 / first.total + 1 / last.total)))
+    chance = "no further apart" if abs(late - early) <= _ONCE_IN_1000_NORMAL * deviation else "further apart"
+    return (
+        f"{over}{percent(early)} of the first {stretch}'s steps and {percent(late)} of the last's, {chance} than by "
+        "chance."
+    )
+
+
+def _distance(one: Histogram, other: Histogram) -> tuple[float, float]:
+    """The largest difference of the cumulative shares, and the one that chance alone exceeds once in 1000 times."""
+    size = max(len(one.counts), len(other.counts))
+    shares = [np.cumsum(np.pad(h.counts, (0, size - len(h.counts)))) / h.total for h in (one, other)]
+    by_chance = _ONCE_IN_1000 * float(np.sqrt(1 / one.total + 1 / other.total))
+    return float(np.abs(shares[0] - shares[1]).max()), by_chance
+
+
+def shown_parts(report: Report) -> list[PartOfRun]:
+    """The parts of the data that are shown, the largest first; none where there is one part only."""
+    every = report.profile.parts
+    return sorted(every, key=lambda p: -p.microbatches)[:_MOST_PARTS] if len(every) > 1 else []
+
+
+def parts(report: Report, cap: int) -> Figure:
+    """Percentiles of documents in each part of the data, beside its share of steps over the cap."""
+    shown = shown_parts(report)
+    if not shown:
+        return Figure(id="parts", text=NO_PARTS, values={})
+    histograms = [report.profile.histogram(part=p.name) for p in shown]
+    percentiles = {name: [h.percentile(PERCENTILES[name]) for h in histograms] for name in _ENDS}
+    names = [printable(p.name) for p in shown]
+    stalled = [report.profile.fallback_rate(cap, part=p.name).step for p in shown]
+    left_out = len(report.profile.parts) - len(shown)
+    row, largest = 44, max(2, *percentiles["max"], cap)
+
+    def paint(canvas: Canvas) -> None:
+        top = canvas.legend(0, 0, [(percentile_name(name), i) for i, name in enumerate(_ENDS)])
+        split = canvas.width * (0.6 if canvas.narrow else 0.66)
+        x, wide = Scale(1, largest, 8, split - 16, True), Scale(0, 1, split, canvas.width - 52)
+        canvas.text(0, top + 14, "Documents", look="b")
+        canvas.text(wide.start, top + 14, "Steps over the cap", look="b")
+        begin = top + 44
+        panel = Panel(canvas, x, Scale(0, 1, begin + row * len(names), begin))
+        panel.axes(x_label="documents of a micro-batch", write_y=lambda value: "")
+        for index, (name, share) in enumerate(zip(names, stalled, strict=True)):
+            at = begin + row * index
+            canvas.text(8, at + 15, shortened(name, int((split - 30) / EM)))
+            line = at + 29
+            values = [percentiles[p][index] for p in _ENDS]
+            canvas.line([(x(values[0]), line), (x(values[-1]), line)], "a")
+            for style, value in enumerate(values):
+                canvas.marker(x(value), line, MARKERS[style], f"m s{style}")
+            tip = f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in zip(_ENDS, values, strict=True))
+            canvas.rect(0, at, split - 8, row, "hit", tip=tip)
+            data = f' data-row="parts {index}" data-x="{wide.data}"'
+            canvas.rect(wide.start, line - 9, wide(share) - wide.start, 16, "fc", extra=data)
+            words = f' data-row-text="parts {index}" data-x="{wide.data}"'
+            canvas.text(wide(share) + 6, line + 4, percent(share), extra=words)
+        panel.cap(cap)
+        if left_out:
+            canvas.text(8, canvas.bottom + LINE, f"{counted(left_out, 'smaller part')} left out", look="q")
+            canvas.bottom += LINE
+
+    of_part = [{p: values[i] for p, values in percentiles.items()} for i in range(len(shown))]
+    return Figure(
+        id="parts",
+        text=_parts_text([p.name for p in shown], percentiles["p99"]),
+        alt="Percentiles of each part: "
+        + "; ".join(
+            f"{name}: " + ", ".join(f"{percentile_name(p)} {v:,}" for p, v in values.items())
+            for name, values in zip(names, of_part, strict=True)
+        ),
+        paint=paint,
+        values={
+            "cap_documents": cap,
+            "parts": [
+                {"name": name, "n_seqs_documents": values, "over_cap_step_share": share}
+                for name, values, share in zip(names, of_part, stalled, strict=True)
+            ],
+            "left_out_parts": left_out,
+        },
+    )
+
+
+def _parts_text(names: Sequence[str], p99: Sequence[int]) -> str:
+    low, high = int(np.argmin(p99)), int(np.argmax(p99))
+    if p99[low] == p99[high]:
+        return f"P99 of documents is {p99[low]:,} in all {counted(len(names), 'part')} that are shown."
+    most, least = (shortened(names[index], LONGEST_NAME) for index in (high, low))
+    return (
+        f"P99 of documents is {p99[high]:,} in {most} and {p99[low]:,} in {least}: "
+        "a cap at the P99 of all is not that of each."
+    )

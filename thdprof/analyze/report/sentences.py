@@ -1,0 +1,123 @@
+"""Sentences on a run that text and page share: its model, its peak memory, its captures and its communication."""
+
+from __future__ import annotations
+
+from thdprof.analyze.predictions import Capture, Memory, Overlap
+from thdprof.training import Model
+from thdprof.words import counted, listed, memory_size
+
+
+def model_sentence(model: Model, *, gpu: str | None, source: str | None) -> str:
+    """The model in one line, with the GPU that times are of and where the model was read."""
+    parts = [*_shape(model), *_parallelism(model), *_precision(model)]
+    on, origin = "" if gpu is None else f" on {gpu}", "" if source is None else f" (from {source})"
+    return f"model: {', '.join(parts)}{on}{origin}"
+
+
+def _shape(model: Model) -> list[str]:
+    layers = "1 layer" if model.num_layers == 1 else f"{model.num_layers} layers"
+    parts = [f"{layers} {model.hybrid_layer_pattern}" if model.hybrid_layer_pattern else layers]
+    parts.append(f"hidden {model.hidden_size}")
+    if model.hybrid_layer_pattern is None or "*" in model.hybrid_layer_pattern:
+        heads = f"{model.num_attention_heads} heads"
+        if model.multi_latent_attention:
+            parts.append(f"{heads} (latent, rank {model.kv_lora_rank})")
+        else:
+            groups = f" in {model.query_groups} groups" if model.query_groups < model.num_attention_heads else ""
+            parts.append(f"{heads}{groups} of {model.head_dim}")
+    if model.moe_layers < model.num_layers and (
+        model.hybrid_layer_pattern is None or "-" in model.hybrid_layer_pattern
+    ):
+        parts.append(f"ffn {model.ffn_size}{' gated' if model.gated_linear_unit else ''}")
+    if model.num_experts is not None:
+        parts.append(f"{model.num_experts} experts of {model.expert_ffn_size}, {model.moe_router_topk} a token")
+    if model.vocab_size is not None:
+        parts.append(f"vocabulary {model.vocab_size}")
+    return parts
+
+
+def _parallelism(model: Model) -> list[str]:
+    parts = [f"TP {model.tensor_model_parallel_size}{' with SP' if model.sequence_parallel else ''}"]
+    if model.expert_model_parallel_size > 1:
+        parts.append(f"EP {model.expert_model_parallel_size}")
+    return parts
+
+
+def _precision(model: Model) -> list[str]:
+    parts = [model.precision if model.fp8_recipe is None else f"{model.precision} with FP8 {model.fp8_recipe}"]
+    if model.recompute_granularity is not None:
+        parts.append(f"recompute {model.recompute_granularity}")
+    if model.lora_dim is not None:
+        parts.append(f"adapters of rank {model.lora_dim}")
+    return parts
+
+
+def memory_sentence(memory: Memory) -> str:
+    """The peak, its moment and its parts."""
+    parts = {
+        "weights, gradients and optimizer": memory.state_bytes,
+        "graphs": memory.graph_bytes,
+        "static buffers": memory.static_bytes,
+        beside_slots(memory): memory.eager_bytes,
+        "experts behind graphs": memory.experts_bytes,
+        "outside the decoder": memory.outside_bytes,
+    }
+    shown = [f"{memory_size(size / 2**30)} {name}" for name, size in parts.items() if size]
+    moments = {
+        "training": "in the worst step",
+        "capture": "at the last capture, before the optimizer's step",
+        "verification": "where a micro-batch is verified",
+    }
+    return (
+        f"peak memory: about {memory_size(memory.peak_bytes / 2**30)} on pipeline rank {memory.pipeline_rank}, "
+        f"{moments[memory.moment]}: {listed(shown)}"
+    )
+
+
+def beside_slots(memory: Memory) -> str:
+    """What runs eagerly beside the slots at the moment of the peak."""
+    if memory.moment == "capture":
+        return "a warm-up pass"
+    if memory.moment == "verification":
+        return "eager run and compared gradients"
+    return f"{counted(memory.eager_in_flight, 'eager micro-batch', 'eager micro-batches')} in flight"
+
+
+def capture_sentence(capture: Capture) -> str:
+    """How long the captures take, and of what."""
+    low, high = (f"{seconds:.1f}" for seconds in capture.seconds)
+    seconds = low if low == high else f"{low} to {high}"
+    return (
+        f"capture: {counted(capture.graphs, 'graph')} in {seconds} s, {capture.passes:,} forward and backward passes, "
+        "once in the run"
+    )
+
+
+def overlap_sentence(overlap: Overlap) -> str:
+    """What graphs of a few layers save of a step; or that whole chunks are as good."""
+    communication = (
+        f"{overlap.communication_ms:.1f} ms of data-parallel communication at {overlap.gbps:.0f} GB/s {_basis(overlap)}"
+    )
+    if overlap.layers_per_graph is None:
+        return (
+            "overlap: cutting chunks into graphs of fewer layers would not pay (modelled), out of a step's "
+            f"{communication}"
+        )
+    layers = "1 layer" if overlap.layers_per_graph == 1 else f"{overlap.layers_per_graph} layers"
+    return f"overlap: with --impl chunk, graphs of {layers} save {_saved(overlap)}, out of {communication}"
+
+
+def _saved(overlap: Overlap) -> str:
+    """The range of what is saved, and what decides about it."""
+    least, most = (f"{ms:.1f}" for ms in sorted(overlap.gained_ms))
+    if least == most:
+        return f"about {most} ms a step (modelled)"
+    return f"{least} to {most} ms a step (modelled; the least with CUDA_DEVICE_MAX_CONNECTIONS=1)"
+
+
+def _basis(overlap: Overlap) -> str:
+    """Where the bandwidth comes from, and how another one is given."""
+    if overlap.gbps_given:
+        return "(data_parallel_gbps)"
+    links = "of each GPU between hosts" if overlap.across_hosts else "between the GPUs of a host"
+    return f"{links} (assumed; data_parallel_gbps in --settings gives another)"

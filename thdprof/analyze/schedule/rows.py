@@ -1,0 +1,225 @@
+"""The schedule of rows that were packed before training, as Megatron-Bridge, TRL and plain collators read them.
+
+Rules of Hugging Face's Trainer: transformers 5.23, `trainer.py`; accelerate 1.15, `data_loader.py`
+(SeedableRandomSampler, BatchSamplerShard); datasets 5.2, `Dataset.shuffle`; TRL 1.16, `sft_trainer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.schedule import samplers
+from thdprof.analyze.schedule.microbatch_table import MicrobatchTable
+from thdprof.analyze.schedule.samplers import torch_randperm
+from thdprof.analyze.schedule.schedule import Schedule, num_steps, table_of, with_tails
+from thdprof.analyze.sources.base import PackedRows
+from thdprof.errors import DataError
+from thdprof.training import TrainingSettings
+
+NO_ROW = -1
+"""Stands for a row that a micro-batch lacks: the last one of an epoch may hold fewer."""
+
+
+def dataset_shuffle(size: int, seed: int) -> NDArray[np.int64]:
+    """The order in which `datasets.Dataset.shuffle(seed=seed)` puts `size` examples, int64, shape [size]."""
+    return np.random.default_rng(seed).permutation(size)
+
+
+def epoch_rows(num_rows: int, epoch: int, settings: TrainingSettings) -> NDArray[np.int64]:
+    """The rows of one epoch, int64, shape [micro-batches of a rank, ranks, rows of a micro-batch].
+
+    The permutation is seeded with the seed plus the epoch. Every rank takes each so-many-th micro-batch. With
+    `drop_last` a partial round of the ranks is left out. Otherwise rows from the epoch's beginning fill it up; on a
+    single rank the last micro-batch then has fewer rows, and `NO_ROW` in the place of the others.
+    """
+    ranks, size = settings.data_parallel_size, settings.micro_batch_size
+    order = torch_randperm(num_rows, settings.seed + epoch)
+    together = ranks * size
+    if settings.drop_last:
+        return order[: num_rows // together * together].reshape(-1, ranks, size)
+    missing = -num_rows % together
+    if ranks == 1:
+        filled = np.append(order, np.full(missing, NO_ROW, dtype=np.int64))
+    else:
+        filled = np.append(order, order[np.arange(missing) % num_rows])
+    return filled.reshape(-1, ranks, size)
+
+
+def steps_of_an_epoch(num_rows: int, settings: TrainingSettings) -> int:
+    """Number of optimizer steps of one epoch; the last may accumulate fewer micro-batches."""
+    together = settings.data_parallel_size * settings.micro_batch_size
+    batches = num_rows // together if settings.drop_last else -(-num_rows // together)
+    return -(-batches // settings.num_microbatches)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """What a micro-batch takes from each row; every array has one entry more, of zeros, at `NO_ROW`."""
+
+    documents: NDArray[np.int64]
+    longest: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    squared: NDArray[np.float64]
+    last: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: PackedRows) -> _Rows:
+        """The sums of `rows`."""
+        return cls(
+            documents=np.append(rows.num_documents(), 0).astype(np.int64),
+            longest=np.append(rows.longest(), 0).astype(np.int64),
+            tokens=np.append(rows.num_tokens(), 0).astype(np.int64),
+            squared=np.append(rows.squared(), 0.0),
+            last=np.append(rows.last(), 0).astype(np.int64),
+        )
+
+
+def trainer_table(rows: PackedRows, settings: TrainingSettings) -> MicrobatchTable:
+    """The micro-batches that the Trainer forms of `rows`, with what the collator and the tail policy add.
+
+    Raises:
+        DataError: the data does not fill one micro-batch of every rank.
+    """
+    num_rows = rows.num_rows()
+    one_epoch = steps_of_an_epoch(num_rows, settings)
+    if one_epoch == 0:
+        raise DataError(
+            f"{num_rows} rows do not fill one micro-batch of every rank with drop_last; give more data, or a smaller "
+            "--micro-batch-size"
+        )
+    if settings.train_samples is not None:
+        steps = settings.train_samples // settings.global_batch_size
+    else:
+        steps = one_epoch * (settings.train_epochs or 1)
+    stored = dataset_shuffle(num_rows, settings.shuffle_seed) if settings.shuffle_seed is not None else None
+    sums = _Rows.of(rows)
+    parts: list[NDArray[np.int64]] = []
+    counts: list[int] = []
+    for epoch in range(-(-steps // one_epoch)):
+        read = epoch_rows(num_rows, epoch, settings)
+        if stored is not None:
+            read = np.append(stored, NO_ROW)[read]
+        for start in range(0, len(read), settings.num_microbatches):
+            if len(counts) == steps:
+                break
+            step = read[start : start + settings.num_microbatches]
+            parts.append(step.transpose(1, 0, 2).reshape(-1, settings.micro_batch_size))
+            counts.append(len(step))
+    return _table(np.concatenate(parts), np.array(counts, dtype=np.int32), sums, settings)
+
+
+def _table(
+    read: NDArray[np.int64], counts: NDArray[np.int32], rows: _Rows, settings: TrainingSettings
+) -> MicrobatchTable:
+    """The table of micro-batches of the rows `read`, shape [micro-batches, rows of one], in the table's order."""
+    documents, tokens = rows.documents[read].sum(axis=1), rows.tokens[read].sum(axis=1)
+    longest, squared = rows.longest[read].max(axis=1), rows.squared[read].sum(axis=1)
+    # every padding token of TRL's collator has position 0 and so begins a document
+    padding = -tokens % settings.pad_seq_to_mult
+    documents, tokens, squared = documents + padding, tokens + padding, squared + padding
+    if settings.tail_policy != "none":
+        room = settings.micro_batch_size * settings.seq_length
+        tail = np.maximum(room + (-room % settings.pad_seq_to_mult) - tokens, 0)
+        tokens = tokens + tail
+        if settings.tail_policy == "append_dummy_seq":
+            documents, before = documents + (tail > 0), np.zeros_like(tail)
+        else:
+            end = (read != NO_ROW).sum(axis=1) - 1
+            before = np.where(padding > 0, 1, rows.last[read[np.arange(len(read)), end]])
+        longest = np.maximum(longest, np.where(tail > 0, before + tail, 0))
+        squared = squared + np.multiply(tail, 2 * before + tail, dtype=np.float64)
+    return MicrobatchTable(
+        n_seqs=documents.astype(np.int32),
+        max_seqlen=longest.astype(np.int32),
+        n_tokens=tokens,
+        squared=squared,
+        data_parallel_size=settings.data_parallel_size,
+        num_microbatches=counts,
+        exact=True,
+    )
+
+
+_BRIDGE_ROUNDING = 16
+"""Megatron-Bridge rounds the longest row up to a multiple of so many tokens (GPTSFTDataset.pad_seq_length_to_mult)."""
+
+
+def schedule_rows(rows: PackedRows, settings: TrainingSettings) -> Schedule:
+    """The schedule of rows that were packed before training."""
+    totals = rows.num_tokens()
+    if int(totals.max()) > settings.seq_length:
+        row = int((totals > settings.seq_length).argmax())
+        raise DataError(
+            f"row {row}: {totals[row]} tokens are more than --seq-length {settings.seq_length}"
+            f"{', and Megatron-Bridge stops on it' if rows.rule == 'bridge' else ''}; give --seq-length {totals.max()}"
+        )
+    if settings.loader == "trainer":
+        table = trainer_table(rows, settings)
+        distinct = max(1, rows.num_rows() // settings.micro_batch_size)
+        return Schedule(table=table, independent=min(len(table), distinct))
+    mapping = _sample_mapping(rows.num_rows(), settings)
+    num_rows = rows.num_rows() if mapping is None else len(mapping)
+    steps, warnings = num_steps(num_rows, settings)
+    read = {
+        "single": samplers.sequential_rows,
+        "cyclic": samplers.cyclic_rows,
+        "batch": samplers.batch_rows,
+        None: samplers.drawn_rows,
+    }[settings.loader](num_rows, steps, settings)
+    if mapping is not None:
+        read = mapping[read]
+    if rows.rule == "bridge":
+        table = _bridge_table(rows, read, settings)
+        together = settings.num_microbatches if settings.loader == "batch" else 1
+        independent = max(1, min(len(table), rows.num_rows()) // together)
+        return Schedule(table=table, warnings=warnings, independent=independent)
+    documents, longest, tokens_by_row, squared_by_row = with_tails(rows, settings)
+    shape = (*read.shape[:2], settings.num_microbatches, settings.micro_batch_size)
+    n_seqs = documents[read].reshape(shape).sum(axis=3, dtype=np.int64)
+    max_seqlen = longest[read].reshape(shape).max(axis=3)
+    tokens = tokens_by_row[read].reshape(shape).sum(axis=3)
+    squared = squared_by_row[read].reshape(shape).sum(axis=3)
+    if rows.rule == "trl":
+        padding = -tokens % settings.pad_seq_to_mult  # every padding token has position 0 and so begins a document
+        n_seqs, tokens, squared = n_seqs + padding, tokens + padding, squared + padding
+    table = table_of(n_seqs, max_seqlen, tokens, squared, settings)
+    distinct = max(1, rows.num_rows() // settings.micro_batch_size)
+    return Schedule(table=table, warnings=warnings, independent=min(len(table), distinct))
+
+
+def _sample_mapping(num_rows: int, settings: TrainingSettings) -> NDArray[np.int64] | None:
+    """The row that each sample reads under Megatron-Bridge's max_train_samples, int64, shape [samples]; else None."""
+    wanted = settings.max_num_samples
+    if wanted is None:
+        return None
+    random = np.random.RandomState(settings.seed)
+    epochs = np.tile(np.arange(num_rows, dtype=np.int64), (-(-wanted // num_rows), 1))
+    for epoch in epochs:
+        random.shuffle(epoch)
+    return epochs.reshape(-1)[:wanted]
+
+
+def _bridge_table(rows: PackedRows, read: NDArray[np.int64], settings: TrainingSettings) -> MicrobatchTable:
+    """Collate the rows with indices `read` [steps, ranks, rows] as Megatron-Bridge's collate_fn does.
+
+    Every row makes one micro-batch. The sampler `batch` collates all rows that a rank reads in a step; otherwise each
+    row is collated alone. Rows that are collated together get equal lengths, and `cu_seqlens` as long as those of the
+    row with the most documents.
+    """
+    documents, longest = rows.num_documents()[read], rows.longest()[read]
+    totals = rows.num_tokens()[read]
+    together = settings.loader == "batch"
+    if settings.pad_to_max_length:
+        length = np.full_like(totals, settings.seq_length)
+    else:
+        collated = totals.max(axis=2, keepdims=True) if together else totals
+        rounded = -(-collated // _BRIDGE_ROUNDING) * _BRIDGE_ROUNDING
+        length = np.broadcast_to(np.minimum(rounded, settings.seq_length), totals.shape)
+    tail = length - totals
+    n_seqs = documents + (tail > 0)
+    if together:
+        n_seqs = np.broadcast_to(n_seqs.max(axis=2, keepdims=True), n_seqs.shape)
+    squared = rows.squared()[read] + np.square(tail, dtype=np.float64)
+    return table_of(n_seqs, np.maximum(longest, tail), length, squared, settings)

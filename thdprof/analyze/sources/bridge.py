@@ -1,0 +1,224 @@
+"""Megatron-Bridge's packed rows: parquet, or the legacy `.npy`, a pickled array of dicts.
+
+Of parquet, `seq_start_id` and the lengths of the lists `loss_mask` are read, and no token. A pickle is read without
+executing code in it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.analyze.sources import base
+from thdprof.analyze.sources.base import Dataset, Format, fingerprint
+from thdprof.analyze.sources.readers import arrow, npy, parquet
+from thdprof.analyze.sources.readers.npy import read_header
+from thdprof.analyze.sources.readers.parquet import ParquetFile, open_parquet, parquet_schema
+from thdprof.errors import DataError
+
+KEYS = ("input_ids", "seq_start_id", "loss_mask")
+_NAMED_SIZE = re.compile(r"(?:training|validation)_(\d{1,10})(?:\.|$)")
+_LARGEST_METADATA_BYTES = 2**20
+
+
+def document_tokens(
+    starts: NDArray[np.int64], offsets: NDArray[np.int64], row_lengths: NDArray[np.int64], where: str
+) -> NDArray[np.int32]:
+    """Number of tokens that training sees of every stored document, shape [documents].
+
+    A document of L stored tokens trains L - 1: its input lacks the last token, its labels lack the first.
+
+    Args:
+        starts: first token of every document in its row, `seq_start_id`, shape [documents], row after row.
+        offsets: row r has the documents offsets[r] to offsets[r + 1], shape [rows + 1].
+        row_lengths: stored tokens of every row, shape [rows].
+        where: name of the file in messages.
+
+    Raises:
+        DataError: an empty row, a row that does not start at 0, starts that do not ascend or lie beyond the row.
+    """
+    counts = np.diff(offsets)
+    if len(counts) == 0:
+        raise DataError(f"{where}: holds no rows; pack it again with data")
+    _refuse(counts == 0, lambda row: f"{where}: row {row}: seq_start_id is empty; a row needs a document")
+    first = starts[offsets[:-1]]
+    _refuse(first != 0, lambda row: f"{where}: row {row}: seq_start_id begins with {first[row]}, not 0")
+    stored = np.empty_like(starts)
+    np.subtract(starts[1:], starts[:-1], out=stored[:-1])
+    last = offsets[1:] - 1
+    beyond = (starts[last] >= row_lengths) | (starts[last] < 0)
+    if (stored[:-1] < 1).any():  # true at every row's last document as well
+        inside = stored < 1
+        inside[last] = False
+        _refuse(
+            inside,
+            lambda at: (
+                f"{where}: row {_row(offsets, at)}: seq_start_id goes from {starts[at]} to {starts[at + 1]}; "
+                "starts must ascend, for a document needs a token"
+            ),
+        )
+    _refuse(
+        beyond,
+        lambda row: (
+            f"{where}: row {row}: seq_start_id {starts[last[row]]} lies beyond its {row_lengths[row]} tokens; "
+            "a document needs a token"
+        ),
+    )
+    stored[last] = row_lengths - starts[last]
+    if int(row_lengths.max()) > np.iinfo(np.int32).max:
+        row = int(row_lengths.argmax())
+        raise DataError(f"{where}: row {row}: {row_lengths[row]} tokens are more than 2**31 - 1")
+    return (stored - 1).astype(np.int32)
+
+
+def _row(offsets: NDArray[np.int64], document: int) -> int:
+    return int(np.searchsorted(offsets, document, side="right")) - 1
+
+
+def _refuse(bad: NDArray[np.bool_], message: Callable[[int], str]) -> None:
+    if bad.any():
+        raise DataError(message(int(bad.argmax())))
+
+
+def pack_size(paths: Sequence[Path], longest_row: int) -> int | None:
+    """The pack size in tokens, from the names of the files or the metadata beside them; None where they disagree.
+
+    A size in the metadata that is less than `longest_row`, the tokens of the longest row, is ignored. One in a name
+    yields to a single size in the metadata; without that it is taken, and the rows are refused as in training.
+    """
+    candidates: set[int | None] = set()
+    for path in paths:
+        sizes = {size for size in _metadata_sizes(path.parent) if size >= longest_row}
+        named = _NAMED_SIZE.match(path.name)
+        if named and int(named[1]) >= longest_row:
+            candidates.add(int(named[1]))
+        elif len(sizes) == 1:
+            candidates.update(sizes)
+        else:
+            candidates.add(int(named[1]) if named else None)
+    return candidates.pop() if len(candidates) == 1 else None
+
+
+def _metadata_sizes(directory: Path) -> set[int]:
+    """Every pack_size in the metadata files of Bridge in `directory`. They are JSON lists, although named .jsonl."""
+    sizes: set[int] = set()
+    try:
+        beside = sorted(directory.iterdir())
+    except OSError:  # a directory whose files may be opened, but not listed
+        return sizes
+    for path in beside:
+        if path.suffix not in (".json", ".jsonl"):
+            continue
+        try:
+            if not path.is_file() or path.stat().st_size > _LARGEST_METADATA_BYTES:
+                continue
+            entries = json.loads(path.read_bytes())
+        except (ValueError, RecursionError, OSError):
+            continue
+        if isinstance(entries, list):
+            named = [entry.get("pack_size") for entry in entries if isinstance(entry, dict)]
+            sizes.update(size for size in named if type(size) is int and size > 0)
+    return sizes
+
+
+def is_packed_parquet(path: Path) -> bool:
+    """Whether the file is parquet with Bridge's three columns."""
+    schema = parquet_schema(path)
+    return schema is not None and set(KEYS) <= set(schema.names)
+
+
+def read_parquet(paths: Sequence[Path]) -> Dataset:
+    """The rows of `paths`, one file after the other.
+
+    Raises:
+        DataError: a column is missing, has another type or nulls, or a row is such that training could not read it.
+    """
+    parts, digests = [], []
+    for path in paths:
+        with open_parquet(path) as file:
+            parts.append(_rows_of_parquet(file))
+            digests += [str(path.stat().st_size).encode(), file.footer]
+    rows = base.join_rows(parts, "bridge")
+    return Dataset(
+        format=PARQUET.name,
+        uris=tuple(str(path) for path in paths),
+        fingerprint=fingerprint(digests),
+        content=rows,
+        pack_tokens=pack_size(paths, int(rows.num_tokens().max())),
+    )
+
+
+def _rows_of_parquet(file: ParquetFile) -> base.Rows:
+    """Document tokens and row offsets of one file."""
+    path, names = file.path, file.schema.names
+    for name in KEYS:
+        if name not in names:
+            raise DataError(f"{path}: column {name} is missing; it has {', '.join(names)}")
+    kind = file.schema.field("loss_mask").type
+    if not arrow.is_list(kind) or file.leaf("loss_mask") < 0:
+        raise DataError(f"{path}: column loss_mask: is {kind}, not lists of numbers")
+    where = f"{path}: column seq_start_id"
+    starts, offsets = arrow.list_integers(file.read_column("seq_start_id"), where)
+    if len(offsets) == 1:
+        raise DataError(f"{path}: holds no rows; pack it again with data")
+    return document_tokens(starts, offsets, parquet.row_lengths(file, "loss_mask"), str(path)), offsets
+
+
+PARQUET = Format(
+    name="bridge",
+    summary="seq_start_id and the list lengths of loss_mask; no token is read",
+    sign="parquet with columns input_ids, seq_start_id and loss_mask",
+    suffixes=(".parquet", ".pq"),
+    recognises=is_packed_parquet,
+    read=read_parquet,
+)
+
+
+def is_packed_npy(path: Path) -> bool:
+    """Whether the file is a `.npy` of objects with at most one dimension."""
+    with path.open("rb") as file:
+        header = read_header(file)
+    return header is not None and header[1].hasobject and len(header[0]) <= 1
+
+
+def read_npy(paths: Sequence[Path]) -> Dataset:
+    """The rows of `paths`, one file after the other.
+
+    Raises:
+        DataError: a file is no such `.npy`, holds anything but plain data, or has a row that training could not read.
+    """
+    parts = [_rows_of_npy(path) for path in paths]
+    rows = base.join_rows(parts, "bridge")
+    return Dataset(
+        format=NPY.name,
+        uris=tuple(str(path) for path in paths),
+        fingerprint=fingerprint((rows.document_tokens, rows.row_offsets)),
+        content=rows,
+        pack_tokens=pack_size(paths, int(rows.num_tokens().max())),
+    )
+
+
+def _rows_of_npy(path: Path) -> base.Rows:
+    """Document tokens and row offsets of one file."""
+    with path.open("rb", buffering=0) as file:  # the child process reads on where this one stops
+        header = read_header(file)
+        if header is None or not header[1].hasobject or len(header[0]) > 1:
+            raise DataError(f"{path}: not a packed .npy: it holds no one-dimensional array of objects")
+        rows = npy.read_rows(file, header[0], path)
+    offsets = np.concatenate(([0], np.cumsum(rows.num_documents)))
+    return document_tokens(rows.starts, offsets, rows.num_tokens, str(path)), offsets
+
+
+NPY = Format(
+    name="bridge-npy",
+    summary="the whole pickle, as data: seq_start_id and the lengths of input_ids and loss_mask",
+    sign=".npy of a one-dimensional array of objects",
+    suffixes=(".npy",),
+    recognises=is_packed_npy,
+    read=read_npy,
+)

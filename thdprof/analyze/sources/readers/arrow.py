@@ -1,0 +1,235 @@
+"""Arrow files, of which one column is read over a memory map, and pyarrow's columns as checked NumPy arrays.
+
+Hugging Face `datasets` writes IPC streams (`save_to_disk`, caches). pyarrow's own conversion to NumPy would import
+pandas.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thdprof.errors import DataError
+
+
+@contextmanager
+def arrow_errors(path: Path) -> Iterator[None]:
+    """Turn pyarrow's exceptions about a broken file into a DataError of one line; an OSError of the system passes."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError, UnicodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = " ".join(str(error).split()).split(" Detail:")[0][:200] or type(error).__name__
+        raise DataError(f"{path}: cannot be read, truncated or corrupt: {reason}") from error
+
+
+def opened(path: Path) -> Any:
+    """`path` as pyarrow can open it: its text, or a memory map of the file where the name is not UTF-8."""
+    import pyarrow as pa
+
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        with path.open("rb") as file:  # the map stays open after the file, until the last array over it is freed
+            return pa.BufferReader(pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)))
+    return str(path)
+
+
+def is_list(kind: Any) -> bool:
+    """Whether an arrow type is one of the lists that `list_integers` takes."""
+    import pyarrow.types as types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def integers(column: Any, where: str) -> NDArray[np.integer]:
+    """The integers of a `ChunkedArray`, shape [n]: int32 if they all fit, else int64; `where` names it in messages.
+
+    Raises:
+        DataError: another type, a null, a number over 2**63 - 1.
+    """
+    import pyarrow.types as types
+
+    if not types.is_integer(column.type):
+        raise DataError(f"{where}: is {column.type}, not integers")
+    parts: list[NDArray[np.integer]] = [np.empty(0, dtype=np.int32)]
+    row = 0
+    for chunk in column.chunks:
+        if chunk.null_count:
+            raise DataError(f"{where}: row {row + _first_null(chunk)}: is null")
+        parts.append(_narrow(_int64(chunk, where)))
+        row += len(chunk)
+    return np.concatenate(parts)
+
+
+def list_integers(column: Any, where: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The values of a `ChunkedArray` of integer lists, shape [values], and row offsets into them, shape [rows + 1].
+
+    Raises:
+        DataError: another type, a null row, a null in a list.
+    """
+    import pyarrow.types as types
+
+    kind = column.type
+    if not is_list(kind) or not types.is_integer(kind.value_type):
+        raise DataError(f"{where}: is {kind}, not lists of integers")
+    values, lengths = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    row = 0
+    for chunk in column.chunks:
+        lengths.append(list_lengths(chunk, where, row))
+        values.append(_int64(chunk.flatten(), where))
+        row += len(chunk)
+    offsets = np.concatenate(([0], np.cumsum(np.concatenate(lengths), dtype=np.int64)))
+    return np.concatenate(values), offsets
+
+
+def list_lengths(lists: Any, where: str, first_row: int) -> NDArray[np.int64]:
+    """Lengths of the lists of an `Array`, int64, shape [rows]; `first_row` is the number of its first row.
+
+    Raises:
+        DataError: a null row, a null in a list.
+    """
+    if lists.null_count:
+        raise DataError(f"{where}: row {first_row + _first_null(lists)}: is null")
+    lengths = _int64(lists.value_lengths(), where)
+    inner = lists.flatten()
+    if inner.null_count:
+        row = int(np.searchsorted(np.cumsum(lengths), _first_null(inner), side="right"))
+        raise DataError(f"{where}: row {first_row + row}: has a null in its list")
+    return lengths
+
+
+def _int64(array: Any, where: str) -> NDArray[np.int64]:
+    """The numbers of an integer `Array` without nulls; its own `to_numpy` would import pandas."""
+    buffer = array.buffers()[1]
+    if buffer is None:
+        return np.empty(0, dtype=np.int64)
+    values = np.frombuffer(buffer, dtype=str(array.type))[array.offset : array.offset + len(array)]
+    if values.dtype == np.uint64 and values.size and int(values.max()) > np.iinfo(np.int64).max:
+        raise DataError(f"{where}: {int(values.max())} is larger than 2**63 - 1")
+    return values.astype(np.int64, copy=False)
+
+
+def _narrow(values: NDArray[np.int64]) -> NDArray[np.integer]:
+    limits = np.iinfo(np.int32)
+    fits = not values.size or (limits.min <= values.min() and values.max() <= limits.max)
+    return values.astype(np.int32) if fits else values
+
+
+def validate(array: Any, where: str) -> Any:
+    """Return `array`, whose buffers were taken from a file unread, after checking that its offsets stay inside them.
+
+    Raises:
+        DataError: an offset points outside the buffers.
+    """
+    import pyarrow as pa
+
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{where}: corrupt: {' '.join(str(error).split())}") from error
+    return array
+
+
+def _first_null(array: Any) -> int:
+    import pyarrow.compute as pc
+
+    return int(pc.index(array.is_null(), True).as_py())
+
+
+_FILE_MAGIC = b"ARROW1"
+_STREAM_MAGIC = b"\xff\xff\xff\xff"
+
+
+def is_arrow(path: Path) -> bool:
+    """Whether the file begins as an IPC file or an IPC stream does."""
+    with path.open("rb") as file:
+        head = file.read(len(_FILE_MAGIC))
+    return head == _FILE_MAGIC or head[:4] == _STREAM_MAGIC
+
+
+def arrow_schema(path: Path) -> Any:
+    """The `pyarrow.Schema` of an Arrow file; None if the file is broken, or is a cache that `datasets` left behind.
+
+    Beside the files of a dataset that `save_to_disk` wrote, `datasets` caches others, which `state.json` does not name.
+    """
+    if not is_arrow(path) or not _belongs(path):
+        return None
+    try:
+        with _open_arrow(path) as reader:
+            return reader.schema if reader.schema.names else None  # names that are no UTF-8 raise here
+    except DataError:
+        return None
+
+
+def read_column(path: Path, name: str) -> Any:
+    """Column `name` of an Arrow file as a `pyarrow.ChunkedArray`; the other columns stay on disk.
+
+    Raises:
+        DataError: no Arrow file, truncated, corrupt, or without the column.
+    """
+    import pyarrow as pa
+
+    if not is_arrow(path):
+        raise DataError(f"{path}: neither a parquet nor an Arrow file")
+    with _open_arrow(path) as reader:
+        field = require_column(reader.schema, name, path)
+        kind = reader.schema.field(field).type
+    with _open_arrow(path, [field]) as reader:
+        batches = iter(reader) if hasattr(reader, "read_next_batch") else map(reader.get_batch, _batches(reader))
+        columns = [validate(batch.column(0), f"{path}: column {name}") for batch in batches]
+        return pa.chunked_array(columns, type=kind)
+
+
+def require_column(schema: Any, name: str, path: Path) -> int:
+    """Index of column `name`.
+
+    Raises:
+        DataError: there is no such column; the message names those that there are.
+    """
+    if name not in schema.names:
+        raise DataError(f"{path}: column {name} is missing; it has {', '.join(schema.names)}")
+    return int(schema.get_field_index(name))
+
+
+def _batches(reader: Any) -> range:
+    return range(reader.num_record_batches)
+
+
+@contextmanager
+def _open_arrow(path: Path, fields: list[int] | None = None) -> Iterator[Any]:
+    """An IPC reader of the columns `fields` (None: all), over a memory map."""
+    import pyarrow as pa
+
+    with arrow_errors(path), _mapped(path) as source:
+        options = pa.ipc.IpcReadOptions(included_fields=fields, use_threads=False)
+        is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        source.seek(0)
+        yield (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
+
+
+def _mapped(path: Path) -> Any:
+    import pyarrow as pa
+
+    file = opened(path)
+    return pa.memory_map(file) if isinstance(file, str) else file
+
+
+def _belongs(path: Path) -> bool:
+    """Whether the dataset that `save_to_disk` wrote here, if any, counts `path` among its files."""
+    try:
+        state = json.loads((path.parent / "state.json").read_bytes())
+        files = {entry["filename"] for entry in state["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return True
+    return path.name in files

@@ -1,0 +1,130 @@
+"""Measures the cost of a Megatron decoder's micro-batches on this GPU: a table for `thdprof analyze --cost-table`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from thdprof.dispatch import Bucket
+from thdprof.runtime import calibrate
+from thdprof.runtime.megatron import decoder_surroundings, versions
+from thdprof.runtime.megatron.decoder import packed_seq_params, parts
+from thdprof.runtime.megatron.decoder.decoder import input_given, rope_of
+from thdprof.runtime.megatron.kinds import chunk
+from thdprof.runtime.megatron.models import facts_of, unwrapped
+from thdprof.runtime.megatron.refusals import settings
+from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.rotary import keep_tables
+from thdprof.runtime.padding import PackedSequence
+
+
+class PackedDecoder(nn.Module):
+    """A model's decoder as a module that takes one tensor and one PackedSequence."""
+
+    def __init__(self, model: Any, shards: int = 1) -> None:
+        """The decoder of `model`; `shards` is the number of ranks that share a micro-batch's tokens out among them."""
+        super().__init__()
+        self.block = model.decoder
+        self._rope = rope_of(model) or parts.rotary_sample_of(model)
+        self._shards = shards
+        self._tables: dict[int, torch.Tensor] = {}  # kept: graphs read them at their address
+
+    def forward(self, x: torch.Tensor, packed: PackedSequence) -> torch.Tensor:
+        """Hidden states after the decoder's layers: shape [tokens of this rank, hidden size], dtype and device of
+        `x`.
+        """
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        rope = {}
+        if self._rope is not None:
+            length = x.shape[0] * self._shards
+            if length not in self._tables:
+                self._tables[length] = self._rope(length)
+            rope["rotary_pos_emb"] = self._tables[length]
+        hidden = x[:, None]
+        with input_given(self.block, hidden):
+            hidden_states: torch.Tensor = self.block(
+                hidden_states=hidden,
+                attention_mask=None,
+                packed_seq_params=packed_seq_params.write(
+                    packed, PackedSeqParams(qkv_format="thd", pad_between_seqs=False)
+                ),
+                **rope,
+            )
+        return hidden_states[:, 0]
+
+
+def measure_decoder(
+    model_chunk: nn.Module,
+    config: Any,
+    grid: calibrate.Grid,
+    *,
+    name: str,
+    repeat: int = 7,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """A cost table (schema `thdprof.costs/1`) of a model chunk's decoder, run as `graphs.impl: chunk` runs it.
+
+    Embedding, output layer, loss and optimizer are not measured. The parameters keep the gradients of the measurement,
+    which are not reduced. Under tensor, context or expert parallelism every rank of the group must make the same call.
+
+    Args:
+        model_chunk: a GPTModel or HybridModel on the GPU, wrapped or not, of any pipeline stage.
+        config: the model's TransformerConfig.
+        grid: the sizes to measure.
+        name: one line that says which model was measured.
+        repeat: rounds over all sizes; the median counts.
+        progress: called with the number of rounds that are done, and of all.
+
+    Raises:
+        SettingsError: the model has an installation already, or settings that chunk graphs cannot serve, such as
+            dropless experts.
+        VersionError: megatron-core or Transformer Engine lacks what thdprof relies on.
+        RuntimeError: a bucket could not be captured.
+    """
+    from megatron.core import parallel_state
+
+    versions.check()
+    model = unwrapped(model_chunk)
+    if "forward" in vars(model.decoder):
+        raise SettingsError(
+            f"the forward of {type(model.decoder).__name__} is replaced: close the installation that is there, or undo "
+            "what replaced it"
+        )
+    settings.check_decoder(config, facts_of([model_chunk], [model]))
+    shards = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    cp_size = config.context_parallel_size
+    communicates = decoder_surroundings.communicates(
+        config, data_parallel_size=parallel_state.get_data_parallel_world_size()
+    )
+    decoder_surroundings.prepare_experts(config, next(model.parameters()).device)
+
+    def graphed(module: nn.Module, buckets: Sequence[Bucket]) -> chunk.ChunkGraphs:
+        around = decoder_surroundings.surround_decoder(model.decoder, communicates=communicates)
+        return chunk.ChunkGraphs(module, buckets, token_shards=shards, sample_every=0, surroundings=around)
+
+    def make_input() -> torch.Tensor:
+        shape = grid.n_tokens // (shards * cp_size), config.hidden_size
+        return torch.randn(shape, device="cuda", dtype=config.params_dtype, requires_grad=True)
+
+    with ExitStack() as stack:
+        no_sync: Any = getattr(model_chunk, "no_sync", nullcontext)
+        stack.enter_context(no_sync())  # else every backward would reduce gradients as a step's last one does
+        for tables in keep_tables(model.decoder, max(grid.n_tokens, *grid.max_seqlen)):
+            stack.callback(tables.detach)
+        return calibrate.measure(
+            PackedDecoder(model, shards * cp_size),
+            make_input,
+            grid,
+            name=name,
+            attention="transformer_engine",
+            repeat=repeat,
+            progress=progress,
+            with_seq_idx=parts.has_mamba(model.decoder),
+            cp_size=cp_size,
+            graphed=graphed,
+        )

@@ -1,0 +1,235 @@
+"""Surroundings of a Megatron decoder: random states, experts' losses, hooks of its DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from thdprof.runtime.graphs.module_state import find_home, find_hooked_modules
+from thdprof.runtime.megatron import recompute, rotary
+from thdprof.runtime.megatron.quantized import Quantization, find_quantization
+from thdprof.runtime.megatron.replacing import Shared, replaced
+from thdprof.runtime.options import Surroundings
+
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+_COUNTS = frozenset(("local_tokens_per_expert",))
+"""Buffers in which a router counts tokens for its experts' bias. Eager training rounds their sums in another way after
+its first evaluation than before (`expert_layers.ExpertCounts`). A whole-layer graph keeps the rounding of its capture,
+but its experts are padded to capacity and all have equal counts, so that the bias stays where it is."""
+
+
+_FP8_ROUNDING = 0.125
+"""Distance from 1 to the next number in E4M3; numbers in FP4 lie further apart, and those in E5M2."""
+
+
+def generators() -> tuple[torch.Generator, ...]:
+    """The CUDA generators of Megatron's RNG tracker now; loading a checkpoint replaces them."""
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+
+    return tuple(get_all_rng_states().values())
+
+
+def prepare_experts(config: Any, device: torch.device) -> None:
+    """Allocate the scale of experts' auxiliary losses before a capture bakes its address in; schedules write to it.
+
+    Without this, the first backward would make it a tensor without dimensions, into which Megatron cannot copy its own.
+    """
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    if getattr(config, "num_moe_experts", None) and MoEAuxLossAutoScaler.main_loss_backward_scale is None:
+        MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1, device=device))
+
+
+def surround_decoder(
+    block: nn.Module,
+    *,
+    communicates: bool = False,
+    agreed: Callable[[bool], bool] | None = None,
+    layers: bool = False,
+) -> Surroundings:
+    """The surroundings of the decoder `block`: the experts' metrics, and the event that gradient reduction waits for.
+
+    `agreed` returns whether its argument is true on all ranks with which the decoder's passes communicate; None: they
+    cannot ask each other. `layers` says that graphs hold single layers, and not the whole decoder.
+    """
+    ready, config = torch.cuda.Event(), getattr(block, "config", None)
+    quantized = find_quantization(block, config, layers=layers)
+    repeats = recompute.repeats_of(config)
+    parameters = [p for p in block.parameters() if p.requires_grad]
+
+    def on_backward() -> None:
+        ready.record()
+        for parameter in parameters:
+            parameter._cudagraph_wgrad_ready_event = ready  # type: ignore[attr-defined]
+
+    def on_piece(complete: Sequence[nn.Parameter]) -> None:
+        of_piece = torch.cuda.Event()  # an event of its own: a reduction must not wait for the pieces after it
+        of_piece.record()
+        for parameter in complete:
+            parameter._cudagraph_wgrad_ready_event = of_piece  # type: ignore[attr-defined]
+
+    @contextmanager
+    def while_capturing() -> Iterator[None]:
+        with marked_as_capturing(), recompute.repeating_random_numbers(repeats), rotary.on_the_device():
+            yield
+
+    around = Surroundings(
+        extra_state=expert_metrics,
+        uncompared=_COUNTS,
+        while_capturing=while_capturing,
+        on_backward=on_backward,
+        on_piece=on_piece,
+        communicates=communicates,
+        agreed=agreed,
+        deterministic=lambda: is_deterministic(config),
+        repeats=repeats,
+        runs_hook=lambda hook: find_home(hook) == _DDP,
+    )
+    return around if quantized is None else with_quantization(around, quantized)
+
+
+def with_quantization(around: Surroundings, quantized: Quantization) -> Surroundings:
+    """The surroundings `around` of a decoder whose matrix products are `quantized`."""
+
+    def extra_state() -> Sequence[torch.Tensor]:
+        return [*around.extra_state(), *quantized.state()]
+
+    return replace(
+        around,
+        extra_state=extra_state,
+        rounding=_FP8_ROUNDING,
+        quantizing=quantized.while_capturing,
+        inside_graph=quantized.inside_graph,
+        before_forward=quantized.before_forward,
+        after_forward=quantized.after_forward,
+        after_backward=quantized.after_backward,
+        backward_state=quantized.backward_state,
+        repeating=quantized.repeating,
+        changed=quantized.changed,
+        forget=quantized.forget,
+    )
+
+
+def communicates(config: Any, *, data_parallel_size: int) -> bool:
+    """Whether passes of a decoder communicate with other ranks, forward or backward.
+
+    They do over the ranks that share its tensors (tensor parallelism), its tokens (context parallelism), its experts
+    (expert and expert tensor parallelism); and, where routers are balanced over the global batch, over all data-
+    parallel ranks, which then count tokens together in every forward. Balancing by micro-batch or by sequence counts
+    tokens over tensor and context parallel ranks alone.
+    """
+    fields = (
+        "tensor_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+    )
+    sizes = [getattr(config, field, None) or 1 for field in fields]
+    balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
+    kinds = [balancing] if isinstance(balancing, str) else balancing
+    if getattr(config, "num_moe_experts", None) and "global_aux_loss" in kinds:
+        sizes.append(data_parallel_size)
+    return max(sizes) > 1
+
+
+def is_deterministic(config: Any) -> bool:
+    """Whether two passes over the same numbers give the same numbers bit for bit: torch and Megatron were told so."""
+    return torch.are_deterministic_algorithms_enabled() and bool(getattr(config, "deterministic_mode", True))
+
+
+def is_reducing(wrapper: Any) -> bool:
+    """Whether gradients may be reduced, over streams of their own, while the backward that runs now goes on; True for a
+    `wrapper` other than megatron-core's DistributedDataParallel.
+    """
+    settings = getattr(wrapper, "ddp_config", None)
+    if settings is None:
+        return True
+    # a group of buckets reduces in the backward of a step's last micro-batch alone, with overlap_grad_reduce
+    groups = [*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups] if settings.overlap_grad_reduce else []
+    return any(group.is_last_microbatch for group in groups)
+
+
+def gather_parameters(module: nn.Module) -> None:
+    """Run the pre-forward hooks with which Megatron's DistributedDataParallel waits for gathered parameters.
+
+    A replay runs no hooks, so they are run here before it.
+    """
+    run_gathering_hooks(module.modules())
+
+
+def run_gathering_hooks(parts: Iterable[nn.Module]) -> None:
+    """Run these hooks of `parts` alone, and not those of modules inside them."""
+    for part in parts:
+        for hook in tuple(part._forward_pre_hooks.values()):
+            hook(part, ())
+
+
+@contextmanager
+def without_gathering(module: nn.Module) -> Iterator[None]:
+    """Take the pre-forward hooks off all parts of `module` for the time of the block.
+
+    Before the first step all parameters are whole, and the hooks of Megatron's DistributedDataParallel would begin to
+    gather them, which its training loop does not expect.
+    """
+    hooks = [(part._forward_pre_hooks, tuple(part._forward_pre_hooks.items())) for part in module.modules()]
+    for of_part, _ in hooks:
+        of_part.clear()
+    try:
+        yield
+    finally:
+        for of_part, own in hooks:
+            of_part.update(own)
+
+
+def room_for_compiled_captures() -> AbstractContextManager[None]:
+    """A context in which torch compiles twice as many variants of a function as it does otherwise. Several may overlap.
+
+    A capture's static inputs are other variants than those of eager micro-batches, of which recompute and FP8 make
+    several already. Past its limit torch runs a function as it is, where dropout draws other masks.
+    """
+    return _ROOM.owned()
+
+
+@contextmanager
+def _twice_as_many_variants() -> Iterator[None]:
+    from torch._dynamo import config
+
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"  # until torch 2.6
+    with replaced(config, name, 2 * getattr(config, name)):
+        yield
+
+
+_ROOM = Shared(_twice_as_many_variants)
+
+
+def foreign_hooks(block: nn.Module) -> tuple[str, ...]:
+    """Names of submodules that have hooks which a replay would leave out; those of Megatron's DistributedDataParallel
+    do not count.
+    """
+    return tuple(find_hooked_modules(block, known=(_DDP,)))
+
+
+def expert_metrics() -> Sequence[torch.Tensor]:
+    """The tensors in which Megatron adds up experts' auxiliary losses for its log."""
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+    return [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+
+
+@contextmanager
+def marked_as_capturing() -> Iterator[None]:
+    """Make megatron-core believe, inside the block, that a graph is being captured."""
+    from megatron.core.transformer import cuda_graphs
+
+    already = cuda_graphs.is_graph_capturing()
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        if not already:
+            cuda_graphs._set_capture_end()

@@ -1,0 +1,313 @@
+"""Captures the layers of a Megatron decoder with Transformer Engine's `make_graphed_callables`.
+
+A capture of one bucket in one slot has two steps. The rehearsal runs the decoder once, eagerly, over the slot's static
+tensors: it records the arguments of every layer, and finds the parameters that get a gradient. Then
+`make_graphed_callables` captures a forward and a backward graph of every layer, all in the slot's memory pool.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from thdprof.dispatch import Bucket
+from thdprof.runtime.dispatched_module import Call
+from thdprof.runtime.graphs.failed_captures import undone_if_failed
+from thdprof.runtime.graphs.module_state import aliased_parameters, spare_main_grads, unchanged_state
+from thdprof.runtime.graphs.slots import sample_boundaries
+from thdprof.runtime.graphs.watch.twin import Subject
+from thdprof.runtime.megatron import recompute, rotary
+from thdprof.runtime.megatron.decoder import packed_seq_params, parts
+from thdprof.runtime.megatron.decoder.decoder import Decoder
+from thdprof.runtime.megatron.kinds.expert_layers import Split
+from thdprof.runtime.megatron.kinds.layer_slots import LayerPass, LayerReplays, LayerSlot, Recorded
+from thdprof.runtime.megatron.refusals.settings import SettingsError
+from thdprof.runtime.megatron.replacing import same_attributes
+from thdprof.runtime.options import Surroundings
+from thdprof.runtime.padding import PackedSequence
+
+_WARMUP_PASSES = 1
+"""Warm-up passes of `make_graphed_callables`, after the rehearsal."""
+
+Make = Callable[..., Sequence[Callable[..., Any]]]
+"""The type of `make_graphed_callables`; tests give another function of this type."""
+
+RunLayer = Callable[[int, torch.Tensor, dict[str, Any]], Any]
+"""The type of a function that stands for the layers' forward: it takes a layer's number, its hidden states and its
+other arguments.
+"""
+
+
+class LayerCapture:
+    """Captures the layers of one decoder. It keeps one sample call, without the tensors' memory, as long as its graphs
+    live.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        splits: Sequence[Split],
+        call: Call,
+        *,
+        make: Make,
+        generators: Sequence[torch.Generator],
+        surroundings: Surroundings,
+        device: torch.device,
+        in_block: bool = True,
+    ) -> None:
+        """A capturer for the layers of `decoder`, which run around their graphs as `splits` says.
+
+        `call` is a sample call of the decoder, without the tensors' memory. `generators` are those that the decoder
+        draws from, the default one among them. With `in_block` layers draw from the random state that the decoder's own
+        forward chooses.
+        """
+        self._in_block = in_block
+        self._decoder, self._splits, self._call = decoder, splits, call
+        self._layers = tuple(split.layer for split in splits)
+        self._make, self._surroundings, self._device = make, surroundings, device
+        self._generators = tuple(generators)
+
+    def capture(self, slot: LayerSlot, bucket: Bucket) -> LayerReplays:
+        """The graphs of all layers for `bucket`, captured over the static memory of `slot`.
+
+        Raises:
+            StateLostError: a capture failed, and torch's state could not be put right.
+            RuntimeError: the decoder did not call every layer, or did something that a capture does not allow.
+        """
+        slot.metadata.stage(sample_boundaries(bucket), bucket)
+        moving = slot.moves.capturing() if slot.moves is not None else nullcontext()
+        with (
+            moving,
+            self._surroundings.quantizing(),
+            recompute.keeping_activations(config := getattr(self._decoder.block, "config", None)),
+            recompute.layer_by_layer(config),
+            unchanged_state(self._decoder, self._generators, self._surroundings.extra_state),
+            undone_if_failed(self._device, self._generators),
+            rotary.on_the_device(),
+        ):
+            recorded, touched = self._rehearse(slot, bucket)
+            parameters = tuple(tuple(p for p in layer.parameters() if id(p) in touched) for layer in self._layers)
+            with (
+                aliased_parameters(self._decoder) as aliases,
+                self._blocks_rng(),
+                self._decoder.around(bucket.cp_size),
+            ):
+                pairs = [(p, aliases[id(p)]) for own in parameters for p in own]
+                spare_main_grads(list(aliases.values()))
+                inputs = slot.inputs_like(recorded)
+
+                def warmed_up() -> None:
+                    _give_main_grads(pairs)
+                    if slot.moves is not None:
+                        slot.moves.begin()
+
+                graphs = self._make(
+                    tuple(
+                        LayerPass(
+                            split.captured,
+                            r.constants,
+                            None if slot.moves is None else slot.moves.layer(number),
+                            partial(self._surroundings.inside_graph, split.layer),
+                        )
+                        for number, (split, r) in enumerate(zip(self._splits, recorded, strict=True))
+                    ),
+                    tuple(
+                        (hidden, *(aliases[id(p)] for p in own)) for hidden, own in zip(inputs, parameters, strict=True)
+                    ),
+                    num_warmup_iters=_WARMUP_PASSES,
+                    allow_unused_input=True,
+                    enabled=False,
+                    pool=slot.pool,
+                    _order=[1, -1],
+                    _num_layers_per_chunk=[len(self._layers)],
+                    _reuse_graph_input_output_buffers=True,  # leaves memory for the next bucket's graphs
+                    post_warmup_hook=warmed_up,
+                )
+        return LayerReplays(
+            graphs=tuple(graphs),
+            parameters=parameters,
+            fused={
+                id(p): (p, main_grad, main_grad.data_ptr())
+                for p, alias in pairs
+                if (main_grad := getattr(p, "main_grad", None)) is not None
+                and getattr(alias, "grad_added_to_main_grad", False)
+            },
+        )
+
+    def subject(
+        self,
+        number: int,
+        constants: dict[str, Any],
+        cp_size: int,
+        repeating: Callable[[], AbstractContextManager[None]],
+    ) -> Subject:
+        """The captured part of layer `number`, called with these `constants` now, for eager runs that its replay must
+        agree with; each runs in a context that `repeating` returns.
+        """
+        split, around = self._splits[number], self._surroundings
+        config = getattr(self._decoder.block, "config", None)
+
+        def run(tensors: Sequence[torch.Tensor], packed: PackedSequence) -> Any:
+            like = constants.get("packed_seq_params")
+            own = {} if like is None else {"packed_seq_params": packed_seq_params.write(packed, like)}
+            with (
+                self._decoder.around(cp_size),
+                recompute.keeping_activations(config),
+                recompute.layer_by_layer(config),
+                rotary.on_the_device(),
+                around.inside_graph(split.layer),
+            ):
+                return split.captured(tensors[0], **{**constants, **own})
+
+        @contextmanager
+        def apart() -> Iterator[None]:
+            with repeating(), self._blocks_rng(), same_attributes(split.layer):
+                yield
+
+        return Subject(
+            module=split.layer,
+            call=run,
+            generators=self._generators,
+            extra_state=around.extra_state,
+            backward_state=around.backward_state,
+            compares_backward_state=False,  # the first layer's backward has updated them all, by Transformer Engine
+            uncompared=around.uncompared,
+            rounding=around.rounding,
+            around=apart,
+        )
+
+    def _rehearse(self, slot: LayerSlot, bucket: Bucket) -> tuple[list[Recorded], set[int]]:
+        """Run the decoder once, forward and backward, on the slot's static tensors, over scratch gradients; returns the
+        arguments of every layer, in order, and the ids of the parameters that get a gradient.
+        """
+        hidden = self._call.tensors[0]
+        first = torch.zeros(hidden.shape, dtype=hidden.dtype, device=self._device, requires_grad=hidden.requires_grad)
+        args, kwargs = self._call.substitute([first, *slot.others], slot.metadata.packed(bucket))
+        recorded: dict[int, Recorded] = {}
+        touched: set[int] = set()
+        heads: list[torch.Tensor] = []
+
+        def record(number: int, hidden: torch.Tensor, constants: dict[str, Any]) -> Any:
+            zeros = torch.zeros_like(hidden, memory_format=torch.contiguous_format, requires_grad=False)
+            recorded[number] = Recorded(hidden=zeros, constants=constants)
+            split = self._splits[number]
+
+            def run(layer_input: torch.Tensor) -> Any:
+                return split.rehearse(layer_input, constants, heads)
+
+            if slot.moves is None:
+                return run(hidden)
+            return slot.moves.rehearse(number, split.layer, hidden, run)
+
+        def hook(original: int) -> Callable[[torch.Tensor], None]:
+            def arrived(alias: torch.Tensor) -> None:
+                touched.add(original)
+                alias.grad = None
+
+            return arrived
+
+        block: Any = self._decoder.block
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with (
+            aliased_parameters(self._decoder) as aliases,
+            parts.remaking_fused_operations(block, but=self._layers),
+            torch.cuda.stream(stream),
+            layers_run(self._layers, record),
+        ):
+            spare_main_grads(list(aliases.values()))
+            for original, alias in aliases.items():
+                if alias.requires_grad:
+                    alias.register_post_accumulate_grad_hook(hook(original))
+            outputs = [o for o in (*tree_flatten(self._decoder(*args, **kwargs))[0], *heads) if o.requires_grad]
+            torch.autograd.backward(outputs, [torch.zeros_like(o) for o in outputs])
+        torch.cuda.synchronize(self._device)
+        if len(recorded) < len(self._layers):
+            raise RuntimeError(
+                f"the decoder called {len(recorded)} of its {len(self._layers)} layers in a pass before the capture"
+            )
+        if slot.moves is not None:
+            slot.moves.settle()
+        return [recorded[number] for number in range(len(self._layers))], touched
+
+    def _blocks_rng(self) -> AbstractContextManager[Any]:
+        """The context of random states in which the decoder's own forward runs its layers."""
+        from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+        if self._in_block and self._decoder.draws_apart():
+            forked: AbstractContextManager[Any] = get_cuda_rng_tracker().fork()
+            return forked
+        return nullcontext()
+
+
+@contextmanager
+def layers_run(layers: Sequence[nn.Module], run: RunLayer) -> Iterator[None]:
+    """Let `run` stand for the forward of every layer inside the block: it gets the layer's number, hidden states and
+    other arguments.
+    """
+
+    def stand_in(number: int) -> Callable[..., Any]:
+        def forward(hidden_states: torch.Tensor, **constants: Any) -> Any:
+            return run(number, hidden_states, constants)
+
+        return forward
+
+    before = [vars(layer).get("forward") for layer in layers]
+    for number, layer in enumerate(layers):
+        vars(layer)["forward"] = stand_in(number)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del vars(layer)["forward"]
+            else:
+                vars(layer)["forward"] = forward
+
+
+def transformer_engines_own(generators: Sequence[torch.Generator]) -> Make:
+    """Transformer Engine's `make_graphed_callables`.
+
+    Raises:
+        SettingsError: one of `generators` is not of its RNG tracker; its graphs would not register it.
+    """
+    from transformer_engine.pytorch import make_graphed_callables
+    from transformer_engine.pytorch.distributed import get_all_rng_states
+
+    known = {id(state) for state in get_all_rng_states().values()}
+    if any(id(generator) not in known for generator in generators):
+        raise SettingsError(
+            "the RNG tracker is not Transformer Engine's, whose graphs then leave its states out: call "
+            "model_parallel_cuda_manual_seed(..., te_rng_tracker=True), or --te-rng-tracker"
+        )
+    make: Make = make_graphed_callables
+    return make
+
+
+def _give_main_grads(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Let passes over the aliases, the second of each pair, add to the `main_grad` of the parameters, the first of each
+    pair.
+    """
+    for parameter, alias in pairs:
+        main_grad = getattr(parameter, "main_grad", None)
+        if main_grad is not None:
+            alias.main_grad = main_grad  # type: ignore[attr-defined]
+
+
+def tidy_after_failure(collecting: bool) -> None:
+    """Undo what `make_graphed_callables` leaves behind when it raises; garbage is collected again if `collecting`."""
+    if collecting:
+        gc.enable()
+    LayerPass.__call__ = nn.Module.__call__  # type: ignore[method-assign]
+    try:
+        from transformer_engine.pytorch.graph import set_capture_end
+    except ImportError:
+        return
+    set_capture_end()

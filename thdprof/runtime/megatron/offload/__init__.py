@@ -1,1 +1,0 @@
-"""Activations of Megatron's layers in host memory between forward and backward."""

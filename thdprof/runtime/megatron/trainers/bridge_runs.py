@@ -1,0 +1,266 @@
+"""What a run of Megatron-Bridge is configured for, and the boundaries that its batches have on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from thdprof.compare.fit import Misfit, misfits
+from thdprof.runtime.megatron.decoder.packed_seq_params import keep_on_host
+from thdprof.runtime.megatron.replacing import replaced
+from thdprof.runtime.megatron.trainers.host_boundaries import attach_host_values, host_boundaries
+from thdprof.training import shared_capture_ranks
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+
+FIELDS: Mapping[str, str] = {
+    "seq_length": "dataset.seq_length (offline_packing_specs.packed_sequence_size)",
+    "micro_batch_size": "train.micro_batch_size",
+    "global_batch_size": "train.global_batch_size",
+    "data_parallel_size": "data-parallel size (ranks / tensor, pipeline and context parallel sizes)",
+    "context_parallel_size": "model.context_parallel_size",
+    "pipeline_parallel_size": "model.pipeline_model_parallel_size",
+    "virtual_pipeline_size": "model.virtual_pipeline_model_parallel_size",
+    "shared_capture_ranks": "data-parallel ranks that share experts (model.expert_model_parallel_size)",
+    "loader": "dataset.dataloader_type",
+    "data_sharding": "dataset.data_sharding",
+    "drop_last": "dataset.drop_last",
+    "seed": "dataset.seed (random_seed)",
+    "split": "dataset.split",
+    "weights": "dataset.blend (weights)",
+    "train_samples": "samples of the run (train.train_iters x train.global_batch_size)",
+    "max_num_samples": "dataset.max_train_samples",
+    "pad_to_max_length": "dataset.dataset_kwargs['pad_to_max_length']",
+    "pad_seq_to_mult": "dataset.offline_packing_specs.pad_seq_to_mult",
+    "dataset": "dataset.offline_packing_specs.packed_train_data_path (blend)",
+}
+"""What Bridge's configuration calls the settings of a run."""
+
+
+def misfits_of(config: Any, plan: Plan) -> list[Misfit]:
+    """Every difference between the run that `plan` was made for and that of a validated ConfigContainer of Bridge."""
+    settings = settings_of(config)
+    if "moe_preprocess" in plan.graphs.modules:  # who decides together then follows from the plan, too
+        settings.pop("shared_capture_ranks", None)
+    return misfits(plan, settings, data_paths=data_paths_of(config))
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """The run's settings; those that Bridge's validated ConfigContainer does not tell are missing."""
+    model, train, dataset = config.model, config.train, config.dataset
+    settings: dict[str, Any] = {
+        "seq_length": model.seq_length,
+        "micro_batch_size": train.micro_batch_size,
+        "data_parallel_size": config.data_parallel_size,
+        "context_parallel_size": model.context_parallel_size,
+        "pipeline_parallel_size": model.pipeline_model_parallel_size,
+        "virtual_pipeline_size": model.virtual_pipeline_model_parallel_size,
+    }
+    settings |= _shared_captures(model, config.data_parallel_size)
+    if not getattr(train, "rampup_batch_size", None):
+        settings["global_batch_size"] = train.global_batch_size
+        if train.train_iters:
+            settings["train_samples"] = train.train_iters * train.global_batch_size
+    loader = getattr(dataset, "dataloader_type", None)
+    if loader in ("single", "cyclic", "batch"):
+        settings["loader"] = loader
+    if loader == "cyclic":
+        settings["data_sharding"] = dataset.data_sharding
+    if loader == "batch":
+        settings["drop_last"] = dataset.drop_last and getattr(train, "num_epochs", None) is None
+    for name in ("seed", "random_seed"):  # of packed rows and of a stream of documents
+        if hasattr(dataset, name):
+            settings["seed"] = getattr(dataset, name)
+            break
+    specs = _packing(config)
+    if specs is not None:
+        settings["seq_length"] = specs.packed_sequence_size
+        settings["max_num_samples"] = dataset.max_train_samples
+        settings["pad_to_max_length"] = bool((dataset.dataset_kwargs or {}).get("pad_to_max_length", False))
+        settings["pad_seq_to_mult"] = specs.pad_seq_to_mult or 1
+    elif getattr(dataset, "split", None):
+        settings["split"] = dataset.split
+    if specs is None and getattr(dataset, "blend", None):
+        settings["weights"] = dataset.blend[1]
+    return settings
+
+
+def _shared_captures(model: Any, data_parallel_size: int) -> dict[str, int]:
+    """How many ranks decide together, for experts: padded ones exchange tokens inside graphs, dropless ones do not."""
+    if not getattr(model, "num_moe_experts", None):
+        return {}
+    over_all = "global_aux_loss" in _listed(model.moe_router_load_balancing_type)
+    outside = getattr(model, "moe_token_dispatcher_type", "alltoall") == "flex"  # where graphs end at the router
+    if outside or not getattr(model, "moe_pad_expert_input_to_capacity", False):
+        return {"shared_capture_ranks": data_parallel_size} if over_all else {}
+    ranks = shared_capture_ranks(
+        data_parallel_size=data_parallel_size,
+        tensor_model_parallel_size=model.tensor_model_parallel_size,
+        context_parallel_size=model.context_parallel_size,
+        expert_model_parallel_size=model.expert_model_parallel_size,
+        expert_tensor_parallel_size=model.expert_tensor_parallel_size,
+        global_aux_loss=over_all,
+    )
+    return {"shared_capture_ranks": ranks}
+
+
+def _listed(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else [*(value or ())]
+
+
+def host_timeout(config: Any) -> timedelta | None:
+    """How long ranks wait for each other on the host; None where the run makes no gloo groups."""
+    dist = config.dist
+    return timedelta(minutes=dist.distributed_timeout_minutes) if dist.use_gloo_process_groups else None
+
+
+def data_paths_of(config: Any) -> list[str] | None:
+    """Paths of the run's training data; None where Bridge finds or makes the files itself."""
+    specs = _packing(config)
+    if specs is not None:
+        packed = specs.packed_train_data_path
+        return None if packed is None else [str(packed)]
+    blend = getattr(config.dataset, "blend", None)
+    return None if not blend else [str(path) for path in blend[0]]
+
+
+def pads_to_constant(config: Any) -> bool:
+    """Whether collate_fn pads every micro-batch's boundaries to one length for the whole dataset."""
+    specs = _packing(config)
+    return specs is not None and bool(specs.pad_cu_seqlens)
+
+
+def pads_documents(config: Any) -> bool:
+    """Whether batches tell of padding between documents: rows that were packed beforehand may have some, and a step
+    that packs samples itself, as qwen3_vl_step does, always says so.
+    """
+    specs, dataset = _packing(config), config.dataset
+    in_step = ("enable_in_batch_packing", "defer_in_batch_packing_to_step")
+    if all(getattr(dataset, name, False) for name in in_step):
+        return True
+    return specs is not None and (specs.pad_seq_to_mult or 1) > 1
+
+
+def _packing(config: Any) -> Any:
+    """Bridge's PackedSequenceSpecs; None where rows are not packed beforehand."""
+    dataset = config.dataset
+    return dataset.offline_packing_specs if getattr(dataset, "enable_offline_packing", False) else None
+
+
+_BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+"""Entries of a batch that end in entries without a document; the last two are missing if documents are not padded."""
+_LONGEST = ("max_seqlen_q", "max_seqlen_kv")
+
+
+@contextmanager
+def host_boundaries_of_bridge(*steps: Any, constant_length: bool = False) -> Iterator[None]:
+    """Inside the block, micro-batches of Bridge's steps keep their boundaries on the host, too.
+
+    Bridge's data loaders run on every rank that decides, so that no rank needs to tell another. Its `get_batch` copies
+    the boundaries to the GPU and forgets those of the host.
+
+    With `constant_length` they also lose the entries that hold no document, and get the length of their own longest
+    document, so that a micro-batch takes the graph of its own shape.
+
+    Args:
+        steps: modules of megatron.bridge.training: gpt_step, and vlm_step of models that take images.
+        constant_length: whether collate_fn pads boundaries to one length for the whole dataset (`pad_cu_seqlens`).
+    """
+    with ExitStack() as stack:
+        stack.enter_context(host_boundaries())
+        for step in steps:
+            read = _remembering(step.get_batch_from_iterator, constant_length=constant_length)
+            stack.enter_context(replaced(step, "get_batch_from_iterator", read))
+        yield
+
+
+def _remembering(own: Callable[..., dict[str, Any]], *, constant_length: bool) -> Callable[..., dict[str, Any]]:
+    """get_batch_from_iterator, whose batches know their boundaries on the host."""
+
+    def get_batch(data_iterator: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        source = _LastOf(data_iterator)
+        batch = own(source, *args, **kwargs)
+        if batch.get("cu_seqlens_q") is not None:
+            _know(batch, source.last, constant_length=constant_length)
+        elif batch.get("cu_seqlens") is not None:
+            _keep_legacy(batch, source.last)
+        return batch
+
+    return get_batch
+
+
+class _LastOf:
+    """An iterator over the same batches that holds the last one."""
+
+    def __init__(self, data_iterator: Any) -> None:
+        self._of = data_iterator
+        self.last: dict[str, Any] = {}
+
+    def __iter__(self) -> _LastOf:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        self.last = next(self._of)
+        return self.last
+
+
+def _know(batch: dict[str, Any], on_host: dict[str, Any], *, constant_length: bool) -> None:
+    """Let the boundaries of `batch` carry the values that collate_fn made, [1, documents + 1] each."""
+    names = [name for name in _BOUNDARIES if batch.get(name) is not None]
+    values = {name: on_host[name] for name in names if _is_row(on_host.get(name))}
+    if len(values) < len(names):
+        return
+    if constant_length:
+        in_memory = values.get("cu_seqlens_q_padded", values["cu_seqlens_q"])
+        entries = num_filled(in_memory.reshape(-1).numpy())
+        values = {name: value[..., :entries] for name, value in values.items()}
+        longest = int(values.get("cu_seqlens_q_padded", values["cu_seqlens_q"]).diff().max())
+        for name in _LONGEST:
+            if batch.get(name) is not None:
+                batch[name] = torch.full_like(batch[name], longest)
+    for name, value in values.items():
+        batch[name] = attach_host_values(batch[name][..., : value.shape[-1]], value)
+
+
+def _keep_legacy(batch: dict[str, Any], on_host: dict[str, Any]) -> None:
+    """Remember boundaries of Bridge's older form, which end in -1 and come with the position of the first of them."""
+    unpadded = "cu_seqlens_unpadded" if batch.get("cu_seqlens_unpadded") is not None else None
+    in_memory = _without_end(on_host, "cu_seqlens")
+    if unpadded is None:
+        if in_memory is not None:
+            keep_on_host(batch["cu_seqlens"], in_memory)
+        return
+    valid = _without_end(on_host, unpadded)
+    if valid is not None and in_memory is not None:
+        keep_on_host(batch[unpadded], valid, in_memory)
+
+
+def _without_end(on_host: dict[str, Any], name: str) -> NDArray[np.int32] | None:
+    end = on_host.get(f"{name}_argmin")
+    if not _is_row(on_host.get(name)) or end is None:
+        return None
+    filled: NDArray[np.int32] = on_host[name].reshape(-1)[: int(end)].numpy()
+    return filled
+
+
+def num_filled(in_memory: NDArray[np.integer]) -> int:
+    """Number of boundaries up to the end of the last document with tokens; at least 2. The last one repeats."""
+    return max(2, int(np.searchsorted(in_memory, in_memory[-1])) + 1)
+
+
+def _is_row(value: Any) -> bool:
+    """Whether `value` holds the boundaries of one micro-batch on the host."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "cpu"
+        and value.dtype == torch.int32
+        and value.numel() == value.shape[-1] > 1
+    )

@@ -1,0 +1,248 @@
+"""What the training loops of Megatron-LM and Megatron-Bridge share: plans, exits, checks of results, schedule plans."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from thdprof.runtime.megatron.decoder.packed_seq_params import is_of_a_bucket
+from thdprof.runtime.megatron.replacing import replaced
+
+if TYPE_CHECKING:
+    from thdprof.plan import Plan
+
+
+def for_megatron(plan: Plan) -> Plan:
+    """The plan with graphs of Megatron's decoders, where `graphs.impl` only says that a whole module is captured."""
+    if plan.graphs.impl != "module":
+        return plan
+    return plan.model_copy(update={"graphs": plan.graphs.model_copy(update={"impl": "chunk"})})
+
+
+_LOOP = "train"
+"""Name of the function that holds the training loop, in Megatron-LM as in Megatron-Bridge."""
+
+
+def is_agreed(error: BaseException | None) -> bool:
+    """Whether `error` is the loop's own exit: by an exit interval, a time limit or a signal that all ranks heard of.
+
+    An exit that begins anywhere else, such as in a script's own signal handler or forward step, may be that of one rank
+    alone, which must not wait for others.
+    """
+    if not isinstance(error, SystemExit) or error.__traceback__ is None:
+        return False
+    where = error.__traceback__
+    while where.tb_next is not None:
+        where = where.tb_next
+    return where.tb_frame.f_code.co_name == _LOOP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Check:
+    """One call of RerunStateMachine.validate_result that is still to be made."""
+
+    result: torch.Tensor
+    """The tensor that was checked, without its history; Megatron's schedule scales it in place afterwards."""
+    value: torch.Tensor
+    """A copy of it at the time of the check."""
+    arguments: dict[str, Any]
+    """All other arguments, by name."""
+
+
+@contextmanager
+def checked_once_a_step(on_restore: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Inside the block, RerunStateMachine.validate_result waits for the GPU once a step, before the optimizer.
+
+    Each check alone waits for the GPU: after every micro-batch the host could begin the next one only when the GPU has
+    nothing left to do. Inside the block, checks of one number by isnan, isinf or `is_unexpectedly_large` are noted
+    while a step's passes run. They are made in their order, by the machine's own method, when the machine is asked
+    whether the passes run again. All else is checked at once: other results or rejection functions, any check outside a
+    step, such as one of an evaluation, and all checks of a machine that injects errors.
+
+    Args:
+        on_restore: called when the machine has taken random states back to those of the step's beginning.
+    """
+    from megatron.core.rerun_state_machine import RerunStateMachine
+
+    own = {name: getattr(RerunStateMachine, name) for name in ("validate_result", "_restore_state")}
+    waiting: WeakKeyDictionary[Any, list[_Check]] = WeakKeyDictionary()
+
+    def validate_result(
+        machine: Any,
+        result: Any,
+        rejection_func: Callable[[Any], Any],
+        message: str,
+        comparison_func: Callable[[Any, Any], float] | None = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        arguments = {
+            "rejection_func": rejection_func,
+            "message": message,
+            "comparison_func": comparison_func,
+            "tolerance": tolerance,
+            "fatal": fatal,
+        }
+        if not (_can_wait(machine, result) and _is_of_values(rejection_func, machine)):
+            check_all(machine)
+            own["validate_result"](machine, result, **arguments)
+            return
+        value = result.detach()
+        waiting.setdefault(machine, []).append(_Check(result=value, value=value.clone(), arguments=arguments))
+
+    def check_all(machine: Any) -> None:
+        checks = waiting.pop(machine, [])
+        values = _Values([check.value for check in checks])
+        for number, check in enumerate(checks):
+            rejects = functools.partial(_of_host, check.arguments["rejection_func"], values, number)
+            own["validate_result"](machine, check.value, **{**check.arguments, "rejection_func": rejects})
+        _keep_scaled(machine, checks)
+
+    def first_checked(name: str) -> Callable[..., Any]:
+        method = getattr(RerunStateMachine, name)
+
+        @functools.wraps(method)
+        def after_checks(machine: Any, *args: Any, **kwargs: Any) -> Any:
+            check_all(machine)
+            return method(machine, *args, **kwargs)
+
+        return after_checks
+
+    def restore_state(machine: Any) -> None:
+        own["_restore_state"](machine)
+        on_restore()
+
+    with ExitStack() as stack:
+        for name in ("should_run_forward_backward", "should_checkpoint_and_exit", "set_mode", "state_dict"):
+            stack.enter_context(replaced(RerunStateMachine, name, first_checked(name)))
+        stack.enter_context(replaced(RerunStateMachine, "validate_result", validate_result))
+        stack.enter_context(replaced(RerunStateMachine, "_restore_state", restore_state))
+        yield
+
+
+class _Values:
+    """Numbers on a GPU that are read by the host together, when the first of them is asked for."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._on_host: list[torch.Tensor] | None = None
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        """The number at that position, on the host: no dimensions, its own dtype."""
+        if self._on_host is None:
+            self._on_host = _read(self._tensors)
+        return self._on_host[number]
+
+
+def _read(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of single numbers on the host; one wait for each device and dtype among them."""
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        alike.setdefault((tensor.device, tensor.dtype), []).append(number)
+    read: dict[int, torch.Tensor] = {}
+    for numbers in alike.values():
+        together = torch.stack([tensors[number].reshape(()) for number in numbers]).cpu()
+        read.update(zip(numbers, together.unbind(), strict=True))
+    return [read[number] for number in range(len(tensors))]
+
+
+def _can_wait(machine: Any, result: Any) -> bool:
+    """Whether a check may be made at the end of the passes: of one number, in a step, by a machine that injects nothing
+    (injection draws random numbers of Python in the order of the checks).
+    """
+    from megatron.core.rerun_state_machine import RerunState
+
+    running = (RerunState.INITIAL_RUN, RerunState.RERUNNING_IN_PLACE, RerunState.RERUNNING_FROM_CHECKPOINT)
+    return (
+        isinstance(result, torch.Tensor)
+        and result.numel() == 1
+        and machine.state in running
+        and not machine.error_injector.should_inject_errors
+    )
+
+
+def _is_of_values(rejection_func: Any, machine: Any) -> bool:
+    """Whether a rejection function depends on the result's value alone, or on those that the machine saw before."""
+    if rejection_func is torch.isnan or rejection_func is torch.isinf:
+        return True
+    return isinstance(rejection_func, functools.partial) and rejection_func.func == machine.is_unexpectedly_large
+
+
+def _of_host(rejection_func: Callable[[Any], Any], values: _Values, number: int, result: Any) -> bool:
+    """Whether `rejection_func` rejects the value at the position `number`, which is that of `result`."""
+    del result
+    return bool(rejection_func(values[number]))
+
+
+def _keep_scaled(machine: Any, checks: list[_Check]) -> None:
+    """Where the machine keeps a copy for a comparison, give it the tensor itself, which it would have kept."""
+    results = {id(check.value): check.result for check in checks}
+    machine.initial_result = results.get(id(machine.initial_result), machine.initial_result)
+    for call, kept in machine.saved_results.items():
+        machine.saved_results[call] = results.get(id(kept), kept)
+
+
+GIVEN = (
+    "overlap_moe_expert_parallel_comm: this trainer builds its schedule plan without packed_seq_params, so that "
+    "documents would attend to each other; it is given those of the micro-batch"
+)
+_METADATA = "packed_seq_params"
+
+
+@contextmanager
+def packed_schedule_plans(say: Callable[[str], None]) -> Iterator[None]:
+    """Inside the block, a schedule plan that is built without `packed_seq_params` gets those that were made since the
+    last plan or the last ordinary forward, if there are any. Enter it before graphs are installed.
+
+    Under `overlap_moe_expert_parallel_comm`, `pretrain_gpt.py` of Megatron-LM 0.19 and the forward steps of Megatron-
+    Bridge 0.6.2 make the PackedSeqParams of a micro-batch and call the model's `build_schedule_plan` without them:
+    documents of a row attend to each other then, and there is nothing that a graph could be replayed for.
+
+    Args:
+        say: told once that it happens.
+    """
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    made: list[Any] = []
+    told: list[str] = []
+    own_post_init = PackedSeqParams.__post_init__
+    own_build, own_forward = GPTModel.build_schedule_plan, GPTModel.forward
+    signature = inspect.signature(own_build)
+
+    def post_init(params: Any) -> None:
+        own_post_init(params)
+        made[:] = [params]
+
+    @functools.wraps(own_forward)
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        made.clear()  # an evaluation's metadata is no later micro-batch's
+        return own_forward(model, *args, **kwargs)
+
+    @functools.wraps(own_build)
+    def build_schedule_plan(model: Any, *args: Any, **kwargs: Any) -> Any:
+        of_script = [params for params in made if not is_of_a_bucket(params)]
+        made.clear()
+        call = signature.bind(model, *args, **kwargs)
+        if of_script and call.arguments.get(_METADATA) is None:
+            call.arguments[_METADATA] = of_script[0]
+            if not told:
+                told.append(GIVEN)
+                say(GIVEN)
+        return own_build(*call.args, **call.kwargs)
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (PackedSeqParams, "__post_init__", post_init),
+            (GPTModel, "forward", forward),
+            (GPTModel, "build_schedule_plan", build_schedule_plan),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        yield
